@@ -1,0 +1,372 @@
+//! `GpuNode`: what a node's GPUs shall be (`spec`, written by the operator) and are (`status`, written by the agent).
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::CustomResource;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
+
+/// What the GPUs of the node of the same name shall be. Complete: the agent makes no choices.
+#[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[kube(group = "cleave.dev", version = "v1alpha1", kind = "GpuNode", plural = "gpunodes", shortname = "gpun", status = "GpuNodeStatus", derive = "PartialEq")]
+#[serde(rename_all = "camelCase")]
+pub struct GpuNodeSpec {
+    /// A hash of `gpus`, so that a status can say which spec it is of.
+    #[serde(default)]
+    pub plan_id: String,
+    /// GPUs that shall be as written; a GPU that is not here is whole and served as `nvidia.com/gpu`.
+    #[serde(default)]
+    pub gpus: Vec<GpuSpec>,
+    /// Held for pods that have not come yet.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reservations: Vec<Reservation>,
+}
+
+/// What one GPU shall be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuSpec {
+    /// The GPU.
+    pub uuid: String,
+    /// The `SharingPolicy` that this comes from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<String>,
+    /// What happens to a pod that leaves its limits.
+    #[serde(default)]
+    pub enforcement: Enforcement,
+    /// How the GPU (or, under `mig`, nothing itself) is served.
+    pub partition: Partition,
+}
+
+/// How a GPU or a MIG instance is served: exactly one field is set.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Partition {
+    /// Undivided, one device of this resource.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<Whole>,
+    /// Shares under MPS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps: Option<MpsPartition>,
+    /// Time-sliced replicas.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_slicing: Option<TimeSlicedPartition>,
+    /// MIG instances, each served in its own way; only for a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<Vec<MigInstanceSpec>>,
+}
+
+/// Undivided.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Whole {
+    /// The extended resource, `nvidia.com/gpu` or `nvidia.com/mig-<profile>`.
+    pub resource: String,
+}
+
+/// MPS slices of a GPU or MIG instance. The sum of `count · units` is at most `units` of the GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MpsPartition {
+    /// Clients of several uids share one server.
+    pub multi_user: bool,
+    /// The compute mode while the daemon runs.
+    pub compute_mode: ComputeMode,
+    /// What is served.
+    pub slices: Vec<MpsSlices>,
+}
+
+/// Equal MPS slices of one resource.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MpsSlices {
+    /// The extended resource: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
+    pub resource: String,
+    /// How many; device ids are `<uuid>::<first>` and so on.
+    pub count: u32,
+    /// Number of the first device id, so that ids stay what they were when other slices come and go.
+    #[serde(default)]
+    pub first: u32,
+    /// Memory of k slices, MiB, indexed by k − 1; empty is no limit.
+    ///
+    /// A list and not a product, because k of n shares of a GPU are not k times one share rounded down.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memory_mib: Vec<u64>,
+    /// Active thread percentage of k slices, indexed by k − 1; empty is no limit.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub threads: Vec<u8>,
+    /// Most clients of one allocation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_clients: Option<u32>,
+}
+
+/// Time-sliced replicas.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct TimeSlicedPartition {
+    /// The extended resource.
+    pub resource: String,
+    /// How many.
+    pub replicas: u32,
+    /// How long a turn is.
+    #[serde(default)]
+    pub interval: Interval,
+}
+
+/// One MIG instance.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MigInstanceSpec {
+    /// Profile name without prefix: `1g.10gb`, `1g.10gb+me`.
+    pub profile: String,
+    /// First memory slice, as NVML's placements count.
+    pub start: u32,
+    /// How the instance is served; `mig` must not be set.
+    pub partition: MigPartition,
+}
+
+/// How a MIG instance is served: exactly one field is set.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MigPartition {
+    /// Undivided.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<Whole>,
+    /// Shares under MPS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps: Option<MpsPartition>,
+    /// Time-sliced replicas.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub time_slicing: Option<TimeSlicedPartition>,
+}
+
+/// Units of one GPU held for a pod of that size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Reservation {
+    /// The extended resource.
+    pub resource: String,
+    /// How many units, on one GPU.
+    pub units: u32,
+    /// The GPU or MIG instance.
+    pub device: String,
+}
+
+/// What the node is.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuNodeStatus {
+    /// Generation of the spec that this status is of.
+    #[serde(default)]
+    pub observed_generation: i64,
+    /// `spec.planId` that the node matches, when it does.
+    #[serde(default)]
+    pub plan_id: String,
+    /// Version of the agent.
+    #[serde(default)]
+    pub agent_version: String,
+    /// Driver version, as NVML gives it.
+    #[serde(default)]
+    pub driver: String,
+    /// Boot id of the node's kernel.
+    #[serde(default)]
+    pub boot_id: String,
+    /// GPUs by index.
+    #[serde(default)]
+    pub gpus: Vec<GpuStatus>,
+    /// What was done, or refused, to match the spec; of the last change only.
+    #[serde(default)]
+    pub steps: Vec<StepStatus>,
+    /// Conditions by type.
+    #[serde(default)]
+    pub conditions: Vec<Condition>,
+}
+
+/// One GPU as it is.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuStatus {
+    /// NVML's UUID.
+    pub uuid: String,
+    /// NVML's index.
+    pub index: u32,
+    /// Product name.
+    pub model: String,
+    /// Total memory, MiB.
+    pub memory_mib: u64,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// PCI bus id.
+    #[serde(default)]
+    pub pci: String,
+    /// NUMA node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub numa: Option<u32>,
+    /// MIG, where the GPU can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<MigStatus>,
+    /// Whole, Mps, `TimeSlicing` or Mig: what it is served as now.
+    #[serde(default)]
+    pub mode: String,
+    /// Slices by device and resource.
+    #[serde(default)]
+    pub slices: Vec<SliceStatus>,
+    /// Who holds what.
+    #[serde(default)]
+    pub allocations: Vec<AllocationStatus>,
+    /// Whether it can serve.
+    #[serde(default)]
+    pub health: Health,
+    /// MPS daemons, of the GPU or of its MIG instances.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mps: Vec<MpsStatus>,
+}
+
+/// MIG of one GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MigStatus {
+    /// MIG mode is on.
+    pub enabled: bool,
+    /// MIG mode after the next reset, where it differs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending: Option<bool>,
+    /// Profiles and placements as NVML reports them.
+    #[serde(default)]
+    pub profiles: Vec<MigProfileStatus>,
+    /// Instances that exist.
+    #[serde(default)]
+    pub instances: Vec<MigInstanceStatus>,
+}
+
+/// One MIG profile of a GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MigProfileStatus {
+    /// Name without prefix.
+    pub name: String,
+    /// Memory, MiB.
+    pub memory_mib: u64,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Memory slices of one instance.
+    pub size: u32,
+    /// First memory slices where one may lie.
+    pub starts: Vec<u32>,
+}
+
+/// One MIG instance as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MigInstanceStatus {
+    /// UUID of the MIG device; empty while it has no compute instance.
+    pub uuid: String,
+    /// Profile name without prefix.
+    pub profile: String,
+    /// First memory slice.
+    pub start: u32,
+    /// GPU instance id.
+    pub gpu_instance: u32,
+    /// Compute instance id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_instance: Option<u32>,
+}
+
+/// Slices of one device and resource.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SliceStatus {
+    /// UUID of the GPU or MIG device.
+    pub device: String,
+    /// The extended resource.
+    pub resource: String,
+    /// First memory slice, of a MIG instance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start: Option<u32>,
+    /// How many the kubelet is told of.
+    pub total: u32,
+    /// Of these, in use.
+    pub in_use: u32,
+    /// Of these, told as Unhealthy.
+    pub unhealthy: u32,
+}
+
+/// What one container holds on one GPU, from the kubelet's PodResources.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct AllocationStatus {
+    /// Pod, `namespace/name`.
+    pub pod: String,
+    /// Container.
+    pub container: String,
+    /// The extended resource.
+    pub resource: String,
+    /// UUID of the GPU or MIG device.
+    pub device: String,
+    /// Device ids.
+    pub ids: Vec<String>,
+    /// Active thread percentage, under MPS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads: Option<u8>,
+    /// SMs that its processes see.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sms: Option<u32>,
+    /// Memory of each of its processes at most, MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u64>,
+    /// MPS clients.
+    #[serde(default)]
+    pub clients: u32,
+}
+
+/// Whether a GPU can serve.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Health {
+    /// It can.
+    pub healthy: bool,
+    /// Why not, as one word: `XidError`, `GpuLost`, `MpsUnavailable`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+    /// Why not, in words.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+
+/// One MPS daemon.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MpsStatus {
+    /// UUID of the GPU or MIG device.
+    pub device: String,
+    /// Starting, Active, Fault, Restarting, `BackOff`, Stopping.
+    pub state: String,
+    /// Pid of the control daemon on the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// Hard or Advisory: whether the door can set each allocation's limits on this driver.
+    #[serde(default)]
+    pub door: String,
+    /// Restarts since the MPS host started.
+    #[serde(default)]
+    pub restarts: u32,
+    /// What is wrong, in words.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+
+/// One step towards the spec.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct StepStatus {
+    /// The GPU.
+    pub gpu: String,
+    /// What, in words: `serve 10 nvidia.com/gpu-mps`.
+    pub action: String,
+    /// Done, Waiting, Refused or Failed.
+    pub result: String,
+    /// Why, in words; for Waiting and Refused which pods hold it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+

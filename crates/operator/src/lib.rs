@@ -1,0 +1,1 @@
+//! The operator: read, validate, plan, apply, report.

@@ -1,0 +1,112 @@
+//! What k of n MPS shares of a GPU are worth: thread percentage, SMs, memory.
+//!
+//! The figures that this arithmetic must agree with were measured on an H200 under driver 580 (`docs/measurements.md`).
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Mebibytes, Percent, Sms};
+
+/// The most client contexts that one MPS server serves; the 49th is refused with CUDA error 808.
+pub const MAX_CLIENTS: u32 = 48;
+
+/// Memory that is not handed out: the MPS server's own context (66 MiB measured), rounded up to leave it room to grow.
+pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
+
+/// SMs below which MPS never limits a client, whatever the percentage.
+const LEAST_SMS: u32 = 8;
+
+/// How hard the SM limit of a share is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Threads {
+    /// k of n shares get 100·k/n % of the SMs.
+    Strict,
+    /// k of n shares get up to twice their part, at most the whole GPU.
+    Burst,
+    /// No SM limit.
+    Uncapped,
+}
+
+/// What one allocation of shares may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// The active thread percentage; none is no limit.
+    pub threads: Option<Percent>,
+    /// The memory that all of the allocation may take; none is no limit.
+    pub memory: Option<Mebibytes>,
+}
+
+/// The memory of a GPU that shares can be made of.
+pub const fn shareable(total: Mebibytes) -> Mebibytes {
+    total.saturating_sub(SERVER_RESERVE)
+}
+
+/// The thread percentage of `shares` of `units`, rounded down, never below 1 %.
+///
+/// `shares` above `units`, and no `units` at all, count as the whole GPU.
+pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
+    let parts = match policy {
+        Threads::Strict => 100,
+        Threads::Burst => 200,
+        Threads::Uncapped => return None,
+    };
+    let percent = (u64::from(shares) * parts).checked_div(u64::from(units)).unwrap_or(100).clamp(1, 100);
+    u8::try_from(percent).ok().and_then(|percent| Percent::new(percent).ok())
+}
+
+/// The memory of `shares` of `units` of a GPU with `total` memory, in whole MiB, rounded down.
+pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
+    let whole = shareable(total);
+    let part = (u128::from(whole.0) * u128::from(shares)).checked_div(u128::from(units)).unwrap_or(u128::from(whole.0));
+    Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
+}
+
+/// The SMs that a client limited to `threads` of a GPU with `total` SMs really gets.
+///
+/// MPS rounds down to an even count and never goes below 8.
+pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
+    let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
+    let part = u64::from(total.0) * u64::from(percent.get()) / 100;
+    let even = u32::try_from(part).unwrap_or(u32::MAX) & !1;
+    Sms(even.max(LEAST_SMS).min(total.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Thread percentage → SMs as an H200 (132 SMs) gave them.
+    const MEASURED: [(u8, u32); 14] = [
+        (1, 8), (2, 8), (5, 8), (10, 12), (12, 14), (14, 18), (20, 26), (25, 32), (33, 42), (50, 66), (66, 86), (75, 98), (90, 118), (100, 132),
+    ];
+
+    #[test]
+    fn sms_are_those_measured() {
+        for (percent, expected) in MEASURED {
+            assert_eq!(sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
+        }
+        assert_eq!(sms(None, Sms(132)), Sms(132));
+    }
+
+    #[test]
+    fn burst_is_twice_the_part_and_at_most_the_whole() {
+        assert_eq!(threads(1, 10, Threads::Burst), Percent::new(20).ok());
+        assert_eq!(threads(7, 10, Threads::Burst), Some(Percent::FULL));
+        assert_eq!(threads(1, 7, Threads::Strict), Percent::new(14).ok());
+        assert_eq!(threads(1, 7, Threads::Uncapped), None);
+    }
+
+    #[test]
+    fn all_shares_together_never_exceed_the_shareable_memory() {
+        let total = Mebibytes(143_155);
+        for units in 1..=MAX_CLIENTS {
+            assert!(memory(1, units, total).0 * u64::from(units) <= shareable(total).0);
+            assert_eq!(memory(units, units, total), shareable(total));
+        }
+    }
+
+    #[test]
+    fn a_share_is_never_nothing_and_never_divides_by_zero() {
+        assert_eq!(threads(1, 48, Threads::Strict), Percent::new(2).ok());
+        assert_eq!(threads(1, 0, Threads::Strict), Some(Percent::FULL));
+        assert_eq!(memory(1, 0, Mebibytes(1024)), Mebibytes(896));
+    }
+}

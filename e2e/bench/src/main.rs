@@ -1,0 +1,2 @@
+//! Benchmarks of Cleave beside published figures.
+fn main() {}

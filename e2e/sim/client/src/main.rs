@@ -1,0 +1,2 @@
+//! A stand-in CUDA program over the simulated MPS.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The simulated machine: GPUs described by a file, state shared between processes.

@@ -1,0 +1,1 @@
+//! Stand-in nvidia-cuda-mps-control and its server over the simulated machine.

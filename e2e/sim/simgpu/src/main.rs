@@ -1,0 +1,2 @@
+//! Describes, shows and changes the simulated machine, faults included.
+fn main() {}
