@@ -1,1 +1,355 @@
-//! Tests on the local Kubernetes cluster.
+//! The harness of the cluster tests: a client of the local Kubernetes, its components, and waiting on conditions.
+//!
+//! Everything is synchronous: a test reads as what a person would do. Objects are JSON, as a user of the API sees them.
+//! `e2e/test cluster` brings the cluster up, installs Cleave and sets `KUBECONFIG` and `PATH`.
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde_json::{Value, json};
+
+/// Where the chart is installed.
+pub const SYSTEM: &str = "cleave-system";
+/// The label that every object a test makes carries, so that it can be swept away.
+pub const LABEL: &str = "cleave-e2e";
+/// How long a condition may take on two loaded cores before the test gives up.
+pub const PATIENCE: Duration = Duration::from_secs(90);
+
+/// The API server, with the rights of the kubeconfig.
+pub struct Cluster {
+    runtime: tokio::runtime::Runtime,
+    client: kube::Client,
+}
+
+/// What the API server said no with.
+#[derive(Debug)]
+pub struct Refused {
+    /// HTTP status.
+    pub code: u16,
+    /// Its message.
+    pub message: String,
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.code, self.message)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+impl Cluster {
+    /// Connects as `KUBECONFIG` says.
+    pub fn connect() -> Result<Self> {
+        ensure!(std::env::var_os("KUBECONFIG").is_some(), "KUBECONFIG is not set: run the cluster tests by `make test-cluster`");
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let client = runtime.block_on(kube::Client::try_default())?;
+        Ok(Self { runtime, client })
+    }
+
+    fn request(&self, method: &str, path: &str, content: &str, body: Option<&Value>) -> Result<Value> {
+        let body = body.map(serde_json::to_vec).transpose()?.unwrap_or_default();
+        let request = http::Request::builder().method(method).uri(path).header("content-type", content).body(body)?;
+        match self.runtime.block_on(self.client.request::<Value>(request)) {
+            Ok(value) => Ok(value),
+            Err(kube::Error::Api(status)) => Err(Refused { code: status.code, message: status.message.clone() }.into()),
+            Err(error) => Err(anyhow!(error).context(format!("{method} {path}"))),
+        }
+    }
+
+    /// Reads an object or a list.
+    pub fn get(&self, path: &str) -> Result<Value> {
+        self.request("GET", path, "application/json", None)
+    }
+
+    /// Reads an object that may not be there.
+    pub fn find(&self, path: &str) -> Result<Option<Value>> {
+        match self.get(path) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if error.downcast_ref::<Refused>().is_some_and(|refused| refused.code == 404) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Creates an object in the collection at `path`.
+    pub fn create(&self, path: &str, object: &Value) -> Result<Value> {
+        self.request("POST", path, "application/json", Some(object))
+    }
+
+    /// A JSON merge patch.
+    pub fn patch(&self, path: &str, patch: &Value) -> Result<Value> {
+        self.request("PATCH", path, "application/merge-patch+json", Some(patch))
+    }
+
+    /// Deletes an object; one that is gone already is fine.
+    pub fn delete(&self, path: &str, grace_seconds: Option<u32>) -> Result<()> {
+        let options = grace_seconds.map_or_else(|| json!({}), |seconds| json!({"gracePeriodSeconds": seconds}));
+        match self.request("DELETE", path, "application/json", Some(&options)) {
+            Ok(_) => Ok(()),
+            Err(error) if error.downcast_ref::<Refused>().is_some_and(|refused| refused.code == 404) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A list's items.
+    pub fn list(&self, path: &str) -> Result<Vec<Value>> {
+        Ok(self.get(path)?["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    /// The cluster's nodes by name.
+    pub fn nodes(&self) -> Result<Vec<String>> {
+        Ok(self.list("/api/v1/nodes")?.iter().map(|node| text(&node["metadata"]["name"])).collect())
+    }
+
+    /// How many of a resource the node says can be allocated.
+    pub fn allocatable(&self, node: &str, resource: &str) -> Result<u64> {
+        let node = self.get(&format!("/api/v1/nodes/{node}"))?;
+        Ok(text(&node["status"]["allocatable"][resource]).parse().unwrap_or(0))
+    }
+
+    /// A node's `GpuNode`.
+    pub fn gpunode(&self, node: &str) -> Result<Value> {
+        self.get(&format!("{GPUNODES}/{node}"))
+    }
+}
+
+/// Path of the `GpuNode`s.
+pub const GPUNODES: &str = "/apis/cleave.dev/v1alpha1/gpunodes";
+/// Path of the `SharingPolicy`s.
+pub const POLICIES: &str = "/apis/cleave.dev/v1alpha1/sharingpolicies";
+
+/// A string field, or nothing.
+pub fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+/// Tries until `probe` gives something, or says what it said last.
+pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let last = match probe() {
+            Ok(Some(value)) => return Ok(value),
+            Ok(None) => "not yet".to_owned(),
+            Err(error) => format!("{error:#}"),
+        };
+        if Instant::now() > deadline {
+            bail!("{what}: not within {patience:?}; last: {last}");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Tries until a condition holds.
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+    wait_for(what, PATIENCE, || Ok(condition()?.then_some(())))
+}
+
+/// Waits until `done`, and fails at once when `broken` says that a promise was broken meanwhile.
+pub fn hold_until(what: &str, mut done: impl FnMut() -> Result<bool>, mut broken: impl FnMut() -> Result<Option<String>>) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(promise) = broken()? {
+            bail!("{what}: broken meanwhile: {promise}");
+        }
+        if done()? {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Runs a program and gives what it printed, or its error output as the error.
+pub fn run(program: &str, args: &[&str]) -> Result<String> {
+    let output = output(program, args)?;
+    ensure!(
+        output.status.success(),
+        "{program} {}: {}\n{}{}",
+        args.join(" "),
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Runs a program and gives all of its result.
+pub fn output(program: &str, args: &[&str]) -> Result<Output> {
+    Command::new(program).args(args).stdin(Stdio::null()).output().with_context(|| format!("running {program} {}", args.join(" ")))
+}
+
+/// Runs the cluster's launcher.
+pub fn launcher(args: &[&str]) -> Result<String> {
+    run(&format!("{}/../cluster/cluster", env!("CARGO_MANIFEST_DIR")), args)
+}
+
+/// Runs a command on a node, in its mount namespace.
+pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
+    let mut args = vec!["exec-node", node];
+    args.extend_from_slice(command);
+    launcher(&args)
+}
+
+/// `kubectl` with arguments.
+pub fn kubectl(args: &[&str]) -> Result<String> {
+    run("kubectl", args)
+}
+
+/// `kubectl apply` of a manifest; gives what it printed, refusals as errors.
+pub fn apply(manifest: &str) -> Result<String> {
+    let mut child = Command::new("kubectl")
+        .args(["apply", "-f", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    child.stdin.take().context("no stdin")?.write_all(manifest.as_bytes())?;
+    let output = child.wait_with_output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// A namespace of a test's own, and its policies; all of it goes with the value.
+pub struct Scope<'a> {
+    /// The cluster.
+    pub cluster: &'a Cluster,
+    /// The namespace's name.
+    pub namespace: String,
+}
+
+impl<'a> Scope<'a> {
+    /// Makes the namespace, having swept away what an earlier, killed run left.
+    pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
+        let scope = Self { cluster, namespace: format!("e2e-{name}") };
+        scope.sweep()?;
+        cluster.create("/api/v1/namespaces", &json!({"metadata": {"name": scope.namespace, "labels": {LABEL: name}}}))?;
+        // Pods cannot be made before the service account is there.
+        wait_until("the namespace's service account", || {
+            Ok(cluster.find(&format!("/api/v1/namespaces/{}/serviceaccounts/default", scope.namespace))?.is_some())
+        })?;
+        Ok(scope)
+    }
+
+    /// Deletes all policies that tests made, all pods of the namespace and then the namespace, and waits until they are gone.
+    fn sweep(&self) -> Result<()> {
+        for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
+            self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
+        }
+        let namespace = format!("/api/v1/namespaces/{}", self.namespace);
+        if self.cluster.find(&namespace)?.is_some() {
+            for pod in self.pods()? {
+                self.cluster.delete(&self.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
+            }
+            self.cluster.delete(&namespace, None)?;
+            wait_until("the namespace is gone", || Ok(self.cluster.find(&namespace)?.is_none()))?;
+        }
+        Ok(())
+    }
+
+    /// Applies a `SharingPolicy`.
+    pub fn policy(&self, name: &str, spec: &Value) -> Result<Value> {
+        let object = json!({
+            "apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy",
+            "metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec,
+        });
+        self.cluster.create(POLICIES, &object)
+    }
+
+    /// The pods of the namespace.
+    pub fn pods(&self) -> Result<Vec<Value>> {
+        self.cluster.list(&format!("/api/v1/namespaces/{}/pods", self.namespace))
+    }
+
+    /// A pod's path.
+    pub fn pod_path(&self, name: &str) -> String {
+        format!("/api/v1/namespaces/{}/pods/{name}", self.namespace)
+    }
+
+    /// Makes a pod with one container `main` of the client's image, which runs a shell script.
+    pub fn pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
+        self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &pod(name, limits, script))
+    }
+
+    /// Waits until a pod's container runs.
+    pub fn running(&self, name: &str) -> Result<Value> {
+        let path = self.pod_path(name);
+        wait_for(&format!("{name} runs"), PATIENCE, || {
+            let pod = self.cluster.get(&path)?;
+            let ready = pod["status"]["containerStatuses"][0]["state"]["running"].is_object();
+            match text(&pod["status"]["phase"]).as_str() {
+                "Failed" => bail!("it failed: {}", pod["status"]),
+                _ => Ok(ready.then_some(pod)),
+            }
+        })
+    }
+
+    /// Waits until a pod has ended, and gives its phase and log.
+    pub fn finished(&self, name: &str) -> Result<(String, String)> {
+        let path = self.pod_path(name);
+        let phase = wait_for(&format!("{name} ends"), PATIENCE, || {
+            let phase = text(&self.cluster.get(&path)?["status"]["phase"]);
+            Ok(matches!(phase.as_str(), "Succeeded" | "Failed").then_some(phase))
+        })?;
+        Ok((phase, self.log(name)?))
+    }
+
+    /// A pod's log so far.
+    pub fn log(&self, name: &str) -> Result<String> {
+        kubectl(&["-n", &self.namespace, "logs", name])
+    }
+
+    /// The first JSON line that a pod's client printed.
+    pub fn seen(&self, name: &str) -> Result<Value> {
+        wait_for(&format!("{name} says what it sees"), PATIENCE, || {
+            let log = self.log(name)?;
+            Ok(log.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()))
+        })
+    }
+
+    /// Runs a command in a pod's container; gives its standard output, or its error output as the error.
+    pub fn exec(&self, name: &str, command: &[&str]) -> Result<String> {
+        let mut args = vec!["-n", &self.namespace, "exec", name, "--"];
+        args.extend_from_slice(command);
+        kubectl(&args)
+    }
+
+    /// Deletes a pod and waits until it is gone.
+    pub fn delete_pod(&self, name: &str, grace_seconds: u32) -> Result<()> {
+        let path = self.pod_path(name);
+        self.cluster.delete(&path, Some(grace_seconds))?;
+        wait_until(&format!("{name} is gone"), || Ok(self.cluster.find(&path)?.is_none()))
+    }
+}
+
+impl Drop for Scope<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let mut told = String::new();
+            for pod in self.pods().unwrap_or_default() {
+                let _ = writeln!(told, "{}: {}", text(&pod["metadata"]["name"]), pod["status"]);
+            }
+            let _ = writeln!(std::io::stderr(), "pods of {} at the failure:\n{told}", self.namespace);
+        }
+        if let Err(error) = self.sweep() {
+            let _ = writeln!(std::io::stderr(), "{} could not be swept away: {error:#}", self.namespace);
+        }
+    }
+}
+
+/// A pod with one container `main` of the client's image, which runs a shell script.
+pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "containers": [{
+                "name": "main", "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never",
+                "command": ["sh", "-c", script], "resources": {"limits": limits},
+            }],
+        },
+    })
+}

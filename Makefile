@@ -1,0 +1,36 @@
+# Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-down test test-rust test-go test-cluster check image crds render bench
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
+
+demo: ## a local Kubernetes with simulated GPUs, Cleave installed, pods sharing GPUs; leaves the cluster up
+	@e2e/demo
+
+demo-down: ## removes what `make demo` left running
+	@e2e/cluster/cluster down
+
+test: ## everything that CI runs, the local cluster included
+	@e2e/test all
+
+check: ## formatting, lints, generated files
+	@e2e/test check
+
+test-rust: ## the Rust tests that need no cluster
+	@e2e/test rust
+
+test-go: ## the launcher's own tests
+	@e2e/test go
+
+test-cluster: ## the tests on the local cluster; TEST=name runs those whose name contains it
+	@e2e/test cluster
+
+crds: ## writes crds/ from the types
+	@e2e/test crds
+
+render: ## writes deploy/ from the chart
+	@deploy/render
+
+bench: ## the benchmarks that need no GPU
+	@e2e/test bench

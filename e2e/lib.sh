@@ -1,0 +1,87 @@
+# Shared by e2e/demo and e2e/test: from a clean checkout to a local cluster with Cleave installed.
+# Sourced, never run. Everything is idempotent; nothing is built twice.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}
+demo_dir=$root/target/demo
+driver_dir=$demo_dir/driver
+cluster=$root/e2e/cluster/cluster
+namespace=cleave-system
+
+say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# Debian and Ubuntu packages that the builds need; the cluster's script looks after its own.
+prerequisites() {
+  [ "$(id -u)" = 0 ] || die "run this as root: it starts a kubelet and containerd, which need it"
+  command -v cargo >/dev/null || die "cargo is not on the PATH: install Rust (1.89 or newer)"
+  command -v go >/dev/null || die "go is not on the PATH: install Go (1.26 or newer)"
+  local missing=()
+  command -v cc >/dev/null || missing+=(gcc libc6-dev)
+  command -v jq >/dev/null || missing+=(jq)
+  [ -x /bin/busybox ] && ! ldd /bin/busybox >/dev/null 2>&1 || missing+=(busybox-static)
+  if [ ${#missing[@]} -gt 0 ]; then
+    say "Installing ${missing[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+  fi
+}
+
+# The product, the simulated hardware and the test programs, in release.
+build() {
+  say "Building Cleave and the simulated hardware"
+  (cd "$root" && cargo build --release --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p cleave-client -p cleave-bench)
+}
+
+# The simulated driver, as the nodes see it under /opt/simgpu.
+driver() {
+  local release=$root/target/release
+  mkdir -p "$driver_dir/lib" "$driver_dir/bin"
+  # Renamed into place: a running program keeps the file it has.
+  put() { cp "$1" "$2.new" && chmod 755 "$2.new" && mv "$2.new" "$2"; }
+  put "$release/libnvidia_ml.so" "$driver_dir/lib/libnvidia-ml.so.1"
+  put "$release/nvidia-cuda-mps-control" "$driver_dir/bin/nvidia-cuda-mps-control"
+  put "$release/nvidia-cuda-mps-server" "$driver_dir/bin/nvidia-cuda-mps-server"
+  put "$release/simgpu" "$driver_dir/bin/simgpu"
+}
+
+# image TAG OPTION… : builds an image and imports it on all nodes, unless its content is there already.
+image() {
+  local tag=$1 tar=$demo_dir/$(basename "$1" | tr : -).tar; shift
+  "$cluster" image build --tag "$tag" "$@" -o "$tar"
+  local sum; sum=$(sha256sum <"$tar")
+  local started; started=$("$cluster" status 2>/dev/null | awk '/containerd/ {print $0}')
+  if [ "$(cat "$tar.imported" 2>/dev/null)" != "$sum $started" ]; then
+    "$cluster" image import "$tar"
+    echo "$sum $started" >"$tar.imported"
+  fi
+}
+
+images() {
+  say "Building and importing the images"
+  local release=$root/target/release
+  image localhost/cleave:dev --ldd --add "$release/cleave:/usr/bin/cleave:755" --entrypoint /usr/bin/cleave
+  image localhost/cleave-client:dev --ldd --shell --add "$release/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
+}
+
+# cluster_up NODES: the cluster, its nodes' simulated GPUs, and target/demo/env.
+cluster_up() {
+  say "Starting Kubernetes"
+  "$cluster" up --nodes "${1:-1}" --driver-root "$driver_dir"
+  "$cluster" env >"$demo_dir/env"
+  # shellcheck source=/dev/null
+  . "$demo_dir/env"
+}
+
+# simulate NODE GPUS: gives a node its simulated GPUs, unless it has them.
+simulate() {
+  "$cluster" exec-node "$1" sh -c "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine $1 --gpus $2 >/dev/null"
+}
+
+# The chart, with the driver under a host path, as on nodes without a container toolkit.
+install() {
+  say "Installing Cleave by Helm"
+  helm upgrade --install cleave "$root/charts/cleave" --namespace "$namespace" --create-namespace \
+    --values "$root/e2e/values.yaml" --wait --timeout 3m "$@" >"$demo_dir/helm.log" || { cat "$demo_dir/helm.log"; kubectl -n "$namespace" get pods -o wide; die "helm failed"; }
+  kubectl -n "$namespace" get pods
+}
