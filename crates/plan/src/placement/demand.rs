@@ -1,0 +1,146 @@
+//! What pods typically ask for, learned from those that came.
+use std::collections::BTreeMap;
+
+/// What one pod asks for.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Demand {
+    /// CPU, thousandths of a core.
+    pub cpu: u64,
+    /// Memory, MiB.
+    pub memory: u64,
+    /// GPUs; of several it gets `per_gpu` of each.
+    pub gpus: u32,
+    /// Thousandths of each GPU.
+    pub per_gpu: u32,
+    /// Models that it may run on, in order; empty is any.
+    pub models: Vec<String>,
+}
+
+impl Demand {
+    /// Thousandths of a GPU, of all its GPUs together.
+    pub fn total(&self) -> u32 {
+        self.gpus * self.per_gpu
+    }
+}
+
+/// A kind of pod and how frequent it is among the typical ones; frequencies add up to 1.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Typical {
+    /// CPU, thousandths of a core.
+    pub cpu: u64,
+    /// GPUs.
+    pub gpus: u32,
+    /// Thousandths of each GPU.
+    pub per_gpu: u32,
+    /// Models that it may run on; empty is any.
+    pub models: Vec<String>,
+    /// Frequency, 0 to 1.
+    pub weight: f64,
+}
+
+impl Typical {
+    /// Thousandths of a GPU, of all its GPUs together.
+    pub fn total(&self) -> f64 {
+        f64::from(self.gpus) * f64::from(self.per_gpu)
+    }
+}
+
+/// The share of pods that the typical kinds make up, as in "Beware of Fragmentation" (USENIX ATC'23).
+const TYPICAL: f64 = 0.95;
+
+/// Kinds of pods that came, each with its weight; older ones count less as time goes by.
+#[derive(Debug, Clone, Default)]
+pub struct Observed {
+    kinds: BTreeMap<(u64, u32, u32, Vec<String>), f64>,
+    total: f64,
+    /// What the next pod counts: it grows, so that what came before counts less without being touched.
+    next: f64,
+    growth: f64,
+}
+
+impl Observed {
+    /// Pods count half after `half_life` further ones; none is never.
+    pub fn new(half_life: Option<f64>) -> Self {
+        let growth = half_life.map_or(1.0, |pods| 2f64.powf(1.0 / pods));
+        Self { kinds: BTreeMap::new(), total: 0.0, next: 1.0, growth }
+    }
+
+    /// Counts a pod.
+    pub fn add(&mut self, demand: &Demand) {
+        *self.kinds.entry((demand.cpu, demand.gpus, demand.per_gpu, demand.models.clone())).or_default() += self.next;
+        self.total += self.next;
+        self.next *= self.growth;
+        if self.next > 1e12 {
+            // Weights are relative: brought back before they lose precision. Kinds that have faded out are forgotten.
+            self.kinds.values_mut().for_each(|weight| *weight /= 1e12);
+            self.kinds.retain(|_, weight| *weight > 1e-9);
+            self.total = self.kinds.values().sum();
+            self.next /= 1e12;
+        }
+    }
+
+    /// The most frequent kinds that make up 95 % of what came; `by_model` keeps kinds apart that may run on other models.
+    pub fn typical(&self, by_model: bool) -> Vec<Typical> {
+        let mut kinds: BTreeMap<(u64, u32, u32, &[String]), f64> = BTreeMap::new();
+        for ((cpu, gpus, per_gpu, models), weight) in &self.kinds {
+            *kinds.entry((*cpu, *gpus, *per_gpu, if by_model { models } else { &[] })).or_default() += weight;
+        }
+        let mut kinds: Vec<_> = kinds.into_iter().collect();
+        // Stable: equal weights stay in the order of their kinds.
+        kinds.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+        let mut sum = 0.0;
+        let mut typical = Vec::new();
+        for ((cpu, gpus, per_gpu, models), weight) in kinds {
+            if sum >= TYPICAL * self.total {
+                break;
+            }
+            sum += weight;
+            typical.push(Typical { cpu, gpus, per_gpu, models: models.to_vec(), weight });
+        }
+        typical.iter_mut().for_each(|kind| kind.weight /= sum);
+        typical
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(per_gpu: u32) -> Demand {
+        Demand { cpu: 1, memory: 1, gpus: 1, per_gpu, models: Vec::new() }
+    }
+
+    #[test]
+    fn rare_kinds_are_not_typical() {
+        let mut observed = Observed::new(None);
+        (0..96).for_each(|_| observed.add(&pod(500)));
+        (0..4).for_each(|_| observed.add(&pod(100)));
+        let typical = observed.typical(false);
+        assert_eq!(typical.len(), 1);
+        assert!((typical[0].weight - 1.0).abs() < 1e-9 && typical[0].per_gpu == 500);
+    }
+
+    #[test]
+    fn what_came_long_ago_fades() {
+        let mut observed = Observed::new(Some(50.0));
+        (0..1000).for_each(|_| observed.add(&pod(100)));
+        (0..500).for_each(|_| observed.add(&pod(900)));
+        assert_eq!(observed.typical(false).iter().map(|kind| kind.per_gpu).collect::<Vec<_>>(), [900]);
+    }
+
+    #[test]
+    fn fading_for_ever_neither_overflows_nor_forgets_the_present() {
+        let mut observed = Observed::new(Some(1.0));
+        (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
+        let typical = observed.typical(false);
+        assert!(
+            typical.len() == 2 && typical.iter().all(|kind| kind.weight.is_finite() && kind.weight > 0.3),
+            "{typical:?}"
+        );
+    }
+
+    #[test]
+    fn nothing_seen_is_nothing_typical() {
+        assert!(Observed::new(None).typical(true).is_empty());
+    }
+}

@@ -1,0 +1,124 @@
+//! Departures and drift: a living cluster, where what is typical is learned from what came and is never given.
+use std::collections::{BTreeMap, VecDeque};
+
+use anyhow::{Result, ensure};
+use cleave_plan::placement::{Choice, Demand, Node, Observed};
+use serde_json::json;
+
+use super::{Chooser, Pod, Policy, Rng, percentile, policy_name, ratio};
+
+/// Pods that arrive, per run.
+const ARRIVALS: usize = 40_000;
+/// GPU demand that is there at a time, over what there is.
+const LOAD: f64 = 1.05;
+/// Pods after which one that came counts half.
+const HALF_LIFE: f64 = 4_000.0;
+/// Pods after which prices are learned anew.
+const RELEARN: usize = 500;
+/// The first part of a run fills the cluster and is not counted.
+const WARM_UP: usize = ARRIVALS / 4;
+/// Waiting pods that are looked at when something departs: the first ones, as a scheduler's queue would.
+const QUEUE_LOOK: usize = 64;
+
+/// Times in milliseconds since the start, so that they can be keys.
+fn key(seconds: f64) -> u64 {
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a run lasts far less than 2^53 ms")]
+    let milliseconds = (seconds.max(0.0) * 1000.0) as u64;
+    milliseconds
+}
+
+/// Runs a policy over arrivals and departures and prints what it reached.
+pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> Result<()> {
+    let pods: Vec<(&Demand, f64)> =
+        pods.iter().filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life))).collect();
+    ensure!(!pods.is_empty(), "this list has no creation and deletion times");
+    let capacity: u64 = nodes.iter().map(|node| u64::from(node.free())).sum();
+    // Little's law: arrivals a second such that demand · lifetime fills LOAD of the cluster.
+    let work: f64 = pods.iter().map(|(demand, life)| f64::from(demand.total()) * life).sum::<f64>()
+        / f64::from(u32::try_from(pods.len())?);
+    let rate = LOAD * ratio(capacity, 1) / work;
+    let mut rng = Rng(seed);
+    let mut seen = Observed::new(Some(HALF_LIFE));
+    let mut chooser = Chooser::new(policy, nodes, &seen, seed);
+    let mut departures: BTreeMap<(u64, usize), (&Demand, Choice)> = BTreeMap::new();
+    let mut waiting: VecDeque<(f64, &Demand, f64)> = VecDeque::new();
+    let (mut now, mut allocated) = (0.0f64, 0u64);
+    let (mut area, mut counted_from, mut last) = (0.0f64, 0.0f64, 0.0f64);
+    let mut waits = Vec::new();
+    let mut placed = 0usize;
+    for arrival in 0..ARRIVALS {
+        now += -(1.0 - rng.unit()).max(1e-12).ln() / rate;
+        if arrival == WARM_UP {
+            (area, counted_from, last) = (0.0, now, now);
+        }
+        while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= key(now)) {
+            #[allow(clippy::cast_precision_loss, reason = "milliseconds of a run are far below 2^52")]
+            let time = entry.key().0 as f64 / 1000.0;
+            let (demand, choice) = entry.remove();
+            area += ratio(allocated, capacity) * (time - last).max(0.0);
+            last = last.max(time);
+            allocated -= u64::from(demand.total());
+            chooser.give(demand, &choice);
+            let mut look = 0;
+            while look < waiting.len().min(QUEUE_LOOK) {
+                let (since, demand, life) = waiting[look];
+                let Some(choice) = chooser.choose(demand) else {
+                    look += 1;
+                    continue;
+                };
+                waiting.remove(look);
+                chooser.take(demand, &choice);
+                allocated += u64::from(demand.total());
+                waits.push(time - since);
+                placed += 1;
+                departures.insert((key(time + life), placed), (demand, choice));
+            }
+        }
+        area += ratio(allocated, capacity) * (now - last).max(0.0);
+        last = last.max(now);
+        let (demand, life) = drifted(&pods, arrival, &mut rng);
+        seen.add(demand);
+        if arrival % RELEARN == RELEARN - 1 {
+            chooser.learn(&seen);
+        }
+        match chooser.choose(demand) {
+            Some(choice) => {
+                chooser.take(demand, &choice);
+                allocated += u64::from(demand.total());
+                waits.push(0.0);
+                placed += 1;
+                departures.insert((key(now + life), placed), (demand, choice));
+            }
+            None => waiting.push_back((now, demand, life)),
+        }
+    }
+    let unserved = waiting.len();
+    waits.extend(waiting.iter().map(|(since, ..)| now - since));
+    let mean = waits.iter().sum::<f64>() / f64::from(u32::try_from(waits.len().max(1))?);
+    waits.sort_by(f64::total_cmp);
+    let result = json!({
+        "policy": policy_name(policy), "seed": seed, "arrivals": ARRIVALS, "load": LOAD,
+        "allocation_mean": area / (now - counted_from), "wait_s_mean": mean, "wait_s_p90": percentile(&waits, 90),
+        "wait_s_p99": percentile(&waits, 99), "still_waiting": unserved,
+    });
+    println!("{result}");
+    Ok(())
+}
+
+/// A pod of the list: towards the end of a run, ever more of those that share a GPU are large ones.
+fn drifted<'a>(pods: &[(&'a Demand, f64)], arrival: usize, rng: &mut Rng) -> (&'a Demand, f64) {
+    let progress =
+        f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVALS).unwrap_or(1));
+    loop {
+        let pod = pods[rng.below(pods.len())];
+        let shares = pod.0.gpus == 1 && pod.0.per_gpu < 1000;
+        let keep = match (shares, pod.0.per_gpu > 500) {
+            (false, _) => 1.0,
+            (true, true) => 0.3 + 0.7 * progress,
+            (true, false) => 1.0 - 0.7 * progress,
+        };
+        if rng.unit() < keep {
+            return pod;
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! The policies that Cleave's is compared with.
+use cleave_plan::placement::demand::Typical;
+use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, left};
+
+use super::Rng;
+
+/// How much CPU and GPU a choice leaves on the node, weighed alike.
+fn spread(node: &Node, demand: &Demand) -> f64 {
+    let cpu = f64::from(u32::try_from(node.cpu - demand.cpu).unwrap_or(u32::MAX));
+    0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
+}
+
+/// The node with the least left, then the GPU with the least left.
+pub(super) struct BestFit;
+
+impl Score for BestFit {
+    type Before = ();
+
+    fn before(&self, _: &Node) {}
+
+    fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
+        Rank { score: 0.0, spread: spread(node, demand), left: left(node, demand, way) }
+    }
+}
+
+/// Fragmentation gradient descent: where what typical pods cannot use grows least.
+pub(super) struct Fgd(Vec<Typical>);
+
+impl Fgd {
+    pub(super) fn new(typical: &[Typical]) -> Self {
+        Self(typical.to_vec())
+    }
+
+    /// Free GPU that typical pods cannot use.
+    fn fragment(&self, cpu: u64, gpus: &[u32]) -> f64 {
+        let free: u32 = gpus.iter().sum();
+        let of = |kind: &Typical| {
+            let able = gpus.iter().filter(|&&free| free >= kind.per_gpu).count();
+            if kind.gpus == 0 || cpu < kind.cpu || able < kind.gpus as usize {
+                return f64::from(free);
+            }
+            f64::from(gpus.iter().filter(|&&free| free < kind.per_gpu).sum::<u32>())
+        };
+        self.0.iter().map(|kind| kind.weight * of(kind)).sum()
+    }
+}
+
+impl Score for Fgd {
+    type Before = f64;
+
+    fn before(&self, node: &Node) -> f64 {
+        self.fragment(node.cpu, &node.gpus)
+    }
+
+    fn rank(&self, node: &Node, before: &f64, demand: &Demand, way: Option<usize>) -> Rank {
+        let mut gpus = node.gpus.clone();
+        let mut wanted = demand.gpus;
+        for (index, free) in gpus.iter_mut().enumerate() {
+            let chosen = way.map_or(*free >= demand.per_gpu, |device| device == index);
+            if wanted > 0 && chosen {
+                *free -= demand.per_gpu;
+                wanted -= 1;
+            }
+        }
+        let fall = before - self.fragment(node.cpu - demand.cpu, &gpus);
+        let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
+        Rank { score, spread: spread(node, demand), left: left(node, demand, way) }
+    }
+}
+
+/// Any place that fits, each as likely as another.
+pub(super) fn random(nodes: &[Node], demand: &Demand, rng: &mut Rng) -> Option<Choice> {
+    let able: Vec<usize> = (0..nodes.len()).filter(|&node| nodes[node].fits(demand).next().is_some()).collect();
+    let node = *able.get(rng.below(able.len().max(1)))?;
+    let mut devices: Vec<usize> =
+        (0..nodes[node].gpus.len()).filter(|&device| nodes[node].gpus[device] >= demand.per_gpu).collect();
+    rng.shuffle(&mut devices);
+    devices.truncate(demand.gpus as usize);
+    devices.sort_unstable();
+    Some(Choice { node, devices })
+}
