@@ -1,0 +1,214 @@
+//! Contexts on devices: who may open one, and the memory it takes.
+
+use std::fs::{self, File};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::error::{ContextError, Error};
+use crate::process::{self, PidRef, Process, ProcessKind};
+use crate::state::{ComputeMode, DeviceRef, State};
+use crate::store::{LEASES, Machine, io, open_shared};
+
+/// What a process opens a context as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ContextKind {
+    /// A plain CUDA program.
+    Compute,
+    /// An MPS server.
+    MpsServer,
+    /// A graphics program.
+    Graphics,
+}
+
+/// Memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes that no process holds.
+    pub free: u64,
+    /// Bytes in all, as CUDA counts.
+    pub total: u64,
+}
+
+/// A context on a device. It ends when dropped, and when its process ends, however that ends.
+#[derive(Debug)]
+pub struct Context {
+    machine: Machine,
+    id: u64,
+    boot: u64,
+    device: String,
+    lease: String,
+    // Locked as long as the context lives: that is how the others see that it does.
+    _lease: File,
+}
+
+impl Machine {
+    /// Opens a context of this process on a GPU or MIG device, taking `overhead` bytes of its memory.
+    ///
+    /// EXCLUSIVE_PROCESS lets in one process (with any number of contexts); PROHIBITED none. A GPU in MIG mode is no device
+    /// by itself.
+    ///
+    /// # Errors
+    /// The device does not exist, is lost, is not to be had under its compute mode, or lacks the memory.
+    pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
+        let kind = match kind {
+            ContextKind::Compute => ProcessKind::Compute,
+            ContextKind::MpsServer => ProcessKind::MpsServer,
+            ContextKind::Graphics => ProcessKind::Graphics,
+        };
+        self.register(device, kind, PidRef::current(), process::own_name(), overhead)
+    }
+
+    /// Registers a client of this process, an MPS server: `pid` is the client's as this process' namespace sees it (that is
+    /// what SCM_CREDENTIALS gives). The compute mode is not asked: the client works in the server's context.
+    ///
+    /// # Errors
+    /// The device does not exist, is lost, or lacks the memory.
+    pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
+        self.register(device, ProcessKind::MpsClient, PidRef::of(pid), process::name_of(pid), used)
+    }
+
+    fn register(&self, device: &str, kind: ProcessKind, pid: PidRef, name: String, used: u64) -> Result<Context, ContextError> {
+        self.update(|state| {
+            self.prune(state);
+            let found = usable(state, device)?;
+            may_open(state, &found, kind, pid)?;
+            fits(state, &found, used)?;
+            let (id, boot, device) = (state.next_id(), state.boot, device.to_owned());
+            let lease = format!("{boot}-{id}");
+            let path = self.path(LEASES).join(&lease);
+            let file = open_shared(&path, false).map_err(io("make", &path))?;
+            flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io("lock", &path)(e.into()))?;
+            let entry = Process { id, kind, device: device.clone(), used, pid, name, lease: Some(lease.clone()) };
+            state.processes.push(entry);
+            Ok(Context { machine: self.clone(), id, boot, device, lease, _lease: file })
+        })
+    }
+}
+
+impl Context {
+    /// The device's UUID.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// Takes memory.
+    ///
+    /// # Errors
+    /// Less is free, or the device or the context is gone.
+    pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
+        self.change(|state, entry| {
+            fits(state, &usable(state, &state.processes[entry].device)?, bytes)?;
+            state.processes[entry].used += bytes;
+            Ok(())
+        })
+    }
+
+    /// Gives memory back (no more than was taken).
+    ///
+    /// # Errors
+    /// The device or the context is gone.
+    pub fn free(&self, bytes: u64) -> Result<(), ContextError> {
+        self.change(|state, entry| {
+            let used = &mut state.processes[entry].used;
+            *used = used.saturating_sub(bytes);
+            Ok(())
+        })
+    }
+
+    /// Bytes that this context holds, its overhead included.
+    ///
+    /// # Errors
+    /// The device or the context is gone.
+    pub fn used(&self) -> Result<u64, ContextError> {
+        let state = self.machine.snapshot()?;
+        Ok(state.processes[self.entry(&state)?].used)
+    }
+
+    /// The device's memory now.
+    ///
+    /// # Errors
+    /// The device or the context is gone.
+    pub fn memory(&self) -> Result<MemoryInfo, ContextError> {
+        let state = self.machine.snapshot()?;
+        self.entry(&state)?;
+        let device = usable(&state, &self.device)?;
+        let total = device.cuda_memory();
+        Ok(MemoryInfo { free: total.saturating_sub(state.used(&self.machine.processes()?, &self.device)), total })
+    }
+
+    /// Whether the context and its device are still there.
+    ///
+    /// # Errors
+    /// They are not: that is what the program's next call is told.
+    pub fn check(&self) -> Result<(), ContextError> {
+        let state = self.machine.snapshot()?;
+        self.entry(&state)?;
+        usable(&state, &self.device).map(drop)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State, usize) -> Result<(), ContextError>) -> Result<(), ContextError> {
+        self.machine.update(|state| {
+            self.machine.prune(state);
+            let entry = self.entry(state)?;
+            usable(state, &self.device)?;
+            change(state, entry)
+        })
+    }
+
+    fn entry(&self, state: &State) -> Result<usize, ContextError> {
+        let here = |p: &Process| p.id == self.id && state.boot == self.boot;
+        state.processes.iter().position(here).ok_or(ContextError::Destroyed)
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // Where this fails, letting go of the lease says the same.
+        let _ = self.machine.update::<_, Error>(|state| {
+            if state.boot == self.boot {
+                state.processes.retain(|p| p.id != self.id);
+            }
+            Ok(())
+        });
+        let _ = fs::remove_file(self.machine.path(LEASES).join(&self.lease));
+    }
+}
+
+/// A device on which a program can work.
+fn usable<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
+    if !state.driver.present {
+        return Err(ContextError::NoDevice("the driver is not loaded".to_owned()));
+    }
+    let device = state.device(uuid).ok_or_else(|| ContextError::InvalidDevice(uuid.to_owned()))?;
+    if device.gpu.lost {
+        return Err(ContextError::Lost(device.gpu.uuid.clone()));
+    }
+    if device.gpu.mig && device.mig.is_none() {
+        return Err(ContextError::NoDevice(format!("GPU {uuid} is in MIG mode")));
+    }
+    Ok(device)
+}
+
+/// The compute mode's rule. `state` holds live processes only.
+fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
+    let refuse = |reason: String| Err(ContextError::Unavailable { device: device.uuid().to_owned(), reason });
+    match device.gpu.compute_mode {
+        _ if kind == ProcessKind::MpsClient => Ok(()),
+        ComputeMode::Default => Ok(()),
+        ComputeMode::Prohibited => refuse("compute mode is PROHIBITED".to_owned()),
+        ComputeMode::ExclusiveProcess => {
+            let others = |p: &&Process| p.device == device.uuid() && p.kind != ProcessKind::MpsClient && p.pid != pid;
+            match state.processes.iter().find(others) {
+                Some(p) => refuse(format!("compute mode is EXCLUSIVE_PROCESS and {} (PID {}) holds it", p.name, p.pid.pid)),
+                None => Ok(()),
+            }
+        }
+    }
+}
+
+/// Whether so much is free. `state` holds live processes only.
+fn fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
+    let free = device.cuda_memory().saturating_sub(state.used(&state.processes, device.uuid()));
+    if wanted > free { Err(ContextError::OutOfMemory { wanted, free }) } else { Ok(()) }
+}

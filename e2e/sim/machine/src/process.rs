@@ -1,0 +1,180 @@
+//! Processes with contexts on a GPU: who they are across PID namespaces, and whether they still live.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Mutex;
+
+use serde::{Deserialize, Serialize};
+
+/// What a process does on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ProcessKind {
+    /// A plain CUDA context.
+    Compute,
+    /// A client of an MPS server.
+    MpsClient,
+    /// An MPS server.
+    MpsServer,
+    /// A graphics context.
+    Graphics,
+}
+
+/// A context on a GPU and the process that owns it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Process {
+    /// Its number in the state.
+    pub id: u64,
+    /// What it is.
+    pub kind: ProcessKind,
+    /// The device's UUID: a GPU's or a MIG device's.
+    pub device: String,
+    /// Bytes of device memory.
+    pub used: u64,
+    /// Whose it is.
+    pub pid: PidRef,
+    /// The process' name.
+    pub name: String,
+    /// The file under `leases/` that its owner keeps locked; none: alive as long as the PID is.
+    #[serde(default)]
+    pub lease: Option<String>,
+}
+
+/// A process as one PID namespace names it. A PID alone is neither unique (namespaces) nor lasting (reuse).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PidRef {
+    /// The PID as `namespace` counts.
+    pub pid: u32,
+    /// The inode of the PID namespace.
+    pub namespace: u64,
+    /// Clock ticks from boot to its start; 0: unknown.
+    pub start: u64,
+}
+
+impl PidRef {
+    /// This process.
+    #[must_use]
+    pub fn current() -> Self {
+        Self::of(std::process::id())
+    }
+
+    /// A process by the PID that this process' namespace gives it.
+    #[must_use]
+    pub fn of(pid: u32) -> Self {
+        Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
+    }
+
+    /// Whether the process is known to be gone. One in another namespace is not known.
+    pub(crate) fn gone(&self) -> bool {
+        self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
+    }
+}
+
+/// The inode of this process' PID namespace; 0 where /proc is not there.
+fn own_namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino())
+}
+
+/// Clock ticks from boot to the start of a process; none when it is gone or a zombie.
+fn start_time(pid: u32) -> Option<u64> {
+    parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Field 22 of `/proc/<pid>/stat`; none for a zombie. The name (field 2) may hold spaces and parentheses.
+fn parse_start_time(stat: &str) -> Option<u64> {
+    let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+/// The name of this process, as `ps` shows it.
+pub(crate) fn own_name() -> String {
+    fs::read_to_string("/proc/self/comm").map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
+}
+
+/// The name of a process by its PID here.
+pub(crate) fn name_of(pid: u32) -> String {
+    fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
+}
+
+/// Finds the PID by which *this* process' namespace knows a process of another, by `/proc/*/status` (`NSpid`) and
+/// `/proc/*/ns/pid`. From the host's namespace every container's process is found; from a container none outside it.
+#[derive(Debug, Default)]
+pub struct PidResolver {
+    known: Mutex<HashMap<PidRef, u32>>,
+}
+
+impl PidResolver {
+    /// The PID here; none where it cannot be seen from here.
+    pub fn resolve(&self, process: &PidRef) -> Option<u32> {
+        let own = own_namespace();
+        if process.namespace == own || process.namespace == 0 {
+            return Some(process.pid);
+        }
+        let mut known = self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(pid) = known.get(process) {
+            if start_time(*pid).is_some_and(|s| process.start == 0 || s == process.start) {
+                return Some(*pid);
+            }
+            known.remove(process);
+        }
+        let found = scan(Path::new("/proc"), process)?;
+        known.insert(*process, found);
+        Some(found)
+    }
+}
+
+/// Looks through a /proc for a process of another namespace.
+fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
+    fs::read_dir(proc).ok()?.flatten().find_map(|entry| {
+        let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+        let status = fs::read_to_string(entry.path().join("status")).ok()?;
+        if innermost_pid(&status)? != process.pid {
+            return None;
+        }
+        // The namespace's inode is readable for root only; the start time is for all, and with the PID as good as unique.
+        let right = match fs::metadata(entry.path().join("ns/pid")) {
+            Ok(namespace) => namespace.ino() == process.namespace,
+            Err(_) => process.start != 0 && start_time(pid) == Some(process.start),
+        };
+        right.then_some(pid)
+    })
+}
+
+/// The PID in the process' own, innermost namespace: the last of `NSpid`.
+fn innermost_pid(status: &str) -> Option<u32> {
+    status.lines().find_map(|l| l.strip_prefix("NSpid:"))?.split_ascii_whitespace().last()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_parentheses_does_not_shift_the_start_time() {
+        let stat = "42 (a b) c) S 1 42 42 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1 1";
+        assert_eq!(parse_start_time(stat), Some(987_654));
+        assert_eq!(parse_start_time(&stat.replace(") S ", ") Z ")), None);
+        assert_eq!(parse_start_time(""), None);
+        assert_eq!(parse_start_time("42 (x) S 1"), None);
+    }
+
+    #[test]
+    fn nspid_of_a_nested_process_ends_with_its_own_pid() {
+        assert_eq!(innermost_pid("Name:\tx\nNSpid:\t4711\t12\t1\nNSpgid:\t1\n"), Some(1));
+        assert_eq!(innermost_pid("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn a_recycled_pid_is_another_process() {
+        let me = PidRef::current();
+        assert!(!me.gone());
+        assert!(PidRef { start: me.start + 1, ..me }.gone());
+    }
+}

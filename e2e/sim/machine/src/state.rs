@@ -1,0 +1,446 @@
+//! The machine's state: what every process on it shares. Plain data and pure questions about it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::model::{Model, Placement, find_model};
+use crate::process::{Process, ProcessKind};
+
+/// Everything about the machine at one moment.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct State {
+    /// Grows by at least one with each change.
+    pub generation: u64,
+    /// The machine's name, from which UUIDs are derived.
+    pub machine: String,
+    /// How often it was booted: contexts of an earlier boot are gone.
+    pub boot: u64,
+    /// The driver.
+    pub driver: Driver,
+    /// GPUs, by index.
+    pub gpus: Vec<Gpu>,
+    /// Models that the machine's description brought along; they go before the built-in ones.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub models: Vec<Model>,
+    /// Contexts on GPUs. May contain dead ones: ask [`crate::Machine::processes`] for those alive.
+    #[serde(default)]
+    pub processes: Vec<Process>,
+    /// The last events, oldest first.
+    #[serde(default)]
+    pub events: Vec<Event>,
+    /// Injected faults.
+    #[serde(default)]
+    pub faults: Vec<Fault>,
+    /// The last number given to a process, an event or a fault.
+    pub last_id: u64,
+}
+
+/// The driver as a whole.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Driver {
+    /// False: NVML's init says that the driver is not loaded.
+    pub present: bool,
+    /// The kernel driver's version, such as `580.159.03`.
+    pub version: String,
+    /// CUDA's version as NVML gives it: 13000 is 13.0.
+    pub cuda: i32,
+}
+
+impl Default for Driver {
+    fn default() -> Self {
+        Self { present: true, version: "580.159.03".to_owned(), cuda: 13000 }
+    }
+}
+
+/// One GPU.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Gpu {
+    /// `GPU-<uuid>`.
+    pub uuid: String,
+    /// NVML's index.
+    pub index: u32,
+    /// The number of `/dev/nvidia<n>`.
+    pub minor: u32,
+    /// The model's product name.
+    pub model: String,
+    /// The board's serial number.
+    pub serial: String,
+    /// Where it sits.
+    pub pci: Pci,
+    /// The nearest NUMA node, where the machine has more than one.
+    pub numa_node: Option<u32>,
+    /// CPUs near it, as a list such as `0-15,32-47`; empty: all.
+    #[serde(default)]
+    pub cpus: String,
+    /// Who may open contexts.
+    pub compute_mode: ComputeMode,
+    /// Persistence mode.
+    pub persistence: bool,
+    /// MIG mode now.
+    pub mig: bool,
+    /// MIG mode after the next reset.
+    pub mig_pending: bool,
+    /// MIG's GPU instances, by id.
+    #[serde(default)]
+    pub instances: Vec<GpuInstance>,
+    /// Fell off the bus: every call about it says so.
+    #[serde(default)]
+    pub lost: bool,
+    /// Uncorrected and corrected ECC errors since boot.
+    #[serde(default)]
+    pub ecc: [u64; 2],
+    /// Degrees Celsius, where not the model's idle value.
+    #[serde(default)]
+    pub temperature: Option<u32>,
+    /// Percent of time a kernel ran, where not derived from the processes.
+    #[serde(default)]
+    pub utilization: Option<u32>,
+}
+
+/// A PCI address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pci {
+    /// Domain.
+    pub domain: u32,
+    /// Bus.
+    pub bus: u32,
+    /// Device.
+    pub device: u32,
+}
+
+impl Pci {
+    /// `00000000:19:00.0`, as NVML writes it.
+    #[must_use]
+    pub fn bus_id(self) -> String {
+        format!("{:08X}:{:02X}:{:02X}.0", self.domain, self.bus, self.device)
+    }
+
+    /// `0000:19:00.0`, as Linux and NVML's legacy field write it.
+    #[must_use]
+    pub fn short_bus_id(self) -> String {
+        format!("{:04X}:{:02X}:{:02X}.0", self.domain, self.bus, self.device)
+    }
+}
+
+/// Who may open contexts on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ComputeMode {
+    /// Everybody.
+    #[default]
+    Default,
+    /// Nobody.
+    Prohibited,
+    /// One process at a time; the MPS server is one.
+    ExclusiveProcess,
+}
+
+/// A GPU instance of MIG.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuInstance {
+    /// NVML's instance id, which follows from the placement.
+    pub id: u32,
+    /// The profile's id (19 for 1g.10gb on an H100).
+    pub profile: u32,
+    /// Memory slices.
+    pub placement: Placement,
+    /// Its compute instances, by id.
+    pub compute: Vec<ComputeInstance>,
+}
+
+/// A compute instance: what CUDA sees as a MIG device.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ComputeInstance {
+    /// NVML's id, from 0 within the GPU instance.
+    pub id: u32,
+    /// The profile's id.
+    pub profile: u32,
+    /// Compute slices within the GPU instance.
+    pub placement: Placement,
+    /// `MIG-<uuid>`.
+    pub uuid: String,
+}
+
+/// An event of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Event {
+    /// Grows with each event.
+    pub seq: u64,
+    /// The GPU.
+    pub gpu: String,
+    /// What happened.
+    pub kind: EventKind,
+    /// The XID, or 0.
+    pub data: u64,
+    /// The GPU instance it is about, where one is known.
+    #[serde(default)]
+    pub gpu_instance: Option<u32>,
+    /// The compute instance it is about, where one is known.
+    #[serde(default)]
+    pub compute_instance: Option<u32>,
+}
+
+/// What an event says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EventKind {
+    /// An XID; the number is in `data`.
+    Xid,
+    /// A corrected ECC error.
+    SingleBitEcc,
+    /// An uncorrected ECC error.
+    DoubleBitEcc,
+    /// MIG instances were created or destroyed, or MIG mode was changed.
+    MigConfigChange,
+}
+
+/// An injected fault.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Fault {
+    /// Its number, to clear it.
+    pub id: u64,
+    /// The call: an NVML function's name, or any name that a stand-in asks for.
+    pub call: String,
+    /// Only for this GPU (or MIG device); none: for all.
+    #[serde(default)]
+    pub gpu: Option<String>,
+    /// What it does.
+    pub effect: Effect,
+    /// How many calls are still hit; none: all until cleared.
+    #[serde(default)]
+    pub remaining: Option<u32>,
+}
+
+/// What an injected fault does to a call.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Effect {
+    /// It returns this code.
+    Code(i32),
+    /// It hangs for so many seconds, or until cleared (none), then works.
+    Hang(Option<f64>),
+}
+
+/// What a UUID names: a GPU that is not in MIG mode, or a MIG device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceRef<'a> {
+    /// The GPU.
+    pub gpu: &'a Gpu,
+    /// Its model.
+    pub model: &'a Model,
+    /// The instances, for a MIG device.
+    pub mig: Option<(&'a GpuInstance, &'a ComputeInstance)>,
+}
+
+impl DeviceRef<'_> {
+    /// The UUID.
+    #[must_use]
+    pub fn uuid(&self) -> &str {
+        self.mig.map_or(&self.gpu.uuid, |(_, ci)| &ci.uuid)
+    }
+
+    /// SMs.
+    #[must_use]
+    pub fn sms(&self) -> u32 {
+        match self.mig {
+            None => self.model.sms,
+            Some((gi, ci)) => self.model.compute_profile(gi.profile, ci.profile).map_or(0, |p| p.sms),
+        }
+    }
+
+    /// Bytes that CUDA gives as the total.
+    #[must_use]
+    pub fn cuda_memory(&self) -> u64 {
+        match self.mig {
+            None => self.model.cuda_memory_mib << 20,
+            Some((gi, _)) => self.model.gpu_profile(gi.profile).map_or(0, |p| p.memory_mib << 20),
+        }
+    }
+
+    /// Bytes that NVML gives as the total.
+    #[must_use]
+    pub fn nvml_memory(&self) -> u64 {
+        match self.mig {
+            None => self.model.memory_mib << 20,
+            Some(_) => self.cuda_memory(),
+        }
+    }
+}
+
+impl State {
+    /// A GPU by UUID or index.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn gpu(&self, name: &str) -> Result<&Gpu, Error> {
+        self.gpus
+            .iter()
+            .find(|g| g.uuid == name || g.index.to_string() == name)
+            .ok_or_else(|| Error::Invalid(format!("machine {} has no GPU {name}", self.machine)))
+    }
+
+    /// The same, to change it.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn gpu_mut(&mut self, name: &str) -> Result<&mut Gpu, Error> {
+        let none = Error::Invalid(format!("machine {} has no GPU {name}", self.machine));
+        self.gpus.iter_mut().find(|g| g.uuid == name || g.index.to_string() == name).ok_or(none)
+    }
+
+    /// A GPU's model.
+    ///
+    /// # Errors
+    /// The state names a model that nothing describes.
+    pub fn model(&self, gpu: &Gpu) -> Result<&Model, Error> {
+        find_model(&self.models, &gpu.model).ok_or_else(|| Error::Invalid(format!("unknown GPU model {:?}", gpu.model)))
+    }
+
+    /// What a UUID names: a GPU (also one in MIG mode) or a MIG device.
+    #[must_use]
+    pub fn device(&self, uuid: &str) -> Option<DeviceRef<'_>> {
+        self.gpus.iter().find_map(|gpu| {
+            let model = self.model(gpu).ok()?;
+            if gpu.uuid == uuid {
+                return Some(DeviceRef { gpu, model, mig: None });
+            }
+            let mig = gpu.instances.iter().find_map(|gi| gi.compute.iter().find(|c| c.uuid == uuid).map(|c| (gi, c)))?;
+            Some(DeviceRef { gpu, model, mig: Some(mig) })
+        })
+    }
+
+    /// The devices that CUDA enumerates, in order, for a value of `CUDA_VISIBLE_DEVICES` (none: unset).
+    ///
+    /// Entries are indices, GPU UUIDs or MIG UUIDs, or unambiguous prefixes of a UUID; the first one that names nothing ends
+    /// the list, and an entry given twice empties it. Lost GPUs are not seen. A GPU in MIG mode is seen as its
+    /// first MIG device, and once a MIG device is in the list, nothing else is: CUDA uses one MIG device a process.
+    #[must_use]
+    pub fn visible_devices(&self, value: Option<&str>) -> Vec<DeviceRef<'_>> {
+        let whole: Vec<DeviceRef<'_>> = (self.gpus.iter())
+            .filter(|g| !g.lost && self.driver.present)
+            .filter_map(|gpu| Some(DeviceRef { gpu, model: self.model(gpu).ok()?, mig: None }))
+            .collect();
+        let migs = |device: &DeviceRef<'_>| -> Vec<DeviceRef<'_>> {
+            let (gpu, model) = (self.gpus.iter().find(|g| g.uuid == device.gpu.uuid), self.model(device.gpu).ok());
+            let (Some(gpu), Some(model)) = (gpu, model) else { return Vec::new() };
+            (gpu.instances.iter())
+                .flat_map(|gi| gi.compute.iter().map(move |ci| DeviceRef { gpu, model, mig: Some((gi, ci)) }))
+                .collect()
+        };
+        let mut seen: Vec<DeviceRef<'_>> = Vec::new();
+        match value {
+            None => seen.clone_from(&whole),
+            Some(list) => {
+                for entry in list.split(',').map(str::trim) {
+                    let found = if let Ok(index) = entry.parse::<usize>() {
+                        whole.get(index).copied()
+                    } else if entry.starts_with("MIG-") {
+                        unambiguous(whole.iter().flat_map(migs), entry)
+                    } else if entry.starts_with("GPU-") {
+                        unambiguous(whole.iter().copied(), entry)
+                    } else {
+                        None
+                    };
+                    let Some(found) = found else { break };
+                    if seen.iter().any(|d| d.uuid() == found.uuid()) {
+                        return Vec::new();
+                    }
+                    seen.push(found);
+                }
+            }
+        }
+        let seen: Vec<_> = (seen.into_iter())
+            .filter_map(|d| if d.gpu.mig && d.mig.is_none() { migs(&d).first().copied() } else { Some(d) })
+            .collect();
+        match seen.iter().find(|d| d.mig.is_some()) {
+            Some(mig) => vec![*mig],
+            None => seen,
+        }
+    }
+
+    /// Bytes that processes of this list hold on a device. A GPU's count includes its MIG devices'.
+    #[must_use]
+    pub fn used(&self, processes: &[Process], uuid: &str) -> u64 {
+        let inside: Vec<&str> = match self.device(uuid) {
+            Some(DeviceRef { gpu, mig: None, .. }) => {
+                gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(|c| c.uuid.as_str())).chain([uuid]).collect()
+            }
+            _ => vec![uuid],
+        };
+        processes.iter().filter(|p| inside.contains(&p.device.as_str())).map(|p| p.used).sum()
+    }
+
+    /// The next number for a process, an event or a fault.
+    pub fn next_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
+    }
+
+    /// Records an event; the oldest of more than 256 are forgotten.
+    pub fn push_event(&mut self, gpu: &str, kind: EventKind, data: u64, instance: Option<(u32, u32)>) {
+        let seq = self.next_id();
+        self.events.push(Event {
+            seq,
+            gpu: gpu.to_owned(),
+            kind,
+            data,
+            gpu_instance: instance.map(|i| i.0),
+            compute_instance: instance.map(|i| i.1),
+        });
+        if self.events.len() > 256 {
+            self.events.remove(0);
+        }
+    }
+
+    /// What a reboot leaves: MIG mode (pending becomes current), the GPUs and the driver. Processes, MIG instances,
+    /// events, ECC counts, compute modes and lost GPUs go; injected faults stay until cleared.
+    pub fn reboot(&mut self) {
+        self.boot += 1;
+        self.processes.clear();
+        self.events.clear();
+        for gpu in &mut self.gpus {
+            gpu.instances.clear();
+            gpu.mig = gpu.mig_pending;
+            gpu.compute_mode = ComputeMode::Default;
+            gpu.lost = false;
+            gpu.ecc = [0, 0];
+        }
+    }
+
+    /// Whether a process other than an MPS client holds the device (an MPS client lives in its server's context).
+    #[must_use]
+    pub fn holder<'p>(&self, processes: &'p [Process], uuid: &str) -> Option<&'p Process> {
+        processes.iter().find(|p| p.device == uuid && p.kind != ProcessKind::MpsClient)
+    }
+}
+
+/// The one device whose UUID begins so.
+fn unambiguous<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
+    let mut found = devices.filter(|d| d.uuid().starts_with(prefix));
+    let first = found.next()?;
+    found.next().is_none().then_some(first)
+}
+
+impl Fault {
+    /// Whether it is for this call: its name exactly, without its version (`nvmlDeviceGetCount` for
+    /// `nvmlDeviceGetCount_v2`), or up to a `*`; and for this device or the GPU it is on.
+    #[must_use]
+    pub fn hits(&self, state: &State, call: &str, device: Option<&str>) -> bool {
+        let bare = call.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(call, |(name, _)| name);
+        let named = match self.call.strip_suffix('*') {
+            Some(prefix) => call.starts_with(prefix),
+            None => self.call == call || self.call == bare,
+        };
+        let placed = match (&self.gpu, device) {
+            (None, _) => true,
+            (Some(_), None) => false,
+            (Some(wanted), Some(uuid)) => wanted == uuid || state.device(uuid).is_some_and(|d| d.gpu.uuid == *wanted),
+        };
+        named && placed
+    }
+}

@@ -1,0 +1,309 @@
+//! The state directory: one file replaced whole under a lock, a generation to see changes by, and waiting for them.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock, inotify};
+
+use crate::description::Description;
+use crate::error::Error;
+use crate::process::{PidResolver, Process};
+use crate::state::{Effect, Fault, State};
+
+/// Where the machine is, unless `$SIMGPU_STATE` says otherwise.
+pub const DEFAULT_DIR: &str = "/var/lib/simgpu";
+/// The environment variable that names another directory.
+pub const STATE_ENV: &str = "SIMGPU_STATE";
+
+const STATE: &str = "state.json";
+const LOCK: &str = "lock";
+const GENERATION: &str = "generation";
+pub(crate) const LEASES: &str = "leases";
+
+/// A handle on a simulated machine. Cheap to clone; all clones share the parsed state.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    dir: PathBuf,
+    cache: Mutex<Option<Arc<State>>>,
+    pids: PidResolver,
+}
+
+impl Machine {
+    /// The machine of `$SIMGPU_STATE`, or of `/var/lib/simgpu`.
+    ///
+    /// # Errors
+    /// There is none there (`simgpu init` makes one), or it cannot be read.
+    pub fn open_default() -> Result<Self, Error> {
+        let dir = std::env::var_os(STATE_ENV).filter(|d| !d.is_empty());
+        Self::open(dir.map_or_else(|| PathBuf::from(DEFAULT_DIR), PathBuf::from))
+    }
+
+    /// The machine of a directory.
+    ///
+    /// # Errors
+    /// There is none there, or it cannot be read.
+    pub fn open(dir: impl Into<PathBuf>) -> Result<Self, Error> {
+        let machine = Self::handle(dir.into());
+        machine.snapshot()?;
+        Ok(machine)
+    }
+
+    /// Makes a machine, in place of any that was there. The directory and all in it may be written by everybody.
+    ///
+    /// # Errors
+    /// The description is wrong, or the directory cannot be written.
+    pub fn init(dir: impl Into<PathBuf>, description: &Description) -> Result<Self, Error> {
+        let machine = Self::handle(dir.into());
+        let mut fresh = description.state()?;
+        let leases = machine.path(LEASES);
+        fs::create_dir_all(&leases).map_err(io("make", &leases))?;
+        for dir in [machine.dir(), &leases] {
+            fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io("open up", dir))?;
+        }
+        let _lock = machine.lock()?;
+        // Leases and numbers of the old machine must not be taken for those of the new one.
+        if let Ok(old) = machine.load() {
+            fresh.boot = old.boot + 1;
+            fresh.last_id = old.last_id;
+            fresh.generation = old.generation;
+        }
+        machine.store(fresh)?;
+        Ok(machine)
+    }
+
+    fn handle(dir: PathBuf) -> Self {
+        Self { inner: Arc::new(Inner { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
+    }
+
+    /// The directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.inner.dir
+    }
+
+    /// The state now. Reads one number; parses only where it grew since the last call through this handle.
+    ///
+    /// # Errors
+    /// The directory is gone or its state is malformed.
+    pub fn snapshot(&self) -> Result<Arc<State>, Error> {
+        // The number is raised before the file is replaced: whoever reads in between reads the old file once more, and
+        // nobody keeps an old state under a new number.
+        let generation = self.generation()?;
+        let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {
+            return Ok(Arc::clone(state));
+        }
+        let state = Arc::new(self.load()?);
+        *cache = Some(Arc::clone(&state));
+        Ok(state)
+    }
+
+    /// The number of the last change begun.
+    fn generation(&self) -> Result<u64, Error> {
+        let path = self.path(GENERATION);
+        let mut bytes = [0; 8];
+        File::open(&path).and_then(|mut f| f.read_exact(&mut bytes)).map_err(io("read", &path))?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    /// Changes the state: under the lock, all or nothing. An error of `change` leaves everything as it was.
+    ///
+    /// # Errors
+    /// That of `change`, or of the directory.
+    pub fn update<T, E: From<Error>>(&self, change: impl FnOnce(&mut State) -> Result<T, E>) -> Result<T, E> {
+        let _lock = self.lock()?;
+        let mut state = State::clone(&*self.snapshot()?);
+        let result = change(&mut state)?;
+        self.store(state)?;
+        Ok(result)
+    }
+
+    /// Waits until the state is newer than `since`, or the time is over; returns the state's generation.
+    ///
+    /// # Errors
+    /// The directory is gone, or its changes cannot be watched.
+    pub fn wait_change(&self, since: u64, timeout: Duration) -> Result<u64, Error> {
+        let deadline = Instant::now() + timeout;
+        let now = self.snapshot()?.generation;
+        if now > since || timeout.is_zero() {
+            return Ok(now);
+        }
+        let dir = self.dir();
+        let watch = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)
+            .map_err(|e| io("watch", dir)(e.into()))?;
+        let events = inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::DELETE_SELF;
+        inotify::add_watch(&watch, dir, events).map_err(|e| io("watch", dir)(e.into()))?;
+        loop {
+            let now = self.snapshot()?.generation;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if now > since || left.is_zero() {
+                return Ok(now);
+            }
+            let mut fds = [rustix::event::PollFd::new(&watch, rustix::event::PollFlags::IN)];
+            let left = rustix::event::Timespec::try_from(left).ok();
+            match rustix::event::poll(&mut fds, left.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(io("watch", dir)(e.into())),
+            }
+            let mut drained = [0_u8; 1024];
+            while matches!(rustix::io::read(&watch, &mut drained), Ok(n) if n > 0) {}
+        }
+    }
+
+    /// The contexts whose processes live.
+    ///
+    /// # Errors
+    /// The directory is gone or its state is malformed.
+    pub fn processes(&self) -> Result<Vec<Process>, Error> {
+        let state = self.snapshot()?;
+        Ok(state.processes.iter().filter(|p| self.alive(p)).cloned().collect())
+    }
+
+    /// The PID by which this process' namespace knows the owner of a context; none where it is not seen from here.
+    #[must_use]
+    pub fn visible_pid(&self, process: &Process) -> Option<u32> {
+        self.inner.pids.resolve(&process.pid)
+    }
+
+    /// Whether the owner of a context lives.
+    pub(crate) fn alive(&self, process: &Process) -> bool {
+        let held = process.lease.as_ref().is_none_or(|name| {
+            let path = self.path(LEASES).join(name);
+            File::open(path).is_ok_and(|f| flock(&f, FlockOperation::NonBlockingLockShared).is_err())
+        });
+        held && !process.pid.gone()
+    }
+
+    /// Forgets the contexts of dead processes, and their leases' files. For use inside [`Machine::update`].
+    pub(crate) fn prune(&self, state: &mut State) {
+        state.processes.retain(|p| {
+            let alive = self.alive(p);
+            if let (false, Some(lease)) = (alive, &p.lease) {
+                // A file left behind is swept by nobody, and hurts nobody.
+                let _ = fs::remove_file(self.path(LEASES).join(lease));
+            }
+            alive
+        });
+    }
+
+    /// What is injected for a call about a device (none: about no device): waits where it is to hang, and returns the code
+    /// that it should return instead of doing its work. A fault for a GPU also hits its MIG devices.
+    ///
+    /// # Errors
+    /// The directory is gone or its state is malformed.
+    pub fn injected(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
+        let mut done = Vec::new();
+        loop {
+            let state = self.snapshot()?;
+            let matches = |f: &&Fault| !done.contains(&f.id) && f.remaining != Some(0) && f.hits(&state, call, device);
+            let Some(fault) = state.faults.iter().find(matches) else { return Ok(None) };
+            done.push(fault.id);
+            if fault.remaining.is_some() && !self.take(fault.id)? {
+                continue;
+            }
+            match fault.effect {
+                Effect::Code(code) => return Ok(Some(code)),
+                Effect::Hang(seconds) => self.hang(fault.id, seconds)?,
+            }
+        }
+    }
+
+    /// Uses up one of a fault's calls; false where another process took the last one. A used-up fault that hangs stays in the
+    /// list (with 0 left), so that clearing it frees those that hang in it.
+    fn take(&self, id: u64) -> Result<bool, Error> {
+        self.update(|state| {
+            let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
+            let Some(left) = fault.remaining.filter(|n| *n > 0) else { return Ok(fault.remaining.is_none()) };
+            fault.remaining = Some(left - 1);
+            if left == 1 && matches!(fault.effect, Effect::Code(_)) {
+                state.faults.retain(|f| f.id != id);
+            }
+            Ok(true)
+        })
+    }
+
+    fn hang(&self, id: u64, seconds: Option<f64>) -> Result<(), Error> {
+        let deadline = seconds.and_then(|s| Duration::try_from_secs_f64(s).ok()).map(|d| Instant::now() + d);
+        loop {
+            let state = self.snapshot()?;
+            let left = deadline.map_or(Duration::from_secs(3600), |d| d.saturating_duration_since(Instant::now()));
+            if left.is_zero() || !state.faults.iter().any(|f| f.id == id) {
+                return Ok(());
+            }
+            self.wait_change(state.generation, left)?;
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.inner.dir.join(name)
+    }
+
+    fn lock(&self) -> Result<File, Error> {
+        let path = self.path(LOCK);
+        let file = open_shared(&path, false).map_err(io("open", &path))?;
+        loop {
+            match flock(&file, FlockOperation::LockExclusive) {
+                Ok(()) => return Ok(file),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(io("lock", &path)(e.into())),
+            }
+        }
+    }
+
+    fn load(&self) -> Result<State, Error> {
+        let path = self.path(STATE);
+        let bytes = fs::read(&path).map_err(io("read", &path))?;
+        serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
+    }
+
+    /// Writes a state under the next number. Only under the lock.
+    fn store(&self, mut state: State) -> Result<(), Error> {
+        state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
+        let (path, fresh, number) = (self.path(STATE), self.path("state.json.new"), self.path(GENERATION));
+        let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
+        // What a writer that was killed half-way left may belong to another user: replaced, not opened.
+        match fs::remove_file(&fresh) {
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(io("replace", &fresh)(e)),
+            _ => {}
+        }
+        open_shared(&fresh, true).and_then(|mut f| f.write_all(&text)).map_err(io("write", &fresh))?;
+        let raised = open_shared(&number, false)
+            .and_then(|f| std::os::unix::fs::FileExt::write_all_at(&f, &state.generation.to_le_bytes(), 0));
+        raised.map_err(io("write", &number))?;
+        fs::rename(&fresh, &path).map_err(io("replace", &path))?;
+        *self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(state));
+        Ok(())
+    }
+}
+
+/// Opens a file for reading and writing; one that is made may be written by everybody, whatever the umask.
+pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
+    let make = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
+    let made = if new {
+        make()?
+    } else {
+        match OpenOptions::new().read(true).write(true).open(path) {
+            Err(e) if e.kind() == ErrorKind::NotFound => match make() {
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => return OpenOptions::new().read(true).write(true).open(path),
+                other => other?,
+            },
+            other => return other,
+        }
+    };
+    made.set_permissions(Permissions::from_mode(0o666))?;
+    Ok(made)
+}
+
+pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
+    let path = path.to_owned();
+    move |source| Error::Io { action, path, source }
+}
