@@ -1,0 +1,245 @@
+//! NVML itself, by nvml-wrapper.
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+
+use cleave_plan::units::{Mebibytes, Sms};
+use nvml_wrapper::Device;
+use nvml_wrapper::bitmasks::InitFlags;
+use nvml_wrapper::enum_wrappers::device::ComputeMode as WrappedMode;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::error::NvmlError as Code;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+
+use super::{ComputeMode, Gpu, Gpus, Inventory, Mig, MigInstance, NvmlError, Process, Search, find, sys};
+
+/// The NVML library, loaded and started.
+#[derive(Debug)]
+pub struct Nvml {
+    pub(super) inner: nvml_wrapper::Nvml,
+}
+
+impl Nvml {
+    /// Loads the library and starts it. A driver without a GPU is no error.
+    pub fn open(search: &Search) -> Result<Self, NvmlError> {
+        let candidates = search.candidates();
+        let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());
+        let Some(path) = found.or_else(|| search.library.is_none().then_some(OsStr::new(find::NAME))) else {
+            return Err(NvmlError::NoLibrary(
+                candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "),
+            ));
+        };
+        match nvml_wrapper::Nvml::builder().lib_path(path).flags(InitFlags::NO_GPUS).init() {
+            Ok(inner) => Ok(Self { inner }),
+            Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
+                "{} in the places where drivers put it, and by the loader's own search",
+                find::NAME
+            ))),
+            Err(code) => Err(NvmlError::of("nvmlInitWithFlags", code)),
+        }
+    }
+
+    fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
+        self.inner.device_by_uuid(uuid).map_err(|code| match code {
+            Code::NotFound | Code::InvalidArg => NvmlError::NotFound(uuid.to_owned()),
+            code => NvmlError::of("nvmlDeviceGetHandleByUUID", code),
+        })
+    }
+
+    fn gpu(&self, index: u32) -> Result<Gpu, NvmlError> {
+        let device =
+            self.inner.device_by_index(index).map_err(|code| NvmlError::of("nvmlDeviceGetHandleByIndex", code))?;
+        let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
+        let capability = device
+            .cuda_compute_capability()
+            .map_err(|code| NvmlError::of("nvmlDeviceGetCudaComputeCapability", code))?;
+        let compute_capability = (capability.major.unsigned_abs(), capability.minor.unsigned_abs());
+        let pci = device
+            .pci_info()
+            .map(|info| sysfs_bus_id(&info.bus_id))
+            .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
+        let mig = mig(&self.inner, &device)?;
+        let cores = optional("nvmlDeviceGetNumGpuCores", device.num_cores())?;
+        let sms = match cores {
+            Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
+            // The largest profile has every SM that MIG can hand out.
+            None => mig.iter().flat_map(|mig| &mig.profiles).map(|profile| profile.sms).max().unwrap_or_default(),
+        };
+        Ok(Gpu {
+            index,
+            minor: optional("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
+            model: device.name().map_err(|code| NvmlError::of("nvmlDeviceGetName", code))?,
+            memory: Mebibytes::from_bytes(cuda_memory(&self.inner, &device)?),
+            sms,
+            numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
+            pci,
+            compute_capability,
+            mig,
+            uuid,
+        })
+    }
+}
+
+impl Gpus for Nvml {
+    fn inventory(&self) -> Result<Inventory, NvmlError> {
+        let driver =
+            self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
+        let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
+        let gpus: BTreeMap<_, _> = (0..count).map(|index| (index, self.gpu(index))).collect();
+        Ok(Inventory { driver, gpus })
+    }
+
+    fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
+        let device = self.device(uuid)?;
+        let all = device
+            .running_compute_processes()
+            .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
+        let clients = optional("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?
+            .unwrap_or_default();
+        Ok(merge(&all, &clients))
+    }
+
+    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
+        let mut device = self.device(uuid)?;
+        let before = match device.compute_mode().map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
+            WrappedMode::Default => ComputeMode::Default,
+            WrappedMode::ExclusiveProcess | WrappedMode::ExclusiveThread => ComputeMode::ExclusiveProcess,
+            WrappedMode::Prohibited => ComputeMode::Prohibited,
+        };
+        if before != mode {
+            let mode = match mode {
+                ComputeMode::Default => WrappedMode::Default,
+                ComputeMode::ExclusiveProcess => WrappedMode::ExclusiveProcess,
+                ComputeMode::Prohibited => WrappedMode::Prohibited,
+            };
+            device.set_compute_mode(mode).map_err(|code| NvmlError::of("nvmlDeviceSetComputeMode", code))?;
+        }
+        Ok(before)
+    }
+
+    fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError> {
+        let device = self.device(gpu)?;
+        let profiles = sys::profiles(&self.inner, &device)?;
+        let Some(profile) = profiles.iter().find(|known| known.name == profile) else {
+            return Err(NvmlError::NotFound(format!("MIG profile {profile} on {gpu}")));
+        };
+        let gpu_instance = sys::create_instance(&self.inner, &device, profile, start)?;
+        let instances = sys::instances(&self.inner, &device, &profiles)?;
+        instances
+            .into_iter()
+            .find(|instance| instance.gpu_instance == gpu_instance)
+            .ok_or_else(|| NvmlError::NotFound(format!("GPU instance {gpu_instance} on {gpu}, just made,")))
+    }
+
+    fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError> {
+        sys::destroy_instance(&self.inner, &self.device(gpu)?, gpu_instance)
+    }
+}
+
+/// None where this GPU cannot do it.
+fn optional<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
+    match result.map_err(|code| NvmlError::of(call, code)) {
+        Ok(value) => Ok(Some(value)),
+        Err(NvmlError::NotSupported { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
+    let Some(mode) = optional("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
+    let enabled = mode.current == 1;
+    let profiles = sys::profiles(nvml, device)?;
+    let instances = if enabled { sys::instances(nvml, device, &profiles)? } else { Vec::new() };
+    Ok(Some(Mig { enabled, pending: (mode.pending != mode.current).then_some(mode.pending == 1), profiles, instances }))
+}
+
+/// Bytes that CUDA calls the total: on an H200 143,155 MiB of NVML's 143,771.
+fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
+    match optional("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
+        Some(info) => Ok(info.total.saturating_sub(info.reserved)),
+        // Drivers before 510 count what they keep as used.
+        None => sys::memory_total_v1(nvml, device),
+    }
+}
+
+/// CUDA cores of one SM, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
+const fn cores_per_sm(capability: (u32, u32)) -> u32 {
+    match capability {
+        (6 | 8, 0) | (7, _) => 64,
+        _ => 128,
+    }
+}
+
+/// NVML writes `00000000:3B:00.0`, sysfs `0000:3b:00.0`.
+fn sysfs_bus_id(id: &str) -> String {
+    let id = id.to_ascii_lowercase();
+    match id.split_once(':') {
+        Some((domain, rest)) if domain.len() == 8 => format!("{}:{rest}", domain.trim_start_matches("0000")),
+        _ => id,
+    }
+}
+
+fn numa_node(pci: &str) -> Option<u32> {
+    // -1 is a machine without NUMA, and does not parse.
+    fs::read_to_string(format!("/sys/bus/pci/devices/{pci}/numa_node")).ok()?.trim().parse().ok()
+}
+
+/// NVML lists an MPS client in both lists; its memory is the larger, should they differ.
+fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
+    let mut processes: BTreeMap<u32, Process> = BTreeMap::new();
+    for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {
+        let memory = match info.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(bytes),
+            UsedGpuMemory::Unavailable => None,
+        };
+        let entry = processes.entry(info.pid).or_insert(Process {
+            pid: info.pid,
+            memory,
+            mps,
+            gpu_instance: info.gpu_instance_id,
+        });
+        entry.memory = entry.memory.max(memory);
+        entry.mps |= mps;
+    }
+    processes.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sms_follow_from_cores_on_the_gpus_that_are_known() {
+        // T4, A100, A30, A10, L4, H100 SXM.
+        for (cores, capability, sms) in [
+            (2560, (7, 5), 40),
+            (6912, (8, 0), 108),
+            (3584, (8, 0), 56),
+            (9216, (8, 6), 72),
+            (7424, (8, 9), 58),
+            (16896, (9, 0), 132),
+        ] {
+            assert_eq!(cores / cores_per_sm(capability), sms, "{capability:?}");
+        }
+    }
+
+    #[test]
+    fn bus_ids_are_written_as_sysfs_writes_them() {
+        assert_eq!(sysfs_bus_id("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(sysfs_bus_id("00010000:3B:00.0"), "00010000:3b:00.0");
+        assert_eq!(sysfs_bus_id("0000:3b:00.0"), "0000:3b:00.0");
+        assert_eq!(sysfs_bus_id("nonsense"), "nonsense");
+    }
+
+    #[test]
+    fn a_process_in_both_lists_is_one_client() {
+        let info =
+            |pid, bytes| ProcessInfo { pid, used_gpu_memory: bytes, gpu_instance_id: None, compute_instance_id: None };
+        let merged = merge(
+            &[info(7, UsedGpuMemory::Used(5)), info(3, UsedGpuMemory::Unavailable)],
+            &[info(7, UsedGpuMemory::Used(9)), info(8, UsedGpuMemory::Used(1))],
+        );
+        let process = |pid, memory, mps| Process { pid, memory, mps, gpu_instance: None };
+        assert_eq!(merged, [process(3, None, false), process(7, Some(9), true), process(8, Some(1), true)]);
+    }
+}

@@ -1,0 +1,374 @@
+//! The calls that nvml-wrapper does not wrap: MIG instances, events with the instance that they are of, the first memory call.
+//!
+//! All of the product's unsafe code. Each function passes NVML only pointers to its own live, zeroed values and buffers, with their true
+//! lengths, and handles that NVML gave for the same, still started library: both come from the same `Nvml`, which the `Device` borrows.
+#![allow(unsafe_code, reason = "NVML has a C interface, and nvml-wrapper leaves these calls to nvml-wrapper-sys")]
+use std::ffi::{CStr, c_uint};
+use std::mem;
+
+use cleave_plan::units::{Mebibytes, Sms};
+use nvml_wrapper::error::{NvmlError as Code, nvml_sym, nvml_try};
+use nvml_wrapper::{Device, EventSet, Nvml};
+use nvml_wrapper_sys::bindings::{
+    NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_INSTANCE_PROFILE_COUNT, nvmlComputeInstance_t,
+    nvmlComputeInstanceProfileInfo_t, nvmlDevice_t, nvmlEventData_t, nvmlEventTypeXidCriticalError, nvmlGpuInstance_t,
+    nvmlGpuInstanceInfo_t, nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t, nvmlMemory_t,
+    nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE,
+};
+
+use super::{MigInstance, MigProfile, NvmlError};
+
+/// No GPU has more slices, or instances of one profile, than this; a driver that says so is not believed.
+const MOST: c_uint = 64;
+
+fn handle(device: &Device<'_>) -> nvmlDevice_t {
+    // SAFETY: the handle is used while the device, and with it the library, is borrowed.
+    unsafe { device.handle() }
+}
+
+/// A value that tells handles of GPUs apart, for comparing alone.
+pub(super) fn identity(device: &Device<'_>) -> usize {
+    handle(device) as usize
+}
+
+/// Total memory in bytes, by the call that every driver has.
+pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
+    const CALL: &str = "nvmlDeviceGetMemoryInfo";
+    let call = nvml_sym(nvml.lib().nvmlDeviceGetMemoryInfo.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    // SAFETY: see the module.
+    let (status, memory) = unsafe {
+        let mut memory: nvmlMemory_t = mem::zeroed();
+        (call(handle(device), &raw mut memory), memory)
+    };
+    nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
+    Ok(memory.total)
+}
+
+/// The MIG profiles of a GPU with their placements, in NVML's order.
+pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfile>, NvmlError> {
+    const CALL: &str = "nvmlDeviceGetGpuInstanceProfileInfoV";
+    let lib = nvml.lib();
+    // Missing in a driver from before MIG profiles had names.
+    let Ok(call) = nvml_sym(lib.nvmlDeviceGetGpuInstanceProfileInfoV.as_ref()) else { return Ok(Vec::new()) };
+    let mut profiles = Vec::new();
+    for number in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
+        // SAFETY: see the module.
+        let (status, info) = unsafe {
+            let mut info: nvmlGpuInstanceProfileInfo_v2_t = mem::zeroed();
+            info.version = struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2);
+            (call(handle(device), number, &raw mut info), info)
+        };
+        match nvml_try(status) {
+            Ok(()) => {}
+            // This GPU has no such profile; a driver that is older than the number does not know it.
+            Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
+            Err(code) => return Err(NvmlError::of(CALL, code)),
+        }
+        let placements = placements(nvml, device, info.id)?;
+        profiles.push(MigProfile {
+            id: info.id,
+            name: profile_name(&info.name),
+            memory: Mebibytes(info.memorySizeMB),
+            sms: Sms(info.multiprocessorCount),
+            slices: info.sliceCount,
+            size: placements.first().map_or(0, |placement| placement.size),
+            starts: placements.iter().map(|placement| placement.start).collect(),
+        });
+    }
+    Ok(profiles)
+}
+
+/// `MIG 1g.10gb` without its first word.
+fn profile_name(raw: &[std::ffi::c_char]) -> String {
+    // The C character's signedness depends on the architecture; the bytes are the same.
+    let bytes: Vec<u8> = raw.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
+    let name = CStr::from_bytes_until_nul(&bytes).map(CStr::to_string_lossy).unwrap_or_default();
+    name.strip_prefix("MIG ").unwrap_or(&name).to_owned()
+}
+
+/// `NVML_STRUCT_VERSION` of `nvml.h`: the size, and the version in the highest byte.
+fn struct_version<T>(version: c_uint) -> c_uint {
+    // Every NVML structure is far below 16 MiB.
+    c_uint::try_from(mem::size_of::<T>()).unwrap_or(0) | (version << 24)
+}
+
+fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvmlGpuInstancePlacement_t>, NvmlError> {
+    const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
+    let call = nvml_sym(nvml.lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())
+        .map_err(|code| NvmlError::of(CALL, code))?;
+    let mut count: c_uint = 0;
+    // SAFETY: a null buffer asks for the number.
+    let status = unsafe { call(handle(device), profile, std::ptr::null_mut(), &raw mut count) };
+    if status != nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE {
+        nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
+    }
+    count = count.min(MOST);
+    // SAFETY: a placement is two integers, for which zero is a value.
+    let mut placements: Vec<nvmlGpuInstancePlacement_t> = vec![unsafe { mem::zeroed() }; count as usize];
+    if count > 0 {
+        // SAFETY: the buffer holds `count` placements.
+        let status = unsafe { call(handle(device), profile, placements.as_mut_ptr(), &raw mut count) };
+        nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
+        placements.truncate(count as usize);
+    }
+    placements.sort_unstable_by_key(|placement| placement.start);
+    Ok(placements)
+}
+
+/// The GPU instances of a GPU in MIG mode, by start.
+pub(super) fn instances(
+    nvml: &Nvml,
+    device: &Device<'_>,
+    profiles: &[MigProfile],
+) -> Result<Vec<MigInstance>, NvmlError> {
+    let lib = nvml.lib();
+    let list = nvml_sym(lib.nvmlDeviceGetGpuInstances.as_ref())
+        .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstances", code))?;
+    let info =
+        nvml_sym(lib.nvmlGpuInstanceGetInfo.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
+    let devices = mig_devices(nvml, device)?;
+    let mut found = Vec::new();
+    for profile in profiles {
+        let mut handles: [nvmlGpuInstance_t; MOST as usize] = [std::ptr::null_mut(); MOST as usize];
+        let mut count = MOST;
+        // SAFETY: the buffer is larger than any profile's number of instances, which is what NVML asks for.
+        let status = unsafe { list(handle(device), profile.id, handles.as_mut_ptr(), &raw mut count) };
+        match nvml_try(status) {
+            Ok(()) => {}
+            Err(Code::NotSupported | Code::NotFound) => continue,
+            Err(code) => return Err(NvmlError::of("nvmlDeviceGetGpuInstances", code)),
+        }
+        for &instance in handles.iter().take(count as usize) {
+            // SAFETY: see the module.
+            let (status, got) = unsafe {
+                let mut got: nvmlGpuInstanceInfo_t = mem::zeroed();
+                (info(instance, &raw mut got), got)
+            };
+            nvml_try(status).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
+            // Drivers may list an instance under each profile of the same shape.
+            if got.profileId != profile.id {
+                continue;
+            }
+            let of_instance = devices.iter().find(|mig| mig.gpu_instance == got.id);
+            found.push(MigInstance {
+                uuid: of_instance.map(|mig| mig.uuid.clone()).unwrap_or_default(),
+                profile: profile.name.clone(),
+                start: got.placement.start,
+                gpu_instance: got.id,
+                compute_instance: of_instance.map(|mig| mig.compute_instance),
+            });
+        }
+    }
+    found.sort_unstable_by_key(|instance: &MigInstance| (instance.start, instance.gpu_instance));
+    Ok(found)
+}
+
+struct MigDevice {
+    uuid: String,
+    gpu_instance: u32,
+    compute_instance: u32,
+}
+
+/// The MIG devices of a GPU: its compute instances, as CUDA sees them, by instance.
+fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlError> {
+    let lib = nvml.lib();
+    let gpu_instance_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceId.as_ref())
+        .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
+    let compute_instance_id = nvml_sym(lib.nvmlDeviceGetComputeInstanceId.as_ref())
+        .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
+    let most =
+        device.mig_device_count().map_err(|code| NvmlError::of("nvmlDeviceGetMaxMigDeviceCount", code))?.min(MOST);
+    let mut devices = Vec::new();
+    for index in 0..most {
+        let mig = match device.mig_device_by_index(index) {
+            Ok(mig) => mig,
+            // Indices may have holes.
+            Err(Code::NotFound | Code::InvalidArg) => continue,
+            Err(code) => return Err(NvmlError::of("nvmlDeviceGetMigDeviceHandleByIndex", code)),
+        };
+        let uuid = mig.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
+        let (mut gpu_instance, mut compute_instance) = (0, 0);
+        // SAFETY: see the module.
+        nvml_try(unsafe { gpu_instance_id(handle(&mig), &raw mut gpu_instance) })
+            .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
+        // SAFETY: see the module.
+        nvml_try(unsafe { compute_instance_id(handle(&mig), &raw mut compute_instance) })
+            .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
+        devices.push(MigDevice { uuid, gpu_instance, compute_instance });
+    }
+    devices.sort_unstable_by_key(|mig| (mig.gpu_instance, mig.compute_instance));
+    Ok(devices)
+}
+
+/// Makes a GPU instance at exactly `start` and one compute instance over all of it, and gives the GPU instance's id.
+pub(super) fn create_instance(
+    nvml: &Nvml,
+    device: &Device<'_>,
+    profile: &MigProfile,
+    start: u32,
+) -> Result<u32, NvmlError> {
+    const CALL: &str = "nvmlDeviceCreateGpuInstanceWithPlacement";
+    let lib = nvml.lib();
+    let create =
+        nvml_sym(lib.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let info =
+        nvml_sym(lib.nvmlGpuInstanceGetInfo.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
+    let destroy =
+        nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceDestroy", code))?;
+    let placement = nvmlGpuInstancePlacement_t { start, size: profile.size };
+    let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
+    // SAFETY: see the module.
+    nvml_try(unsafe { create(handle(device), profile.id, &raw const placement, &raw mut instance) })
+        .map_err(|code| NvmlError::of(CALL, code))?;
+    // SAFETY: see the module.
+    let (status, got) = unsafe {
+        let mut got: nvmlGpuInstanceInfo_t = mem::zeroed();
+        (info(instance, &raw mut got), got)
+    };
+    let made = nvml_try(status)
+        .map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))
+        .and_then(|()| create_compute_instance(nvml, instance, profile.slices));
+    if let Err(error) = made {
+        // SAFETY: the instance was made above, and nothing else knows it.
+        let rollback = unsafe { destroy(instance) };
+        if let Err(code) = nvml_try(rollback) {
+            tracing::error!(%code, gpu_instance = got.id, "a GPU instance without a compute instance is left behind");
+        }
+        return Err(error);
+    }
+    Ok(got.id)
+}
+
+/// Makes the compute instance that takes all `slices` of a GPU instance.
+fn create_compute_instance(nvml: &Nvml, instance: nvmlGpuInstance_t, slices: u32) -> Result<(), NvmlError> {
+    const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";
+    let lib = nvml.lib();
+    let info = nvml_sym(lib.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())
+        .map_err(|code| NvmlError::of(CALL, code))?;
+    let create =
+        nvml_sym(lib.nvmlGpuInstanceCreateComputeInstance.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let mut whole = None;
+    for number in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
+        // SAFETY: see the module; 0 is the only engine profile.
+        let (status, got) = unsafe {
+            let mut got: nvmlComputeInstanceProfileInfo_t = mem::zeroed();
+            (info(instance, number, 0, &raw mut got), got)
+        };
+        if nvml_try(status).is_ok() && got.sliceCount == slices && got.instanceCount > 0 {
+            whole = Some(got.id);
+            break;
+        }
+    }
+    let Some(profile) = whole else { return Err(NvmlError::NotSupported { call: CALL }) };
+    let mut compute: nvmlComputeInstance_t = std::ptr::null_mut();
+    // SAFETY: see the module.
+    nvml_try(unsafe { create(instance, profile, &raw mut compute) }).map_err(|code| NvmlError::of(CALL, code))
+}
+
+/// Destroys a GPU instance, its compute instances first.
+pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u32) -> Result<(), NvmlError> {
+    const CALL: &str = "nvmlGpuInstanceDestroy";
+    let lib = nvml.lib();
+    let by_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceById.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let info = nvml_sym(lib.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())
+        .map_err(|code| NvmlError::of(CALL, code))?;
+    let list = nvml_sym(lib.nvmlGpuInstanceGetComputeInstances.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let destroy_compute =
+        nvml_sym(lib.nvmlComputeInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let destroy = nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
+    // SAFETY: see the module.
+    nvml_try(unsafe { by_id(handle(device), gpu_instance, &raw mut instance) }).map_err(|code| match code {
+        Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU instance {gpu_instance}")),
+        code => NvmlError::of(CALL, code),
+    })?;
+    for number in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
+        // SAFETY: see the module.
+        let (status, profile) = unsafe {
+            let mut got: nvmlComputeInstanceProfileInfo_t = mem::zeroed();
+            (info(instance, number, 0, &raw mut got), got)
+        };
+        if nvml_try(status).is_err() {
+            continue;
+        }
+        let mut handles: [nvmlComputeInstance_t; MOST as usize] = [std::ptr::null_mut(); MOST as usize];
+        let mut count = MOST;
+        // SAFETY: the buffer is larger than any profile's number of instances.
+        if nvml_try(unsafe { list(instance, profile.id, handles.as_mut_ptr(), &raw mut count) }).is_err() {
+            continue;
+        }
+        for &compute in handles.iter().take(count as usize) {
+            // SAFETY: listed just now.
+            nvml_try(unsafe { destroy_compute(compute) })
+                .map_err(|code| NvmlError::of("nvmlComputeInstanceDestroy", code))?;
+        }
+    }
+    // SAFETY: see the module.
+    nvml_try(unsafe { destroy(instance) }).map_err(|code| NvmlError::of(CALL, code))
+}
+
+/// An event as NVML gives it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RawEvent {
+    /// [`identity`] of the GPU.
+    pub(super) device: usize,
+    /// One of NVML's event type bits.
+    pub(super) kind: u64,
+    /// The XID, of a critical XID.
+    pub(super) data: u64,
+    /// GPU instance, under MIG.
+    pub(super) gpu_instance: Option<u32>,
+}
+
+/// NVML's event type bit of a critical XID.
+pub(super) const XID: u64 = nvmlEventTypeXidCriticalError as u64;
+
+/// Adds the critical XIDs of a GPU to a set; nvml-wrapper's `register_events` loses the set where one GPU fails.
+pub(super) fn register(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
+    const CALL: &str = "nvmlDeviceRegisterEvents";
+    let call = nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    // SAFETY: the set is borrowed and neither freed nor copied here; see the module.
+    nvml_try(unsafe { call(handle(device), XID, set.handle()) }).map_err(|code| NvmlError::of(CALL, code))
+}
+
+/// Waits for an event; nvml-wrapper's `wait` drops the instance.
+pub(super) fn wait(nvml: &Nvml, set: &EventSet<'_>, timeout_ms: u32) -> Result<RawEvent, Code> {
+    let call = nvml_sym(nvml.lib().nvmlEventSetWait_v2.as_ref())?;
+    // SAFETY: the set is borrowed and neither freed nor copied here; see the module.
+    let (status, data) = unsafe {
+        let mut data: nvmlEventData_t = mem::zeroed();
+        (call(set.handle(), &raw mut data, timeout_ms), data)
+    };
+    nvml_try(status)?;
+    Ok(RawEvent {
+        device: data.device as usize,
+        kind: data.eventType,
+        data: data.eventData,
+        gpu_instance: (data.gpuInstanceId != c_uint::MAX).then_some(data.gpuInstanceId),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn profile_names_lose_their_prefix_and_their_padding() {
+        let raw = |text: &str| {
+            let mut name = [0; 96];
+            for (slot, byte) in name.iter_mut().zip(text.bytes()) {
+                *slot = std::ffi::c_char::from_ne_bytes([byte]);
+            }
+            name
+        };
+        assert_eq!(profile_name(&raw("MIG 1g.10gb+me")), "1g.10gb+me");
+        assert_eq!(profile_name(&raw("2g.20gb")), "2g.20gb");
+        assert_eq!(profile_name(&[b'x'.cast_signed(); 96]), "", "a name without an end is none");
+    }
+
+    #[test]
+    fn structure_versions_are_as_the_header_makes_them() {
+        assert_eq!(struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2) >> 24, 2);
+        assert_eq!(struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2) & 0xff_ffff, 152);
+    }
+}
