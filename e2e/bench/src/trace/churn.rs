@@ -8,7 +8,9 @@ use serde_json::json;
 use super::{Chooser, Pod, Policy, Rng, percentile, policy_name, ratio};
 
 /// Pods that arrive, per run.
-const ARRIVALS: usize = 40_000;
+const ARRIVALS: usize = 200_000;
+/// The longest lifetime, seconds: a few pods of the trace live for months, and a run that waits for them never settles.
+const LONGEST: f64 = 6.0 * 3600.0;
 /// GPU demand that is there at a time, over what there is.
 const LOAD: f64 = 1.05;
 /// Pods after which one that came counts half.
@@ -16,7 +18,7 @@ const HALF_LIFE: f64 = 4_000.0;
 /// Pods after which prices are learned anew.
 const RELEARN: usize = 500;
 /// The first part of a run fills the cluster and is not counted.
-const WARM_UP: usize = ARRIVALS / 4;
+const WARM_UP: usize = ARRIVALS / 3;
 /// Waiting pods that are looked at when something departs: the first ones, as a scheduler's queue would.
 const QUEUE_LOOK: usize = 64;
 
@@ -29,8 +31,10 @@ fn key(seconds: f64) -> u64 {
 
 /// Runs a policy over arrivals and departures and prints what it reached.
 pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> Result<()> {
-    let pods: Vec<(&Demand, f64)> =
-        pods.iter().filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life))).collect();
+    let pods: Vec<(&Demand, f64)> = pods
+        .iter()
+        .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life.min(LONGEST))))
+        .collect();
     ensure!(!pods.is_empty(), "this list has no creation and deletion times");
     let capacity: u64 = nodes.iter().map(|node| u64::from(node.free())).sum();
     // Little's law: arrivals a second such that demand · lifetime fills LOAD of the cluster.
