@@ -67,7 +67,14 @@ impl Machine {
         self.register(device, ProcessKind::MpsClient, PidRef::of(pid), process::name_of(pid), used)
     }
 
-    fn register(&self, device: &str, kind: ProcessKind, pid: PidRef, name: String, used: u64) -> Result<Context, ContextError> {
+    fn register(
+        &self,
+        device: &str,
+        kind: ProcessKind,
+        pid: PidRef,
+        name: String,
+        used: u64,
+    ) -> Result<Context, ContextError> {
         self.update(|state| {
             self.prune(state);
             let found = usable(state, device)?;
@@ -200,7 +207,9 @@ fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRe
         ComputeMode::ExclusiveProcess => {
             let others = |p: &&Process| p.device == device.uuid() && p.kind != ProcessKind::MpsClient && p.pid != pid;
             match state.processes.iter().find(others) {
-                Some(p) => refuse(format!("compute mode is EXCLUSIVE_PROCESS and {} (PID {}) holds it", p.name, p.pid.pid)),
+                Some(p) => {
+                    refuse(format!("compute mode is EXCLUSIVE_PROCESS and {} (PID {}) holds it", p.name, p.pid.pid))
+                }
                 None => Ok(()),
             }
         }

@@ -69,7 +69,9 @@ impl Description {
                 return Err(Error::Invalid(format!("{} has no MIG", model.name)));
             }
             let count = entry.count.unwrap_or(1);
-            if count != 1 && (entry.uuid.is_some() || entry.pci.is_some() || entry.minor.is_some() || entry.serial.is_some()) {
+            if count != 1
+                && (entry.uuid.is_some() || entry.pci.is_some() || entry.minor.is_some() || entry.serial.is_some())
+            {
                 let what = "several GPUs cannot share a UUID, PCI address, minor number or serial number";
                 return Err(Error::Invalid(format!("{count} x {}: {what}", entry.model)));
             }

@@ -168,6 +168,7 @@ pub fn builtin_models() -> &'static [Model] {
 /// A model by its name or an alias, without regard to case; `own` goes before the built-in ones.
 #[must_use]
 pub fn find_model<'a>(own: &'a [Model], name: &str) -> Option<&'a Model> {
-    let named = |m: &&Model| m.name.eq_ignore_ascii_case(name) || m.aliases.iter().any(|a| a.eq_ignore_ascii_case(name));
+    let named =
+        |m: &&Model| m.name.eq_ignore_ascii_case(name) || m.aliases.iter().any(|a| a.eq_ignore_ascii_case(name));
     own.iter().find(named).or_else(|| builtin_models().iter().find(named))
 }

@@ -309,7 +309,8 @@ impl State {
             if gpu.uuid == uuid {
                 return Some(DeviceRef { gpu, model, mig: None });
             }
-            let mig = gpu.instances.iter().find_map(|gi| gi.compute.iter().find(|c| c.uuid == uuid).map(|c| (gi, c)))?;
+            let mig =
+                gpu.instances.iter().find_map(|gi| gi.compute.iter().find(|c| c.uuid == uuid).map(|c| (gi, c)))?;
             Some(DeviceRef { gpu, model, mig: Some(mig) })
         })
     }

@@ -293,7 +293,9 @@ pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     } else {
         match OpenOptions::new().read(true).write(true).open(path) {
             Err(e) if e.kind() == ErrorKind::NotFound => match make() {
-                Err(e) if e.kind() == ErrorKind::AlreadyExists => return OpenOptions::new().read(true).write(true).open(path),
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {
+                    return OpenOptions::new().read(true).write(true).open(path);
+                }
                 other => other?,
             },
             other => return other,
