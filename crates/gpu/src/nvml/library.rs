@@ -174,7 +174,10 @@ const fn cores_per_sm(capability: (u32, u32)) -> u32 {
 fn sysfs_bus_id(id: &str) -> String {
     let id = id.to_ascii_lowercase();
     match id.split_once(':') {
-        Some((domain, rest)) if domain.len() == 8 => format!("{}:{rest}", domain.trim_start_matches("0000")),
+        // The kernel writes at least four digits of the domain.
+        Some((domain, rest)) if domain.len() == 8 => {
+            format!("{}:{rest}", domain.strip_prefix("0000").unwrap_or(domain))
+        }
         _ => id,
     }
 }
