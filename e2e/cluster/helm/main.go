@@ -1,0 +1,27 @@
+// Command helm is Helm, from its own packages.
+package main
+
+import (
+	"errors"
+	"log/slog"
+	"os"
+
+	helm "helm.sh/helm/v4/pkg/cmd"
+	"helm.sh/helm/v4/pkg/kube"
+)
+
+func main() {
+	// The field manager of what Helm applies: without this it is the name of the program.
+	kube.ManagedFieldsManager = "helm"
+	command, err := helm.NewRootCmd(os.Stdout, os.Args[1:], helm.SetupLogging)
+	if err != nil {
+		slog.Error("helm cannot start", slog.Any("error", err))
+		os.Exit(1)
+	}
+	if err := command.Execute(); err != nil {
+		if exit, ok := errors.AsType[helm.CommandError](err); ok {
+			os.Exit(exit.ExitCode)
+		}
+		os.Exit(1)
+	}
+}

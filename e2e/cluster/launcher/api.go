@@ -1,0 +1,263 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"time"
+)
+
+// api asks the API server what the launcher needs to know. That is little enough
+// to do without client-go, which would take longer to build than all the rest here.
+type api struct {
+	client *http.Client
+	url    string
+}
+
+func newAPI(l layout) (*api, error) {
+	type named struct {
+		Cluster struct {
+			CA []byte `json:"certificate-authority-data"`
+		} `json:"cluster"`
+		User struct {
+			Certificate []byte `json:"client-certificate-data"`
+			Key         []byte `json:"client-key-data"`
+		} `json:"user"`
+	}
+	config, err := readJSON[struct{ Clusters, Users []named }](l.kubeconfig())
+	if err != nil {
+		return nil, err
+	}
+	if len(config.Clusters) != 1 || len(config.Users) != 1 {
+		return nil, fmt.Errorf("%s is not the launcher's", l.kubeconfig())
+	}
+	pair, err := tls.X509KeyPair(config.Users[0].User.Certificate, config.Users[0].User.Key)
+	if err != nil {
+		return nil, err
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(config.Clusters[0].Cluster.CA) {
+		return nil, fmt.Errorf("%s has no certificate of the cluster's authority", l.kubeconfig())
+	}
+	transport := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool, Certificates: []tls.Certificate{pair}}}
+	return &api{client: &http.Client{Transport: transport, Timeout: 10 * time.Second}, url: l.apiURL()}, nil
+}
+
+// statusError is an answer that is not one of success.
+type statusError struct {
+	code int
+	body string
+}
+
+func (e *statusError) Error() string {
+	return fmt.Sprintf("the API server answers %d: %.300s", e.code, e.body)
+}
+
+func isStatus(err error, code int) bool {
+	var status *statusError
+	return errors.As(err, &status) && status.code == code
+}
+
+func (a *api) do(ctx context.Context, method, path string, body any) ([]byte, error) {
+	var input io.Reader
+	if body != nil {
+		encoded, err := json.Marshal(body)
+		if err != nil {
+			return nil, err
+		}
+		input = bytes.NewReader(encoded)
+	}
+	request, err := http.NewRequestWithContext(ctx, method, a.url+path, input)
+	if err != nil {
+		return nil, err
+	}
+	request.Header.Set("Content-Type", "application/json")
+	response, err := a.client.Do(request)
+	if err != nil {
+		return nil, err
+	}
+	defer response.Body.Close()
+	output, err := io.ReadAll(response.Body)
+	if err != nil {
+		return nil, err
+	}
+	if response.StatusCode/100 != 2 {
+		return nil, &statusError{response.StatusCode, string(output)}
+	}
+	return output, nil
+}
+
+// nodeReady reads a node's object: its condition Ready.
+func nodeReady(object []byte) (ready bool, reason string, err error) {
+	var n struct {
+		Status struct {
+			Conditions []struct{ Type, Status, Message string }
+		}
+	}
+	if err := json.Unmarshal(object, &n); err != nil {
+		return false, "", err
+	}
+	for _, condition := range n.Status.Conditions {
+		if condition.Type == "Ready" {
+			return condition.Status == "True", condition.Message, nil
+		}
+	}
+	return false, "it has no condition Ready yet", nil
+}
+
+func (a *api) waitNodeReady(ctx context.Context, name string) error {
+	err := poll(ctx, func() error {
+		object, err := a.do(ctx, http.MethodGet, "/api/v1/nodes/"+name, nil)
+		if err != nil {
+			return err
+		}
+		ready, reason, err := nodeReady(object)
+		if err == nil && !ready {
+			err = errors.New(reason)
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("%s is not Ready: %w", name, err)
+	}
+	return nil
+}
+
+// prepareCluster waits for what a first pod needs, and makes the DNS service that
+// kubelets name to pods. It has no endpoints: look-ups are refused at once.
+func (a *api) prepareCluster(ctx context.Context) error {
+	err := poll(ctx, func() error {
+		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("the default service account is not there: %w", err)
+	}
+	_, err = a.do(ctx, http.MethodPost, "/api/v1/namespaces/kube-system/services", object{
+		"apiVersion": "v1", "kind": "Service",
+		"metadata": object{"name": "kube-dns", "annotations": object{"description": "There is no DNS server in this cluster: names are refused at once."}},
+		"spec": object{"clusterIP": dnsServiceAddress, "ports": []object{
+			{"name": "dns", "port": 53, "protocol": "UDP"}, {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
+		}},
+	})
+	// 422 too means that it is there: its address is taken.
+	if err != nil && !isStatus(err, http.StatusConflict) && !isStatus(err, http.StatusUnprocessableEntity) {
+		return fmt.Errorf("make the service kube-dns: %w", err)
+	}
+	return nil
+}
+
+func (a *api) deleteNode(ctx context.Context, name string) error {
+	_, err := a.do(ctx, http.MethodDelete, "/api/v1/nodes/"+name, nil)
+	if isStatus(err, http.StatusNotFound) {
+		return nil
+	}
+	return err
+}
+
+// poll tries until it succeeds; at the end of its time it returns the last error.
+func poll(ctx context.Context, try func() error) error {
+	ctx, cancel := context.WithTimeout(ctx, serveTimeout)
+	defer cancel()
+	var last error
+	for {
+		err := try()
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() == nil || last == nil {
+			last = err
+		}
+		select {
+		case <-ctx.Done():
+			return last
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+// waitServing waits until a component answers, or has ended.
+func (c *cluster) waitServing(ctx context.Context, one component, p process) error {
+	err := poll(ctx, func() error {
+		err := c.serving(ctx, one)
+		if err != nil && !p.alive() {
+			return &endedError{one}
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("%s does not serve: %w", one, err)
+	}
+	return nil
+}
+
+type endedError struct{ component component }
+
+func (e *endedError) Error() string { return e.component.String() + " has ended" }
+
+// serving asks a component whether it serves.
+func (c *cluster) serving(ctx context.Context, one component) error {
+	switch one.kind {
+	case kindNode:
+		return nil // bootNode has waited
+	case kindContainerd:
+		connection, err := net.DialTimeout("unix", c.layout.inNode(one.node, containerdSocket), time.Second)
+		if err != nil {
+			return err
+		}
+		return connection.Close()
+	case kindAPIServer:
+		a, err := newAPI(c.layout)
+		if err != nil {
+			return err
+		}
+		_, err = a.do(ctx, http.MethodGet, "/readyz", nil)
+		return err
+	}
+	url, err := c.healthURL(one)
+	if err != nil {
+		return err
+	}
+	// Their certificates are their own, and this is the machine itself.
+	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
+	client := &http.Client{Transport: transport, Timeout: 5 * time.Second}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	response, err := client.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s answers %s", url, response.Status)
+	}
+	return nil
+}
+
+func (c *cluster) healthURL(one component) (string, error) {
+	switch one.kind {
+	case kindEtcd:
+		return fmt.Sprintf("http://127.0.0.1:%d/readyz", etcdPort), nil
+	case kindControllerManager:
+		return "https://127.0.0.1:10257/healthz", nil
+	case kindScheduler:
+		return "https://127.0.0.1:10259/healthz", nil
+	}
+	n, err := readJSON[node](c.layout.nodeFile(one.node))
+	if err != nil {
+		return "", err
+	}
+	if one.kind == kindKubelet {
+		return "http://" + n.address() + ":10248/healthz", nil
+	}
+	return "http://" + n.address() + ":10256/livez", nil
+}

@@ -1,0 +1,340 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// The versions that the programs tell; a test compares them with the go.mod files.
+const (
+	kubernetesVersion = "v1.36.4"
+	containerdVersion = "v2.4.2"
+)
+
+// unit is what is built by one call of Go and kept as one folder in the cache.
+type unit struct {
+	name     string
+	dir      string // of the Go module, relative to e2e/cluster
+	packages []string
+	links    map[string]string // further names → program
+	ldflags  string
+}
+
+func units() []unit {
+	const version = "k8s.io/component-base/version"
+	return []unit{
+		{
+			name: "kube", dir: "kube", packages: []string{"."},
+			links: map[string]string{
+				"etcd": "kube", "kube-apiserver": "kube", "kube-controller-manager": "kube", "kube-proxy": "kube",
+				"kube-scheduler": "kube", "kubectl": "kube", "kubelet": "kube",
+			},
+			ldflags: fmt.Sprintf("-s -w -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=1 -X %[1]s.gitMinor=36 -X %[1]s.gitTreeState=clean", version, kubernetesVersion),
+		},
+		{
+			name: "containerd", dir: "containerd", packages: []string{"./containerd", "./containerd-shim-runc-v2"},
+			links:   map[string]string{"ctr": "containerd"},
+			ldflags: "-s -w -X github.com/containerd/containerd/v2/version.Version=" + containerdVersion,
+		},
+		{name: "helm", dir: "helm", packages: []string{"."}, ldflags: "-s -w"},
+		{name: "pause", dir: ".", packages: []string{"./pause"}, ldflags: "-s -w"},
+	}
+}
+
+// binaries are the folders with the built programs, by unit.
+type binaries map[string]string
+
+func (b binaries) dirs() []string {
+	dirs := make([]string, 0, len(b))
+	for _, dir := range b {
+		dirs = append(dirs, dir)
+	}
+	slices.Sort(dirs)
+	return dirs
+}
+
+// fingerprint tells two sets of programs apart.
+func (b binaries) fingerprint() string { return strings.Join(b.dirs(), "\n") }
+
+// cacheDir is where built programs are kept: outside the tree, so that cleaning it costs nothing.
+func cacheDir() (string, error) {
+	if dir := os.Getenv("CLEAVE_CACHE"); dir != "" {
+		return filepath.Abs(dir)
+	}
+	dir, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("no place for built programs: %w; set CLEAVE_CACHE", err)
+	}
+	return filepath.Join(dir, "cleave"), nil
+}
+
+// sourceDir is e2e/cluster, as the script beside it says.
+func sourceDir() (string, error) {
+	dir := os.Getenv("CLEAVE_CLUSTER_SOURCE")
+	if dir == "" {
+		return "", errors.New("CLEAVE_CLUSTER_SOURCE is not set: run e2e/cluster/cluster, which sets it")
+	}
+	return dir, nil
+}
+
+// cacheKey is a hash of what the unit's programs are made of: the compiler, its
+// options, and the module's files. Of other modules go.sum holds the hashes.
+func cacheKey(u unit, source, goVersion string) (string, error) {
+	hash := sha256.New()
+	fmt.Fprintf(hash, "%s\n%s\n%s\n%q\n%v\n", goVersion, runtime.GOARCH, u.ldflags, u.packages, u.links)
+	module := filepath.Join(source, u.dir)
+	files := []string{filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum")}
+	for _, pkg := range u.packages {
+		sources, err := filepath.Glob(filepath.Join(module, pkg, "*.go"))
+		if err != nil {
+			return "", err
+		}
+		files = append(files, sources...)
+	}
+	for _, file := range files {
+		if strings.HasSuffix(file, "_test.go") {
+			continue
+		}
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return "", fmt.Errorf("sources of %s: %w", u.name, err)
+		}
+		relative, err := filepath.Rel(module, file)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintf(hash, "%s %d\n", relative, len(content))
+		hash.Write(content)
+	}
+	return hex.EncodeToString(hash.Sum(nil))[:16], nil
+}
+
+// buildAll returns the folders of all programs, building those that the cache lacks.
+func buildAll(ctx context.Context, progress *progress) (binaries, error) {
+	source, err := sourceDir()
+	if err != nil {
+		return nil, err
+	}
+	cache, err := cacheDir()
+	if err != nil {
+		return nil, err
+	}
+	version, err := exec.CommandContext(ctx, "go", "env", "GOVERSION").Output()
+	if err != nil {
+		return nil, fmt.Errorf("go env GOVERSION: %w", err)
+	}
+	built := make(binaries)
+	for _, u := range units() {
+		key, err := cacheKey(u, source, strings.TrimSpace(string(version)))
+		if err != nil {
+			return nil, err
+		}
+		dir := filepath.Join(cache, u.name+"-"+key)
+		if err := u.ensure(ctx, source, dir, progress); err != nil {
+			return nil, fmt.Errorf("build %s: %w", u.name, err)
+		}
+		built[u.name] = dir
+	}
+	return built, nil
+}
+
+// ensure builds the unit into dir unless it is there. A folder of that name is
+// always complete: it is built beside and renamed.
+func (u unit) ensure(ctx context.Context, source, dir string, progress *progress) error {
+	if _, err := os.Stat(dir); err == nil {
+		return nil
+	}
+	cache := filepath.Dir(dir)
+	if err := os.MkdirAll(cache, 0o755); err != nil {
+		return err
+	}
+	unlock, err := lockFile(ctx, filepath.Join(cache, u.name+".lock"), func() {
+		progress.printf("waiting for another build of %s", u.name)
+	})
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if _, err := os.Stat(dir); err == nil {
+		return nil
+	}
+	// Under the lock, folders like this are what an interrupted build left.
+	stale, err := filepath.Glob(filepath.Join(cache, ".building-"+u.name+"-*"))
+	if err != nil {
+		return err
+	}
+	for _, path := range stale {
+		if err := os.RemoveAll(path); err != nil {
+			return err
+		}
+	}
+	temporary, err := os.MkdirTemp(cache, ".building-"+u.name+"-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(temporary)
+	if err := os.Chmod(temporary, 0o755); err != nil {
+		return err
+	}
+	if err := u.compile(ctx, filepath.Join(source, u.dir), temporary, progress); err != nil {
+		return err
+	}
+	for link, program := range u.links {
+		if err := os.Symlink(program, filepath.Join(temporary, link)); err != nil {
+			return err
+		}
+	}
+	return os.Rename(temporary, dir)
+}
+
+// compile runs Go, with a line of progress every ten seconds.
+func (u unit) compile(ctx context.Context, module, output string, progress *progress) error {
+	start := time.Now()
+	progress.printf("building %s (kept in %s afterwards)", u.name, filepath.Dir(output))
+	arguments := append([]string{"build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", u.ldflags, "-o", output + "/"}, u.packages...)
+	command := exec.CommandContext(ctx, "go", arguments...)
+	command.Dir = module
+	command.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=")
+	// The compilers are Go's children: all of them end with it.
+	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	command.Cancel = func() error { return unix.Kill(-command.Process.Pid, unix.SIGTERM) }
+	command.WaitDelay = 10 * time.Second
+	stderr, err := command.StderrPipe()
+	if err != nil {
+		return err
+	}
+	if err := command.Start(); err != nil {
+		return err
+	}
+
+	var log buildLog
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		log.follow(stderr)
+	}()
+	ticker := time.NewTicker(10 * time.Second)
+	defer ticker.Stop()
+	for running := true; running; {
+		select {
+		case <-ticker.C:
+			progress.printf("building %s, %s: %s", u.name, time.Since(start).Round(time.Second), log.now())
+		case <-read:
+			running = false
+		}
+	}
+	if err := command.Wait(); err != nil {
+		if ctx.Err() != nil {
+			return errors.New("interrupted; nothing was left in the cache")
+		}
+		return fmt.Errorf("go build in %s: %w\n%s", module, err, log.tail())
+	}
+	progress.printf("built %s in %s", u.name, time.Since(start).Round(time.Second))
+	return nil
+}
+
+// buildLog keeps what `go build -v` says: a package's path as it begins, and errors.
+type buildLog struct {
+	mutex    sync.Mutex
+	packages int
+	last     string
+	lines    []string // the last few
+}
+
+func (l *buildLog) follow(from io.Reader) {
+	scanner := bufio.NewScanner(from)
+	for scanner.Scan() {
+		l.add(scanner.Text())
+	}
+	_, _ = io.Copy(io.Discard, from) // a line too long for the scanner must not block Go
+}
+
+func (l *buildLog) add(line string) {
+	l.mutex.Lock()
+	defer l.mutex.Unlock()
+	l.last = line
+	if !strings.ContainsAny(line, " \t") {
+		l.packages++
+	}
+	if l.lines = append(l.lines, line); len(l.lines) > 40 {
+		l.lines = l.lines[1:]
+	}
+}
+
+func (l *buildLog) now() string {
+	l.mutex.Lock()
+	defer l.mutex.Unlock()
+	switch {
+	case l.last == "":
+		return "starting"
+	case l.packages == 0:
+		return l.last
+	default:
+		return fmt.Sprintf("%d packages, at %s", l.packages, l.last)
+	}
+}
+
+func (l *buildLog) tail() string {
+	l.mutex.Lock()
+	defer l.mutex.Unlock()
+	return strings.Join(l.lines, "\n")
+}
+
+// lockFile takes the lock at path, which its holder's end releases too. It calls
+// waiting once if another has it.
+func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), err error) {
+	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	for first := true; ; first = false {
+		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return func() { file.Close() }, nil
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			file.Close()
+			return nil, fmt.Errorf("lock %s: %w", path, err)
+		}
+		if first {
+			waiting()
+		}
+		select {
+		case <-ctx.Done():
+			file.Close()
+			return nil, ctx.Err()
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+// progress prints lines with the time since the command began.
+type progress struct {
+	mutex sync.Mutex
+	out   io.Writer
+	start time.Time
+}
+
+func newProgress(out io.Writer) *progress { return &progress{out: out, start: time.Now()} }
+
+func (p *progress) printf(format string, arguments ...any) {
+	p.mutex.Lock()
+	defer p.mutex.Unlock()
+	fmt.Fprintf(p.out, "%6.1fs  %s\n", time.Since(p.start).Seconds(), fmt.Sprintf(format, arguments...))
+}

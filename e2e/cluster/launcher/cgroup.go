@@ -1,0 +1,247 @@
+package main
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// hierarchy is a mounted tree of cgroups: one per controller in version 1, one
+// for all in version 2, both at once on a hybrid machine.
+type hierarchy struct {
+	mount string // where it is mounted
+	// data are its mount options, as to mount it again.
+	data    string
+	unified bool
+	// controllers of version 1; nil for a named hierarchy.
+	controllers []string
+}
+
+// parseHierarchies finds the trees in /proc/self/mountinfo, each once.
+func parseHierarchies(mountinfo string) []hierarchy {
+	var found []hierarchy
+	scanner := bufio.NewScanner(strings.NewReader(mountinfo))
+	for scanner.Scan() {
+		before, after, ok := strings.Cut(scanner.Text(), " - ")
+		fields, types := strings.Fields(before), strings.Fields(after)
+		if !ok || len(fields) < 6 || len(types) < 3 || !strings.HasPrefix(fields[4], "/sys/fs/cgroup") {
+			continue
+		}
+		h := hierarchy{mount: fields[4], unified: types[0] == "cgroup2"}
+		if !h.unified {
+			if types[0] != "cgroup" {
+				continue
+			}
+			var options []string
+			for option := range strings.SplitSeq(types[2], ",") {
+				switch {
+				case strings.HasPrefix(option, "name="):
+					options = append(options, "none", option)
+				case option == "rw" || option == "ro" || option == "xattr" || strings.Contains(option, "="):
+				default:
+					options = append(options, option)
+					h.controllers = append(h.controllers, option)
+				}
+			}
+			h.data = strings.Join(options, ",")
+		}
+		if !slices.ContainsFunc(found, func(other hierarchy) bool { return other.unified == h.unified && other.data == h.data }) {
+			found = append(found, h)
+		}
+	}
+	return found
+}
+
+func hierarchies() ([]hierarchy, error) {
+	info, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return nil, err
+	}
+	found := parseHierarchies(string(info))
+	if len(found) == 0 {
+		return nil, errors.New("no cgroups are mounted below /sys/fs/cgroup")
+	}
+	return found, nil
+}
+
+// pureUnified tells whether version 2 has the controllers. A node's processes
+// then cannot sit in the cgroup whose children the kubelet gives controllers to.
+func pureUnified(all []hierarchy) bool { return len(all) == 1 && all[0].unified }
+
+// nodeLeaf is where below its cgroup a node's own processes sit.
+func nodeLeaf() string {
+	if all, err := hierarchies(); err == nil && pureUnified(all) {
+		return "/init"
+	}
+	return ""
+}
+
+// makeCgroup makes a cgroup in every hierarchy, with all controllers usable below it.
+func makeCgroup(path string) error {
+	all, err := hierarchies()
+	if err != nil {
+		return err
+	}
+	for _, h := range all {
+		dir := h.mount
+		if pureUnified(all) {
+			if err := enableControllers(dir); err != nil {
+				return err
+			}
+		}
+		for part := range strings.SplitSeq(strings.Trim(path, "/"), "/") {
+			parent := dir
+			dir = filepath.Join(dir, part)
+			if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+				return err
+			}
+			if slices.Contains(h.controllers, "cpuset") {
+				// A new one has no processors and no memory, and takes no process.
+				for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
+					value, err := os.ReadFile(filepath.Join(parent, file))
+					if err != nil {
+						return err
+					}
+					if err := os.WriteFile(filepath.Join(dir, file), value, 0o644); err != nil {
+						return err
+					}
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// enableControllers lets the children of a cgroup of version 2 have what it has itself.
+func enableControllers(dir string) error {
+	available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
+	if err != nil {
+		return err
+	}
+	for controller := range strings.FieldsSeq(string(available)) {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+controller), 0o644); err != nil {
+			return fmt.Errorf("enable %s below %s: %w", controller, dir, err)
+		}
+	}
+	return nil
+}
+
+// joinCgroup moves this process into the cgroup in every hierarchy.
+func joinCgroup(path string) error {
+	all, err := hierarchies()
+	if err != nil {
+		return err
+	}
+	for _, h := range all {
+		file := filepath.Join(h.mount, path, "cgroup.procs")
+		if err := os.WriteFile(file, []byte("0"), 0o644); err != nil {
+			return fmt.Errorf("join cgroup: %w", err)
+		}
+	}
+	return nil
+}
+
+// cgroupDirs are the folders of a cgroup in all hierarchies, those that exist.
+func cgroupDirs(path string) ([]string, error) {
+	all, err := hierarchies()
+	if err != nil {
+		return nil, err
+	}
+	var dirs []string
+	for _, h := range all {
+		dir := filepath.Join(h.mount, path)
+		if _, err := os.Stat(dir); err == nil {
+			dirs = append(dirs, dir)
+		}
+	}
+	return dirs, nil
+}
+
+// cgroupProcesses are the ids of the processes in a cgroup and below it.
+func cgroupProcesses(path string) ([]int, error) {
+	dirs, err := cgroupDirs(path)
+	if err != nil {
+		return nil, err
+	}
+	var pids []int
+	for _, dir := range dirs {
+		err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || !entry.IsDir() {
+				return ignoreMissing(err)
+			}
+			content, err := os.ReadFile(filepath.Join(path, "cgroup.procs"))
+			if err != nil {
+				return ignoreMissing(err)
+			}
+			for field := range strings.FieldsSeq(string(content)) {
+				pid, err := strconv.Atoi(field)
+				if err != nil {
+					return err
+				}
+				if pid != 0 && !slices.Contains(pids, pid) {
+					pids = append(pids, pid)
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return pids, nil
+}
+
+// removeCgroup removes a cgroup with all below it, whose processes have ended.
+func removeCgroup(path string, deadline time.Time) error {
+	dirs, err := cgroupDirs(path)
+	if err != nil {
+		return err
+	}
+	for _, dir := range dirs {
+		for {
+			err := removeCgroupTree(dir)
+			if err == nil {
+				break
+			}
+			// Processes that have just ended are still counted for a moment.
+			if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) {
+				return err
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}
+	return nil
+}
+
+func removeCgroupTree(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ignoreMissing(err)
+	}
+	for _, entry := range entries {
+		if entry.IsDir() {
+			if err := removeCgroupTree(filepath.Join(dir, entry.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	// Rmdir, as the files in it are the kernel's.
+	return ignoreMissing(unix.Rmdir(dir))
+}
+
+func ignoreMissing(err error) error {
+	// ENODEV: a cgroup that went away while its file was open.
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,735 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+)
+
+// layoutVersion changes when clusters of an earlier launcher cannot be used by
+// this one: `up` then makes them anew.
+const layoutVersion = 1
+
+// clusterState is what `up` notes about a cluster.
+type clusterState struct {
+	Layout   int      `json:"layout"`
+	Binaries binaries `json:"binaries"`
+}
+
+// cluster is a layout that commands act on.
+type cluster struct {
+	layout   layout
+	progress *progress
+	built    binaries
+}
+
+// lock keeps other commands from changing the cluster.
+func (c *cluster) lock(ctx context.Context) (func(), error) {
+	if err := os.MkdirAll(filepath.Dir(c.layout.lockPath()), 0o755); err != nil {
+		return nil, err
+	}
+	return lockFile(ctx, c.layout.lockPath(), func() { c.progress.printf("waiting for another command on this cluster") })
+}
+
+func (c *cluster) mustExist() error {
+	if _, err := os.Stat(c.layout.stateFile()); err != nil {
+		return fmt.Errorf("there is no cluster %q (no %s); `cluster up` makes one", c.layout.name, c.layout.stateFile())
+	}
+	return nil
+}
+
+// component reads a component's name.
+func (c *cluster) component(text string) (component, error) {
+	if err := c.mustExist(); err != nil {
+		return component{}, err
+	}
+	nodes, err := c.layout.nodes()
+	if err != nil {
+		return component{}, err
+	}
+	return parseComponent(text, nodes)
+}
+
+// process is the component's, and whether it runs.
+func (c *cluster) process(one component) (process, bool, error) {
+	p, err := readJSON[process](c.layout.processFile(one))
+	if errors.Is(err, fs.ErrNotExist) {
+		return process{}, false, nil
+	} else if err != nil {
+		return process{}, false, err
+	}
+	return p, p.alive(), nil
+}
+
+// nodeProcess is process 1 of a node that runs.
+func (c *cluster) nodeProcess(name string) (process, error) {
+	one, err := c.component(kindNode + "@" + name)
+	if err != nil {
+		return process{}, err
+	}
+	p, alive, err := c.process(one)
+	if err != nil {
+		return process{}, err
+	}
+	if !alive {
+		return process{}, fmt.Errorf("node %s is down; `cluster start node@%s` boots it", name, name)
+	}
+	return p, nil
+}
+
+// up brings the cluster to having at least this many nodes, all Ready.
+func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
+	built, err := buildAll(ctx, c.progress)
+	if err != nil {
+		return err
+	}
+	c.built = built
+	state, err := readJSON[clusterState](c.layout.stateFile())
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		// Nothing there, or what an interrupted `up` or `down` left.
+		if err := c.refuseOthers(); err != nil {
+			return err
+		}
+		if err := c.sweep(ctx); err != nil {
+			return err
+		}
+	case err != nil:
+		return fmt.Errorf("%w (`cluster down` removes the cluster)", err)
+	case state.Layout != layoutVersion || state.Binaries.fingerprint() != built.fingerprint():
+		c.progress.printf("the cluster that is there is of another version: making it anew")
+		if err := c.sweep(ctx); err != nil {
+			return err
+		}
+	}
+	if err := c.prepare(); err != nil {
+		return err
+	}
+	nodes, err := c.layout.nodes()
+	if err != nil {
+		return err
+	}
+	for i := range nodes {
+		if nodes[i].DriverRoot != driverRoot {
+			c.progress.printf("%s gets another driver root: booting it anew", nodes[i].Name)
+			if err := c.stop(ctx, component{kindNode, nodes[i].Name}, unix.SIGKILL); err != nil {
+				return err
+			}
+			nodes[i].DriverRoot = driverRoot
+			if err := writeJSON(c.layout.nodeFile(nodes[i].Name), nodes[i]); err != nil {
+				return err
+			}
+		}
+	}
+	for number := 1; len(nodes) < count; number++ {
+		n := node{Name: fmt.Sprintf("node%d", number), DriverRoot: driverRoot}
+		if _, err := os.Stat(c.layout.nodeFile(n.Name)); err == nil {
+			continue
+		}
+		if n.Index, err = freeIndex(nodes); err != nil {
+			return err
+		}
+		if err := writeJSON(c.layout.nodeFile(n.Name), n); err != nil {
+			return err
+		}
+		nodes = append(nodes, n)
+	}
+	if err := c.startAll(ctx, nodes); err != nil {
+		return err
+	}
+	c.progress.printf("ready; for kubectl and helm: eval \"$(%s env)\"", filepath.Join(c.layout.binDir(), "cluster"))
+	return nil
+}
+
+// prepare makes all that components need before they start.
+func (c *cluster) prepare() error {
+	for _, dir := range []string{"logs", "run", "bin", "etcd", "helm"} {
+		if err := os.MkdirAll(filepath.Join(c.layout.dir, dir), 0o755); err != nil {
+			return err
+		}
+	}
+	if err := os.Chmod(filepath.Join(c.layout.dir, "etcd"), 0o700); err != nil {
+		return err
+	}
+	if err := writeJSON(c.layout.stateFile(), clusterState{layoutVersion, c.built}); err != nil {
+		return err
+	}
+	if err := c.layout.makeCredentials(); err != nil {
+		return fmt.Errorf("make certificates: %w", err)
+	}
+	if err := c.makePrograms(); err != nil {
+		return err
+	}
+	if _, err := buildImage(imageSpec{
+		Tag: pauseImage, Base: "none", Entrypoint: []string{"/pause"}, Add: []string{c.built["pause"] + "/pause:/pause:0755"},
+	}, c.storedImage(pauseImage)); err != nil {
+		return err
+	}
+	if err := makeCgroup(c.layout.cgroup("")); err != nil {
+		return fmt.Errorf("make cgroup: %w", err)
+	}
+	return c.layout.makeBridge()
+}
+
+// makePrograms fills the folder that `cluster env` puts on the PATH.
+func (c *cluster) makePrograms() error {
+	launcher, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	source, err := sourceDir()
+	if err != nil {
+		return err
+	}
+	quoted := []string{shellQuote(launcher), "--name", c.layout.name, "--state", shellQuote(c.layout.dir)}
+	this := strings.Join(quoted, " ")
+	for name, script := range map[string]string{
+		"cluster": fmt.Sprintf("#!/bin/sh\nexport CLEAVE_CLUSTER_SOURCE=%s\nexec %s \"$@\"\n", shellQuote(source), this),
+		// The first node's containerd, or that of the node which CTR_NODE names.
+		"ctr": fmt.Sprintf("#!/bin/sh\nexec %s exec-node \"${CTR_NODE:-node1}\" ctr \"$@\"\n", this),
+	} {
+		if err := writeFile(filepath.Join(c.layout.binDir(), name), []byte(script), 0o755); err != nil {
+			return err
+		}
+	}
+	for name, target := range map[string]string{"kubectl": c.built["kube"] + "/kubectl", "helm": c.built["helm"] + "/helm"} {
+		path := filepath.Join(c.layout.binDir(), name)
+		if current, err := os.Readlink(path); err == nil && current == target {
+			continue
+		}
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		if err := os.Symlink(target, path); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// startAll starts what does not run, and waits until all nodes are Ready. The
+// nodes boot while the control plane comes up.
+func (c *cluster) startAll(ctx context.Context, nodes []node) error {
+	group, groupCtx := errgroup.WithContext(ctx)
+	apiReady := make(chan struct{})
+	group.Go(func() error {
+		for _, kind := range []string{kindEtcd, kindAPIServer} {
+			if err := c.ensure(groupCtx, component{kind: kind}); err != nil {
+				return err
+			}
+		}
+		close(apiReady)
+		if err := c.ensure(groupCtx, component{kind: kindControllerManager}); err != nil {
+			return err
+		}
+		return c.ensure(groupCtx, component{kind: kindScheduler})
+	})
+	group.Go(func() error {
+		if err := c.bootNodes(groupCtx, nodes); err != nil {
+			return err
+		}
+		select {
+		case <-groupCtx.Done():
+			return groupCtx.Err()
+		case <-apiReady:
+		}
+		return c.joinNodes(groupCtx, nodes)
+	})
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	api, err := newAPI(c.layout)
+	if err != nil {
+		return err
+	}
+	return api.prepareCluster(ctx)
+}
+
+// bootNodes starts the nodes up to their containerd, with its images.
+func (c *cluster) bootNodes(ctx context.Context, nodes []node) error {
+	group, groupCtx := errgroup.WithContext(ctx)
+	for _, n := range nodes {
+		group.Go(func() error {
+			if err := c.ensure(groupCtx, component{kindNode, n.Name}); err != nil {
+				return err
+			}
+			if err := c.ensure(groupCtx, component{kindContainerd, n.Name}); err != nil {
+				return err
+			}
+			return c.importStored(groupCtx, n.Name)
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	return c.routeAll()
+}
+
+// joinNodes starts the rest of the nodes, and waits until they are Ready.
+func (c *cluster) joinNodes(ctx context.Context, nodes []node) error {
+	api, err := newAPI(c.layout)
+	if err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	for _, n := range nodes {
+		group.Go(func() error {
+			// The proxy waits for the node's object, which the kubelet makes.
+			for _, kind := range []string{kindKubelet, kindProxy} {
+				if err := c.ensure(ctx, component{kind, n.Name}); err != nil {
+					return err
+				}
+			}
+			if err := api.waitNodeReady(ctx, n.Name); err != nil {
+				return fmt.Errorf("%w\nthe end of its log:\n%s", err, tailFile(c.layout.logFile(component{kindKubelet, n.Name}), 15))
+			}
+			c.progress.printf("%s is Ready", n.Name)
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+func (c *cluster) routeAll() error {
+	nodes, err := c.layout.nodes()
+	if err != nil {
+		return err
+	}
+	running := make(map[string]process)
+	for _, n := range nodes {
+		p, alive, err := c.process(component{kindNode, n.Name})
+		if err != nil {
+			return err
+		}
+		if alive {
+			running[n.Name] = p
+		}
+	}
+	return c.layout.route(running, nodes)
+}
+
+// ensure starts a component unless it runs, and waits until it serves.
+func (c *cluster) ensure(ctx context.Context, one component) error {
+	p, alive, err := c.process(one)
+	if err != nil {
+		return err
+	}
+	if !alive {
+		if one.kind == kindNode {
+			err = c.bootNode(ctx, one.node)
+		} else {
+			err = c.spawn(ctx, one)
+		}
+		if err != nil {
+			return err
+		}
+		if p, _, err = c.process(one); err != nil {
+			return err
+		}
+	}
+	if err := c.waitServing(ctx, one, p); err != nil {
+		return fmt.Errorf("%w\nthe end of its log, %s:\n%s", err, c.layout.logFile(one), tailFile(c.layout.logFile(one), 15))
+	}
+	if !alive {
+		c.progress.printf("%s serves, process %d", one, p.PID)
+	}
+	return nil
+}
+
+// spawn starts a component that is not a node.
+func (c *cluster) spawn(ctx context.Context, one component) error {
+	spec := spawnSpec{
+		Argv: c.layout.argv(one, c.built), Log: c.layout.logFile(one), ProcessFile: c.layout.processFile(one),
+		Cgroup: c.layout.cgroup(""), Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", c.layout.marker()},
+	}
+	if one.node != "" {
+		holder, err := c.nodeProcess(one.node)
+		if err != nil {
+			return err
+		}
+		spec.Node, spec.Env = holder.PID, c.layout.nodeEnv()
+		spec.Cgroup = c.layout.cgroup(one.node) + nodeLeaf()
+	}
+	return spec.start(ctx)
+}
+
+// bootNode makes a node's namespaces.
+func (c *cluster) bootNode(ctx context.Context, name string) error {
+	n, err := readJSON[node](c.layout.nodeFile(name))
+	if err != nil {
+		return err
+	}
+	cni, err := cniDir()
+	if err != nil {
+		return err
+	}
+	// What a boot clears.
+	for _, dir := range []string{"/run", "/tmp"} {
+		if err := os.RemoveAll(c.layout.inNode(name, dir)); err != nil {
+			return err
+		}
+	}
+	for path, value := range map[string]object{
+		"/etc/kubernetes/kubelet.json":    kubeletConfig(n),
+		"/etc/kubernetes/kube-proxy.json": proxyConfig(n),
+		"/etc/cni/net.d/10-pods.conflist": networkConfig(n),
+	} {
+		if err := writeJSON(c.layout.inNode(name, path), value); err != nil {
+			return err
+		}
+	}
+	if err := writeFile(c.layout.inNode(name, "/etc/containerd/config.toml"), []byte(containerdConfig), 0o644); err != nil {
+		return err
+	}
+	if err := c.layout.makeNodeCredentials(n); err != nil {
+		return err
+	}
+	if err := makeCgroup(c.layout.cgroup(name) + nodeLeaf()); err != nil {
+		return fmt.Errorf("make cgroup: %w", err)
+	}
+	spec, err := json.Marshal(nodeInitSpec{
+		Node: name, Address: n.address(), Root: c.layout.nodeRoot(name), Cgroup: c.layout.cgroup(name),
+		Kube: c.built["kube"], Containerd: c.built["containerd"], CNI: cni, DriverRoot: n.DriverRoot,
+	})
+	if err != nil {
+		return err
+	}
+	log, err := os.OpenFile(c.layout.logFile(component{kindNode, name}), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	ready, told, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer ready.Close()
+	// Not bound to ctx: the node lives on.
+	command, err := self(context.WithoutCancel(ctx), commandNodeInit)
+	if err != nil {
+		return err
+	}
+	command.Stdin, command.Stdout, command.Stderr = bytes.NewReader(spec), log, log
+	command.Env, command.Dir = c.layout.nodeEnv(), "/"
+	command.ExtraFiles = []*os.File{told} // readyDescriptor
+	command.SysProcAttr = &syscall.SysProcAttr{
+		Setsid:     true,
+		Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWNET | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC,
+	}
+	err = command.Start()
+	told.Close()
+	if err != nil {
+		return fmt.Errorf("make the namespaces of %s: %w", name, err)
+	}
+	started, err := identify(command.Process.Pid)
+	if err == nil {
+		err = writeJSON(c.layout.processFile(component{kindNode, name}), started)
+	}
+	if err == nil {
+		// End of file without a word: it failed, and its log says why.
+		answer, readErr := io.ReadAll(ready)
+		if readErr != nil || string(answer) != "ready" {
+			err = fmt.Errorf("%s does not boot: %s", name, tailFile(log.Name(), 3))
+		}
+	}
+	if err == nil {
+		err = c.layout.linkNode(n, command.Process.Pid)
+	}
+	if err != nil {
+		_ = command.Process.Kill()
+		_ = command.Wait()
+		return err
+	}
+	return nil
+}
+
+// cniDir is where the machine has the CNI plugins.
+func cniDir() (string, error) {
+	for _, dir := range []string{"/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"} {
+		if _, err := os.Stat(filepath.Join(dir, "ptp")); err == nil {
+			return dir, nil
+		}
+	}
+	return "", errors.New("the CNI plugin ptp is not installed (Debian: containernetworking-plugins)")
+}
+
+// startAlone starts one component, as the command `start` does.
+func (c *cluster) startAlone(ctx context.Context, one component) error {
+	state, err := readJSON[clusterState](c.layout.stateFile())
+	if err != nil {
+		return err
+	}
+	c.built = state.Binaries
+	if one.kind != kindNode {
+		return c.ensure(ctx, one)
+	}
+	n, err := readJSON[node](c.layout.nodeFile(one.node))
+	if err != nil {
+		return err
+	}
+	if err := c.bootNodes(ctx, []node{n}); err != nil {
+		return err
+	}
+	return c.joinNodes(ctx, []node{n})
+}
+
+// How long a component may take to end or to serve.
+const (
+	stopTimeout  = 90 * time.Second
+	serveTimeout = 120 * time.Second
+)
+
+// stop sends a component a signal that ends it, and waits until it is gone.
+func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) error {
+	if one.kind == kindNode && number == unix.SIGTERM {
+		// As a shutdown does: what is on top first.
+		for _, kind := range []string{kindKubelet, kindProxy, kindContainerd} {
+			if err := c.stop(ctx, component{kind, one.node}, unix.SIGTERM); err != nil {
+				return err
+			}
+		}
+		number = unix.SIGKILL // process 1 heeds nothing else
+	}
+	p, alive, err := c.process(one)
+	if err != nil || !alive {
+		return err
+	}
+	if err := p.signal(number); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
+	defer cancel()
+	if err := p.waitGone(ctx); err != nil {
+		return fmt.Errorf("%w (`cluster kill %s` ends it by SIGKILL)", err, one)
+	}
+	c.progress.printf("%s ended, process %d", one, p.PID)
+	return nil
+}
+
+// status prints the components; it fails if one does not run.
+func (c *cluster) status(out io.Writer) error {
+	if err := c.mustExist(); err != nil {
+		return err
+	}
+	nodes, err := c.layout.nodes()
+	if err != nil {
+		return err
+	}
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(table, "COMPONENT\tSTATE\tPID\tLOG")
+	failed := false
+	for _, one := range components(nodes) {
+		p, alive, err := c.process(one)
+		if err != nil {
+			return err
+		}
+		state, pid := "running", fmt.Sprint(p.PID)
+		if !alive {
+			state, pid, failed = "stopped", "-", true
+		}
+		fmt.Fprintf(table, "%s\t%s\t%s\t%s\n", one, state, pid, c.layout.logFile(one))
+	}
+	if err := table.Flush(); err != nil {
+		return err
+	}
+	if failed {
+		return exitCode(1)
+	}
+	return nil
+}
+
+// addNode adds a node to a cluster that is up, or brings one back.
+func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
+	if err := c.mustExist(); err != nil {
+		return err
+	}
+	if !validName.MatchString(name) {
+		return fmt.Errorf("node name %q: 1 to 32 of a-z, 0-9 and -, not at the ends", name)
+	}
+	n, err := readJSON[node](c.layout.nodeFile(name))
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		nodes, err := c.layout.nodes()
+		if err != nil {
+			return err
+		}
+		index, err := freeIndex(nodes)
+		if err != nil {
+			return err
+		}
+		n = node{Name: name, Index: index, DriverRoot: driverRoot}
+		// A folder without its file is what a removal left.
+		if err := os.RemoveAll(c.layout.nodeDir(name)); err != nil {
+			return err
+		}
+		if err := writeJSON(c.layout.nodeFile(name), n); err != nil {
+			return err
+		}
+	case err != nil:
+		return err
+	case n.DriverRoot != driverRoot:
+		return fmt.Errorf("node %s has driver root %q; remove it first to give it another", name, n.DriverRoot)
+	}
+	return c.startAlone(ctx, component{kindNode, name})
+}
+
+// removeNode ends a node and forgets it.
+func (c *cluster) removeNode(ctx context.Context, name string) error {
+	if _, err := c.component(kindNode + "@" + name); err != nil {
+		return err
+	}
+	n, err := readJSON[node](c.layout.nodeFile(name))
+	if err != nil {
+		return err
+	}
+	if err := c.stop(ctx, component{kindNode, name}, unix.SIGKILL); err != nil {
+		return err
+	}
+	if err := removeLink(n.device()); err != nil {
+		return err
+	}
+	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
+		return err
+	}
+	api, err := newAPI(c.layout)
+	if err != nil {
+		return err
+	}
+	if err := api.deleteNode(ctx, name); err != nil {
+		return fmt.Errorf("remove the node's object: %w", err)
+	}
+	for _, kind := range nodeKinds {
+		if err := os.Remove(c.layout.processFile(component{kind, name})); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	// The file last but before the folder: without it the node is no more.
+	if err := os.Remove(c.layout.nodeFile(name)); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(c.layout.nodeDir(name)); err != nil {
+		return err
+	}
+	return c.routeAll()
+}
+
+// importImage imports an archive into a node, or for "all" into every node there is or will be.
+func (c *cluster) importImage(ctx context.Context, file, name string) error {
+	if err := c.mustExist(); err != nil {
+		return err
+	}
+	tag, err := imageTag(file)
+	if err != nil {
+		return err
+	}
+	targets := []string{name}
+	if name == "all" {
+		nodes, err := c.layout.nodes()
+		if err != nil {
+			return err
+		}
+		targets = nil
+		for _, n := range nodes {
+			targets = append(targets, n.Name)
+		}
+		if err := copyFile(file, c.storedImage(tag), 0o644); err != nil {
+			return err
+		}
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	for _, target := range targets {
+		group.Go(func() error { return c.importInto(ctx, target, file, tag) })
+	}
+	return group.Wait()
+}
+
+// storedImage is where an archive is kept for nodes that are added later.
+func (c *cluster) storedImage(tag string) string {
+	return filepath.Join(c.layout.imagesDir(), strings.NewReplacer("/", "_", ":", "__").Replace(tag)+".tar")
+}
+
+func (c *cluster) importInto(ctx context.Context, name, file, tag string) error {
+	input, err := os.Open(file)
+	if err != nil {
+		return err
+	}
+	defer input.Close()
+	command, err := c.onNode(ctx, name, "ctr", "images", "import", "--local=false", "-")
+	if err != nil {
+		return err
+	}
+	command.Stdin = input
+	if output, err := command.CombinedOutput(); err != nil {
+		return fmt.Errorf("import into %s: %w: %s", name, err, bytes.TrimSpace(output))
+	}
+	c.progress.printf("%s has %s", name, tag)
+	return nil
+}
+
+// importStored imports what a node lacks of the images that every node has.
+func (c *cluster) importStored(ctx context.Context, name string) error {
+	command, err := c.onNode(ctx, name, "ctr", "images", "list", "--quiet")
+	if err != nil {
+		return err
+	}
+	output, err := command.Output()
+	if err != nil {
+		return fmt.Errorf("list the images of %s: %w", name, err)
+	}
+	present := strings.Fields(string(output))
+	files, err := filepath.Glob(filepath.Join(c.layout.imagesDir(), "*.tar"))
+	if err != nil {
+		return err
+	}
+next:
+	for _, file := range files {
+		tag, err := imageTag(file)
+		if err != nil {
+			return err
+		}
+		for _, other := range present {
+			if other == tag {
+				continue next
+			}
+		}
+		if err := c.importInto(ctx, name, file, tag); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// onNode is a command that runs on a node.
+func (c *cluster) onNode(ctx context.Context, name string, argv ...string) (*exec.Cmd, error) {
+	command, err := self(ctx, append([]string{"--name", c.layout.name, "--state", c.layout.dir, commandExecNode, name}, argv...)...)
+	if err != nil {
+		return nil, err
+	}
+	// A signal that it can pass on.
+	command.Cancel = func() error { return command.Process.Signal(syscall.SIGTERM) }
+	command.WaitDelay = 10 * time.Second
+	return command, nil
+}
+
+func tailFile(path string, lines int) string {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return err.Error()
+	}
+	all := strings.Split(strings.TrimSpace(string(content)), "\n")
+	return strings.Join(all[max(0, len(all)-lines):], "\n")
+}

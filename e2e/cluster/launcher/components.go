@@ -1,0 +1,257 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+)
+
+// The kinds of components. Those of the control plane run once, on the machine;
+// the others on each node.
+const (
+	kindEtcd              = "etcd"
+	kindAPIServer         = "apiserver"
+	kindControllerManager = "controller-manager"
+	kindScheduler         = "scheduler"
+	kindNode              = "node" // process 1 of the node's namespaces: ending it is a power cut
+	kindContainerd        = "containerd"
+	kindKubelet           = "kubelet"
+	kindProxy             = "proxy"
+)
+
+// In the order in which they start.
+var (
+	controlPlaneKinds = []string{kindEtcd, kindAPIServer, kindControllerManager, kindScheduler}
+	nodeKinds         = []string{kindNode, kindContainerd, kindKubelet, kindProxy}
+)
+
+var componentHelp = fmt.Sprintf(`COMPONENT is %s, or on a node %s.
+With several nodes, say which: kubelet@node1. Ending node@NAME is a power cut of
+the node; starting it boots it again, with its disk as it was.`,
+	strings.Join(controlPlaneKinds, ", "), strings.Join(nodeKinds, ", "))
+
+// component is one of the cluster's processes.
+type component struct {
+	kind string
+	node string // "" in the control plane
+}
+
+func (c component) String() string {
+	if c.node == "" {
+		return c.kind
+	}
+	return c.kind + "@" + c.node
+}
+
+// parseComponent reads a component's name, in a cluster that has these nodes.
+func parseComponent(text string, nodes []node) (component, error) {
+	kind, name, named := strings.Cut(text, "@")
+	for _, known := range controlPlaneKinds {
+		if kind == known || kind == "kube-"+known {
+			if named {
+				return component{}, fmt.Errorf("%s runs once, not on a node", known)
+			}
+			return component{kind: known}, nil
+		}
+	}
+	for _, known := range nodeKinds {
+		if kind != known && kind != "kube-"+known {
+			continue
+		}
+		if !named {
+			if len(nodes) != 1 {
+				return component{}, fmt.Errorf("there are %d nodes: say which, as in %s@node1", len(nodes), known)
+			}
+			return component{known, nodes[0].Name}, nil
+		}
+		for _, n := range nodes {
+			if n.Name == name {
+				return component{known, n.Name}, nil
+			}
+		}
+		return component{}, fmt.Errorf("there is no node %q", name)
+	}
+	return component{}, fmt.Errorf("unknown component %q; there are %s, and on a node %s",
+		text, strings.Join(controlPlaneKinds, ", "), strings.Join(nodeKinds, ", "))
+}
+
+// components are all of the cluster's, in the order in which they start.
+func components(nodes []node) []component {
+	var all []component
+	for _, kind := range controlPlaneKinds {
+		all = append(all, component{kind: kind})
+	}
+	for _, n := range nodes {
+		for _, kind := range nodeKinds {
+			all = append(all, component{kind, n.Name})
+		}
+	}
+	return all
+}
+
+// argv is the command line of a component: on the machine for the control
+// plane's, with paths as the node sees them for the others'.
+func (l layout) argv(c component, built binaries) []string {
+	kube := func(name string) string { return built["kube"] + "/" + name }
+	switch c.kind {
+	case kindEtcd:
+		url := fmt.Sprintf("http://127.0.0.1:%d", etcdPort)
+		return []string{
+			kube("etcd"), "--name=" + l.name, "--data-dir=" + l.dir + "/etcd",
+			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
+			// Port 0: there are no peers.
+			"--listen-peer-urls=http://127.0.0.1:0",
+			// The data is worth nothing after a power cut.
+			"--unsafe-no-fsync",
+			"--log-level=warn",
+		}
+	case kindAPIServer:
+		return []string{
+			kube("kube-apiserver"),
+			fmt.Sprintf("--etcd-servers=http://127.0.0.1:%d", etcdPort),
+			"--bind-address=" + hostAddress, fmt.Sprintf("--secure-port=%d", apiPort), "--advertise-address=" + hostAddress,
+			"--tls-cert-file=" + l.pki("apiserver.crt"), "--tls-private-key-file=" + l.pki("apiserver.key"),
+			"--client-ca-file=" + l.pki("ca.crt"),
+			"--service-cluster-ip-range=" + serviceNetwork,
+			"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+			"--service-account-key-file=" + l.pki("service-accounts.key"),
+			"--service-account-signing-key-file=" + l.pki("service-accounts.key"),
+			"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction",
+			"--allow-privileged=true",
+			// For `kubectl logs` and `exec`.
+			"--kubelet-client-certificate=" + l.pki("apiserver-kubelet.crt"), "--kubelet-client-key=" + l.pki("apiserver-kubelet.key"),
+			"--kubelet-certificate-authority=" + l.pki("ca.crt"), "--kubelet-preferred-address-types=InternalIP",
+			// No kube-proxy runs on the machine: webhooks are called at their pods' addresses.
+			"--enable-aggregator-routing=true",
+		}
+	case kindControllerManager:
+		kubeconfig := l.config("controller-manager.kubeconfig")
+		return []string{
+			kube("kube-controller-manager"), "--bind-address=127.0.0.1",
+			"--kubeconfig=" + kubeconfig, "--authentication-kubeconfig=" + kubeconfig, "--authorization-kubeconfig=" + kubeconfig,
+			"--leader-elect=false", "--use-service-account-credentials=true",
+			"--service-account-private-key-file=" + l.pki("service-accounts.key"), "--root-ca-file=" + l.pki("ca.crt"),
+			"--cluster-signing-cert-file=" + l.pki("ca.crt"), "--cluster-signing-key-file=" + l.pki("ca.key"),
+		}
+	case kindScheduler:
+		kubeconfig := l.config("scheduler.kubeconfig")
+		return []string{
+			kube("kube-scheduler"), "--bind-address=127.0.0.1", "--leader-elect=false",
+			"--kubeconfig=" + kubeconfig, "--authentication-kubeconfig=" + kubeconfig, "--authorization-kubeconfig=" + kubeconfig,
+		}
+	case kindContainerd:
+		return []string{containerdInNode + "/containerd", "--config=/etc/containerd/config.toml"}
+	case kindKubelet:
+		return []string{
+			kubeInNode + "/kubelet", "--config=/etc/kubernetes/kubelet.json", "--kubeconfig=/etc/kubernetes/kubelet.kubeconfig",
+			"--hostname-override=" + c.node, "-v=2",
+		}
+	case kindProxy:
+		return []string{kubeInNode + "/kube-proxy", "--config=/etc/kubernetes/kube-proxy.json", "--hostname-override=" + c.node}
+	}
+	panic("no command line for " + c.String()) // kindNode is started in another way
+}
+
+// object is a part of a configuration file; JSON is YAML.
+type object = map[string]any
+
+// kubeletConfig keeps the kubelet's defaults but for what it says.
+func kubeletConfig(n node) object {
+	return object{
+		"apiVersion": "kubelet.config.k8s.io/v1beta1",
+		"kind":       "KubeletConfiguration",
+		"authentication": object{
+			"anonymous": object{"enabled": false},
+			"webhook":   object{"enabled": true},
+			"x509":      object{"clientCAFile": "/etc/kubernetes/pki/ca.crt"},
+		},
+		"authorization":            object{"mode": "Webhook"},
+		"tlsCertFile":              "/etc/kubernetes/pki/kubelet.crt",
+		"tlsPrivateKeyFile":        "/etc/kubernetes/pki/kubelet.key",
+		"address":                  n.address(),
+		"healthzBindAddress":       n.address(), // so that it can be asked from the machine
+		"containerRuntimeEndpoint": "unix://" + containerdSocket,
+		"clusterDomain":            "cluster.local",
+		// A service without endpoints: names are refused at once (there is no DNS here).
+		// Without any, each pod would get a warning event.
+		"clusterDNS":    []string{dnsServiceAddress},
+		"resolvConf":    "",
+		"cgroupDriver":  "cgroupfs",
+		"failCgroupV1":  false,
+		"cgroupsPerQOS": true,
+		"failSwapOn":    false,
+		// The machine's disk is its owner's: a full one is no reason to evict pods here, nor
+		// to collect images, which no registry could bring back.
+		"evictionHard": object{
+			"memory.available": "100Mi", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
+			"imagefs.available": "0%", "imagefs.inodesFree": "0%",
+		},
+		"imageGCHighThresholdPercent": 100,
+		"imageGCLowThresholdPercent":  99,
+		// Without CAP_SYS_RESOURCE it could not lower its own.
+		"oomScoreAdj": 0,
+	}
+}
+
+func proxyConfig(n node) object {
+	return object{
+		"apiVersion":         "kubeproxy.config.k8s.io/v1alpha1",
+		"kind":               "KubeProxyConfiguration",
+		"mode":               "iptables",
+		"clientConnection":   object{"kubeconfig": "/etc/kubernetes/proxy.kubeconfig"},
+		"clusterCIDR":        podNetwork,
+		"bindAddress":        n.address(),
+		"healthzBindAddress": n.address() + ":10256",
+		"metricsBindAddress": "127.0.0.1:10249",
+		"oomScoreAdj":        0,
+		// The machine's limits stay as they are: a node cannot write them.
+		"conntrack": object{
+			"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s",
+		},
+	}
+}
+
+// networkConfig is the CNI configuration: each pod on a link of its own, routed by the node.
+func networkConfig(n node) object {
+	return object{
+		"cniVersion": "1.0.0",
+		"name":       "pods",
+		"plugins": []object{{
+			"type": "ptp",
+			"ipam": object{
+				"type":    "host-local",
+				"ranges":  [][]object{{{"subnet": n.podRange()}}},
+				"routes":  []object{{"dst": "0.0.0.0/0"}},
+				"dataDir": "/run/cni/addresses", // none outlives a boot
+			},
+		}},
+	}
+}
+
+// containerdConfig: CDI is always on in containerd 2; its folders are named here.
+const containerdConfig = `version = 3
+root = "/var/lib/containerd"
+state = "/run/containerd"
+
+[grpc]
+  address = "` + containerdSocket + `"
+
+[plugins.'io.containerd.cri.v1.images']
+  snapshotter = "overlayfs"
+  [plugins.'io.containerd.cri.v1.images'.pinned_images]
+    sandbox = "` + pauseImage + `"
+
+[plugins.'io.containerd.cri.v1.runtime']
+  cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
+  # Without CAP_SYS_RESOURCE a container cannot have a lower score than containerd.
+  restrict_oom_score_adj = true
+  [plugins.'io.containerd.cri.v1.runtime'.cni]
+    bin_dirs = ["` + cniInNode + `"]
+    conf_dir = "/etc/cni/net.d"
+    use_internal_loopback = true
+  [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+      SystemdCgroup = false
+`
+
+const pauseImage = "localhost/pause:dev"

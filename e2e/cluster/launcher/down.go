@@ -1,0 +1,221 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// down removes the cluster with all that it made.
+func (c *cluster) down(ctx context.Context) error {
+	if err := c.sweep(ctx); err != nil {
+		return err
+	}
+	found, err := c.leftovers(ctx)
+	if err != nil {
+		return err
+	}
+	if len(found) > 0 {
+		return fmt.Errorf("something is left:\n%s", strings.Join(found, "\n"))
+	}
+	c.progress.printf("the cluster is gone")
+	return nil
+}
+
+// sweep does the work of down, whatever state the cluster is in: it goes by what
+// is found on the machine, not by what was noted.
+func (c *cluster) sweep(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
+	defer cancel()
+	// A process may start others while it is being ended, so until there are none.
+	for {
+		found, err := c.processes()
+		if err != nil {
+			return err
+		}
+		if len(found) == 0 {
+			break
+		}
+		for _, p := range found {
+			if err := p.signal(unix.SIGKILL); err != nil {
+				return err
+			}
+		}
+		for _, p := range found {
+			if err := p.waitGone(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	for _, m := range c.mounts() {
+		if err := unix.Unmount(m, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("unmount %s: %w", m, err)
+		}
+	}
+	if err := c.layout.removeLinks(ctx); err != nil {
+		return err
+	}
+	if err := removeCgroup(c.layout.cgroupTop(), time.Now().Add(20*time.Second)); err != nil {
+		return fmt.Errorf("remove cgroup: %w", err)
+	}
+	if err := os.RemoveAll(c.layout.dir); err != nil {
+		return err
+	}
+	// Of the default place, nothing stays but the lock, which this process holds.
+	return nil
+}
+
+// processes are those that the launcher started and theirs: by the mark in their
+// environment, which they inherit, and by their cgroup.
+func (c *cluster) processes() ([]process, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	inCgroup, err := cgroupProcesses(c.layout.cgroupTop())
+	if err != nil {
+		return nil, err
+	}
+	wanted := make(map[int]bool)
+	for _, pid := range inCgroup {
+		wanted[pid] = true
+	}
+	for _, entry := range entries {
+		pid, err := strconv.Atoi(entry.Name())
+		if err != nil {
+			continue
+		}
+		environment, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "environ"))
+		if err != nil {
+			continue // it ended
+		}
+		for variable := range bytes.SplitSeq(environment, []byte{0}) {
+			if string(variable) == c.layout.marker() {
+				wanted[pid] = true
+			}
+		}
+	}
+	var found []process
+	for pid := range wanted {
+		if pid == os.Getpid() {
+			continue
+		}
+		p, err := identify(pid)
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+			continue
+		} else if err != nil {
+			return nil, err
+		}
+		if p.alive() {
+			found = append(found, p)
+		}
+	}
+	return found, nil
+}
+
+// mounts are those below the cluster's folder, the innermost first.
+func (c *cluster) mounts() []string {
+	info, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return nil
+	}
+	var found []string
+	for line := range strings.Lines(string(info)) {
+		if fields := strings.Fields(line); len(fields) > 4 && (fields[4] == c.layout.dir || strings.HasPrefix(fields[4], c.layout.dir+"/")) {
+			found = append([]string{fields[4]}, found...)
+		}
+	}
+	return found
+}
+
+// leftovers lists what a cluster of this name has on the machine.
+func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
+	var found []string
+	processes, err := c.processes()
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range processes {
+		name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", p.PID))
+		if err != nil {
+			continue // it ended
+		}
+		found = append(found, fmt.Sprintf("process %d (%s)", p.PID, strings.TrimSpace(string(name))))
+	}
+	for _, m := range c.mounts() {
+		found = append(found, "mount "+m)
+	}
+	links, err := c.layout.clusterLinks()
+	if err != nil {
+		return nil, err
+	}
+	for _, link := range links {
+		found = append(found, "network device "+link)
+	}
+	// No rule is ever made outside the nodes' own namespaces; this makes sure.
+	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
+		output, err := exec.CommandContext(ctx, program).Output()
+		if err != nil {
+			continue // not installed, or not in this kernel: then it holds no rules
+		}
+		for _, rule := range ourRules(string(output)) {
+			found = append(found, program+": "+rule)
+		}
+	}
+	dirs, err := cgroupDirs(c.layout.cgroupTop())
+	if err != nil {
+		return nil, err
+	}
+	for _, dir := range dirs {
+		found = append(found, "cgroup "+dir)
+	}
+	if _, err := os.Stat(c.layout.dir); err == nil {
+		found = append(found, "folder "+c.layout.dir)
+	}
+	return found, nil
+}
+
+// ourRules are the rules in iptables-save's output that name the cluster's networks.
+func ourRules(saved string) []string {
+	var rules []string
+	for line := range strings.Lines(saved) {
+		for word := range strings.FieldsSeq(line) {
+			if ours(strings.TrimSuffix(word, "/32")) || ours(word) {
+				rules = append(rules, strings.TrimSpace(line))
+				break
+			}
+		}
+	}
+	return rules
+}
+
+// refuseOthers fails if a cluster of another name runs: there can be one at a time.
+func (c *cluster) refuseOthers() error {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return err
+	}
+	prefix := "CLEAVE_E2E_CLUSTER="
+	for _, entry := range entries {
+		environment, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "environ"))
+		if err != nil {
+			continue // not a process, or one that ended
+		}
+		for variable := range strings.SplitSeq(string(environment), "\x00") {
+			if dir, ok := strings.CutPrefix(variable, prefix); ok && dir != c.layout.dir {
+				return fmt.Errorf("another cluster runs, with its state in %s; there can be one at a time: take it down first (cluster --state %s down)", dir, dir)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,238 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// The cluster's networks. Nodes hang on a bridge of the machine; pods and
+// services are reached through them.
+const (
+	nodeNetwork    = "10.203.0.0/24"
+	hostAddress    = "10.203.0.1"
+	podNetwork     = "10.204.0.0/16"
+	serviceNetwork = "10.205.0.0/24"
+	// The first of the service network, by Kubernetes' own rule.
+	apiServiceAddress = "10.205.0.1"
+	dnsServiceAddress = "10.205.0.10"
+
+	apiPort  = 6443
+	etcdPort = 23790
+	maxNodes = 200
+)
+
+// Paths as a node sees them.
+const (
+	driverRootInNode = "/opt/simgpu"
+	kubeInNode       = "/opt/e2e/kube"
+	containerdInNode = "/opt/e2e/containerd"
+	cniInNode        = "/opt/cni/bin"
+	containerdSocket = "/run/containerd/containerd.sock"
+	nodePath         = kubeInNode + ":" + containerdInNode + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+)
+
+// layout names everything that a cluster has on the machine.
+type layout struct {
+	name string
+	dir  string
+}
+
+var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$`)
+
+func newLayout(name, dir string) (layout, error) {
+	if !validName.MatchString(name) {
+		return layout{}, fmt.Errorf("--name %q: 1 to 32 of a-z, 0-9 and -, not at the ends", name)
+	}
+	if dir == "" {
+		dir = filepath.Join("/var/lib/cleave-e2e", name)
+	}
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return layout{}, err
+	}
+	l := layout{name: name, dir: dir}
+	// A unix socket's path has 107 bytes; tests reach the nodes' sockets from outside.
+	if room := 107 - len(l.nodeRoot("node100")); room < 50 {
+		return layout{}, fmt.Errorf("--state %s: too long; sockets below it would not have room", dir)
+	}
+	return l, nil
+}
+
+func (l layout) nodeDir(node string) string { return filepath.Join(l.dir, "nodes", node) }
+
+// nodeRoot is the folder that is the node's /.
+func (l layout) nodeRoot(node string) string     { return filepath.Join(l.nodeDir(node), "host") }
+func (l layout) inNode(node, path string) string { return filepath.Join(l.nodeRoot(node), path) }
+func (l layout) nodeFile(node string) string     { return filepath.Join(l.nodeDir(node), "node.json") }
+func (l layout) stateFile() string               { return filepath.Join(l.dir, "cluster.json") }
+func (l layout) pki(file string) string          { return filepath.Join(l.dir, "pki", file) }
+func (l layout) config(file string) string       { return filepath.Join(l.dir, "config", file) }
+func (l layout) binDir() string                  { return filepath.Join(l.dir, "bin") }
+func (l layout) kubeconfig() string              { return filepath.Join(l.dir, "kubeconfig") }
+func (l layout) imagesDir() string               { return filepath.Join(l.dir, "images") }
+func (l layout) logFile(c component) string {
+	return filepath.Join(l.dir, "logs", c.String()+".log")
+}
+func (l layout) processFile(c component) string {
+	return filepath.Join(l.dir, "run", c.String()+".json")
+}
+
+// lockPath is beside the folder, which `down` removes while it holds the lock.
+func (l layout) lockPath() string { return l.dir + ".lock" }
+
+// bridge is the same for every cluster: there can be one at a time on a machine.
+func (l layout) bridge() string { return "cleave-e2e" }
+
+// cgroup is the path of a node's cgroup, or of the control plane's for "", in every hierarchy.
+func (l layout) cgroup(node string) string {
+	if node == "" {
+		node = "control-plane"
+	}
+	return l.cgroupTop() + "/" + node
+}
+func (l layout) cgroupTop() string { return "/cleave-e2e-" + l.name }
+
+// marker is in the environment of each process that the launcher starts.
+func (l layout) marker() string { return "CLEAVE_E2E_CLUSTER=" + l.dir }
+
+func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", hostAddress, apiPort) }
+
+// shellEnv sets up a shell to use the cluster. Helm's folders lie in the
+// cluster's, so that it neither reads nor leaves anything at home.
+func (l layout) shellEnv() string {
+	helm := filepath.Join(l.dir, "helm")
+	var lines strings.Builder
+	for _, line := range [][2]string{
+		{"KUBECONFIG", l.kubeconfig()},
+		{"HELM_CACHE_HOME", filepath.Join(helm, "cache")},
+		{"HELM_CONFIG_HOME", filepath.Join(helm, "config")},
+		{"HELM_DATA_HOME", filepath.Join(helm, "data")},
+	} {
+		fmt.Fprintf(&lines, "export %s=%s\n", line[0], shellQuote(line[1]))
+	}
+	fmt.Fprintf(&lines, "case \":$PATH:\" in *:%[1]s:*) ;; *) export PATH=%[1]s:\"$PATH\" ;; esac\n", shellQuote(l.binDir()))
+	return lines.String()
+}
+
+func shellQuote(text string) string {
+	if !strings.ContainsFunc(text, func(r rune) bool {
+		return !strings.ContainsRune("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-:=", r)
+	}) {
+		return text
+	}
+	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
+}
+
+// node is what is fixed when a node is made.
+type node struct {
+	Name string `json:"name"`
+	// Index is 1 or more; addresses and device names follow from it.
+	Index      int    `json:"index"`
+	DriverRoot string `json:"driverRoot,omitempty"`
+}
+
+// address is the node's on the machine's bridge.
+func (n node) address() string { return fmt.Sprintf("10.203.0.%d", 10+n.Index) }
+
+// podRange is where the node's pods have their addresses.
+func (n node) podRange() string { return fmt.Sprintf("10.204.%d.0/24", n.Index) }
+
+// device is the machine's end of the node's link; the other is the node's eth0.
+func (n node) device() string { return fmt.Sprintf("ce2e-%d", n.Index) }
+
+// nodes are the cluster's, by index.
+func (l layout) nodes() ([]node, error) {
+	entries, err := os.ReadDir(filepath.Join(l.dir, "nodes"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	} else if err != nil {
+		return nil, err
+	}
+	var found []node
+	for _, entry := range entries {
+		n, err := readJSON[node](l.nodeFile(entry.Name()))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // a removal that was interrupted; `up` and `down` clear it
+		} else if err != nil {
+			return nil, err
+		}
+		found = append(found, n)
+	}
+	slices.SortFunc(found, func(a, b node) int { return a.Index - b.Index })
+	return found, nil
+}
+
+// freeIndex is the lowest index that no node has.
+func freeIndex(nodes []node) (int, error) {
+	for index := 1; index <= maxNodes; index++ {
+		if !slices.ContainsFunc(nodes, func(n node) bool { return n.Index == index }) {
+			return index, nil
+		}
+	}
+	return 0, fmt.Errorf("a cluster has %d nodes at most", maxNodes)
+}
+
+// ours tells whether an address or network that a firewall rule names is the cluster's.
+func ours(text string) bool {
+	prefix, err := netip.ParsePrefix(text)
+	if err != nil {
+		address, err := netip.ParseAddr(text)
+		if err != nil {
+			return false
+		}
+		prefix = netip.PrefixFrom(address, address.BitLen())
+	}
+	for _, network := range []string{nodeNetwork, podNetwork, serviceNetwork} {
+		whole := netip.MustParsePrefix(network)
+		if whole.Contains(prefix.Addr()) && prefix.Bits() >= whole.Bits() {
+			return true
+		}
+	}
+	return false
+}
+
+func readJSON[T any](path string) (T, error) {
+	var value T
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return value, err
+	}
+	if err := json.Unmarshal(content, &value); err != nil {
+		return value, fmt.Errorf("%s: %w", path, err)
+	}
+	return value, nil
+}
+
+func writeJSON(path string, value any) error {
+	content, err := json.MarshalIndent(value, "", "  ")
+	if err != nil {
+		return err
+	}
+	return writeFile(path, append(content, '\n'), 0o600)
+}
+
+// writeFile replaces a file in one step, and makes the folders on the way.
+func writeFile(path string, content []byte, mode fs.FileMode) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	file, err := os.CreateTemp(filepath.Dir(path), ".writing-")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(file.Name()) // fails once renamed
+	_, err = file.Write(content)
+	err = errors.Join(err, file.Chmod(mode), file.Close())
+	if err != nil {
+		return err
+	}
+	return os.Rename(file.Name(), path)
+}

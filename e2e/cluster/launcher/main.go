@@ -1,0 +1,414 @@
+// Command cluster runs a real Kubernetes on one Linux machine, without Docker
+// and without a registry: etcd, the API server, the controller manager and the
+// scheduler on the machine itself; containerd, the kubelet and kube-proxy of
+// each node in namespaces of the node's own.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+)
+
+// The commands by which the launcher starts itself again; people do not see them.
+const (
+	commandNodeInit = "node-init"
+	commandSpawn    = "spawn"
+	commandExecNode = "exec-node"
+)
+
+func init() {
+	// These enter namespaces, which is a matter of one thread: they stay on the main one.
+	for _, arg := range os.Args[1:] {
+		switch arg {
+		case commandNodeInit, commandSpawn, commandExecNode:
+			runtime.LockOSThread()
+		}
+	}
+}
+
+// exitCode is an error that has been told already and ends the program with a status.
+type exitCode int
+
+func (code exitCode) Error() string { return fmt.Sprintf("exit status %d", int(code)) }
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := newCommand().ExecuteContext(ctx); err != nil {
+		var code exitCode
+		if errors.As(err, &code) {
+			os.Exit(int(code))
+		}
+		fmt.Fprintln(os.Stderr, "cluster:", err)
+		os.Exit(1)
+	}
+}
+
+func newCommand() *cobra.Command {
+	var name, state string
+	root := &cobra.Command{
+		Use:           "cluster",
+		Short:         "A real Kubernetes on this machine, for Cleave's demo and tests",
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Args:          cobra.NoArgs,
+		RunE:          func(command *cobra.Command, _ []string) error { return command.Help() },
+	}
+	root.CompletionOptions.DisableDefaultCmd = true
+	root.PersistentFlags().StringVar(&name, "name", "cleave", "name of the cluster")
+	root.PersistentFlags().StringVar(&state, "state", "", "folder of the cluster's state (default /var/lib/cleave-e2e/NAME)")
+
+	open := func() (*cluster, error) {
+		if os.Geteuid() != 0 {
+			return nil, errors.New("this needs root: it makes namespaces, mounts and network devices")
+		}
+		l, err := newLayout(name, state)
+		if err != nil {
+			return nil, err
+		}
+		return &cluster{layout: l, progress: newProgress(os.Stderr)}, nil
+	}
+	// with opens the cluster for a command; locked keeps other changes to it out meanwhile.
+	with := func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error {
+		return func(command *cobra.Command, args []string) error {
+			c, err := open()
+			if err != nil {
+				return err
+			}
+			if locked {
+				unlock, err := c.lock(command.Context())
+				if err != nil {
+					return err
+				}
+				defer unlock()
+			}
+			return run(command.Context(), c, args)
+		}
+	}
+
+	root.AddCommand(
+		buildCommand(),
+		upCommand(with),
+		&cobra.Command{
+			Use: "down", Short: "Remove the cluster and everything that it made", Args: cobra.NoArgs,
+			RunE: with(true, func(ctx context.Context, c *cluster, _ []string) error { return c.down(ctx) }),
+		},
+		&cobra.Command{
+			Use: "leftovers", Short: "List what a cluster left on the machine; fails if there is anything", Args: cobra.NoArgs,
+			RunE: with(false, func(ctx context.Context, c *cluster, _ []string) error {
+				found, err := c.leftovers(ctx)
+				if err != nil {
+					return err
+				}
+				for _, line := range found {
+					fmt.Println(line)
+				}
+				if len(found) > 0 {
+					return exitCode(1)
+				}
+				return nil
+			}),
+		},
+		&cobra.Command{
+			Use: "env", Short: "Print shell lines that set KUBECONFIG and PATH", Args: cobra.NoArgs,
+			Example: "  eval \"$(cluster env)\"",
+			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error {
+				if err := c.mustExist(); err != nil {
+					return err
+				}
+				fmt.Print(c.layout.shellEnv())
+				return nil
+			}),
+		},
+		&cobra.Command{
+			Use: "status", Short: "List the components with their process ids; fails if one is not running", Args: cobra.NoArgs,
+			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error { return c.status(os.Stdout) }),
+		},
+		componentCommand("stop", "End a component by SIGTERM, and wait until its process is gone", with,
+			func(ctx context.Context, c *cluster, one component) error { return c.stop(ctx, one, unix.SIGTERM) }),
+		componentCommand("kill", "End a component by SIGKILL, and wait until its process is gone", with,
+			func(ctx context.Context, c *cluster, one component) error { return c.stop(ctx, one, unix.SIGKILL) }),
+		componentCommand("start", "Start a component, and wait until it serves", with,
+			func(ctx context.Context, c *cluster, one component) error { return c.startAlone(ctx, one) }),
+		componentCommand("restart", "Stop a component by SIGTERM and start it again", with,
+			func(ctx context.Context, c *cluster, one component) error {
+				if err := c.stop(ctx, one, unix.SIGTERM); err != nil {
+					return err
+				}
+				return c.startAlone(ctx, one)
+			}),
+		logsCommand(with),
+		imageCommand(with),
+		nodeCommand(with),
+		execNodeCommand(with),
+		hiddenNodeInit(),
+		hiddenSpawn(),
+	)
+	return root
+}
+
+// withCluster makes the function of a command out of one on an opened cluster.
+type withCluster func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error
+
+func buildCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "build", Short: "Build the programs of the cluster into the cache", Args: cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			built, err := buildAll(command.Context(), newProgress(os.Stderr))
+			if err != nil {
+				return err
+			}
+			for _, dir := range built.dirs() {
+				fmt.Println(dir)
+			}
+			return nil
+		},
+	}
+}
+
+func upCommand(with withCluster) *cobra.Command {
+	var nodes int
+	var driverRoot string
+	command := &cobra.Command{
+		Use: "up", Short: "Bring the cluster up, or back, and wait until its nodes are Ready", Args: cobra.NoArgs,
+	}
+	command.Flags().IntVar(&nodes, "nodes", 1, "number of nodes, named node1, node2 …; those there already stay")
+	driverRootFlag(command, &driverRoot)
+	command.RunE = with(true, func(ctx context.Context, c *cluster, _ []string) error {
+		if nodes < 1 || nodes > maxNodes {
+			return fmt.Errorf("--nodes %d: a cluster has 1 to %d nodes", nodes, maxNodes)
+		}
+		root, err := resolveDriverRoot(driverRoot)
+		if err != nil {
+			return err
+		}
+		return c.up(ctx, nodes, root)
+	})
+	return command
+}
+
+func driverRootFlag(command *cobra.Command, value *string) {
+	command.Flags().StringVar(value, "driver-root", "", "folder that the node sees, read-only, as "+driverRootInNode)
+}
+
+// resolveDriverRoot makes the path absolute, for it outlives this process's working directory.
+func resolveDriverRoot(path string) (string, error) {
+	if path == "" {
+		return "", nil
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", fmt.Errorf("--driver-root: %w", err)
+	}
+	if !info.IsDir() {
+		return "", fmt.Errorf("--driver-root: %s is not a folder", path)
+	}
+	return filepath.Abs(path)
+}
+
+func componentCommand(use, short string, with withCluster, run func(context.Context, *cluster, component) error) *cobra.Command {
+	return &cobra.Command{
+		Use: use + " COMPONENT...", Short: short, Args: cobra.MinimumNArgs(1),
+		Long: short + ".\n\n" + componentHelp,
+		RunE: with(true, func(ctx context.Context, c *cluster, args []string) error {
+			// All names are checked before the first is touched.
+			components := make([]component, 0, len(args))
+			for _, arg := range args {
+				one, err := c.component(arg)
+				if err != nil {
+					return err
+				}
+				components = append(components, one)
+			}
+			for _, one := range components {
+				if err := run(ctx, c, one); err != nil {
+					return fmt.Errorf("%s: %w", one, err)
+				}
+			}
+			return nil
+		}),
+	}
+}
+
+func logsCommand(with withCluster) *cobra.Command {
+	var follow bool
+	var lines int
+	command := &cobra.Command{
+		Use: "logs COMPONENT", Short: "Print the log of a component", Args: cobra.ExactArgs(1),
+		Long: "Print the log of a component.\n\n" + componentHelp,
+	}
+	command.Flags().BoolVarP(&follow, "follow", "f", false, "go on as it grows")
+	command.Flags().IntVarP(&lines, "tail", "n", 0, "print the last lines only (0: all)")
+	command.RunE = with(false, func(_ context.Context, c *cluster, args []string) error {
+		one, err := c.component(args[0])
+		if err != nil {
+			return err
+		}
+		from := "+1"
+		if lines > 0 {
+			from = fmt.Sprint(lines)
+		}
+		argv := []string{"tail", "-n", from}
+		if follow {
+			argv = append(argv, "-F")
+		}
+		return execProgram(append(argv, c.layout.logFile(one)))
+	})
+	return command
+}
+
+func nodeCommand(with withCluster) *cobra.Command {
+	group := &cobra.Command{Use: "node", Short: "Add and remove nodes"}
+	var driverRoot string
+	add := &cobra.Command{
+		Use: "add NAME", Short: "Add a node, or bring it back, and wait until it is Ready", Args: cobra.ExactArgs(1),
+	}
+	driverRootFlag(add, &driverRoot)
+	add.RunE = with(true, func(ctx context.Context, c *cluster, args []string) error {
+		root, err := resolveDriverRoot(driverRoot)
+		if err != nil {
+			return err
+		}
+		return c.addNode(ctx, args[0], root)
+	})
+	group.AddCommand(add,
+		&cobra.Command{
+			Use: "remove NAME", Short: "Remove a node, its object in the API and its state", Args: cobra.ExactArgs(1),
+			RunE: with(true, func(ctx context.Context, c *cluster, args []string) error { return c.removeNode(ctx, args[0]) }),
+		},
+		&cobra.Command{
+			Use: "list", Short: "List the nodes, with their addresses and the folder that is each node's /", Args: cobra.NoArgs,
+			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error {
+				nodes, err := c.layout.nodes()
+				if err != nil {
+					return err
+				}
+				for _, n := range nodes {
+					fmt.Printf("%s\t%s\t%s\n", n.Name, n.address(), c.layout.nodeRoot(n.Name))
+				}
+				return nil
+			}),
+		},
+	)
+	return group
+}
+
+func execNodeCommand(with withCluster) *cobra.Command {
+	command := &cobra.Command{
+		Use: commandExecNode + " NODE COMMAND [ARGUMENT...]", Short: "Run a command on a node, in its namespaces", Args: cobra.MinimumNArgs(2),
+		Example: "  cluster exec-node node1 ls /var/lib/kubelet/device-plugins",
+		RunE: with(false, func(ctx context.Context, c *cluster, args []string) error {
+			return c.execInNode(ctx, args[0], args[1:])
+		}),
+	}
+	// What follows NODE is the command's, its flags too.
+	command.Flags().SetInterspersed(false)
+	return command
+}
+
+func imageCommand(with withCluster) *cobra.Command {
+	group := &cobra.Command{Use: "image", Short: "Build images without Docker, and import them into nodes"}
+	var node string
+	imports := &cobra.Command{
+		Use: "import FILE.tar...", Short: "Import image archives into the nodes' containerd", Args: cobra.MinimumNArgs(1),
+	}
+	imports.Flags().StringVar(&node, "node", "all", "the node; all: every node there is, and those added later")
+	imports.RunE = with(true, func(ctx context.Context, c *cluster, args []string) error {
+		for _, file := range args {
+			if err := c.importImage(ctx, file, node); err != nil {
+				return fmt.Errorf("%s: %w", file, err)
+			}
+		}
+		return nil
+	})
+
+	var spec imageSpec
+	var output string
+	build := &cobra.Command{
+		Use: "build --tag NAME:TAG [--add SOURCE:TARGET[:MODE]]... --output FILE.tar", Short: "Build an image archive out of files", Args: cobra.NoArgs,
+		Long: `Build an image archive out of files, the same bytes each time.
+
+Layers are, from the lowest: --base, --busybox, the libraries of --ldd, --add.`,
+		Example: `  cluster image build --tag localhost/app:dev --busybox --ldd \
+    --add target/debug/app:/usr/bin/app --entrypoint /usr/bin/app -o app.tar`,
+		RunE: func(_ *cobra.Command, _ []string) error {
+			size, err := buildImage(spec, output)
+			if err != nil {
+				return err
+			}
+			fmt.Printf("%s: %s, %.1f MiB\n", output, spec.Tag, float64(size)/(1<<20))
+			return nil
+		},
+	}
+	flags := build.Flags()
+	flags.StringVar(&spec.Tag, "tag", "", "name of the image, as localhost/NAME:TAG")
+	flags.StringVar(&spec.Base, "base", "none", "folder with a root file system to start from")
+	flags.BoolVar(&spec.Busybox, "busybox", false, "add the machine's static busybox with links for its commands")
+	flags.BoolVar(&spec.Libraries, "ldd", false, "add the shared libraries that the added programs need, from this machine")
+	flags.StringArrayVar(&spec.Add, "add", nil, "file or folder, as SOURCE:TARGET[:MODE], mode octal")
+	flags.StringArrayVar(&spec.Dirs, "dir", nil, "empty folder, as PATH[:MODE]")
+	flags.StringArrayVar(&spec.Links, "link", nil, "symbolic link, as PATH:DESTINATION")
+	flags.StringArrayVar(&spec.Entrypoint, "entrypoint", nil, "entry point; give it again for each further word")
+	flags.StringArrayVar(&spec.Cmd, "cmd", nil, "default arguments; give it again for each further word")
+	flags.StringArrayVar(&spec.Env, "env", nil, "environment variable, as NAME=VALUE")
+	flags.StringArrayVar(&spec.Labels, "label", nil, "label, as NAME=VALUE")
+	flags.StringVar(&spec.User, "user", "", "user, as UID[:GID]")
+	flags.StringVar(&spec.WorkingDir, "workdir", "", "working directory")
+	flags.StringVarP(&output, "output", "o", "", "file to write")
+	for _, name := range []string{"tag", "output"} {
+		if err := build.MarkFlagRequired(name); err != nil {
+			panic(err) // the flag is defined above
+		}
+	}
+	group.AddCommand(imports, build)
+	return group
+}
+
+func hiddenNodeInit() *cobra.Command {
+	return &cobra.Command{
+		Use: commandNodeInit, Hidden: true, Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			var spec nodeInitSpec
+			if err := json.NewDecoder(os.Stdin).Decode(&spec); err != nil {
+				return err
+			}
+			return nodeInit(spec)
+		},
+	}
+}
+
+func hiddenSpawn() *cobra.Command {
+	return &cobra.Command{
+		Use: commandSpawn, Hidden: true, Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			var spec spawnSpec
+			if err := json.NewDecoder(os.Stdin).Decode(&spec); err != nil {
+				return err
+			}
+			return spawn(spec)
+		},
+	}
+}
+
+// execProgram replaces this process.
+func execProgram(argv []string) error {
+	path, err := lookPath(argv[0])
+	if err != nil {
+		return err
+	}
+	if err := unix.Exec(path, argv, os.Environ()); err != nil {
+		return fmt.Errorf("run %s: %w", strings.Join(argv, " "), err)
+	}
+	return nil
+}

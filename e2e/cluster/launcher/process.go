@@ -1,0 +1,344 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// process tells one process for ever: process ids are used again, but not with
+// the same start time since the same boot.
+type process struct {
+	PID   int    `json:"pid"`
+	Start uint64 `json:"start"` // clock ticks since boot, as in /proc/PID/stat
+	Boot  string `json:"boot"`
+}
+
+// parseStat reads the state and the start time out of /proc/PID/stat. The
+// program's name, the second field, may hold anything, brackets and blanks too.
+func parseStat(stat string) (state byte, start uint64, err error) {
+	end := strings.LastIndexByte(stat, ')')
+	if end < 0 {
+		return 0, 0, fmt.Errorf("not a process's stat: %q", stat)
+	}
+	fields := strings.Fields(stat[end+1:]) // from the third field on
+	if len(fields) < 20 || len(fields[0]) != 1 {
+		return 0, 0, fmt.Errorf("not a process's stat: %q", stat)
+	}
+	start, err = strconv.ParseUint(fields[19], 10, 64)
+	return fields[0][0], start, err
+}
+
+func bootID() (string, error) {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(id)), err
+}
+
+// identify names the running process that has the id now.
+func identify(pid int) (process, error) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return process{}, err
+	}
+	_, start, err := parseStat(string(stat))
+	if err != nil {
+		return process{}, err
+	}
+	boot, err := bootID()
+	return process{PID: pid, Start: start, Boot: boot}, err
+}
+
+// alive tells whether it still runs; a zombie does not.
+func (p process) alive() bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
+	if err != nil {
+		return false
+	}
+	state, start, err := parseStat(string(stat))
+	if err != nil || state == 'Z' || state == 'X' || start != p.Start {
+		return false
+	}
+	boot, err := bootID()
+	return err == nil && boot == p.Boot
+}
+
+// signal sends a signal, and never to another process that got the same id.
+func (p process) signal(number unix.Signal) error {
+	descriptor, err := p.open()
+	if err != nil || descriptor < 0 {
+		return err
+	}
+	defer unix.Close(descriptor)
+	if err := unix.PidfdSendSignal(descriptor, number, nil, 0); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("signal process %d: %w", p.PID, err)
+	}
+	return nil
+}
+
+// open returns a pidfd, or -1 if the process is gone.
+func (p process) open() (int, error) {
+	descriptor, err := unix.PidfdOpen(p.PID, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return -1, nil
+	} else if err != nil {
+		return -1, fmt.Errorf("open process %d: %w", p.PID, err)
+	}
+	// The descriptor holds the id: if it is the right process now, it stays so.
+	if !p.alive() {
+		unix.Close(descriptor)
+		return -1, nil
+	}
+	return descriptor, nil
+}
+
+// waitGone waits until the process has ended.
+func (p process) waitGone(ctx context.Context) error {
+	descriptor, err := p.open()
+	if err != nil || descriptor < 0 {
+		return err
+	}
+	defer unix.Close(descriptor)
+	for {
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("process %d is still there: %w", p.PID, err)
+		}
+		// Readable once it has ended, reaped or not.
+		ready, err := unix.Poll([]unix.PollFd{{Fd: int32(descriptor), Events: unix.POLLIN}}, 100)
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return err
+		}
+		if ready > 0 {
+			return nil
+		}
+	}
+}
+
+// spawnSpec is how to start a component.
+type spawnSpec struct {
+	Argv        []string
+	Env         []string
+	Log         string // appended to
+	ProcessFile string
+	Cgroup      string
+	// Node is the process whose namespaces it joins; 0: the machine's.
+	Node int
+}
+
+// start starts a component by way of a process that joins the cgroups and
+// namespaces, writes the component's process file, and ends.
+func (s spawnSpec) start(ctx context.Context) error {
+	input, err := json.Marshal(s)
+	if err != nil {
+		return err
+	}
+	command, err := self(ctx, commandSpawn)
+	if err != nil {
+		return err
+	}
+	command.Stdin = bytes.NewReader(input)
+	var stderr bytes.Buffer
+	command.Stderr = &stderr
+	if err := command.Run(); err != nil {
+		return fmt.Errorf("start %s: %w: %s", s.Argv[0], err, strings.TrimSpace(stderr.String()))
+	}
+	return nil
+}
+
+// self is this program with other arguments.
+func self(ctx context.Context, arguments ...string) (*exec.Cmd, error) {
+	program, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	return exec.CommandContext(ctx, program, arguments...), nil
+}
+
+// spawn is the process that spawnSpec.start starts.
+func spawn(s spawnSpec) error {
+	log, err := os.OpenFile(s.Log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	// These are written from within the namespaces: by descriptor, then.
+	record, err := os.Open(filepath.Dir(s.ProcessFile))
+	if err != nil {
+		return err
+	}
+	defer record.Close()
+	fmt.Fprintf(log, "--- %s %s\n", time.Now().UTC().Format(time.RFC3339), strings.Join(s.Argv, " "))
+	machineProc, err := os.Open("/proc")
+	if err != nil {
+		return err
+	}
+	defer machineProc.Close()
+	if err := enter(s.Cgroup, s.Node); err != nil {
+		return err
+	}
+	command := exec.Command(s.Argv[0], s.Argv[1:]...)
+	command.Env, command.Dir = s.Env, "/"
+	command.Stdout, command.Stderr = log, log
+	command.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := command.Start(); err != nil {
+		return err
+	}
+	// The id is the machine's: this process still is in the machine's pid namespace.
+	stat, err := readAt(machineProc, fmt.Sprintf("%d/stat", command.Process.Pid))
+	if err != nil {
+		return err
+	}
+	_, start, err := parseStat(string(stat))
+	if err != nil {
+		return err
+	}
+	boot, err := readAt(machineProc, "sys/kernel/random/boot_id")
+	if err != nil {
+		return err
+	}
+	return writeAt(record, filepath.Base(s.ProcessFile), process{PID: command.Process.Pid, Start: start, Boot: strings.TrimSpace(string(boot))})
+}
+
+func readAt(dir *os.File, path string) ([]byte, error) {
+	descriptor, err := unix.Openat(int(dir.Fd()), path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: filepath.Join(dir.Name(), path), Err: err}
+	}
+	file := os.NewFile(uintptr(descriptor), path)
+	defer file.Close()
+	var content bytes.Buffer
+	_, err = content.ReadFrom(file)
+	return content.Bytes(), err
+}
+
+// writeAt replaces a file in the folder in one step.
+func writeAt(dir *os.File, name string, value any) error {
+	content, err := json.Marshal(value)
+	if err != nil {
+		return err
+	}
+	temporary := "." + name + ".writing"
+	descriptor, err := unix.Openat(int(dir.Fd()), temporary, unix.O_WRONLY|unix.O_CREAT|unix.O_TRUNC|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return &fs.PathError{Op: "create", Path: filepath.Join(dir.Name(), temporary), Err: err}
+	}
+	file := os.NewFile(uintptr(descriptor), temporary)
+	_, err = file.Write(content)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return err
+	}
+	return unix.Renameat(int(dir.Fd()), temporary, int(dir.Fd()), name)
+}
+
+// enter moves this thread into a cgroup (of every hierarchy) and into the
+// namespaces of a process, whose children it then starts. There is no way back.
+func enter(cgroup string, pid int) error {
+	if err := joinCgroup(cgroup); err != nil {
+		return err
+	}
+	if pid == 0 {
+		return nil
+	}
+	kinds := []struct {
+		file string
+		flag int
+	}{
+		{"cgroup", unix.CLONE_NEWCGROUP}, {"ipc", unix.CLONE_NEWIPC}, {"uts", unix.CLONE_NEWUTS},
+		{"net", unix.CLONE_NEWNET}, {"pid", unix.CLONE_NEWPID}, {"mnt", unix.CLONE_NEWNS},
+	}
+	descriptors := make([]int, len(kinds))
+	for i, kind := range kinds {
+		descriptor, err := unix.Open(fmt.Sprintf("/proc/%d/ns/%s", pid, kind.file), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("namespace %s of process %d: %w", kind.file, pid, err)
+		}
+		defer unix.Close(descriptor)
+		descriptors[i] = descriptor
+	}
+	// A thread that shares its root folder with others cannot join a mount namespace.
+	if err := unix.Unshare(unix.CLONE_FS); err != nil {
+		return fmt.Errorf("unshare: %w", err)
+	}
+	for i, kind := range kinds {
+		if err := unix.Setns(descriptors[i], kind.flag); err != nil {
+			return fmt.Errorf("join namespace %s: %w", kind.file, err)
+		}
+	}
+	return nil
+}
+
+// nodeEnv is the environment of what runs on a node.
+func (l layout) nodeEnv() []string {
+	return []string{"PATH=" + nodePath, "HOME=/root", "LANG=C.UTF-8", "CONTAINERD_ADDRESS=" + containerdSocket, l.marker()}
+}
+
+// execInNode runs a command on a node with this process's input and output, and
+// ends with its status.
+func (c *cluster) execInNode(ctx context.Context, name string, argv []string) error {
+	holder, err := c.nodeProcess(name)
+	if err != nil {
+		return err
+	}
+	env := append(c.layout.nodeEnv(), "CONTAINERD_NAMESPACE=k8s.io")
+	for _, kept := range []string{"TERM", "RUST_LOG", "RUST_BACKTRACE"} {
+		if value, ok := os.LookupEnv(kept); ok {
+			env = append(env, kept+"="+value)
+		}
+	}
+	if err := enter(c.layout.cgroup(name)+nodeLeaf(), holder.PID); err != nil {
+		return err
+	}
+	if err := os.Setenv("PATH", nodePath); err != nil {
+		return err
+	}
+	path, err := lookPath(argv[0])
+	if err != nil {
+		return err
+	}
+	command := exec.Command(path, argv[1:]...)
+	command.Args[0] = argv[0]
+	command.Env, command.Dir = env, "/"
+	command.Stdin, command.Stdout, command.Stderr = os.Stdin, os.Stdout, os.Stderr
+	signals := make(chan os.Signal, 4)
+	signal.Notify(signals, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGINT)
+	defer signal.Stop(signals)
+	if err := command.Start(); err != nil {
+		return err
+	}
+	go func() {
+		for received := range signals {
+			_ = command.Process.Signal(received)
+		}
+	}()
+	err = command.Wait()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		status := exit.Sys().(syscall.WaitStatus)
+		if status.Signaled() {
+			return exitCode(128 + int(status.Signal()))
+		}
+		return exitCode(status.ExitStatus())
+	}
+	return err
+}
+
+// lookPath is exec.LookPath with the message of a shell.
+func lookPath(program string) (string, error) {
+	path, err := exec.LookPath(program)
+	if err != nil {
+		return "", fmt.Errorf("%s: command not found", program)
+	}
+	return path, nil
+}
