@@ -1,24 +1,76 @@
 //! `GpuNode`: what a node's GPUs shall be (`spec`, written by the operator) and are (`status`, written by the agent).
+#![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
+
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use kube::CustomResource;
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 
 /// What the GPUs of the node of the same name shall be. Complete: the agent makes no choices.
-#[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[kube(group = "cleave.dev", version = "v1alpha1", kind = "GpuNode", plural = "gpunodes", shortname = "gpun", status = "GpuNodeStatus", derive = "PartialEq")]
+#[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "cleave.dev",
+    version = "v1alpha1",
+    kind = "GpuNode",
+    plural = "gpunodes",
+    shortname = "gpun",
+    category = "cleave",
+    status = "GpuNodeStatus",
+    derive = "PartialEq",
+    doc = "What the GPUs of the node of the same name shall be (spec, written by the operator) and are (status, written by the node's agent).",
+    printcolumn(
+        name = "GPUs",
+        type_ = "integer",
+        json_path = ".status.summary.gpus",
+        description = "GPUs of the node"
+    ),
+    printcolumn(name = "Model", type_ = "string", json_path = ".status.summary.models", description = "Their models"),
+    printcolumn(
+        name = "Modes",
+        type_ = "string",
+        json_path = ".status.summary.modes",
+        description = "What they are served as"
+    ),
+    printcolumn(
+        name = "Slices",
+        type_ = "string",
+        json_path = ".status.summary.slices",
+        description = "Slices in use, of those told to the kubelet"
+    ),
+    printcolumn(
+        name = "Applied",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Applied\")].status",
+        description = "The node matches its spec"
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Applied\")].reason",
+        priority = 1
+    ),
+    printcolumn(name = "Driver", type_ = "string", json_path = ".status.driver", priority = 1),
+    printcolumn(name = "Agent", type_ = "string", json_path = ".status.agentVersion", priority = 1),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
-    /// A hash of `gpus`, so that a status can say which spec it is of.
+    /// A hash of `gpus`, so that a status can say which spec it is of. Empty until the operator has seen the node's GPUs and planned them.
     #[serde(default)]
+    #[schemars(length(max = 64))]
     pub plan_id: String,
-    /// GPUs that shall be as written; a GPU that is not here is whole and served as `nvidia.com/gpu`.
+    /// GPUs that shall be as written, by index; a GPU that is not here is whole and served as `nvidia.com/gpu`. One that is here and not in
+    /// the node is to be ignored.
     #[serde(default)]
+    #[schemars(length(max = 64))]
     pub gpus: Vec<GpuSpec>,
     /// Held for pods that have not come yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 4096))]
     pub reservations: Vec<Reservation>,
 }
 
@@ -38,9 +90,11 @@ pub struct GpuSpec {
     pub partition: Partition,
 }
 
-/// How a GPU or a MIG instance is served: exactly one field is set.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+/// How a GPU is served: exactly one field is set.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing), has(self.mig)].filter(given, given).size() == 1")
+    .message("a partition is one of whole, mps, timeSlicing and mig"))]
 pub struct Partition {
     /// Undivided, one device of this resource.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -51,8 +105,9 @@ pub struct Partition {
     /// Time-sliced replicas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slicing: Option<TimeSlicedPartition>,
-    /// MIG instances, each served in its own way; only for a GPU.
+    /// MIG instances, each served in its own way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 16))]
     pub mig: Option<Vec<MigInstanceSpec>>,
 }
 
@@ -121,13 +176,15 @@ pub struct MigInstanceSpec {
     pub profile: String,
     /// First memory slice, as NVML's placements count.
     pub start: u32,
-    /// How the instance is served; `mig` must not be set.
+    /// How the instance is served.
     pub partition: MigPartition,
 }
 
 /// How a MIG instance is served: exactly one field is set.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing)].filter(given, given).size() == 1")
+    .message("an instance's partition is one of whole, mps and timeSlicing"))]
 pub struct MigPartition {
     /// Undivided.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -153,7 +210,7 @@ pub struct Reservation {
 }
 
 /// What the node is.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeStatus {
     /// Generation of the spec that this status is of.
@@ -171,6 +228,9 @@ pub struct GpuNodeStatus {
     /// Boot id of the node's kernel.
     #[serde(default)]
     pub boot_id: String,
+    /// `gpus` in a few words, for `kubectl get`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub summary: Option<Summary>,
     /// GPUs by index.
     #[serde(default)]
     pub gpus: Vec<GpuStatus>,
@@ -179,7 +239,53 @@ pub struct GpuNodeStatus {
     pub steps: Vec<StepStatus>,
     /// Conditions by type.
     #[serde(default)]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
     pub conditions: Vec<Condition>,
+}
+
+/// A node's GPUs in a few words, for `kubectl get gpunodes`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Summary {
+    /// How many GPUs.
+    pub gpus: u32,
+    /// Their models, each once, by index.
+    pub models: String,
+    /// What they are served as: `Mps`, or `Mps=3,Whole=1`.
+    pub modes: String,
+    /// Slices in use, of those told to the kubelet: `7/31`.
+    pub slices: String,
+}
+
+impl Summary {
+    /// The summary of GPUs by index.
+    pub fn of(gpus: &[GpuStatus]) -> Self {
+        let mut models: Vec<&str> = Vec::new();
+        let mut modes: BTreeMap<&str, u32> = BTreeMap::new();
+        let (mut in_use, mut total) = (0_u32, 0_u32);
+        for gpu in gpus {
+            if !models.contains(&gpu.model.as_str()) {
+                models.push(&gpu.model);
+            }
+            if !gpu.mode.is_empty() {
+                *modes.entry(&gpu.mode).or_default() += 1;
+            }
+            for slice in &gpu.slices {
+                in_use = in_use.saturating_add(slice.in_use);
+                total = total.saturating_add(slice.total);
+            }
+        }
+        let modes = match modes.iter().next() {
+            Some((mode, _)) if modes.len() == 1 => (*mode).to_owned(),
+            _ => modes.iter().map(|(mode, count)| format!("{mode}={count}")).collect::<Vec<_>>().join(","),
+        };
+        Self {
+            gpus: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
+            models: models.join(", "),
+            modes,
+            slices: format!("{in_use}/{total}"),
+        }
+    }
 }
 
 /// One GPU as it is.
@@ -369,4 +475,3 @@ pub struct StepStatus {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
-

@@ -6,6 +6,10 @@ pub const GROUP: &str = "cleave.dev";
 pub const RESOURCE_MPS: &str = "nvidia.com/gpu-mps";
 /// Time-sliced replicas, unless a policy's `resourceName` says otherwise.
 pub const RESOURCE_TIMESLICE: &str = "nvidia.com/gpu-timeslice";
+/// Time-sliced replicas as NVIDIA's plugin names them where asked to rename.
+pub const RESOURCE_SHARED: &str = "nvidia.com/gpu.shared";
+/// Prefix of shares' names: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
+pub const RESOURCE_SHARES_PREFIX: &str = "nvidia.com/gpu-";
 /// Whole GPUs.
 pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 /// Prefix of MIG instances' names: `nvidia.com/mig-1g.10gb`.
@@ -22,7 +26,71 @@ pub const AGENT_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode` and a `SharingPolicy`: everything is in order.
 pub const CONDITION_READY: &str = "Ready";
+/// Mode of a GPU that serves nothing shared; [`crate::gpunode::GpuStatus::mode`].
+pub const MODE_WHOLE: &str = "Whole";
+/// Mode of a GPU that serves MPS shares.
+pub const MODE_MPS: &str = "Mps";
+/// Mode of a GPU that serves time-sliced replicas.
+pub const MODE_TIMESLICING: &str = "TimeSlicing";
+/// Mode of a GPU that is cut into MIG instances.
+pub const MODE_MIG: &str = "Mig";
+
+/// Result of a step: the node is as this step wants it.
+pub const STEP_DONE: &str = "Done";
+/// Result of a step: pods hold what it would take away.
+pub const STEP_WAITING: &str = "Waiting";
+/// Result of a step: it cannot be done at all.
+pub const STEP_REFUSED: &str = "Refused";
+/// Result of a step: it was tried and went wrong.
+pub const STEP_FAILED: &str = "Failed";
+
+/// Label of Cleave's own pods: which of the three they are, as the chart writes it.
+pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
+/// Value of [`COMPONENT_LABEL`] on the agents' pods.
+pub const COMPONENT_AGENT: &str = "agent";
+
 /// Condition of a `SharingPolicy`: its fields mean something on the GPUs that it selects.
 pub const CONDITION_ACCEPTED: &str = "Accepted";
 /// Condition of a `SharingPolicy`: a more specific or older policy took GPUs from it.
 pub const CONDITION_CONFLICT: &str = "Conflict";
+
+/// Whether a resource is one that Cleave can serve, by its name.
+pub fn is_served(resource: &str) -> bool {
+    resource == RESOURCE_GPU
+        || resource == RESOURCE_SHARED
+        || resource.starts_with(RESOURCE_SHARES_PREFIX)
+        || resource.starts_with(RESOURCE_MIG_PREFIX)
+}
+
+/// The extended resource of MIG instances of a profile, named as NVIDIA's plugin names it: `+` becomes a dot.
+pub fn mig_resource(profile: &str) -> String {
+    format!("{RESOURCE_MIG_PREFIX}{}", profile.replace('+', "."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mig_resources_are_named_as_nvidia_names_them() {
+        assert_eq!(mig_resource("1g.10gb"), "nvidia.com/mig-1g.10gb");
+        assert_eq!(mig_resource("1g.10gb+me"), "nvidia.com/mig-1g.10gb.me");
+    }
+
+    #[test]
+    fn only_names_that_pods_are_placed_for_are_served() {
+        for served in [
+            RESOURCE_GPU,
+            RESOURCE_MPS,
+            RESOURCE_TIMESLICE,
+            RESOURCE_SHARED,
+            "nvidia.com/mig-1g.5gb",
+            "nvidia.com/gpu-10gb",
+        ] {
+            assert!(is_served(served), "{served}");
+        }
+        for other in ["nvidia.com/gpumps", "amd.com/gpu", "nvidia.com/gpu.shared2", "cpu", ""] {
+            assert!(!is_served(other), "{other}");
+        }
+    }
+}

@@ -1,19 +1,93 @@
 //! `SharingPolicy`: how a set of GPUs is shared.
+#![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
+
 use std::collections::BTreeMap;
 
 use cleave_plan::mps::Threads;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
-use kube::CustomResource;
-use schemars::JsonSchema;
+use kube::{CustomResource, KubeSchema};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
 /// How the selected GPUs are shared between pods.
-#[derive(CustomResource, Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[kube(group = "cleave.dev", version = "v1alpha1", kind = "SharingPolicy", plural = "sharingpolicies", shortname = "sp", status = "SharingPolicyStatus")]
+#[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "cleave.dev",
+    version = "v1alpha1",
+    kind = "SharingPolicy",
+    plural = "sharingpolicies",
+    shortname = "sp",
+    category = "cleave",
+    status = "SharingPolicyStatus",
+    derive = "PartialEq",
+    doc = "How the GPUs that it selects are shared between pods. Of two policies on one GPU the more specific, then the older wins.",
+    printcolumn(name = "Mode", type_ = "string", json_path = ".spec.mode", description = "How a GPU is shared"),
+    printcolumn(
+        name = "GPUs",
+        type_ = "integer",
+        json_path = ".status.gpus",
+        description = "GPUs that the policy shares"
+    ),
+    printcolumn(
+        name = "Nodes",
+        type_ = "integer",
+        json_path = ".status.nodes",
+        description = "Nodes that they are on"
+    ),
+    printcolumn(
+        name = "Units",
+        type_ = "integer",
+        json_path = ".status.total",
+        description = "Shares, replicas, instances or GPUs in total"
+    ),
+    printcolumn(name = "In-Use", type_ = "integer", json_path = ".status.inUse", description = "Of these, in use"),
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].status",
+        description = "The GPUs are shared as the policy says"
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].reason",
+        priority = 1
+    ),
+    printcolumn(
+        name = "Message",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].message",
+        priority = 1
+    ),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("self.mode != 'Mps' || (has(self.mps) && (has(self.mps.units) || has(self.mps.unitMemory) || (has(self.mps.sizes) && self.mps.sizes == 'Dynamic')))")
+        .message("mode Mps needs mps.units (how many shares each GPU has), mps.unitMemory (how large a share is) or mps.sizes: Dynamic"),
+    validation = Rule::new("!has(self.mps) || self.mode in ['Mps', 'Auto']")
+        .message("the section mps is for mode Mps or Auto; shares inside MIG instances are set by mig.sharing.mps"),
+    validation = Rule::new("self.mode != 'TimeSlicing' || has(self.timeSlicing)")
+        .message("mode TimeSlicing needs timeSlicing.replicas (how many pods take turns on each GPU)"),
+    validation = Rule::new("!has(self.timeSlicing) || self.mode in ['TimeSlicing', 'Auto']")
+        .message("the section timeSlicing is for mode TimeSlicing or Auto; replicas of MIG instances are set by mig.sharing.timeSlicing"),
+    validation = Rule::new("!has(self.mig) || self.mode in ['Mig', 'Auto']")
+        .message("the section mig is for mode Mig or Auto"),
+    validation = Rule::new("!has(self.dynamic) || self.mode == 'Auto' || (self.mode == 'Mig' && !(has(self.mig) && has(self.mig.layout))) || (self.mode == 'Mps' && has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')")
+        .message("dynamic says when GPUs are cut anew, and nothing is cut anew here: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
+    validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.sharing))")
+        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing; other resources have names that say what they are"),
+    validation = Rule::new("!has(self.resourceName) || self.mode == 'Mps' || self.resourceName != 'nvidia.com/gpu-mps'")
+        .message("nvidia.com/gpu-mps is the name of MPS shares of GPUs: take another resourceName"),
+    validation = Rule::new("!has(self.resourceName) || self.mode == 'TimeSlicing' || !(self.resourceName in ['nvidia.com/gpu-timeslice', 'nvidia.com/gpu.shared'])")
+        .message("nvidia.com/gpu-timeslice and nvidia.com/gpu.shared are names of time-sliced replicas of GPUs: take another resourceName")
+)]
 pub struct SharingPolicySpec {
     /// Labels that a node must have; every node when left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "labels")]
+    #[x_kube(validation = Rule::new("size(self) > 0")
+        .message("nodeSelector is empty: leave it out to select every node, or name a label"))]
     pub node_selector: Option<BTreeMap<String, String>>,
     /// Which GPUs of those nodes; all when left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -35,23 +109,48 @@ pub struct SharingPolicySpec {
     /// What happens to a pod that leaves its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
-    /// Another extended resource name for the shares or replicas, for example `nvidia.com/gpu.shared`.
+    /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or `nvidia.com/gpu-` and a word of your own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 74))]
+    #[x_kube(validation = Rule::new(r"self == 'nvidia.com/gpu.shared' || self.matches('^nvidia\\.com/gpu-[a-z0-9]([-a-z0-9.]{0,56}[a-z0-9])?$')")
+        .message("resourceName must be nvidia.com/gpu.shared or nvidia.com/gpu- followed by at most 58 lower-case letters, digits, dashes and dots, for example nvidia.com/gpu-small: pods that ask for other names are not placed by Cleave"))]
+    #[x_kube(validation = Rule::new(r"!self.matches('^nvidia\\.com/gpu-[0-9]+gb$')")
+        .message("names like nvidia.com/gpu-10gb are kept for slices of that many GiB (mps.sizes: Dynamic)"))]
     pub resource_name: Option<String>,
 }
 
+/// The schema of node labels: bounded, so that rules about them have a bounded cost.
+fn labels(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "maxProperties": 32,
+        "additionalProperties": {"type": "string", "maxLength": 63},
+    })
+}
+
 /// GPUs by model, UUID or index. A GPU must match each field that is given.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("(has(self.models) && size(self.models) > 0) || (has(self.uuids) && size(self.uuids) > 0) || (has(self.indices) && size(self.indices) > 0)")
+    .message("gpus selects nothing: leave it out to select every GPU, or give models, uuids or indices"))]
 pub struct GpuSelector {
     /// Product names as NVML gives them, or a part of one between word boundaries: `A100`, `NVIDIA H200`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32), inner(length(max = 96)))]
+    #[x_kube(validation = Rule::new(r"self.all(model, model.matches('^[A-Za-z0-9]([-A-Za-z0-9 ./()+]*[A-Za-z0-9)])?$'))")
+        .message("a model is a product name or a part of one, for example A100 or NVIDIA H200: letters, digits, spaces and -./()+ between them"))]
     pub models: Vec<String>,
     /// GPU UUIDs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 256), inner(length(max = 40)))]
+    #[x_kube(validation = Rule::new("self.all(uuid, uuid.matches('^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'))")
+        .message("a GPU's UUID is written GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, as nvidia-smi -L and `kubectl get gpunodes -o yaml` show it"))]
     pub uuids: Vec<String>,
     /// NVML indices on each node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(validation = Rule::new("self.all(index, index >= 0 && index < 64)")
+        .message("an index is a number from 0 to 63"))]
     pub indices: Vec<u32>,
 }
 
@@ -72,14 +171,25 @@ pub enum Mode {
 }
 
 /// MPS settings.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("!(has(self.units) && has(self.unitMemory))")
+        .message("give units (how many shares each GPU has) or unitMemory (how large a share is), not both"),
+    validation = Rule::new("!(has(self.sizes) && self.sizes == 'Dynamic') || !(has(self.units) || has(self.unitMemory))")
+        .message("sizes: Dynamic cuts slices as pods ask for them: leave units and unitMemory out")
+)]
 pub struct Mps {
     /// Shares of each GPU, 1 to 48. Excludes `unitMemory`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
+        .message("units must be from 1 to 48: the MPS server of a GPU serves 48 clients at most"))]
     pub units: Option<u32>,
     /// Memory of one share, a whole number of Mi or Gi; the GPU gets as many shares as fit. Excludes `units`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 16))]
+    #[x_kube(validation = Rule::new("self.matches('^[1-9][0-9]{0,6}(Mi|Gi)$')")
+        .message("unitMemory must be a whole number of Mi or Gi, for example 10Gi or 5120Mi: MPS limits memory in whole MiB"))]
     pub unit_memory: Option<String>,
     /// How hard the SM limit of a share is.
     #[serde(default)]
@@ -158,22 +268,31 @@ pub enum Sizes {
 }
 
 /// What one allocation's processes may do.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!(has(self.split) && self.split) || has(self.max)")
+    .message("clients.split divides an allocation's memory by clients.max: give max too"))]
 pub struct Clients {
     /// Most processes at once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
+        .message("clients.max must be from 1 to 48: the MPS server of a GPU serves 48 clients at most"))]
     pub max: Option<u32>,
     /// Give each process its part of the memory (allocation ÷ max) rather than all of it.
     #[serde(default)]
     pub split: bool,
 }
 
+/// The most replicas of one GPU: above, the contexts of the programs alone (some 0.5 GiB each) fill the largest GPU.
+pub const MAX_REPLICAS: u32 = 100;
+
 /// Time-slicing settings.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct TimeSlicing {
-    /// Replicas of each GPU.
+    /// Replicas of each GPU, 1 to 100.
+    #[x_kube(validation = Rule::new("self >= 1 && self <= 100")
+        .message("replicas must be from 1 to 100"))]
     pub replicas: u32,
     /// How long a turn is.
     #[serde(default)]
@@ -192,11 +311,18 @@ pub enum Interval {
 }
 
 /// MIG settings.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Mig {
     /// Profiles that each GPU is cut into, for example `[3g.40gb, 4g.40gb]`; cut as pods want when left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 16), inner(length(max = 32)))]
+    #[x_kube(validation = Rule::new("size(self) > 0")
+        .message("layout is empty: leave it out to have GPUs cut as pods want, or name a profile"))]
+    #[x_kube(validation = Rule::new("size(self) <= 8")
+        .message("layout names more than 8 profiles: no GPU has as many MIG instances"))]
+    #[x_kube(validation = Rule::new(r"self.all(profile, profile.matches('^[1-9]g\\.[1-9][0-9]{0,2}gb([+-](me|gfx|me\\.all))?$'))")
+        .message("a MIG profile is written as nvidia-smi mig -lgip names it without MIG, for example 1g.10gb, 3g.40gb or 1g.10gb+me; instances within instances (1c.3g.40gb) are not served"))]
     pub layout: Option<Vec<String>>,
     /// Sharing inside each instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -204,8 +330,14 @@ pub struct Mig {
 }
 
 /// Sharing inside a MIG instance: one of the two.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = Rule::new("has(self.mps) != has(self.timeSlicing)")
+        .message("mig.sharing needs mps or timeSlicing, one of the two"),
+    validation = Rule::new("!has(self.mps) || has(self.mps.units) || has(self.mps.unitMemory)")
+        .message("mig.sharing.mps needs units (how many shares each instance has) or unitMemory (how large a share is)")
+)]
 pub struct MigSharing {
     /// Shares under an MPS daemon of the instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -216,14 +348,22 @@ pub struct MigSharing {
 }
 
 /// How pending pods are gathered before GPUs are cut anew.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(validation = Rule::new("!(has(self.idle) && has(self.timeout)) || !self.idle.matches('^([0-9]{1,6}(ms|s|m))+$') || !self.timeout.matches('^([0-9]{1,6}(ms|s|m))+$') || duration(self.idle) <= duration(self.timeout)")
+    .message("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"))]
 pub struct Dynamic {
     /// Plan when no further pod came for this long, for example `500ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 16))]
+    #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
+        .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
     /// Plan after this long at the latest, for example `10s`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 16))]
+    #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
+        .message("timeout must be a duration, for example 500ms, 10s or 1m30s"))]
     pub timeout: Option<String>,
 }
 
@@ -238,7 +378,7 @@ pub enum Enforcement {
 }
 
 /// What a policy amounts to.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SharingPolicyStatus {
     /// Generation of the spec that this status is of.
@@ -259,7 +399,8 @@ pub struct SharingPolicyStatus {
     /// Slices that pending pods want beyond what is free.
     #[serde(default)]
     pub wanted: u32,
-    /// Conditions by type.
+    /// Conditions by type: Accepted, Ready, Conflict.
     #[serde(default)]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
     pub conditions: Vec<Condition>,
 }

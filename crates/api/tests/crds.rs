@@ -1,0 +1,127 @@
+//! The committed definitions are those of the types, and their rules take and refuse what they should.
+//!
+//! `fixtures/good` and `fixtures/bad` are whole objects; each bad one names in its first line a part of the sentence that refuses it. Rules are
+//! judged here by an implementation of CEL, and the same files by a real API server in the cluster tests; those that say `judged by: schema`
+//! break the schema itself, which only the API server judges.
+use std::path::Path;
+
+use cleave_api::crds::files;
+use cleave_api::sharingpolicy::SharingPolicy;
+use kube::CustomResourceExt;
+use kube_cel::{Validator, apply_defaults};
+use serde_json::Value;
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn fixtures(kind: &str) -> Vec<(String, String)> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind);
+    let mut found: Vec<(String, String)> = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .map(|path| (path.file_stem().unwrap().to_string_lossy().into_owned(), read(&path)))
+        .collect();
+    found.sort();
+    found
+}
+
+fn without_nulls(value: Value) -> Value {
+    match value {
+        Value::Object(map) => map
+            .into_iter()
+            .filter(|(_, value)| !value.is_null())
+            .map(|(key, value)| (key, without_nulls(value)))
+            .collect(),
+        other => other,
+    }
+}
+
+/// What an API server does with an object before it stores it: drops nulls, sets defaults, judges the rules.
+fn refusals(text: &str) -> String {
+    let schema = crd_schema();
+    let object: Value = serde_saphyr::from_str(text).unwrap();
+    let object = apply_defaults(&schema, &without_nulls(object));
+    match Validator::new().validate(&schema, &object, None) {
+        Ok(()) => String::new(),
+        Err(errors) => errors.iter().map(|error| format!("{error}\n")).collect(),
+    }
+}
+
+fn crd_schema() -> Value {
+    let crd = serde_json::to_value(SharingPolicy::crd()).unwrap();
+    crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone()
+}
+
+#[test]
+fn committed_definitions_are_those_of_the_types() {
+    for (name, text) in files().unwrap() {
+        let committed = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crds").join(name));
+        assert!(committed == text, "crds/{name} is not what the types say: run `make crds`");
+    }
+}
+
+#[test]
+fn the_schema_has_no_format_that_the_api_server_does_not_know() {
+    for (name, text) in files().unwrap() {
+        for line in text.lines().filter(|line| line.trim_start().starts_with("format:")) {
+            assert!(["int32", "int64", "date-time"].iter().any(|known| line.ends_with(known)), "{name}: {line}");
+        }
+        assert!(!text.contains("nullable:"), "{name}: a null is to be a field left out");
+    }
+}
+
+#[test]
+fn good_policies_are_taken() {
+    let fixtures = fixtures("good");
+    assert!(!fixtures.is_empty());
+    for (name, text) in fixtures {
+        assert_eq!(refusals(&text), "", "{name}");
+        let policy: SharingPolicy = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(policy.metadata.name.as_deref(), Some(name.as_str()));
+    }
+}
+
+#[test]
+fn bad_policies_are_refused_with_their_sentence() {
+    let mut judged = 0;
+    for (name, text) in fixtures("bad") {
+        let expected =
+            text.lines().next().and_then(|line| line.strip_prefix("# expect: ")).unwrap_or_else(|| panic!("{name}"));
+        if text.contains("# judged by: schema") {
+            continue;
+        }
+        judged += 1;
+        let refusals = refusals(&text);
+        assert!(refusals.contains(expected), "{name}: {expected:?} is not in {refusals:?}");
+    }
+    assert!(judged > 40);
+}
+
+/// Each rule of the definition must be the reason for at least one refusal: a rule that nothing can break protects nobody.
+#[test]
+fn each_rule_refuses_something() {
+    let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();
+    let schema = serde_json::to_string(&crd_schema()).unwrap();
+    let mut messages: Vec<String> = Vec::new();
+    collect(&crd_schema(), &mut messages);
+    assert!(!messages.is_empty() && schema.contains("x-kubernetes-validations"));
+    for message in messages {
+        assert!(all.contains(&message), "no object of fixtures/bad is refused with: {message}");
+    }
+}
+
+fn collect(schema: &Value, messages: &mut Vec<String>) {
+    match schema {
+        Value::Object(map) => {
+            if let Some(Value::Array(rules)) = map.get("x-kubernetes-validations") {
+                messages.extend(
+                    rules.iter().map(|rule| rule["message"].as_str().expect("each rule has a sentence").to_owned()),
+                );
+            }
+            map.values().for_each(|value| collect(value, messages));
+        }
+        Value::Array(items) => items.iter().for_each(|value| collect(value, messages)),
+        _ => {}
+    }
+}
