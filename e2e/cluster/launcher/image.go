@@ -27,7 +27,7 @@ import (
 // imageSpec is what `image build` is asked for; the flags say what each means.
 type imageSpec struct {
 	Tag, Base, User, WorkingDir                    string
-	Busybox, Libraries                             bool
+	Shell, Libraries                               bool
 	Add, Dirs, Links, Entrypoint, Cmd, Env, Labels []string
 }
 
@@ -185,7 +185,7 @@ func (s imageSpec) layers() ([]layer, error) {
 			return nil, fmt.Errorf("--base: %w", err)
 		}
 	}
-	if s.Busybox {
+	if s.Shell {
 		if err := busybox.addBusybox(); err != nil {
 			return nil, err
 		}
@@ -239,12 +239,12 @@ func (s imageSpec) layers() ([]layer, error) {
 func (l layer) addBusybox() error {
 	program, err := exec.LookPath("busybox")
 	if err != nil {
-		return errors.New("--busybox: busybox is not installed (Debian: busybox-static)")
+		return errors.New("--shell: busybox is not installed (Debian: busybox-static)")
 	}
 	if libraries, err := sharedLibraries(program); err != nil {
 		return err
 	} else if len(libraries) > 0 {
-		return fmt.Errorf("--busybox: %s is not static (Debian: busybox-static)", program)
+		return fmt.Errorf("--shell: %s is not static (Debian: busybox-static)", program)
 	}
 	output, err := exec.Command(program, "--list").Output()
 	if err != nil {

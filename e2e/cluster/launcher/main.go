@@ -339,8 +339,8 @@ func imageCommand(with withCluster) *cobra.Command {
 		Use: "build --tag NAME:TAG [--add SOURCE:TARGET[:MODE]]... --output FILE.tar", Short: "Build an image archive out of files", Args: cobra.NoArgs,
 		Long: `Build an image archive out of files, the same bytes each time.
 
-Layers are, from the lowest: --base, --busybox, the libraries of --ldd, --add.`,
-		Example: `  cluster image build --tag localhost/app:dev --busybox --ldd \
+Layers are, from the lowest: --base, --shell, the libraries of --ldd, --add.`,
+		Example: `  cluster image build --tag localhost/app:dev --shell --ldd \
     --add target/debug/app:/usr/bin/app --entrypoint /usr/bin/app -o app.tar`,
 		RunE: func(_ *cobra.Command, _ []string) error {
 			size, err := buildImage(spec, output)
@@ -354,7 +354,7 @@ Layers are, from the lowest: --base, --busybox, the libraries of --ldd, --add.`,
 	flags := build.Flags()
 	flags.StringVar(&spec.Tag, "tag", "", "name of the image, as localhost/NAME:TAG")
 	flags.StringVar(&spec.Base, "base", "none", "folder with a root file system to start from")
-	flags.BoolVar(&spec.Busybox, "busybox", false, "add the machine's static busybox with links for its commands")
+	flags.BoolVar(&spec.Shell, "shell", false, "add a shell and its commands: the machine's static busybox")
 	flags.BoolVar(&spec.Libraries, "ldd", false, "add the shared libraries that the added programs need, from this machine")
 	flags.StringArrayVar(&spec.Add, "add", nil, "file or folder, as SOURCE:TARGET[:MODE], mode octal")
 	flags.StringArrayVar(&spec.Dirs, "dir", nil, "empty folder, as PATH[:MODE]")
