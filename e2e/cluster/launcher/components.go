@@ -122,6 +122,8 @@ func (l layout) argv(c component, built binaries) []string {
 			"--kubelet-certificate-authority=" + l.pki("ca.crt"), "--kubelet-preferred-address-types=InternalIP",
 			// No kube-proxy runs on the machine: webhooks are called at their pods' addresses.
 			"--enable-aggregator-routing=true",
+			// On SIGTERM it ends open watches: without this it waits a minute for them to end.
+			"--shutdown-watch-termination-grace-period=5s",
 		}
 	case kindControllerManager:
 		kubeconfig := l.config("controller-manager.kubeconfig")
