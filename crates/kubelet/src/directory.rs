@@ -1,0 +1,352 @@
+//! The kubelet's device plugin directory: whose sockets lie there, which `kubelet.sock` it is, who may serve, and what changes.
+
+use std::fs::File;
+use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use futures::StreamExt;
+use inotify::{EventMask, EventStream, Inotify, WatchMask};
+use rustix::fs::FlockOperation;
+
+use crate::resource::ResourceName;
+
+/// Where the kubelet looks for device plugins.
+pub const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
+
+/// The kubelet's own socket in the directory.
+pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
+
+/// Of our sockets; what else lies in the directory belongs to others.
+const PREFIX: &str = "cleave-";
+const SUFFIX: &str = ".sock";
+
+/// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// How long a stranger at a socket of an earlier start may take to answer before it counts as alive.
+const PROBE: Duration = Duration::from_millis(200);
+
+/// Why a directory cannot be served from.
+#[derive(Debug, thiserror::Error)]
+pub enum DirectoryError {
+    /// The path does not fit into a unix socket's address.
+    #[error(
+        "{directory} is too long: with a socket's name it has {length} bytes, and a unix socket's path may have {MAX_SOCKET_PATH}"
+    )]
+    TooLong {
+        /// The directory.
+        directory: PathBuf,
+        /// Bytes of the path of a socket in it.
+        length: usize,
+    },
+    /// The path is relative or not UTF-8.
+    #[error("{0:?} is not an absolute path in UTF-8")]
+    Path(PathBuf),
+    /// It cannot be opened.
+    #[error("cannot open the device plugin directory {directory}")]
+    Open {
+        /// The directory.
+        directory: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The lock cannot be asked for.
+    #[error("cannot lock the device plugin directory {directory}")]
+    Lock {
+        /// The directory.
+        directory: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A directory whose path is short enough for sockets in it.
+#[derive(Clone, Debug)]
+pub(crate) struct Directory {
+    path: PathBuf,
+}
+
+impl Directory {
+    pub(crate) fn new(path: &Path) -> Result<Self, DirectoryError> {
+        if !path.is_absolute() || path.to_str().is_none() {
+            return Err(DirectoryError::Path(path.to_owned()));
+        }
+        // Every name that `socket_name` makes has the same length.
+        let longest = path.join(format!("{PREFIX}{:08x}-{:08x}{SUFFIX}", 0, 0));
+        let length = longest.as_os_str().as_bytes().len();
+        if length > MAX_SOCKET_PATH {
+            return Err(DirectoryError::TooLong { directory: path.to_owned(), length });
+        }
+        Ok(Self { path: path.to_owned() })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn kubelet_socket(&self) -> PathBuf {
+        self.path.join(KUBELET_SOCKET)
+    }
+
+    /// Which `kubelet.sock` lies there now, if any.
+    pub(crate) fn kubelet(&self) -> Option<SocketId> {
+        SocketId::of(&self.kubelet_socket())
+    }
+
+    /// Takes the directory for this process, if no other has it. The kernel gives it back when the process dies.
+    pub(crate) fn try_lock(&self) -> Result<Option<Lock>, DirectoryError> {
+        let directory = || self.path.clone();
+        let file = File::open(&self.path).map_err(|source| DirectoryError::Open { directory: directory(), source })?;
+        let opened = file.metadata().map_err(|source| DirectoryError::Open { directory: directory(), source })?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Lock { id: (opened.dev(), opened.ino()), _file: file })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(source) => Err(DirectoryError::Lock { directory: directory(), source: source.into() }),
+        }
+    }
+
+    /// Removes sockets that earlier starts of ours left behind, those at which nobody answers. Only for the holder of the lock.
+    pub(crate) async fn remove_stale(&self) {
+        let entries = match std::fs::read_dir(&self.path) {
+            Ok(entries) => entries,
+            Err(error) => {
+                tracing::warn!(directory = %self.path.display(), %error, "cannot look for sockets of earlier starts");
+                return;
+            }
+        };
+        for entry in entries.flatten() {
+            let is_socket = entry.file_type().is_ok_and(|kind| kind.is_socket());
+            if !is_socket || !entry.file_name().to_str().is_some_and(is_ours) {
+                continue;
+            }
+            let path = entry.path();
+            let probe = tokio::time::timeout(PROBE, tokio::net::UnixStream::connect(&path)).await;
+            // Anything but a refusal may be somebody: a full queue, or a permission that we lack.
+            if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
+                match std::fs::remove_file(&path) {
+                    Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier start"),
+                    Err(error) => {
+                        tracing::warn!(socket = %path.display(), %error, "cannot remove a socket of an earlier start")
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The directory held for this process.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    /// Device and inode of what is held, which may no longer be what the path names.
+    id: (u64, u64),
+    _file: File,
+}
+
+impl Lock {
+    /// Whether the path still names the directory that is held.
+    pub(crate) fn holds(&self, directory: &Directory) -> bool {
+        std::fs::metadata(&directory.path).is_ok_and(|now| (now.dev(), now.ino()) == self.id)
+    }
+}
+
+/// A socket in the filesystem, told apart from a later one at the same path.
+///
+/// The inode alone does not do: ext4 gives a freed one to the next file. A socket's modification time is that of its bind, and renaming
+/// or linking it leaves it as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SocketId {
+    device: u64,
+    inode: u64,
+    bound: (i64, i64),
+}
+
+impl SocketId {
+    pub(crate) fn of(path: &Path) -> Option<Self> {
+        let found = std::fs::symlink_metadata(path).ok()?;
+        found.file_type().is_socket().then(|| Self {
+            device: found.dev(),
+            inode: found.ino(),
+            bound: (found.mtime(), found.mtime_nsec()),
+        })
+    }
+}
+
+/// A socket's name that no other start had: since Kubernetes 1.37 the kubelet tells an old stream from a new one by the path.
+pub(crate) fn socket_name(resource: &ResourceName) -> String {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(resource.as_str().as_bytes());
+    let resource = hasher.finish() >> 32;
+    // Seeded by the system, so that it differs between starts even where process ids repeat, as they do in containers.
+    let nonce = RandomState::new().build_hasher().finish() >> 32;
+    format!("{PREFIX}{resource:08x}-{nonce:08x}{SUFFIX}")
+}
+
+fn is_ours(name: &str) -> bool {
+    let hex = |part: &str| part.len() == 8 && part.bytes().all(|b| b.is_ascii_hexdigit());
+    name.strip_prefix(PREFIX)
+        .and_then(|rest| rest.strip_suffix(SUFFIX))
+        .and_then(|rest| rest.split_once('-'))
+        .is_some_and(|(resource, nonce)| hex(resource) && hex(nonce))
+}
+
+/// What a look at the directory may have to act on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// A socket came or went: the kubelet's, or one of ours.
+    Sockets,
+    /// The directory itself was removed, moved or unmounted.
+    Gone,
+}
+
+/// Says when to look at the directory again.
+///
+/// Arm it first and look afterwards: then nothing is missed in between.
+pub(crate) struct Watch {
+    events: Option<EventStream<[u8; 1024]>>,
+    /// Looks without an event, too: a watch may be impossible (`max_user_instances`), and an event lost.
+    look: tokio::time::Interval,
+}
+
+impl Watch {
+    pub(crate) fn arm(directory: &Directory, look: Look) -> Self {
+        let events = match watch(directory.path()) {
+            Ok(events) => Some(events),
+            Err(error) => {
+                tracing::warn!(
+                    directory = %directory.path().display(), %error, every = ?look.unwatched,
+                    "cannot watch the device plugin directory with inotify; looking at it instead"
+                );
+                None
+            }
+        };
+        let every = if events.is_some() { look.watched } else { look.unwatched };
+        let mut look = tokio::time::interval(every);
+        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        Self { events, look }
+    }
+
+    /// Waits for the next change that concerns us. Cancel-safe: an event is lost at most with the future that already took it, and every
+    /// caller looks at the state itself after each call.
+    pub(crate) async fn changed(&mut self) -> Change {
+        loop {
+            let Some(events) = &mut self.events else {
+                self.look.tick().await;
+                return Change::Sockets;
+            };
+            let event = tokio::select! {
+                event = events.next() => event,
+                _ = self.look.tick() => return Change::Sockets,
+            };
+            match event {
+                Some(Ok(event)) => {
+                    if event.mask.intersects(
+                        EventMask::DELETE_SELF | EventMask::MOVE_SELF | EventMask::UNMOUNT | EventMask::IGNORED,
+                    ) {
+                        return Change::Gone;
+                    }
+                    if event.mask.contains(EventMask::Q_OVERFLOW) {
+                        return Change::Sockets;
+                    }
+                    // The kubelet writes its checkpoint here for each pod; that is none of our business.
+                    let ours = |name: &std::ffi::OsStr| name == KUBELET_SOCKET || name.to_str().is_some_and(is_ours);
+                    if event.name.as_deref().is_some_and(ours) {
+                        return Change::Sockets;
+                    }
+                }
+                Some(Err(error)) => {
+                    tracing::warn!(%error, "cannot read inotify events; looking at the device plugin directory instead");
+                    self.events = None;
+                }
+                None => self.events = None,
+            }
+        }
+    }
+}
+
+/// How often a directory is looked at without an event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Look {
+    pub(crate) watched: Duration,
+    pub(crate) unwatched: Duration,
+}
+
+fn watch(path: &Path) -> io::Result<EventStream<[u8; 1024]>> {
+    let inotify = Inotify::init()?;
+    inotify.watches().add(
+        path,
+        WatchMask::CREATE
+            | WatchMask::MOVED_TO
+            | WatchMask::MOVED_FROM
+            | WatchMask::DELETE
+            | WatchMask::DELETE_SELF
+            | WatchMask::MOVE_SELF
+            | WatchMask::ONLYDIR,
+    )?;
+    inotify.into_event_stream([0; 1024])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_too_long_for_a_socket_is_refused_with_its_length() {
+        let name = socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
+        let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH - name.len() - 2));
+        assert!(Directory::new(Path::new(&fits)).is_ok());
+        let error = Directory::new(Path::new(&format!("{fits}d"))).expect_err("one byte too long");
+        assert!(error.to_string().contains("108 bytes"), "{error}");
+    }
+
+    #[test]
+    fn a_relative_directory_is_refused() {
+        assert!(matches!(Directory::new(Path::new("device-plugins")), Err(DirectoryError::Path(_))));
+    }
+
+    #[test]
+    fn socket_names_are_ours_unique_and_of_one_length() {
+        let long = format!("{}.example.com/{}", "a".repeat(63), "b".repeat(63));
+        let resource = ResourceName::parse(&long).expect("a name");
+        let (first, second) = (socket_name(&resource), socket_name(&resource));
+        assert_ne!(first, second);
+        for name in [&first, &second, &socket_name(&ResourceName::parse("a/b").expect("a name"))] {
+            assert!(is_ours(name), "{name}");
+            assert_eq!(name.len(), first.len());
+        }
+    }
+
+    #[test]
+    fn other_peoples_files_are_not_ours() {
+        for name in [
+            "kubelet.sock",
+            "nvidia-gpu.sock",
+            "cleave-.sock",
+            "cleave-0123456-01234567.sock",
+            "cleave-01234567-0123456g.sock",
+        ] {
+            assert!(!is_ours(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_socket_bound_again_at_the_same_path_is_another() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
+        let first = SocketId::of(&path).expect("a socket");
+        std::fs::rename(&path, folder.path().join("t")).expect("rename");
+        assert_eq!(SocketId::of(&path), None);
+        std::fs::rename(folder.path().join("t"), &path).expect("rename");
+        assert_eq!(SocketId::of(&path), Some(first), "renaming does not make another socket of it");
+        // Kept linked, so that the new one cannot have the same inode.
+        std::fs::rename(&path, folder.path().join("t")).expect("rename");
+        drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
+        assert_ne!(SocketId::of(&path), Some(first));
+    }
+}

@@ -1,0 +1,1 @@
+//! A fake kubelet on real unix sockets, for tests and benchmarks.

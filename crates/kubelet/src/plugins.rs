@@ -1,0 +1,717 @@
+//! Keeps a set of resources served and registered: one task for the directory, one per resource.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::{Id, JoinError, JoinSet};
+use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::directory::{Change, Directory, DirectoryError, Lock, Look, SocketId, Watch, socket_name};
+use crate::registration::{Cause, RegisterError, Seen, Step, decide, register, self_dial};
+use crate::resource::{Resource, ResourceName};
+use crate::server::{Served, Session, Streams};
+
+/// The resources to serve, by name.
+type Wanted = BTreeMap<ResourceName, Arc<dyn Resource>>;
+
+/// Where to serve, and with how much patience.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The kubelet's device plugin directory, an absolute path; see [`DEVICE_PLUGINS`](crate::DEVICE_PLUGINS).
+    pub directory: PathBuf,
+    /// How long to wait for what.
+    pub timings: Timings,
+}
+
+impl Config {
+    /// For a directory, with the usual patience.
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        Self { directory: directory.into(), timings: Timings::default() }
+    }
+}
+
+/// Delays that double from the first to the cap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// Before the second attempt.
+    pub first: Duration,
+    /// No delay is longer.
+    pub cap: Duration,
+}
+
+impl Backoff {
+    /// The delay after so many failed attempts, counted from 0.
+    pub fn after(self, failures: u32) -> Duration {
+        let factor = 2_u32.saturating_pow(failures);
+        self.first.saturating_mul(factor).min(self.cap)
+    }
+}
+
+/// How long to wait for what.
+#[derive(Clone, Copy, Debug)]
+pub struct Timings {
+    /// Between dials of a `kubelet.sock` at which nobody listens. The kubelet binds some 100 µs before it listens, so the first is short.
+    pub dial: Backoff,
+    /// Between registrations that the kubelet refused, and between failures to serve. Stays under 2 s: pods wait.
+    pub register: Backoff,
+    /// For the kubelet's answer to a registration; it gives itself 10 s to dial back.
+    pub register_deadline: Duration,
+    /// Before a registered plugin without a stream registers again; doubles while that does not help.
+    pub stream: Backoff,
+    /// For the kubelet to hang up after its stream ended.
+    pub hang_up: Duration,
+    /// Between the kubelet's hanging up and the next registration with the same kubelet, which after hanging up still marks the resource's
+    /// devices unhealthy, whoever serves them by then (up to Kubernetes 1.36).
+    pub settle: Duration,
+    /// Between looks whether another process still holds the directory.
+    pub lock: Duration,
+    /// Between looks at a directory that inotify watches, in case an event was lost.
+    pub look_watched: Duration,
+    /// Between looks at a directory that cannot be watched.
+    pub look_unwatched: Duration,
+}
+
+impl Default for Timings {
+    fn default() -> Self {
+        Self {
+            dial: Backoff { first: Duration::from_millis(1), cap: Duration::from_millis(500) },
+            register: Backoff { first: Duration::from_millis(100), cap: Duration::from_millis(1500) },
+            register_deadline: Duration::from_secs(15),
+            stream: Backoff { first: Duration::from_secs(2), cap: Duration::from_secs(30) },
+            hang_up: Duration::from_secs(1),
+            settle: Duration::from_millis(50),
+            lock: Duration::from_millis(200),
+            look_watched: Duration::from_secs(10),
+            look_unwatched: Duration::from_millis(500),
+        }
+    }
+}
+
+/// How all plugins are, for readiness and metrics.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PluginsState {
+    /// The directory.
+    pub directory: DirectoryState,
+    /// Each resource that is served, or that was removed and is still ending.
+    pub resources: BTreeMap<ResourceName, ResourceState>,
+}
+
+impl PluginsState {
+    /// Whether the kubelet has an open stream of every resource that is served, and the directory is ours.
+    pub fn is_ready(&self) -> bool {
+        let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
+        self.directory == DirectoryState::Held && self.resources.values().all(has_it)
+    }
+}
+
+/// Who serves from the directory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DirectoryState {
+    /// Not looked at yet.
+    #[default]
+    Opening,
+    /// Another process serves from it; this one waits for its end.
+    HeldByAnother,
+    /// This process.
+    Held,
+    /// Nobody can: the error and its causes.
+    Failed(String),
+}
+
+/// How one resource is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResourceState {
+    /// How far it is.
+    pub phase: Phase,
+    /// The name of its socket in the directory.
+    pub socket: Option<String>,
+    /// `ListAndWatch` streams that are open.
+    pub streams: usize,
+    /// Registrations that the kubelet accepted.
+    pub registrations: u64,
+    /// Registrations that failed.
+    pub failures: u64,
+    /// Registrations made because the kubelet had none, or lost its stream without restarting.
+    pub streamless: u64,
+    /// What went wrong last, until it goes right: the error and its causes.
+    pub error: Option<String>,
+}
+
+/// How far a resource is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// There is no `kubelet.sock`.
+    #[default]
+    WaitingForKubelet,
+    /// Its socket answers.
+    Serving,
+    /// The kubelet accepted it.
+    Registered,
+    /// The kubelet receives its devices.
+    Streaming,
+    /// It was removed, and its stream ends.
+    Ending,
+}
+
+/// Serves resources to the kubelet until it is dropped.
+pub struct Plugins {
+    wanted: watch::Sender<Wanted>,
+    run: watch::Sender<Run>,
+    state: watch::Receiver<PluginsState>,
+    manager: AbortOnDropHandle<()>,
+}
+
+/// Whether a task goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Run {
+    Serve,
+    /// The resource is gone for good.
+    Remove,
+    /// This process ends; another will serve the resource.
+    Shutdown,
+}
+
+impl Plugins {
+    /// Starts without any resource. Needs a tokio runtime around it, with I/O and time.
+    ///
+    /// What can pass (another process that serves, a directory that is not there yet) is waited for and shown in the state; only a path
+    /// that cannot work is an error.
+    pub fn start(config: &Config) -> Result<Self, DirectoryError> {
+        let directory = Directory::new(&config.directory)?;
+        let (wanted, wants) = watch::channel(Wanted::new());
+        let (run, runs) = watch::channel(Run::Serve);
+        let (state, states) = watch::channel(PluginsState::default());
+        let manager = Manager { directory, timings: config.timings, wanted: wants, run: runs, state };
+        Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
+    }
+
+    /// Serves exactly these from now on. A new name is registered, a missing one's stream is ended, and a resource that was replaced under
+    /// its name goes on in the open stream.
+    pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
+        self.wanted.send_replace(resources);
+    }
+
+    /// How they are, as it changes.
+    pub fn state(&self) -> watch::Receiver<PluginsState> {
+        self.state.clone()
+    }
+
+    /// Ends all streams and gives the directory up. Bounded by [`Timings::hang_up`] twice.
+    pub async fn shutdown(self) {
+        self.run.send_replace(Run::Shutdown);
+        if let Err(error) = self.manager.await {
+            tracing::error!(%error, "the device plugins' manager failed");
+        }
+    }
+}
+
+/// The error and its causes, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |error| error.source());
+    causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
+}
+
+struct Manager {
+    directory: Directory,
+    timings: Timings,
+    wanted: watch::Receiver<Wanted>,
+    run: watch::Receiver<Run>,
+    state: watch::Sender<PluginsState>,
+}
+
+/// Waits until the task is to end. Cancel-safe, as `wait_for` is.
+async fn stopped(run: &mut watch::Receiver<Run>) {
+    // Without a sender there is nobody left to serve for.
+    let _ = run.wait_for(|run| *run != Run::Serve).await;
+}
+
+impl Manager {
+    async fn run(mut self) {
+        while let Some(lock) = self.hold().await {
+            self.serve(&lock).await;
+            if *self.run.borrow() != Run::Serve {
+                break;
+            }
+            tracing::warn!(directory = %self.directory.path().display(), "the device plugin directory was replaced; starting again in it");
+        }
+    }
+
+    fn show(&self, now: DirectoryState) {
+        self.state.send_if_modified(|state| {
+            let changed = state.directory != now;
+            if changed {
+                match &now {
+                    DirectoryState::HeldByAnother => {
+                        tracing::warn!("another process serves from the device plugin directory; waiting for its end");
+                    }
+                    DirectoryState::Failed(error) => tracing::error!(%error, "cannot serve device plugins"),
+                    DirectoryState::Held | DirectoryState::Opening => {
+                        tracing::debug!(state = ?now, "device plugin directory")
+                    }
+                }
+                state.directory = now;
+            }
+            changed
+        });
+    }
+
+    /// Waits until the directory is ours; nothing on shutdown.
+    async fn hold(&mut self) -> Option<Lock> {
+        loop {
+            match self.directory.try_lock() {
+                Ok(Some(lock)) => {
+                    self.show(DirectoryState::Held);
+                    return Some(lock);
+                }
+                Ok(None) => self.show(DirectoryState::HeldByAnother),
+                Err(error) => self.show(DirectoryState::Failed(chain(&error))),
+            }
+            tokio::select! {
+                () = stopped(&mut self.run) => return None,
+                () = tokio::time::sleep(self.timings.lock) => {}
+            }
+        }
+    }
+
+    /// Serves until shutdown, or until the directory is no longer the one that is held.
+    async fn serve(&mut self, lock: &Lock) {
+        let Timings { look_watched, look_unwatched, .. } = self.timings;
+        let mut directory = Watch::arm(&self.directory, Look { watched: look_watched, unwatched: look_unwatched });
+        self.directory.remove_stale().await;
+        let mut tasks = Tasks {
+            directory: self.directory.clone(),
+            timings: self.timings,
+            state: self.state.clone(),
+            look: watch::channel(()).0,
+            set: JoinSet::new(),
+            names: HashMap::new(),
+            running: BTreeMap::new(),
+        };
+        self.wanted.mark_changed();
+        // A task that failed is started again only after a pause, so that one that always fails does not take a core.
+        let mut start_again: Option<Instant> = None;
+        loop {
+            let pause = async {
+                match start_again {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            // All are cancel-safe: watches and joins by their documentation, `Watch::changed` because a look follows in any case.
+            let reconcile = tokio::select! {
+                () = stopped(&mut self.run) => break,
+                changed = self.wanted.changed() => {
+                    if changed.is_err() {
+                        break;
+                    }
+                    true
+                }
+                event = directory.changed() => {
+                    if event == Change::Gone || !lock.holds(&self.directory) {
+                        break;
+                    }
+                    tasks.look.send_replace(());
+                    false
+                }
+                Some(end) = tasks.set.join_next_with_id() => {
+                    let orderly = tasks.ended(end);
+                    if !orderly {
+                        start_again = Some(Instant::now() + self.timings.register.cap);
+                    }
+                    orderly
+                }
+                () = pause => {
+                    start_again = None;
+                    true
+                }
+            };
+            if reconcile {
+                tasks.reconcile(&self.wanted.borrow_and_update());
+            }
+        }
+        tasks.shutdown().await;
+    }
+}
+
+/// The resources' tasks.
+struct Tasks {
+    directory: Directory,
+    timings: Timings,
+    state: watch::Sender<PluginsState>,
+    look: watch::Sender<()>,
+    set: JoinSet<()>,
+    names: HashMap<Id, ResourceName>,
+    running: BTreeMap<ResourceName, Running>,
+}
+
+/// A resource's task, as the manager sees it.
+struct Running {
+    resource: watch::Sender<Arc<dyn Resource>>,
+    run: watch::Sender<Run>,
+}
+
+impl Tasks {
+    fn reconcile(&mut self, wanted: &Wanted) {
+        for (name, task) in &self.running {
+            if !wanted.contains_key(name) {
+                task.run.send_if_modified(|run| std::mem::replace(run, Run::Remove) != Run::Remove);
+            }
+        }
+        for (name, resource) in wanted {
+            if let Some(task) = self.running.get(name) {
+                // One that was removed and is still ending is started again when it has ended.
+                task.resource.send_if_modified(|served| {
+                    let replaced = !Arc::ptr_eq(served, resource);
+                    *served = Arc::clone(resource);
+                    replaced
+                });
+                continue;
+            }
+            let (resource, served) = watch::channel(Arc::clone(resource));
+            let (run, runs) = watch::channel(Run::Serve);
+            self.state.send_modify(|state| {
+                state.resources.insert(name.clone(), ResourceState::default());
+            });
+            let plugin = Plugin {
+                name: name.clone(),
+                directory: self.directory.clone(),
+                timings: self.timings,
+                served,
+                run: runs,
+                look: self.look.subscribe(),
+                state: self.state.clone(),
+            };
+            let id = self.set.spawn(plugin.run()).id();
+            self.names.insert(id, name.clone());
+            self.running.insert(name.clone(), Running { resource, run });
+        }
+    }
+
+    /// Takes an ended task off the books. Whether it ended because it was told to.
+    fn ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
+        let (id, failure) = match end {
+            Ok((id, ())) => (id, None),
+            Err(error) => (error.id(), Some(error)),
+        };
+        let Some(name) = self.names.remove(&id) else { return true };
+        self.running.remove(&name);
+        self.state.send_modify(|state| {
+            state.resources.remove(&name);
+        });
+        if let Some(error) = failure {
+            tracing::error!(resource = %name, %error, "a device plugin's task failed; it will be started again");
+            return false;
+        }
+        true
+    }
+
+    async fn shutdown(mut self) {
+        for task in self.running.values() {
+            task.run.send_replace(Run::Shutdown);
+        }
+        while let Some(end) = self.set.join_next_with_id().await {
+            self.ended(end);
+        }
+    }
+}
+
+/// One resource's task.
+struct Plugin {
+    name: ResourceName,
+    directory: Directory,
+    timings: Timings,
+    served: Served,
+    run: watch::Receiver<Run>,
+    /// Changes when the directory did.
+    look: watch::Receiver<()>,
+    state: watch::Sender<PluginsState>,
+}
+
+/// How a session's part of the work ended.
+enum Outcome {
+    /// The task is to end.
+    Stop,
+    /// Begin again with a new session.
+    Again,
+}
+
+impl Plugin {
+    fn show(&self, change: impl FnOnce(&mut ResourceState)) {
+        self.state.send_if_modified(|state| {
+            let Some(shown) = state.resources.get_mut(&self.name) else { return false };
+            let before = shown.clone();
+            change(shown);
+            *shown != before
+        });
+    }
+
+    /// Notes a failure, and says it where it is new.
+    fn failed(&self, what: &'static str, error: &dyn std::error::Error) {
+        let text = chain(error);
+        let mut is_new = false;
+        self.show(|state| {
+            is_new = state.error.as_ref() != Some(&text);
+            state.failures += 1;
+            state.error = Some(text.clone());
+        });
+        if is_new {
+            tracing::warn!(resource = %self.name, error = text, "{what}; trying again");
+        }
+    }
+
+    fn stopping(&self) -> bool {
+        *self.run.borrow() != Run::Serve || self.run.has_changed().is_err()
+    }
+
+    async fn run(mut self) {
+        let mut failures = 0;
+        // Sessions in a row that ended for want of a stream.
+        let mut streamless = 0;
+        while let Some(kubelet) = self.kubelet().await {
+            // A name of its own for each session.
+            let path = self.directory.path().join(socket_name(&self.name));
+            let started = Session::start(path, self.served.clone());
+            let mut session = match started {
+                Ok(session) => session,
+                Err(error) => {
+                    self.failed("cannot serve a device plugin", &error);
+                    let delay = self.timings.register.after(failures);
+                    failures += 1;
+                    self.pause(delay).await;
+                    continue;
+                }
+            };
+            failures = 0;
+            let outcome = self.session(&mut session, kubelet, &mut streamless).await;
+            self.show(|state| {
+                state.phase = if matches!(outcome, Outcome::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
+                state.socket = None;
+                state.streams = 0;
+            });
+            let streams = if *self.run.borrow() == Run::Remove { Streams::Farewell } else { Streams::End };
+            session.end(streams, self.timings.hang_up).await;
+            match outcome {
+                Outcome::Stop => return,
+                Outcome::Again if self.directory.kubelet() == Some(kubelet) => self.pause(self.timings.settle).await,
+                Outcome::Again => {}
+            }
+        }
+    }
+
+    /// Waits for a `kubelet.sock`; nothing if the task is to end.
+    async fn kubelet(&mut self) -> Option<SocketId> {
+        loop {
+            self.look.mark_unchanged();
+            if self.stopping() {
+                return None;
+            }
+            if let Some(kubelet) = self.directory.kubelet() {
+                return Some(kubelet);
+            }
+            self.show(|state| state.phase = Phase::WaitingForKubelet);
+            // Both are cancel-safe: `changed` marks a value as seen only when it returns.
+            tokio::select! {
+                () = stopped(&mut self.run) => return None,
+                changed = self.look.changed() => changed.ok()?,
+            }
+        }
+    }
+
+    /// Waits, unless the task is to end.
+    async fn pause(&mut self, delay: Duration) {
+        tokio::select! {
+            () = stopped(&mut self.run) => {}
+            () = tokio::time::sleep(delay) => {}
+        }
+    }
+
+    /// Registers a session and watches over it until it is over.
+    async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
+        if let Err(error) = self_dial(session.path(), self.timings.hang_up).await {
+            self.failed("our own device plugin socket does not answer", &error);
+            self.pause(self.timings.register.cap).await;
+            return Outcome::Again;
+        }
+        let socket = session.path().file_name().map(|name| name.to_string_lossy().into_owned());
+        self.show(|state| {
+            state.phase = Phase::Serving;
+            state.socket = socket;
+        });
+        if let Some(outcome) = self.register(session, kubelet).await {
+            return outcome;
+        }
+        self.supervise(session, kubelet, streamless).await
+    }
+
+    /// Registers, again and again; nothing once it succeeded.
+    async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<Outcome> {
+        let (mut dials, mut refusals) = (0, 0);
+        loop {
+            self.look.mark_unchanged();
+            if self.stopping() {
+                return Some(Outcome::Stop);
+            }
+            if self.directory.kubelet() != Some(kubelet) || !session.is_reachable() {
+                return Some(Outcome::Again);
+            }
+            let deadline = self.timings.register_deadline;
+            let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
+            // A dropped attempt hangs up, which the kubelet survives. The others are cancel-safe by their documentation.
+            let registered = tokio::select! {
+                registered = attempt => registered,
+                () = stopped(&mut self.run) => continue,
+                () = changed_for_us(&mut self.look, &self.directory, kubelet, session) => continue,
+            };
+            let error = match registered {
+                Ok(()) => {
+                    self.show(|state| {
+                        state.phase = state.phase.max(Phase::Registered);
+                        state.registrations += 1;
+                        state.error = None;
+                    });
+                    tracing::info!(resource = %self.name, socket = %session.path().display(), "registered with the kubelet");
+                    return None;
+                }
+                Err(error) => error,
+            };
+            let delay = if let RegisterError::Unanswered(_) = error {
+                let delay = self.timings.dial.after(dials);
+                dials += 1;
+                // The first few are the kubelet on its way from bind to listen, and nothing to report.
+                if delay >= self.timings.register.first {
+                    self.failed("cannot reach the kubelet", &error);
+                }
+                delay
+            } else {
+                let delay = self.timings.register.after(refusals);
+                refusals += 1;
+                self.failed("cannot register with the kubelet", &error);
+                delay
+            };
+            tokio::select! {
+                () = stopped(&mut self.run) => {}
+                _ = self.look.changed() => {}
+                () = tokio::time::sleep(delay) => {}
+            }
+        }
+    }
+
+    /// Watches over a registered session.
+    async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
+        let mut open = session.open_streams();
+        let mut since = Instant::now();
+        let mut was_open = false;
+        loop {
+            self.look.mark_unchanged();
+            if self.stopping() {
+                return Outcome::Stop;
+            }
+            let streams = *open.borrow_and_update();
+            if streams > 0 {
+                *streamless = 0;
+            } else if was_open {
+                since = Instant::now();
+            }
+            was_open = streams > 0;
+            self.show(|state| {
+                state.streams = streams;
+                state.phase = if streams > 0 { Phase::Streaming } else { Phase::Registered };
+            });
+            let options = self.served.borrow_and_update().options();
+            let seen = Seen {
+                registered_with: kubelet,
+                kubelet: self.directory.kubelet(),
+                reachable: session.is_reachable(),
+                options_changed: options != session.options(),
+                streamless_for: (streams == 0).then(|| since.elapsed()),
+            };
+            let mut look_again = None;
+            match decide(&seen, self.timings.stream.after(*streamless)) {
+                Step::Keep => {}
+                Step::LookAgain(after) => look_again = Some(after),
+                Step::Rebind => match session.rebind() {
+                    Ok(()) => {
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound again")
+                    }
+                    Err(error) => {
+                        self.failed("our socket was deleted and cannot be bound again", &error);
+                        look_again = Some(self.timings.register.cap);
+                    }
+                },
+                Step::Register(cause) => {
+                    if cause == Cause::NoStream {
+                        *streamless = streamless.saturating_add(1);
+                        self.show(|state| state.streamless += 1);
+                        tracing::warn!(resource = %self.name, "the kubelet has no stream of our devices; registering again");
+                    } else {
+                        tracing::info!(resource = %self.name, ?cause, "registering again");
+                    }
+                    return Outcome::Again;
+                }
+            }
+            let timer = async {
+                match look_again {
+                    Some(after) => tokio::time::sleep(after).await,
+                    None => std::future::pending().await,
+                }
+            };
+            // Cancel-safe: each only says that it is time to look.
+            tokio::select! {
+                () = stopped(&mut self.run) => {}
+                _ = self.look.changed() => {}
+                _ = open.changed() => {}
+                replaced = self.served.changed() => {
+                    if replaced.is_err() {
+                        return Outcome::Stop;
+                    }
+                }
+                () = timer => {}
+            }
+        }
+    }
+}
+
+/// Waits until the directory changed in a way that makes an attempt to register vain.
+async fn changed_for_us(look: &mut watch::Receiver<()>, directory: &Directory, kubelet: SocketId, session: &Session) {
+    while look.changed().await.is_ok() {
+        if directory.kubelet() != Some(kubelet) || !session.is_reachable() {
+            return;
+        }
+    }
+    std::future::pending::<()>().await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn delays_double_up_to_the_cap() {
+        let backoff = Backoff { first: Duration::from_millis(100), cap: Duration::from_millis(1500) };
+        let delays: Vec<_> = [0, 1, 2, 3, 4, 40, u32::MAX].map(|failures| backoff.after(failures).as_millis()).into();
+        assert_eq!(delays, [100, 200, 400, 800, 1500, 1500, 1500]);
+    }
+
+    #[test]
+    fn a_refused_registration_is_tried_again_within_2_s() {
+        assert!(Timings::default().register.cap < Duration::from_secs(2));
+    }
+
+    #[test]
+    fn ready_means_that_the_kubelet_has_every_resource() {
+        let name = |name: &str| ResourceName::parse(name).expect("a name");
+        let streaming = ResourceState { phase: Phase::Streaming, ..ResourceState::default() };
+        let mut state = PluginsState { directory: DirectoryState::Held, ..PluginsState::default() };
+        state.resources.insert(name("a/b"), streaming.clone());
+        assert!(state.is_ready());
+        state.resources.insert(name("a/c"), ResourceState { phase: Phase::Registered, ..streaming.clone() });
+        assert!(!state.is_ready());
+        state.resources.insert(name("a/c"), streaming);
+        state.directory = DirectoryState::HeldByAnother;
+        assert!(!state.is_ready());
+    }
+}

@@ -1,0 +1,158 @@
+//! PodResources v1: which containers hold which devices, as the kubelet knows it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tonic::transport::Channel;
+
+use crate::proto::podresources as wire;
+use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
+
+/// Where the kubelet serves PodResources.
+pub const POD_RESOURCES: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
+
+/// Longest answer: the kubelet's own clients take 16 MiB.
+const MAX_ANSWER: usize = 16 << 20;
+
+/// Devices that a container holds.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HeldDevices {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name in the pod.
+    pub container: String,
+    /// The extended resource.
+    pub resource: String,
+    /// Ids of its devices.
+    pub ids: Vec<String>,
+}
+
+/// Devices that the kubelet could hand out, held or not.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct AllocatableDevices {
+    /// The extended resource.
+    pub resource: String,
+    /// Ids of its devices.
+    pub ids: Vec<String>,
+    /// NUMA nodes that they are near to.
+    pub numa: Vec<i64>,
+}
+
+/// Why the kubelet did not answer.
+#[derive(Debug, thiserror::Error)]
+pub enum PodResourcesError {
+    /// The socket's path is relative or not UTF-8.
+    #[error("{0:?} is not an absolute path in UTF-8")]
+    Path(std::path::PathBuf),
+    /// Nobody answers at the socket, or not within the deadline.
+    #[error("the kubelet's PodResources did not answer within {0:?}")]
+    Deadline(Duration),
+    /// The kubelet refused or broke off.
+    #[error("the kubelet's PodResources failed: {}", .0.message())]
+    Call(#[source] Box<tonic::Status>),
+}
+
+/// A client of the kubelet's PodResources, which connects when asked, and again after the kubelet restarted.
+///
+/// The kubelet answers at most 100 calls a second.
+#[derive(Clone, Debug)]
+pub struct PodResources {
+    client: PodResourcesListerClient<Channel>,
+    deadline: Duration,
+}
+
+impl PodResources {
+    /// A client for the socket at this absolute path. Each call ends within the deadline. Needs a tokio runtime around it.
+    pub fn new(socket: &Path, deadline: Duration) -> Result<Self, PodResourcesError> {
+        let bad = || PodResourcesError::Path(socket.to_owned());
+        let path = socket.to_str().filter(|_| socket.is_absolute()).ok_or_else(bad)?;
+        let endpoint = crate::registration::unix(path).ok_or_else(bad)?;
+        let client = PodResourcesListerClient::new(endpoint.connect_lazy()).max_decoding_message_size(MAX_ANSWER);
+        Ok(Self { client, deadline })
+    }
+
+    /// All devices of device plugins that containers hold, in the kubelet's order.
+    pub async fn list(&self) -> Result<Vec<HeldDevices>, PodResourcesError> {
+        let mut client = self.client.clone();
+        let answer = self.within(client.list(wire::ListPodResourcesRequest {})).await?;
+        Ok(held(answer))
+    }
+
+    /// All devices of device plugins that the kubelet could hand out.
+    pub async fn allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
+        let mut client = self.client.clone();
+        let answer = self.within(client.get_allocatable_resources(wire::AllocatableResourcesRequest {})).await?;
+        let devices = answer.devices.into_iter().map(|devices| AllocatableDevices {
+            resource: devices.resource_name,
+            ids: devices.device_ids,
+            numa: devices.topology.map(|t| t.nodes.into_iter().map(|node| node.id).collect()).unwrap_or_default(),
+        });
+        Ok(devices.collect())
+    }
+
+    async fn within<T>(
+        &self,
+        call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    ) -> Result<T, PodResourcesError> {
+        match tokio::time::timeout(self.deadline, call).await {
+            Ok(Ok(answer)) => Ok(answer.into_inner()),
+            Ok(Err(status)) => Err(PodResourcesError::Call(Box::new(status))),
+            Err(_) => Err(PodResourcesError::Deadline(self.deadline)),
+        }
+    }
+}
+
+/// One row per container and resource; the kubelet sends one per NUMA node.
+fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
+    let mut rows: Vec<HeldDevices> = Vec::new();
+    for pod in answer.pod_resources {
+        for container in pod.containers {
+            let first = rows.len();
+            for devices in container.devices {
+                if let Some(row) = rows[first..].iter_mut().find(|row| row.resource == devices.resource_name) {
+                    row.ids.extend(devices.device_ids);
+                    continue;
+                }
+                rows.push(HeldDevices {
+                    namespace: pod.namespace.clone(),
+                    pod: pod.name.clone(),
+                    container: container.name.clone(),
+                    resource: devices.resource_name,
+                    ids: devices.device_ids,
+                });
+            }
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_containers_devices_of_several_numa_nodes_are_one_row() {
+        let devices = |resource: &str, id: &str| wire::ContainerDevices {
+            resource_name: resource.to_owned(),
+            device_ids: vec![id.to_owned()],
+            topology: None,
+        };
+        let container =
+            |name: &str, devices| wire::ContainerResources { name: name.to_owned(), devices, ..Default::default() };
+        let rows = held(wire::ListPodResourcesResponse {
+            pod_resources: vec![wire::PodResources {
+                name: "p".to_owned(),
+                namespace: "n".to_owned(),
+                containers: vec![
+                    container("a", vec![devices("r", "1"), devices("s", "1"), devices("r", "2")]),
+                    container("b", vec![devices("r", "3")]),
+                    container("c", vec![]),
+                ],
+            }],
+        });
+        let read: Vec<_> = rows.iter().map(|r| (r.container.as_str(), r.resource.as_str(), r.ids.join(","))).collect();
+        assert_eq!(read, [("a", "r", "1,2".to_owned()), ("a", "s", "1".to_owned()), ("b", "r", "3".to_owned())]);
+    }
+}

@@ -1,0 +1,344 @@
+//! What a served resource is, in the device plugin's words: devices, answers and refusals. No I/O, and no GPU.
+
+use std::borrow::Borrow;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+use tokio::sync::watch;
+
+use crate::proto::v1beta1 as wire;
+
+/// One extended resource of this node, as the kubelet asks for it.
+///
+/// Everything but [`pre_start`](Resource::pre_start) is answered from memory: the kubelet holds a pod's admission (and, on some paths, its
+/// device manager) while it waits.
+pub trait Resource: Send + Sync + 'static {
+    /// The devices, as they change. Each new value replaces the whole list in the open stream; an equal one is not sent.
+    ///
+    /// When the sender is dropped, the last list stays in force.
+    fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
+
+    /// What the kubelet may call. It reads this once per registration; a replacement with other options is registered anew.
+    fn options(&self) -> Options;
+
+    /// Which of the available devices to take. Only a hint: the kubelet may hand out others.
+    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
+
+    /// What a container gets that holds exactly these devices. The kubelet may ask again for the same ones.
+    ///
+    /// `ids` is as the kubelet sent it: unknown, repeated and empty lists must be refused here.
+    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
+
+    /// Called before each start of a container with these devices, if [`Options::pre_start`] is set. The kubelet waits 30 s and tries again
+    /// with the container's restart back-off.
+    fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
+        let _ = ids;
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// Calls that the kubelet may make for a resource.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// `PreStartContainer` is called before each container start.
+    pub pre_start: bool,
+    /// `GetPreferredAllocation` is answered.
+    pub preferred: bool,
+}
+
+/// The name of an extended resource, such as `nvidia.com/gpu-mps`, which the kubelet would accept.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ResourceName(Arc<str>);
+
+/// Why a text is not an extended resource's name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name:?} is not the name of an extended resource: {why}")]
+pub struct InvalidResourceName {
+    name: String,
+    why: &'static str,
+}
+
+impl ResourceName {
+    /// Longest domain part: the kubelet checks `requests.<name>` as a qualified name, whose domain part may have 253 bytes.
+    const MAX_DOMAIN: usize = 253 - "requests.".len();
+    const MAX_NAME: usize = 63;
+
+    /// Accepts what the kubelet's `IsExtendedResourceName` accepts.
+    pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
+        let refuse = |why| Err(InvalidResourceName { name: name.to_owned(), why });
+        let Some((domain, short)) = name.split_once('/') else {
+            return refuse("it needs a domain, as in `example.com/device`");
+        };
+        if name.contains("kubernetes.io/") {
+            return refuse("`kubernetes.io` is reserved for native resources");
+        }
+        if name.starts_with("requests.") {
+            return refuse("`requests.` is reserved for quotas");
+        }
+        if domain.len() > Self::MAX_DOMAIN || !domain.split('.').all(is_label) {
+            return refuse("the part before `/` is not a DNS subdomain of at most 244 characters");
+        }
+        if short.len() > Self::MAX_NAME || !is_short_name(short) {
+            return refuse(
+                "the part after `/` is not 1 to 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
+            );
+        }
+        Ok(Self(name.into()))
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+fn is_label(label: &str) -> bool {
+    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+    label.bytes().all(inner) && !label.is_empty() && !label.starts_with('-') && !label.ends_with('-')
+}
+
+fn is_short_name(name: &str) -> bool {
+    let ends = |b: Option<u8>| b.is_some_and(|b| b.is_ascii_alphanumeric());
+    ends(name.bytes().next())
+        && ends(name.bytes().next_back())
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+}
+
+impl fmt::Display for ResourceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::str::FromStr for ResourceName {
+    type Err = InvalidResourceName;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Self::parse(name)
+    }
+}
+
+impl Borrow<str> for ResourceName {
+    fn borrow(&self) -> &str {
+        &self.0
+    }
+}
+
+/// A device's id: 1 to 63 bytes, unique in its resource, the same for ever. Cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceId(Arc<str>);
+
+/// Why a text is not a device's id.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a device id: the kubelet's API allows 1 to 63 bytes")]
+pub struct InvalidDeviceId(String);
+
+impl DeviceId {
+    /// Checks the length, which is all that the API demands.
+    pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
+        if id.is_empty() || id.len() > 63 {
+            return Err(InvalidDeviceId(id.to_owned()));
+        }
+        Ok(Self(id.into()))
+    }
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Borrow<str> for DeviceId {
+    fn borrow(&self) -> &str {
+        &self.0
+    }
+}
+
+/// One device of a resource.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Its id.
+    pub id: DeviceId,
+    /// Whether the kubelet may hand it out. A container restarts only on healthy devices.
+    pub healthy: bool,
+    /// The NUMA node that it is near to, if known.
+    pub numa: Option<u32>,
+}
+
+/// All devices of a resource at one time.
+pub type DeviceList = Vec<Device>;
+
+pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse {
+    let devices = devices
+        .iter()
+        .map(|device| wire::Device {
+            id: device.id.as_str().to_owned(),
+            health: if device.healthy { "Healthy" } else { "Unhealthy" }.to_owned(),
+            topology: device.numa.map(|node| wire::TopologyInfo { nodes: vec![wire::NumaNode { id: node.into() }] }),
+        })
+        .collect();
+    wire::ListAndWatchResponse { devices }
+}
+
+/// A container's question which devices to take, as the kubelet sent it.
+#[derive(Clone, Copy, Debug)]
+pub struct PreferredRequest<'a> {
+    /// What may be chosen from, `must_include` among it. The order says nothing: the kubelet's is random.
+    pub available: &'a [String],
+    /// What must be part of the answer, having been handed out already.
+    pub must_include: &'a [String],
+    /// How many to choose, `must_include` counted.
+    pub size: usize,
+}
+
+/// What a container gets with its devices.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ContainerResponse {
+    /// Environment variables.
+    pub envs: BTreeMap<String, String>,
+    /// Host folders or files to mount.
+    pub mounts: Vec<Mount>,
+    /// Device nodes.
+    pub devices: Vec<DeviceNode>,
+    /// Fully qualified CDI names, such as `nvidia.com/gpu=all`.
+    pub cdi_names: Vec<String>,
+    /// Annotations for the container runtime (not on the pod).
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// A host path inside a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// Where the container sees it.
+    pub container_path: String,
+    /// Where it lies on the host.
+    pub host_path: String,
+    /// Whether the container may only read it.
+    pub read_only: bool,
+}
+
+/// A host's device node inside a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceNode {
+    /// Where the container sees it.
+    pub container_path: String,
+    /// Where it lies on the host.
+    pub host_path: String,
+    /// The cgroup's permissions: any of `r`, `w` and `m`.
+    pub permissions: String,
+}
+
+impl From<ContainerResponse> for wire::ContainerAllocateResponse {
+    fn from(response: ContainerResponse) -> Self {
+        let ContainerResponse { envs, mounts, devices, cdi_names, annotations } = response;
+        Self {
+            envs,
+            mounts: mounts
+                .into_iter()
+                .map(|Mount { container_path, host_path, read_only }| wire::Mount {
+                    container_path,
+                    host_path,
+                    read_only,
+                })
+                .collect(),
+            devices: devices
+                .into_iter()
+                .map(|DeviceNode { container_path, host_path, permissions }| wire::DeviceSpec {
+                    container_path,
+                    host_path,
+                    permissions,
+                })
+                .collect(),
+            annotations,
+            cdi_devices: cdi_names.into_iter().map(|name| wire::CdiDevice { name }).collect(),
+        }
+    }
+}
+
+/// A request that is not granted, with a sentence for the person who reads the pod's events.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The request can never be granted as it is: unknown or repeated ids, shares of two GPUs.
+    #[error("{0}")]
+    Invalid(String),
+    /// The request is sound, but not now: what it needs is not ready. The kubelet tries a container's start again.
+    #[error("{0}")]
+    NotReady(String),
+}
+
+impl From<Refusal> for tonic::Status {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Invalid(sentence) => Self::invalid_argument(sentence),
+            Refusal::NotReady(sentence) => Self::unavailable(sentence),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extended_resource_names_are_accepted() {
+        let longest =
+            format!("{}.{}.{}.{}/{}", "a".repeat(63), "b".repeat(63), "c".repeat(63), "d".repeat(52), "e".repeat(63));
+        for name in ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared", "a/B_c", longest.as_str()] {
+            assert_eq!(ResourceName::parse(name).expect(name).as_str(), name);
+        }
+    }
+
+    #[test]
+    fn what_the_kubelet_would_refuse_is_refused() {
+        let long_domain = format!("{}.{}.{}.{}/x", "a".repeat(63), "b".repeat(63), "c".repeat(63), "d".repeat(53));
+        let long_name = format!("nvidia.com/{}", "x".repeat(64));
+        for name in [
+            "",
+            "gpu",
+            "/gpu",
+            "nvidia.com/",
+            "nvidia.com/a/b",
+            "nvidia.com/-a",
+            "nvidia.com/a-",
+            "nvidia.com/a b",
+            "nvidia.com/../x",
+            "Nvidia.com/gpu",
+            "nvidia..com/gpu",
+            "kubernetes.io/gpu",
+            "x.kubernetes.io/gpu",
+            "requests.nvidia.com/gpu",
+            long_domain.as_str(),
+            long_name.as_str(),
+        ] {
+            assert!(ResourceName::parse(name).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn device_ids_have_1_to_63_bytes() {
+        assert!(DeviceId::parse("GPU-fef8089b-4820-abfc-e83e-94318197576e::47").is_ok());
+        assert!(DeviceId::parse("").is_err());
+        assert!(DeviceId::parse(&"x".repeat(63)).is_ok());
+        assert!(DeviceId::parse(&"x".repeat(64)).is_err());
+    }
+
+    #[test]
+    fn a_device_list_keeps_order_health_and_numa() {
+        let device = |id: &str, healthy, numa| Device { id: DeviceId::parse(id).expect("an id"), healthy, numa };
+        let sent = list_response(&vec![device("b", true, Some(1)), device("a", false, None)]);
+        let read: Vec<_> = sent
+            .devices
+            .iter()
+            .map(|d| (d.id.as_str(), d.health.as_str(), d.topology.as_ref().map(|t| t.nodes[0].id)))
+            .collect();
+        assert_eq!(read, [("b", "Healthy", Some(1)), ("a", "Unhealthy", None)]);
+    }
+}
