@@ -1,0 +1,295 @@
+//! The part of the CUDA library that talks to MPS: whether there is one, and contexts that it serves.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::handshake;
+use crate::limits::{self, DeviceName};
+use crate::seqpacket::Connection;
+use crate::wire::{self, Device, FromContext, ToContext};
+
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+pub const OUT_OF_MEMORY: i32 = 2;
+/// `CUDA_ERROR_NO_DEVICE`
+pub const NO_DEVICE: i32 = 100;
+/// `CUDA_ERROR_MPS_CONNECTION_FAILED`
+pub const CONNECTION_FAILED: i32 = 805;
+/// `CUDA_ERROR_MPS_RPC_FAILURE`: the server died.
+pub const RPC_FAILURE: i32 = 806;
+/// `CUDA_ERROR_MPS_CLIENT_TERMINATED`
+pub const TERMINATED: i32 = 810;
+
+/// What of a program's environment bears on its limits.
+#[derive(Debug, Clone, Default)]
+pub struct Environment {
+    /// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`
+    pub threads: Option<String>,
+    /// `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`
+    pub memory: Option<String>,
+}
+
+impl Environment {
+    /// This process's.
+    pub fn own() -> Self {
+        let text = |name| std::env::var(name).ok();
+        Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
+    }
+}
+
+/// An MPS daemon with a server behind it.
+#[derive(Debug)]
+pub struct Mps {
+    control: PathBuf,
+    devices: Vec<Device>,
+}
+
+impl Mps {
+    /// Looks for a daemon as the CUDA library does when it is initialised, and waits as long as that lets it wait.
+    ///
+    /// `None` is no error: the program then runs as plain CUDA, unlimited. That was measured for a `control` that is
+    /// missing, dead, or accepts and closes; a daemon that closes later in the handshake is taken for the same, being the
+    /// worst that can happen.
+    pub fn attach(control: &Path) -> Option<Self> {
+        handshake::probe(control).ok()?;
+        let socket = handshake::knock(control).ok()??;
+        wire::send(&socket, &ToContext::Devices).ok()?;
+        let FromContext::Devices(devices) = wire::recv(&socket).ok()?? else { return None };
+        // The server sees the end without it, too.
+        let _ = wire::send(&socket, &ToContext::Goodbye);
+        Some(Self { control: control.to_owned(), devices })
+    }
+
+    /// What the server offers, by ordinal.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    /// Creates a context on the `ordinal`th of `visible`, the devices that the program sees.
+    ///
+    /// # Errors
+    /// A `CUresult`.
+    pub fn context(&self, environment: &Environment, visible: &[Device], ordinal: usize) -> Result<MpsContext, i32> {
+        let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
+        let socket = match handshake::knock(&self.control) {
+            Ok(Some(socket)) => Arc::new(socket),
+            Ok(None) | Err(_) => return Err(CONNECTION_FAILED),
+        };
+        let create = ToContext::Create {
+            device: device.uuid.clone(),
+            threads: environment.threads.as_deref().and_then(limits::percentage),
+            command: command_name(),
+            namespace: pid_namespace(),
+        };
+        wire::send(&socket, &create).map_err(|_| RPC_FAILURE)?;
+        let (sms, limit) = match wire::recv(&socket) {
+            Ok(Some(FromContext::Created { sms, limit, .. })) => (sms, limit),
+            Ok(Some(FromContext::Error(code) | FromContext::Broken(code))) => return Err(code),
+            Ok(_) | Err(_) => return Err(RPC_FAILURE),
+        };
+        let names: Vec<DeviceName<'_>> =
+            visible.iter().enumerate().map(|(ordinal, device)| DeviceName { ordinal, uuid: &device.uuid }).collect();
+        let own = limits::client_memory(environment.memory.as_deref(), &names, ordinal);
+        let limit = limits::effective_memory(limit, own);
+        let overhead = limits::context_overhead(sms);
+        if limit.is_some_and(|limit| limit < overhead) {
+            let _ = wire::send(&socket, &ToContext::Goodbye);
+            return Err(OUT_OF_MEMORY);
+        }
+        let (answers, replies) = mpsc::channel();
+        let state = Arc::new(Sticky::default());
+        let reader = (Arc::clone(&socket), Arc::clone(&state));
+        thread::spawn(move || read(&reader.0, &reader.1, &answers));
+        Ok(MpsContext {
+            socket,
+            replies: Mutex::new(replies),
+            state,
+            device,
+            sms,
+            limit,
+            overhead,
+            allocated: AtomicU64::new(0),
+        })
+    }
+}
+
+/// A context that an MPS server serves. It ends in order when dropped; a process that dies ends it without.
+#[derive(Debug)]
+pub struct MpsContext {
+    socket: Arc<Connection>,
+    replies: Mutex<Receiver<FromContext>>,
+    state: Arc<Sticky>,
+    device: Device,
+    sms: u32,
+    limit: Option<u64>,
+    overhead: u64,
+    allocated: AtomicU64,
+}
+
+impl MpsContext {
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// SMs that it may use.
+    pub fn sms(&self) -> u32 {
+        self.sms
+    }
+
+    /// The memory limit that binds it, bytes.
+    pub fn limit(&self) -> Option<u64> {
+        self.limit
+    }
+
+    /// Free memory as `cudaMemGetInfo` gives it, bytes.
+    ///
+    /// # Errors
+    /// A `CUresult`.
+    pub fn free_memory(&self) -> Result<u64, i32> {
+        let free = self.request(&ToContext::Query)?;
+        Ok(self.limit_left().map_or(free, |left| left.min(free)))
+    }
+
+    /// Takes memory.
+    ///
+    /// # Errors
+    /// A `CUresult`.
+    pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
+        // The library keeps the limit, the server only the device's memory.
+        if self.limit_left().is_some_and(|left| bytes > left) {
+            return Err(OUT_OF_MEMORY);
+        }
+        self.request(&ToContext::Allocate(bytes))?;
+        self.allocated.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Kernels of so many milliseconds are in flight from now on.
+    ///
+    /// # Errors
+    /// A `CUresult`.
+    pub fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
+        self.tell(&ToContext::Busy(kernel_ms))
+    }
+
+    /// All kernels are done.
+    ///
+    /// # Errors
+    /// A `CUresult`.
+    pub fn synchronize(&self) -> Result<(), i32> {
+        self.tell(&ToContext::Idle)
+    }
+
+    /// A kernel that accesses memory that is not there.
+    ///
+    /// # Errors
+    /// A `CUresult`, of an earlier error: this one's comes later.
+    pub fn access_illegally(&self) -> Result<(), i32> {
+        self.tell(&ToContext::IllegalAccess)
+    }
+
+    /// The error that broke the context, if one did.
+    pub fn error(&self) -> Option<i32> {
+        *self.state.lock()
+    }
+
+    /// Waits for an error that breaks the context, at most so long.
+    pub fn wait_error(&self, timeout: Duration) -> Option<i32> {
+        let deadline = Instant::now() + timeout;
+        let mut error = self.state.lock();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if error.is_some() || left.is_zero() {
+                return *error;
+            }
+            error = match self.state.changed.wait_timeout(error, left) {
+                Ok((error, _)) => error,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    fn limit_left(&self) -> Option<u64> {
+        self.limit.map(|limit| limit.saturating_sub(self.overhead + self.allocated.load(Ordering::Relaxed)))
+    }
+
+    fn tell(&self, message: &ToContext) -> Result<(), i32> {
+        match self.error() {
+            Some(code) => Err(code),
+            None => wire::send(&self.socket, message).map_err(|_| self.error().unwrap_or(RPC_FAILURE)),
+        }
+    }
+
+    /// Asks for something whose answer says how much memory is free.
+    fn request(&self, message: &ToContext) -> Result<u64, i32> {
+        let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
+        self.tell(message)?;
+        match replies.recv() {
+            Ok(FromContext::Memory { free }) => Ok(free),
+            Ok(FromContext::Error(code)) => Err(self.error().unwrap_or(code)),
+            _ => Err(self.error().unwrap_or(RPC_FAILURE)),
+        }
+    }
+}
+
+impl Drop for MpsContext {
+    fn drop(&mut self) {
+        // A server that is gone needs no goodbye.
+        let _ = wire::send(&self.socket, &ToContext::Goodbye);
+        self.socket.shutdown();
+    }
+}
+
+/// The first error that breaks a context stays with it.
+#[derive(Debug, Default)]
+struct Sticky {
+    error: Mutex<Option<i32>>,
+    changed: Condvar,
+}
+
+impl Sticky {
+    fn lock(&self) -> MutexGuard<'_, Option<i32>> {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, code: i32) {
+        self.lock().get_or_insert(code);
+        self.changed.notify_all();
+    }
+}
+
+/// Hears the server for as long as the context lives: answers, and what comes unasked.
+fn read(socket: &Connection, state: &Sticky, answers: &Sender<FromContext>) {
+    let end = loop {
+        match wire::recv(socket) {
+            Ok(Some(FromContext::Broken(code))) => state.set(code),
+            Ok(Some(FromContext::Terminate)) => {
+                state.set(TERMINATED);
+                if wire::send(socket, &ToContext::Terminated).is_err() {
+                    break RPC_FAILURE;
+                }
+            }
+            Ok(Some(answer)) => {
+                // A context that was dropped meanwhile wants none.
+                let _ = answers.send(answer);
+            }
+            Ok(None) | Err(_) => break RPC_FAILURE,
+        }
+    };
+    state.set(end);
+}
+
+fn command_name() -> String {
+    let path = std::env::args_os().next().unwrap_or_default();
+    path.to_string_lossy().into_owned()
+}
+
+fn pid_namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
+}

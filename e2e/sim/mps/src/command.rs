@@ -1,0 +1,238 @@
+//! An administrator's commands: the v2 shell of driver 580.
+
+use std::time::Duration;
+
+use crate::limits;
+
+/// One command.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Command {
+    /// PIDs of the servers, one a line.
+    GetServerList,
+    /// INITIALIZING, ACTIVE or FAULT.
+    GetServerStatus(u32),
+    /// Starts a server for a uid.
+    StartServer(u32),
+    /// Stops a server; waits for its clients unless forced.
+    ShutdownServer {
+        /// The server.
+        server: u32,
+        /// Do not wait.
+        force: bool,
+    },
+    /// PIDs of a server's clients, one a line.
+    GetClientList(u32),
+    /// Devices with the PIDs of the clients that use them, of one server or of all.
+    GetDeviceClientList(Option<u32>),
+    /// The table of clients, of one PID or of all.
+    Ps(Option<u32>),
+    /// Destroys a client's contexts and leaves the others alone.
+    TerminateClient {
+        /// The server.
+        server: u32,
+        /// The client.
+        client: u32,
+    },
+    /// The percentage of servers started later.
+    GetDefaultThreads,
+    /// Sets it.
+    SetDefaultThreads(f64),
+    /// The percentage of a server's next clients.
+    GetThreads(u32),
+    /// Sets it.
+    SetThreads(u32, f64),
+    /// The memory limit of servers started later.
+    GetDefaultMemory(String),
+    /// Sets it.
+    SetDefaultMemory(String, String),
+    /// The memory limit of a server's next clients.
+    GetMemory(u32, String),
+    /// Sets it.
+    SetMemory(u32, String, String),
+    /// The priority of servers' clients started later.
+    GetDefaultPriority,
+    /// Sets it.
+    SetDefaultPriority(u8),
+    /// Ends servers and daemon; waits for clients, no longer than so long where a time is given.
+    Quit(Option<Duration>),
+    /// The list of commands.
+    Help,
+}
+
+/// Why a line is not a command, as the administrator reads it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Mistake {
+    /// No such command.
+    Unknown(String),
+    /// The arguments are not the command's.
+    Usage(&'static str),
+}
+
+impl std::fmt::Display for Mistake {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Unknown(name) => write!(f, "Unknown command: {name}"),
+            Self::Usage(usage) => write!(f, "Usage: {usage}"),
+        }
+    }
+}
+
+/// Every command with its arguments.
+pub const HELP: &str = "get_server_list
+get_server_status <PID>
+start_server -uid <user id>
+shutdown_server <PID> [-f]
+get_client_list <PID>
+get_device_client_list [<PID>]
+ps [-p PID]
+terminate_client <server PID> <client PID>
+get_default_active_thread_percentage
+set_default_active_thread_percentage <percentage>
+get_active_thread_percentage <PID>
+set_active_thread_percentage <PID> <percentage>
+get_default_device_pinned_mem_limit <dev>
+set_default_device_pinned_mem_limit <dev> <value>
+get_device_pinned_mem_limit <PID> <dev>
+set_device_pinned_mem_limit <PID> <dev> <value>
+get_default_client_priority
+set_default_client_priority <priority>
+quit [-t TIMEOUT]
+";
+
+impl Command {
+    /// Reads one line.
+    pub fn parse(line: &str) -> Result<Self, Mistake> {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (name, arguments) = words.split_first().ok_or_else(|| Mistake::Unknown(String::new()))?;
+        let usage = HELP.lines().find(|usage| usage.split(' ').next() == Some(name));
+        let Some(usage) = usage else {
+            return if *name == "help" { Ok(Self::Help) } else { Err(Mistake::Unknown((*name).to_owned())) };
+        };
+        Self::with_arguments(name, arguments).ok_or(Mistake::Usage(usage))
+    }
+
+    fn with_arguments(name: &str, arguments: &[&str]) -> Option<Self> {
+        Some(match (name, arguments) {
+            ("get_server_list", []) => Self::GetServerList,
+            ("get_server_status", [server]) => Self::GetServerStatus(server.parse().ok()?),
+            ("start_server", ["-uid", uid]) => Self::StartServer(uid.parse().ok()?),
+            ("shutdown_server", [server]) => Self::ShutdownServer { server: server.parse().ok()?, force: false },
+            ("shutdown_server", [server, "-f"] | ["-f", server]) => {
+                Self::ShutdownServer { server: server.parse().ok()?, force: true }
+            }
+            ("get_client_list", [server]) => Self::GetClientList(server.parse().ok()?),
+            ("get_device_client_list", []) => Self::GetDeviceClientList(None),
+            ("get_device_client_list", [server]) => Self::GetDeviceClientList(Some(server.parse().ok()?)),
+            ("ps", []) => Self::Ps(None),
+            ("ps", ["-p", pid]) => Self::Ps(Some(pid.parse().ok()?)),
+            ("terminate_client", [server, client]) => {
+                Self::TerminateClient { server: server.parse().ok()?, client: client.parse().ok()? }
+            }
+            ("get_default_active_thread_percentage", []) => Self::GetDefaultThreads,
+            ("set_default_active_thread_percentage", [value]) => Self::SetDefaultThreads(limits::percentage(value)?),
+            ("get_active_thread_percentage", [server]) => Self::GetThreads(server.parse().ok()?),
+            ("set_active_thread_percentage", [server, value]) => {
+                Self::SetThreads(server.parse().ok()?, limits::percentage(value)?)
+            }
+            ("get_default_device_pinned_mem_limit", [device]) => Self::GetDefaultMemory((*device).to_owned()),
+            ("set_default_device_pinned_mem_limit", [device, value]) => {
+                limits::bytes(value)?;
+                Self::SetDefaultMemory((*device).to_owned(), (*value).to_owned())
+            }
+            ("get_device_pinned_mem_limit", [server, device]) => {
+                Self::GetMemory(server.parse().ok()?, (*device).to_owned())
+            }
+            ("set_device_pinned_mem_limit", [server, device, value]) => {
+                limits::bytes(value)?;
+                Self::SetMemory(server.parse().ok()?, (*device).to_owned(), (*value).to_owned())
+            }
+            ("get_default_client_priority", []) => Self::GetDefaultPriority,
+            ("set_default_client_priority", [value]) => {
+                Self::SetDefaultPriority(value.parse().ok().filter(|priority| *priority <= 1)?)
+            }
+            ("quit", []) => Self::Quit(None),
+            ("quit", ["-t", seconds]) => Self::Quit(Some(Duration::from_secs(seconds.parse().ok()?))),
+            _ => return None,
+        })
+    }
+
+    /// Whether it is taken over `control_privileged` only.
+    pub fn is_privileged(&self) -> bool {
+        !matches!(
+            self,
+            Self::GetServerList
+                | Self::GetServerStatus(_)
+                | Self::GetClientList(_)
+                | Self::GetDeviceClientList(_)
+                | Self::Ps(_)
+                | Self::GetDefaultThreads
+                | Self::GetThreads(_)
+                | Self::GetDefaultMemory(_)
+                | Self::GetMemory(..)
+                | Self::GetDefaultPriority
+                | Self::Help
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_read_with_their_arguments() {
+        let cases = [
+            ("get_server_list", Command::GetServerList),
+            ("start_server -uid 1000", Command::StartServer(1000)),
+            ("shutdown_server 17 -f", Command::ShutdownServer { server: 17, force: true }),
+            ("terminate_client 17 23", Command::TerminateClient { server: 17, client: 23 }),
+            ("  set_active_thread_percentage  17 12.5 ", Command::SetThreads(17, 12.5)),
+            ("set_device_pinned_mem_limit 17 0 8G", Command::SetMemory(17, "0".into(), "8G".into())),
+            ("ps -p 5", Command::Ps(Some(5))),
+            ("quit -t 3", Command::Quit(Some(Duration::from_secs(3)))),
+        ];
+        for (line, command) in cases {
+            assert_eq!(Command::parse(line), Ok(command), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_line_that_is_no_command_says_what_is_wrong() {
+        assert_eq!(Command::parse(""), Err(Mistake::Unknown(String::new())));
+        assert_eq!(Command::parse("lspart"), Err(Mistake::Unknown("lspart".into())));
+        for line in ["get_server_status", "get_server_status abc", "set_default_active_thread_percentage 0", "quit now"]
+        {
+            assert!(matches!(Command::parse(line), Err(Mistake::Usage(_))), "{line}");
+        }
+    }
+
+    #[test]
+    fn whatever_changes_something_is_privileged() {
+        let changing = [
+            "start_server -uid 0",
+            "shutdown_server 1",
+            "terminate_client 1 2",
+            "set_default_active_thread_percentage 50",
+            "set_active_thread_percentage 1 50",
+            "set_default_device_pinned_mem_limit 0 8G",
+            "set_device_pinned_mem_limit 1 0 8G",
+            "set_default_client_priority 1",
+            "quit",
+        ];
+        let reading = [
+            "get_server_list",
+            "get_server_status 1",
+            "get_client_list 1",
+            "get_device_client_list",
+            "ps",
+            "get_default_active_thread_percentage",
+            "get_active_thread_percentage 1",
+            "get_default_device_pinned_mem_limit 0",
+            "get_device_pinned_mem_limit 1 0",
+            "get_default_client_priority",
+        ];
+        assert_eq!(changing.len() + reading.len(), HELP.lines().count(), "every command is in one of the lists");
+        assert!(changing.iter().all(|line| Command::parse(line).unwrap().is_privileged()));
+        assert!(reading.iter().all(|line| !Command::parse(line).unwrap().is_privileged()));
+    }
+}

@@ -1,0 +1,260 @@
+//! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
+
+mod administrator;
+mod servers;
+mod state;
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context as _;
+
+use crate::faults::Faults;
+use crate::handshake::{self, Refusal, Visitor};
+use crate::limits::Settings;
+use crate::log::Log;
+use crate::seqpacket::{Connection, Listener};
+use state::State;
+
+/// What another driver version's daemon might say; no client of this one knows it.
+const OTHER_HELLO: &[u8] = b"OUTBHEL2\0";
+/// Set for the process that becomes the daemon of `-d`.
+const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
+const READY: &str = "ready";
+
+/// How a daemon was asked to run.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// `CUDA_MPS_PIPE_DIRECTORY`.
+    pub pipe_directory: PathBuf,
+    /// `CUDA_MPS_LOG_DIRECTORY`, used in the background only.
+    pub log_directory: PathBuf,
+    /// `CUDA_VISIBLE_DEVICES`.
+    pub visible: Option<String>,
+    /// Clients of all users share one server.
+    pub multi_user: bool,
+    /// What servers start with.
+    pub defaults: Settings,
+}
+
+struct Daemon {
+    config: Config,
+    log: Log,
+    /// The write end of the servers' log.
+    server_log: File,
+    faults: Faults,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// `-f`: runs until it is told to quit.
+pub fn foreground(config: Config) -> anyhow::Result<ExitCode> {
+    run(config, &Sinks::Stdout, || {})
+}
+
+/// `-d`: starts the daemon in the background and returns when it listens.
+pub fn background(config: Config) -> anyhow::Result<ExitCode> {
+    if std::env::var_os(DETACHED_ENV).is_some() {
+        rustix::process::setsid()?;
+        return detached(config);
+    }
+    let mut daemon = Command::new(std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .env(DETACHED_ENV, "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let mut said = String::new();
+    if let Some(stdout) = daemon.stdout.take() {
+        BufReader::new(stdout).read_line(&mut said)?;
+    }
+    match said.trim() {
+        READY => Ok(ExitCode::SUCCESS),
+        "" => Ok(exit_code(daemon.wait()?.code().unwrap_or(1))),
+        error => anyhow::bail!("{error}"),
+    }
+}
+
+/// The daemon of `-d`: what it says before it listens goes to the process that started it.
+fn detached(config: Config) -> anyhow::Result<ExitCode> {
+    let tell = |text: &str| {
+        // The starter may be gone; the daemon runs on.
+        let _ = writeln!(io::stdout(), "{text}");
+    };
+    let sinks = Sinks::Files(config.log_directory.clone());
+    let outcome = run(config, &sinks, || tell(READY));
+    if let Err(error) = &outcome {
+        tell(&format!("{error:#}"));
+    }
+    outcome
+}
+
+/// Where the two logs go.
+enum Sinks {
+    Stdout,
+    Files(PathBuf),
+}
+
+impl Sinks {
+    fn open(&self, name: &str) -> anyhow::Result<Log> {
+        match self {
+            Self::Stdout => Ok(Log::stdout()),
+            Self::Files(directory) => {
+                fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))?;
+                let path = directory.join(name);
+                Log::append(&path).with_context(|| format!("cannot write {}", path.display()))
+            }
+        }
+    }
+}
+
+fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
+    anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server is for root only");
+    let faults = Faults::new(config.visible.clone());
+    if let Some(code) = faults.injected("mps:start") {
+        return Ok(exit_code(code));
+    }
+    let directory = &config.pipe_directory;
+    make_directory(directory)?;
+    // Held as long as the daemon lives, however it ends: a killed one leaves nothing in its successor's way.
+    let _lock = lock(&directory.join("control_lock"))?;
+    let log = sinks.open("control.log")?;
+    let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
+    let pid_file = directory.join("nvidia-cuda-mps-control.pid");
+    fs::write(&pid_file, std::process::id().to_string())
+        .with_context(|| format!("cannot write {}", pid_file.display()))?;
+
+    let control = directory.join("control");
+    let bind =
+        |path: &Path, mode| Listener::bind(path, mode).with_context(|| format!("cannot listen on {}", path.display()));
+    let listeners = [(bind(&control, 0o666)?, false), (bind(&directory.join("control_privileged"), 0o755)?, true)];
+
+    let state = Mutex::new(State::new(config.defaults.clone()));
+    let daemon = Arc::new(Daemon { config, log, server_log, faults, state, changed: Condvar::new() });
+    daemon.log(&format!("Starting control daemon using socket {}", control.display()));
+    let directory = daemon.config.pipe_directory.display();
+    daemon.log(&format!("To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={directory}"));
+    daemon.log("CUDA MPS Control binary version: 13000");
+    ready();
+
+    let mut accepting = Vec::new();
+    for (listener, privileged) in listeners {
+        let daemon = Arc::clone(&daemon);
+        accepting.push(thread::spawn(move || daemon.accept(&listener, privileged)));
+    }
+    for thread in accepting {
+        // Ends with the process: `quit` exits it.
+        let _ = thread.join();
+    }
+    Ok(ExitCode::FAILURE)
+}
+
+impl Daemon {
+    fn accept(self: &Arc<Self>, listener: &Listener, privileged: bool) {
+        loop {
+            match listener.accept() {
+                Ok(connection) => {
+                    self.log("Accepting connection...");
+                    let daemon = Arc::clone(self);
+                    let attend = move || daemon.attend(&connection, privileged);
+                    if let Err(error) = thread::Builder::new().stack_size(256 << 10).spawn(attend) {
+                        self.log(&format!("cannot attend a connection: {error}"));
+                    }
+                }
+                Err(error) => {
+                    // Out of descriptors, most likely: those who are connected will leave.
+                    self.log(&format!("cannot accept a connection: {error}"));
+                    thread::sleep(Duration::from_millis(10));
+                }
+            }
+        }
+    }
+
+    fn attend(self: &Arc<Self>, connection: &Connection, privileged: bool) {
+        let hello = if self.faults.injected("mps:handshake").is_some() { OTHER_HELLO } else { handshake::HELLO };
+        match handshake::greet(connection, hello) {
+            Ok(Visitor::Client(credentials)) => {
+                if self.faults.injected("mps:client").is_none() {
+                    self.client(connection, credentials);
+                }
+            }
+            Ok(Visitor::Administrator(_)) => {
+                self.log("NEW UI");
+                self.administrator(connection, privileged);
+                self.log("UI closed");
+            }
+            Err(Refusal::Closed) => self.log("User did not send valid credentials"),
+            Err(Refusal::Malformed(what)) => self.log(&format!("User did not send valid credentials: {what}")),
+            Err(Refusal::Io(error)) => self.log(&format!("connection failed: {error}")),
+        }
+    }
+
+    fn log(&self, text: &str) {
+        self.log.line("Control", std::process::id(), text);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a change of the state, at most so long.
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, timeout: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, timeout).map_or_else(|poisoned| poisoned.into_inner().0, |woken| woken.0)
+    }
+}
+
+/// The pipe directory can be entered by every user, as its clients are.
+fn make_directory(directory: &Path) -> anyhow::Result<()> {
+    if directory.is_dir() {
+        return Ok(());
+    }
+    fs::create_dir_all(directory)
+        .and_then(|()| fs::set_permissions(directory, Permissions::from_mode(0o755)))
+        .with_context(|| format!("cannot make {}", directory.display()))
+}
+
+fn lock(path: &Path) -> anyhow::Result<File> {
+    let open = OpenOptions::new().create(true).truncate(false).write(true).mode(0o644).open(path);
+    let file = open.with_context(|| format!("cannot open {}", path.display()))?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => anyhow::bail!("An instance of this daemon is already running"),
+        Err(error) => Err(io::Error::from(error)).with_context(|| format!("cannot lock {}", path.display())),
+    }
+}
+
+/// Makes the FIFO through which servers log, and passes on what comes. Returns its write end.
+fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
+    let make = || -> io::Result<(File, File)> {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0)?;
+        // Opened for both: no end between two servers, and no wait for the first.
+        let reader = OpenOptions::new().read(true).write(true).open(path)?;
+        Ok((reader, OpenOptions::new().write(true).open(path)?))
+    };
+    let (reader, writer) = make().with_context(|| format!("cannot make {}", path.display()))?;
+    thread::spawn(move || {
+        let mut reader = BufReader::new(reader);
+        let mut line = Vec::new();
+        while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+            log.raw(&line);
+            line.clear();
+        }
+    });
+    Ok(writer)
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1))
+}

@@ -1,0 +1,205 @@
+//! What the daemon knows of its servers and their clients, and whom it lets in: no I/O.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use crate::limits::Settings;
+use crate::seqpacket::Connection;
+use crate::wire::Status;
+
+/// Servers, settings, and the numbers given out.
+#[derive(Debug)]
+pub(super) struct State {
+    /// What servers start with.
+    pub(super) defaults: Settings,
+    /// By pid.
+    pub(super) servers: BTreeMap<u32, Server>,
+    /// Servers that ended without ever serving.
+    pub(super) failed_starts: u32,
+    /// The daemon is going: nobody is let in.
+    pub(super) quitting: bool,
+    /// Answers to `terminate_client`, by request, until they are fetched.
+    pub(super) terminated: BTreeMap<u64, i32>,
+    last_number: u64,
+}
+
+/// One server.
+#[derive(Debug)]
+pub(super) struct Server {
+    pub(super) uid: u32,
+    pub(super) status: Status,
+    pub(super) settings: Settings,
+    pub(super) link: Arc<Connection>,
+    /// By connection.
+    pub(super) clients: BTreeMap<u64, Client>,
+    /// Told to end, or about to be: lets nobody in.
+    pub(super) leaving: bool,
+}
+
+/// One connection that was let in.
+#[derive(Debug)]
+pub(super) struct Client {
+    pub(super) pid: u32,
+    /// None before it has a context.
+    pub(super) context: Option<ClientContext>,
+}
+
+/// What `ps` says of a client beside its pid.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ClientContext {
+    pub(super) id: u32,
+    pub(super) device: String,
+    pub(super) namespace: u64,
+    pub(super) command: String,
+}
+
+/// What becomes of a client at the door.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Choice {
+    /// This server takes it.
+    Enter(u32),
+    /// There is no server: start one.
+    Start,
+    /// This server is another user's and has no clients: replace it.
+    Replace(u32),
+    /// Not now.
+    Wait,
+}
+
+impl State {
+    pub(super) fn new(defaults: Settings) -> Self {
+        Self {
+            defaults,
+            servers: BTreeMap::new(),
+            failed_starts: 0,
+            quitting: false,
+            terminated: BTreeMap::new(),
+            last_number: 0,
+        }
+    }
+
+    pub(super) fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
+    }
+
+    /// What becomes of a client of `uid`. With `multi_user` everybody shares one server.
+    pub(super) fn choose(&self, uid: u32, multi_user: bool) -> Choice {
+        // One server at a time: one that is going has the GPU until it is gone.
+        let Some((pid, server)) = self.servers.iter().next() else { return Choice::Start };
+        match server.status {
+            _ if server.leaving => Choice::Wait,
+            Status::Active if multi_user || server.uid == uid => Choice::Enter(*pid),
+            Status::Active if server.clients.is_empty() => Choice::Replace(*pid),
+            Status::Initializing | Status::Fault | Status::Active => Choice::Wait,
+        }
+    }
+
+    /// PIDs of a server's clients that have a context, each once.
+    pub(super) fn client_pids(&self, server: u32) -> Option<Vec<u32>> {
+        let clients = self.servers.get(&server)?.clients.values();
+        let mut pids: Vec<u32> = clients.filter(|client| client.context.is_some()).map(|client| client.pid).collect();
+        pids.sort_unstable();
+        pids.dedup();
+        Some(pids)
+    }
+
+    /// `ps`: a line for each context.
+    pub(super) fn table(&self, only: Option<u32>) -> String {
+        let mut text =
+            format!("{:<10}{:<6}{:<10}{:<19}{:<15}{}\n", "PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND");
+        for (server, client, context) in self.contexts() {
+            if only.is_none_or(|pid| pid == client.pid) {
+                let short: String = context.device.chars().take(17).collect();
+                let ClientContext { id, namespace, command, .. } = context;
+                let _ = writeln!(text, "{:<10}{id:<6}{server:<10}{short:<19}{namespace:<15}{command}", client.pid);
+            }
+        }
+        text
+    }
+
+    /// `get_device_client_list`: each device with the PIDs that use it.
+    pub(super) fn device_clients(&self, only: Option<u32>) -> String {
+        let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+        for (server, client, context) in self.contexts() {
+            if only.is_none_or(|pid| pid == server) {
+                devices.entry(&context.device).or_default().push(client.pid);
+            }
+        }
+        let mut text = String::new();
+        for (device, mut pids) in devices {
+            pids.sort_unstable();
+            pids.dedup();
+            let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
+            let _ = writeln!(text, "{device} {}", pids.join(" "));
+        }
+        text
+    }
+
+    fn contexts(&self) -> impl Iterator<Item = (u32, &Client, &ClientContext)> {
+        self.servers.iter().flat_map(|(pid, server)| {
+            server.clients.values().filter_map(|client| Some((*pid, client, client.context.as_ref()?)))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with_server(uid: u32, status: Status, clients: &[u32]) -> State {
+        let mut state = State::new(Settings::default());
+        let (link, _) = Connection::pair().unwrap();
+        let clients = clients.iter().map(|pid| {
+            let context = ClientContext {
+                id: 0,
+                device: "GPU-8f3c1a52-0000-4000-8000-000000000001".into(),
+                namespace: 4_026_531_836,
+                command: "./nbody".into(),
+            };
+            (u64::from(*pid), Client { pid: *pid, context: Some(context) })
+        });
+        let server = Server {
+            uid,
+            status,
+            settings: Settings::default(),
+            link: Arc::new(link),
+            clients: clients.collect(),
+            leaving: false,
+        };
+        state.servers.insert(6472, server);
+        state
+    }
+
+    #[test]
+    fn a_second_user_waits_until_the_first_has_left() {
+        assert_eq!(State::new(Settings::default()).choose(0, false), Choice::Start);
+        assert_eq!(with_server(0, Status::Active, &[1]).choose(0, false), Choice::Enter(6472));
+        assert_eq!(with_server(0, Status::Active, &[1]).choose(1000, false), Choice::Wait);
+        assert_eq!(with_server(0, Status::Active, &[]).choose(1000, false), Choice::Replace(6472));
+        assert_eq!(with_server(0, Status::Active, &[1]).choose(1000, true), Choice::Enter(6472));
+    }
+
+    #[test]
+    fn nobody_enters_a_server_that_is_not_active() {
+        assert_eq!(with_server(0, Status::Initializing, &[]).choose(0, true), Choice::Wait);
+        assert_eq!(with_server(0, Status::Fault, &[1]).choose(0, true), Choice::Wait);
+        let mut state = with_server(0, Status::Active, &[]);
+        state.servers.values_mut().for_each(|server| server.leaving = true);
+        assert_eq!(state.choose(0, true), Choice::Wait);
+    }
+
+    #[test]
+    fn ps_is_a_table_with_the_short_uuid() {
+        let table = with_server(0, Status::Active, &[9741, 9743]).table(Some(9741));
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(
+            lines,
+            [
+                "PID       ID    SERVER    DEVICE             NAMESPACE      COMMAND",
+                "9741      0     6472      GPU-8f3c1a52-0000  4026531836     ./nbody",
+            ]
+        );
+    }
+}

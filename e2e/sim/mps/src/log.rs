@@ -1,0 +1,67 @@
+//! Log lines as the real tools write them: `[2026-11-21 10:15:39.123 Control  1234] text`.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+
+/// Where lines go.
+#[derive(Debug)]
+pub struct Log(Mutex<Sink>);
+
+#[derive(Debug)]
+enum Sink {
+    Stdout,
+    File(File),
+}
+
+impl Log {
+    /// Standard output.
+    pub fn stdout() -> Self {
+        Self(Mutex::new(Sink::Stdout))
+    }
+
+    /// A file, appended to.
+    pub fn append(path: &Path) -> io::Result<Self> {
+        Ok(Self(Mutex::new(Sink::File(OpenOptions::new().create(true).append(true).open(path)?))))
+    }
+
+    /// Writes a line of a component (`Control`, `Server`, `Other`) with a pid.
+    pub fn line(&self, component: &str, pid: u32, text: &str) {
+        self.raw(format!("{}\n", format_line(Timestamp::now(), component, pid, text)).as_bytes());
+    }
+
+    /// Writes what is a line already.
+    pub fn raw(&self, line: &[u8]) {
+        // A log that nobody reads any more must not stop the daemon.
+        let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            Sink::Stdout => {
+                let mut out = io::stdout().lock();
+                out.write_all(line).and_then(|()| out.flush())
+            }
+            Sink::File(file) => file.write_all(line),
+        };
+    }
+}
+
+fn format_line(now: Timestamp, component: &str, pid: u32, text: &str) -> String {
+    let time = now.to_zoned(TimeZone::UTC).strftime("%Y-%m-%d %H:%M:%S%.3f").to_string();
+    format!("[{time} {component} {pid:>5}] {text}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_have_the_real_format() {
+        let time: Timestamp = "2026-11-21T10:15:39.123456Z".parse().unwrap();
+        assert_eq!(
+            format_line(time, "Control", 261, "NEW SERVER 337: Ready"),
+            "[2026-11-21 10:15:39.123 Control   261] NEW SERVER 337: Ready"
+        );
+    }
+}

@@ -1,0 +1,321 @@
+//! SEQPACKET unix sockets that carry credentials and descriptors.
+
+use std::fs;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixCredentials};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+/// Who sent a message, as the kernel attests it, in the receiver's namespaces.
+///
+/// `pid` is 0 for a sender outside the receiver's pid namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Credentials {
+    /// Process.
+    pub pid: i32,
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+/// One end of a SEQPACKET connection.
+#[derive(Debug)]
+pub struct Connection(OwnedFd);
+
+/// What one receive gave.
+#[derive(Debug)]
+pub struct Packet {
+    /// The bytes, at most as many as were asked for.
+    pub data: Vec<u8>,
+    /// Whether the packet was longer than was asked for, and the rest is gone.
+    pub truncated: bool,
+    /// The sender, where the message carried its credentials.
+    pub credentials: Option<Credentials>,
+    /// The first descriptor that came along.
+    pub fd: Option<OwnedFd>,
+}
+
+/// Which ancillary data a receive makes room for: what there is no room for, the kernel drops.
+enum Room {
+    Credentials,
+    Descriptor,
+}
+
+impl Connection {
+    /// Connects to the socket at `path`.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let socket = socket()?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        Ok(Self(socket))
+    }
+
+    /// Two ends, connected to each other.
+    pub fn pair() -> io::Result<(Self, Self)> {
+        let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        Ok((Self(a), Self(b)))
+    }
+
+    /// Takes over a descriptor that is known to be such a socket.
+    pub fn from_fd(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+
+    /// Asks the kernel to attest the sender of every message that comes.
+    pub fn attest(&self) -> io::Result<()> {
+        Ok(rustix::net::sockopt::set_socket_passcred(&self.0, true)?)
+    }
+
+    /// Sends one packet. A peer that is gone is an error, never a signal.
+    pub fn send(&self, data: &[u8]) -> io::Result<()> {
+        rustix::net::send(&self.0, data, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    /// Sends one packet unless the peer does not read: `WouldBlock` then.
+    pub fn try_send(&self, data: &[u8]) -> io::Result<()> {
+        rustix::net::send(&self.0, data, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+        Ok(())
+    }
+
+    /// Sends one packet with a descriptor.
+    pub fn send_fd(&self, data: &[u8], fd: BorrowedFd<'_>) -> io::Result<()> {
+        let fds = [fd];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        rustix::net::sendmsg(&self.0, &[IoSlice::new(data)], &mut control, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    /// Sends one packet with credentials: one's own, or with `CAP_SYS_ADMIN` anybody's.
+    pub fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
+        let ucred = UnixCredentials::from(nix::libc::ucred {
+            pid: credentials.pid,
+            uid: credentials.uid,
+            gid: credentials.gid,
+        });
+        nix::sys::socket::sendmsg::<()>(
+            self.0.as_raw_fd(),
+            &[IoSlice::new(data)],
+            &[ControlMessage::ScmCredentials(&ucred)],
+            MsgFlags::MSG_NOSIGNAL,
+            None,
+        )?;
+        Ok(())
+    }
+
+    /// Waits for one packet of at most `most` bytes; `None` when the peer has closed.
+    pub fn recv(&self, most: usize) -> io::Result<Option<Packet>> {
+        let mut data = vec![0; most];
+        loop {
+            match rustix::net::recv(&self.0, data.as_mut_slice(), RecvFlags::TRUNC) {
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return end_or_error(error.into()),
+                Ok((_, 0)) => return Ok(None),
+                Ok((read, length)) => {
+                    data.truncate(read);
+                    return Ok(Some(Packet { data, truncated: length > read, credentials: None, fd: None }));
+                }
+            }
+        }
+    }
+
+    /// The same, with the sender's credentials; without, where it sent descriptors along.
+    pub fn recv_credentials(&self, most: usize) -> io::Result<Option<Packet>> {
+        self.recv_with(most, &Room::Credentials)
+    }
+
+    /// The same, with a descriptor. Not for a connection that [attests](Self::attest): there would be no room for both.
+    pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
+        self.recv_with(most, &Room::Descriptor)
+    }
+
+    fn recv_with(&self, most: usize, room: &Room) -> io::Result<Option<Packet>> {
+        let mut data = vec![0; most];
+        let received = match room {
+            Room::Credentials => self.recvmsg_credentials(&mut data),
+            Room::Descriptor => self.recvmsg_fd(&mut data),
+        };
+        match received {
+            Err(error) => end_or_error(error),
+            Ok((0, ..)) => Ok(None),
+            Ok((length, credentials, fd)) => {
+                let truncated = length > most;
+                data.truncate(length);
+                Ok(Some(Packet { data, truncated, credentials, fd }))
+            }
+        }
+    }
+
+    /// By nix: rustix's credentials cannot hold pid 0, which is what a sender outside the pid namespace has.
+    fn recvmsg_credentials(&self, data: &mut [u8]) -> io::Result<(usize, Option<Credentials>, Option<OwnedFd>)> {
+        let mut space = nix::cmsg_space!(nix::libc::ucred);
+        let mut iov = [IoSliceMut::new(data)];
+        let message = loop {
+            match nix::sys::socket::recvmsg::<()>(
+                self.0.as_raw_fd(),
+                &mut iov,
+                Some(&mut space),
+                MsgFlags::MSG_TRUNC | MsgFlags::MSG_CMSG_CLOEXEC,
+            ) {
+                Err(nix::errno::Errno::EINTR) => {}
+                other => break other?,
+            }
+        };
+        let credentials = message.cmsgs().into_iter().flatten().find_map(|control| match control {
+            ControlMessageOwned::ScmCredentials(ucred) => {
+                Some(Credentials { pid: ucred.pid(), uid: ucred.uid(), gid: ucred.gid() })
+            }
+            _ => None,
+        });
+        Ok((message.bytes, credentials, None))
+    }
+
+    fn recvmsg_fd(&self, data: &mut [u8]) -> io::Result<(usize, Option<Credentials>, Option<OwnedFd>)> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = loop {
+            let mut iov = [IoSliceMut::new(data)];
+            let flags = RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+            match rustix::net::recvmsg(&self.0, &mut iov, &mut control, flags) {
+                Err(rustix::io::Errno::INTR) => {}
+                other => break other?,
+            }
+        };
+        let fd = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+            _ => None,
+        });
+        Ok((received.bytes, None, fd))
+    }
+
+    /// Whether the peer has closed. Never waits, and reads nothing.
+    pub fn is_closed(&self) -> bool {
+        let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) && fds[0].revents().intersects(gone)
+    }
+
+    /// Wakes whoever waits on this connection, on both ends, with its end.
+    pub fn shutdown(&self) {
+        // The peer being gone already is what was wanted.
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<Connection> for OwnedFd {
+    fn from(connection: Connection) -> Self {
+        connection.0
+    }
+}
+
+/// A listening SEQPACKET socket in the file system.
+#[derive(Debug)]
+pub struct Listener(OwnedFd);
+
+impl Listener {
+    /// Listens at `path`, in place of what a dead daemon left there, with that file mode.
+    pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let socket = socket()?;
+        // Inherited by what is accepted: no message can come before the kernel has been asked to attest it.
+        rustix::net::sockopt::set_socket_passcred(&socket, true)?;
+        rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
+        rustix::net::listen(&socket, 1024)?;
+        Ok(Self(socket))
+    }
+
+    /// Waits for the next connection.
+    pub fn accept(&self) -> io::Result<Connection> {
+        loop {
+            match rustix::net::accept_with(&self.0, SocketFlags::CLOEXEC) {
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {}
+                other => {
+                    let connection = Connection(other?);
+                    connection.attest()?;
+                    return Ok(connection);
+                }
+            }
+        }
+    }
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+/// A peer that died is an end like one that closed.
+fn end_or_error(error: io::Error) -> io::Result<Option<Packet>> {
+    if error.kind() == io::ErrorKind::ConnectionReset { Ok(None) } else { Err(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_packet_carries_credentials_or_a_descriptor() {
+        let (a, b) = Connection::pair().unwrap();
+        b.attest().unwrap();
+        let own = Credentials {
+            pid: i32::try_from(std::process::id()).unwrap(),
+            uid: rustix::process::getuid().as_raw(),
+            gid: rustix::process::getgid().as_raw(),
+        };
+        a.send_credentials(b"who", own).unwrap();
+        let packet = b.recv_credentials(16).unwrap().unwrap();
+        assert_eq!((packet.data.as_slice(), packet.credentials), (b"who".as_slice(), Some(own)));
+        b.send_fd(b"fd", b.as_fd()).unwrap();
+        assert!(a.recv_fd(16).unwrap().unwrap().fd.is_some());
+    }
+
+    #[test]
+    fn a_packet_that_is_too_long_says_so_and_an_end_is_none() {
+        let (a, b) = Connection::pair().unwrap();
+        b.attest().unwrap();
+        a.send(&[1; 100]).unwrap();
+        a.send(&[1; 100]).unwrap();
+        assert!(b.recv(16).unwrap().unwrap().truncated);
+        let packet = b.recv_credentials(16).unwrap().unwrap();
+        assert!(packet.truncated);
+        assert_eq!(packet.data.len(), 16);
+        assert!(!b.is_closed());
+        drop(a);
+        assert!(b.is_closed());
+        assert!(b.recv(16).unwrap().is_none());
+    }
+
+    #[test]
+    fn descriptors_nobody_asked_for_are_dropped_by_the_kernel() {
+        let (a, b) = Connection::pair().unwrap();
+        b.attest().unwrap();
+        let (kept, sent) = Connection::pair().unwrap();
+        a.send_fd(b"fd", sent.as_fd()).unwrap();
+        drop(sent);
+        // Where something had no room, nix trusts nothing of what came along.
+        assert_eq!(b.recv_credentials(16).unwrap().unwrap().credentials, None);
+        assert!(kept.is_closed());
+    }
+}

@@ -1,0 +1,335 @@
+//! What a server knows of its clients, and what happens to them: no I/O.
+//!
+//! The rules are those measured: an illegal access breaks every client; the server is in FAULT until the last of those
+//! has exited; a client that dies with a kernel in flight may break the others; one ended through `terminate_client`
+//! harms nobody.
+
+use std::collections::BTreeMap;
+
+use crate::breakage::Rule;
+use crate::limits::MAX_CONTEXTS;
+use crate::wire::Status;
+
+/// An illegal access, told to every client.
+pub const ILLEGAL_ADDRESS: i32 = 700;
+/// The server is in FAULT.
+pub const NOT_READY: i32 = 807;
+/// The 49th context.
+pub const MAX_CLIENTS_REACHED: i32 = 808;
+/// No such client.
+const INVALID_VALUE: i32 = 1;
+
+/// One connection of a client process. Each holds at most one context.
+#[derive(Debug)]
+struct Client {
+    pid: u32,
+    stage: Stage,
+    /// Milliseconds of the kernels in flight.
+    busy: Option<f64>,
+    /// Asked to terminate and not yet done.
+    terminating: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Let in, no context yet.
+    Connected,
+    /// Has a context.
+    Live,
+    /// Its context took part in a fatal error: FAULT lasts until it has exited.
+    Broken,
+    /// Its context was ended by `terminate_client`.
+    Ended,
+}
+
+/// A `terminate_client` that waits for its client.
+#[derive(Debug)]
+struct Termination {
+    request: u64,
+    pid: u32,
+}
+
+/// What the server must do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// Tell a client that its context is broken with [`ILLEGAL_ADDRESS`].
+    Break(u64),
+    /// Ask a client to end its context.
+    AskToEnd(u64),
+    /// A client's context is no more: give its memory back.
+    Release(u64),
+    /// Answer a `terminate_client`: 0 is done.
+    Answer(u64, i32),
+    /// The server's status changed.
+    Status(Status),
+}
+
+/// All clients of a server.
+#[derive(Debug)]
+pub struct Clients {
+    connected: BTreeMap<u64, Client>,
+    terminations: Vec<Termination>,
+    status: Status,
+    rule: Rule,
+    /// A busy client died while nobody was there to break: the server looks ACTIVE, and breaks the next that works.
+    poisoned: bool,
+}
+
+impl Clients {
+    /// A server that serves, without clients.
+    pub fn new(rule: Rule) -> Self {
+        let connected = BTreeMap::new();
+        Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
+    }
+
+    /// A client was let in.
+    pub fn connect(&mut self, connection: u64, pid: u32) {
+        let client = Client { pid, stage: Stage::Connected, busy: None, terminating: false };
+        self.connected.insert(connection, client);
+    }
+
+    /// Whether a client may have a context now: the number of the context within its process, or a `CUresult`.
+    pub fn may_create(&self, connection: u64) -> Result<u32, i32> {
+        let client = self.connected.get(&connection).filter(|client| client.stage == Stage::Connected);
+        let Some(client) = client else { return Err(INVALID_VALUE) };
+        if self.status == Status::Fault {
+            return Err(NOT_READY);
+        }
+        if self.connected.values().filter(|other| other.holds_context()).count() >= MAX_CONTEXTS {
+            return Err(MAX_CLIENTS_REACHED);
+        }
+        let own = self.connected.values().filter(|other| other.pid == client.pid && other.holds_context());
+        Ok(u32::try_from(own.count()).unwrap_or(u32::MAX))
+    }
+
+    /// A client has a context.
+    pub fn created(&mut self, connection: u64) {
+        if let Some(client) = self.connected.get_mut(&connection) {
+            client.stage = Stage::Live;
+        }
+    }
+
+    /// Whether a client has a context that works.
+    pub fn is_live(&self, connection: u64) -> bool {
+        self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Live)
+    }
+
+    /// The process of a connection.
+    pub fn pid(&self, connection: u64) -> Option<u32> {
+        self.connected.get(&connection).map(|client| client.pid)
+    }
+
+    /// PIDs of the clients that a fatal error holds here, each once.
+    pub fn broken(&self) -> Vec<u32> {
+        let mut pids: Vec<u32> =
+            self.connected.values().filter(|client| client.stage == Stage::Broken).map(|client| client.pid).collect();
+        pids.dedup();
+        pids
+    }
+
+    /// Kernels of a client are in flight from now on.
+    pub fn busy(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
+        match self.connected.get_mut(&connection) {
+            Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
+            _ => return Vec::new(),
+        }
+        if std::mem::take(&mut self.poisoned) { self.fault() } else { Vec::new() }
+    }
+
+    /// A client's kernels are done.
+    pub fn idle(&mut self, connection: u64) {
+        if let Some(client) = self.connected.get_mut(&connection) {
+            client.busy = None;
+        }
+    }
+
+    /// A fatal error: every context is broken.
+    pub fn fault(&mut self) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        for (connection, client) in &mut self.connected {
+            if client.stage == Stage::Live {
+                client.stage = Stage::Broken;
+                client.busy = None;
+                effects.push(Effect::Break(*connection));
+            }
+        }
+        if !effects.is_empty() && self.status != Status::Fault {
+            self.status = Status::Fault;
+            effects.push(Effect::Status(Status::Fault));
+        }
+        effects
+    }
+
+    /// `terminate_client`.
+    pub fn terminate(&mut self, request: u64, pid: u32) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        for (connection, client) in &mut self.connected {
+            if client.pid == pid && client.holds_context() && !client.terminating {
+                client.terminating = true;
+                effects.push(Effect::AskToEnd(*connection));
+            }
+        }
+        if self.connected.values().any(|client| client.pid == pid && client.terminating) {
+            self.terminations.push(Termination { request, pid });
+        } else {
+            effects.push(Effect::Answer(request, INVALID_VALUE));
+        }
+        effects
+    }
+
+    /// A client has ended its context, as it was asked.
+    pub fn ended(&mut self, connection: u64) -> Vec<Effect> {
+        let Some(client) = self.connected.get_mut(&connection).filter(|client| client.terminating) else {
+            return Vec::new();
+        };
+        client.terminating = false;
+        client.busy = None;
+        let mut effects = Vec::new();
+        // A broken one holds FAULT until its process is gone, whatever it says.
+        if client.stage == Stage::Live {
+            client.stage = Stage::Ended;
+            effects.push(Effect::Release(connection));
+        }
+        effects.extend(self.answers());
+        effects
+    }
+
+    /// A client's connection is gone; `orderly` when it said so before.
+    pub fn left(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
+        let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
+        let mut effects = Vec::new();
+        if client.holds_context() {
+            effects.push(Effect::Release(connection));
+        }
+        if let (Stage::Live, Some(kernel_ms), false) = (client.stage, client.busy, orderly)
+            && self.rule.breaks(kernel_ms)
+        {
+            let broken = self.fault();
+            self.poisoned = broken.is_empty();
+            effects.extend(broken);
+        }
+        effects.extend(self.answers());
+        if self.status == Status::Fault && self.connected.values().all(|client| client.stage != Stage::Broken) {
+            self.status = Status::Active;
+            effects.push(Effect::Status(Status::Active));
+        }
+        effects
+    }
+
+    /// Answers to the `terminate_client`s of which no context is left to end.
+    fn answers(&mut self) -> Vec<Effect> {
+        let waits = |pid: u32| self.connected.values().any(|client| client.pid == pid && client.terminating);
+        let (waiting, done): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.terminations).into_iter().partition(|termination| waits(termination.pid));
+        self.terminations = waiting;
+        done.into_iter().map(|termination| Effect::Answer(termination.request, 0)).collect()
+    }
+}
+
+impl Client {
+    fn holds_context(&self) -> bool {
+        matches!(self.stage, Stage::Live | Stage::Broken)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Clients 1 to `count` with a context each, of processes 101 and so on.
+    fn with(count: u64) -> Clients {
+        let mut clients = Clients::new(Rule::from_environment(None, None));
+        for connection in 1..=count {
+            clients.connect(connection, 100 + u32::try_from(connection).unwrap());
+            assert_eq!(clients.may_create(connection), Ok(0));
+            clients.created(connection);
+        }
+        clients
+    }
+
+    #[test]
+    fn the_49th_context_is_refused_until_another_has_left() {
+        let mut clients = with(48);
+        clients.connect(49, 149);
+        assert_eq!(clients.may_create(49), Err(MAX_CLIENTS_REACHED));
+        clients.left(7, true);
+        assert_eq!(clients.may_create(49), Ok(0));
+    }
+
+    #[test]
+    fn an_illegal_access_breaks_all_and_ends_with_the_last_of_them() {
+        let mut clients = with(3);
+        let effects = clients.fault();
+        assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
+        assert_eq!(clients.broken(), [101, 102, 103]);
+        clients.connect(4, 104);
+        assert_eq!(clients.may_create(4), Err(NOT_READY));
+        assert_eq!(clients.left(1, false), [Effect::Release(1)]);
+        assert_eq!(clients.left(3, false), [Effect::Release(3)]);
+        assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
+        assert_eq!(clients.may_create(4), Ok(0));
+    }
+
+    #[test]
+    fn a_busy_death_breaks_the_neighbours_and_an_orderly_end_does_not() {
+        let mut clients = with(3);
+        clients.busy(1, 100.0);
+        clients.busy(2, 100.0);
+        assert_eq!(clients.left(1, true), [Effect::Release(1)]);
+        assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Break(3), Effect::Status(Status::Fault)]);
+    }
+
+    #[test]
+    fn an_idle_or_short_death_breaks_nobody() {
+        let mut clients = with(3);
+        clients.busy(1, 100.0);
+        clients.idle(1);
+        clients.busy(2, 0.5);
+        assert_eq!(clients.left(1, false), [Effect::Release(1)]);
+        assert_eq!(clients.left(2, false), [Effect::Release(2)]);
+    }
+
+    #[test]
+    fn a_busy_death_without_neighbours_breaks_the_next_that_works() {
+        let mut clients = with(1);
+        clients.busy(1, 1000.0);
+        assert_eq!(clients.left(1, false), [Effect::Release(1)]);
+        clients.connect(2, 102);
+        assert_eq!(clients.may_create(2), Ok(0));
+        clients.created(2);
+        assert_eq!(clients.busy(2, 0.1), [Effect::Break(2), Effect::Status(Status::Fault)]);
+        assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
+    }
+
+    #[test]
+    fn a_terminated_client_may_die_as_it_likes() {
+        let mut clients = with(2);
+        clients.busy(1, 1000.0);
+        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
+        assert_eq!(clients.ended(1), [Effect::Release(1), Effect::Answer(7, 0)]);
+        assert_eq!(clients.left(1, false), []);
+    }
+
+    #[test]
+    fn terminate_waits_for_every_context_of_the_process_and_for_no_other() {
+        let mut clients = with(2);
+        clients.connect(3, 101);
+        assert_eq!(clients.may_create(3), Ok(1));
+        clients.created(3);
+        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
+        assert_eq!(clients.terminate(8, 101), []);
+        assert_eq!(clients.ended(1), [Effect::Release(1)]);
+        assert_eq!(clients.left(3, false), [Effect::Release(3), Effect::Answer(7, 0), Effect::Answer(8, 0)]);
+        assert_eq!(clients.terminate(9, 101), [Effect::Answer(9, INVALID_VALUE)]);
+    }
+
+    #[test]
+    fn a_broken_client_that_is_terminated_holds_the_fault_until_it_exits() {
+        let mut clients = with(1);
+        clients.fault();
+        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
+        assert_eq!(clients.ended(1), [Effect::Answer(7, 0)]);
+        assert_eq!(clients.broken(), [101]);
+        assert_eq!(clients.left(1, false), [Effect::Release(1), Effect::Status(Status::Active)]);
+    }
+}

@@ -1,0 +1,393 @@
+//! `nvidia-cuda-mps-server`: the daemon's child that holds the GPU and serves the clients.
+//!
+//! Its standard input is a socket to the daemon, its standard output the daemon's log. It ends when the daemon does,
+//! as the real one was seen to.
+
+pub mod clients;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use sim_machine::{Context, ContextKind, EventKind, Machine, mps_sms};
+
+use crate::breakage::{RULE_ENV, Rule, SEED_ENV};
+use crate::faults::Faults;
+use crate::limits::{self, CLIENT_MEMORY, DeviceName, SERVER_MEMORY, Settings};
+use crate::log::Log;
+use crate::seqpacket::Connection;
+use crate::wire::{self, Device, FromContext, FromServer, Status, ToContext, ToServer};
+use clients::{Clients, Effect};
+
+/// Milliseconds that a server takes to start, in place of [`START_MS`].
+pub const START_ENV: &str = "SIM_MPS_SERVER_START_MS";
+const START_MS: u64 = 150;
+/// What an illegal access leaves in the kernel log: an MMU fault.
+const XID_MMU_FAULT: u64 = 31;
+const INVALID_DEVICE: i32 = 101;
+const INVALID_CONTEXT: i32 = 201;
+
+/// The program.
+pub fn main() -> ExitCode {
+    let log = Log::stdout();
+    match run(&log) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            log.line("Other", std::process::id(), &format!("MPS server failed to start: {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(log: &Log) -> anyhow::Result<()> {
+    let link = Connection::from_fd(io::stdin().as_fd().try_clone_to_owned()?);
+    let pid = std::process::id();
+    log.line("Other", pid, "Startup");
+    let start = wire::recv(&link).context("not started by nvidia-cuda-mps-control")?;
+    let Some(ToServer::Start { visible, pipe_directory, uid, settings }) = start else {
+        anyhow::bail!("not started by nvidia-cuda-mps-control");
+    };
+    let control = Path::new(&pipe_directory).join("control");
+    log.line("Other", pid, &format!("Connecting to control daemon on socket: {}", control.display()));
+    // A server runs as its clients' user, who may not be able to reach the daemon's directory.
+    rustix::fs::access(&control, rustix::fs::Access::READ_OK)
+        .with_context(|| format!("cannot reach {}", control.display()))?;
+    log.line("Other", pid, "Initializing server process");
+    if let Some(code) = Faults::new(visible.clone()).injected("mps:server") {
+        std::process::exit(code);
+    }
+    let delay = std::env::var(START_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(START_MS);
+    thread::sleep(Duration::from_millis(delay));
+
+    let machine = Machine::open_default().context("no CUDA-capable device is detected")?;
+    let devices = devices(&machine, visible.as_deref())?;
+    let mut own = Vec::new();
+    for (ordinal, device) in devices.iter().enumerate() {
+        log.line("Server", pid, &format!("Creating server context on device {ordinal} ({})", device.name));
+        let context = machine.open_context(&device.offer.uuid, ContextKind::MpsServer, SERVER_MEMORY);
+        own.push(context.with_context(|| format!("cannot create a context on device {ordinal}"))?);
+    }
+    log.line("Server", pid, &format!("Created anonymous shared memory region mps.shm.{uid}.{pid}"));
+    log.line("Server", pid, "CUDA MPS Server for Linux/Unix. Binary version: 13000");
+    let version = machine.snapshot()?.driver.version.clone();
+    let major = version.split('.').next().unwrap_or_default();
+    log.line("Server", pid, &format!("Display Driver version: {major}"));
+
+    let environment = |name| std::env::var(name).ok();
+    let rule = Rule::from_environment(environment(RULE_ENV).as_deref(), environment(SEED_ENV).as_deref());
+    let server = Arc::new(Server {
+        log: Log::stdout(),
+        link,
+        machine,
+        devices,
+        inner: Mutex::new(Inner { clients: Clients::new(rule), connections: BTreeMap::new() }),
+    });
+    server.say_settings(&settings);
+    server.log("Server has started");
+    wire::send(&server.link, &FromServer::Status(Status::Active))?;
+    server.serve();
+    // The contexts end with the process: whoever waits for the GPU must not see it before the last client has.
+    drop(own);
+    Ok(())
+}
+
+/// A device of the machine, as the server serves it.
+#[derive(Debug)]
+struct Served {
+    offer: Device,
+    name: String,
+    gpu: String,
+    instance: Option<(u32, u32)>,
+}
+
+fn devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Vec<Served>> {
+    let state = machine.snapshot()?;
+    let devices: Vec<Served> = (state.visible_devices(visible).into_iter())
+        .map(|device| Served {
+            offer: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory() },
+            name: device.model.name.clone(),
+            gpu: device.gpu.uuid.clone(),
+            instance: device.mig.map(|(gpu, compute)| (gpu.id, compute.id)),
+        })
+        .collect();
+    anyhow::ensure!(!devices.is_empty(), "no CUDA-capable device is detected");
+    Ok(devices)
+}
+
+struct Server {
+    log: Log,
+    link: Connection,
+    machine: Machine,
+    devices: Vec<Served>,
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    clients: Clients,
+    connections: BTreeMap<u64, Entry>,
+}
+
+/// What the server holds of a connection beside its state.
+struct Entry {
+    socket: Arc<Connection>,
+    settings: Settings,
+    context: Option<Held>,
+}
+
+/// A client's memory on the machine.
+struct Held {
+    memory: Context,
+    id: u32,
+    ordinal: usize,
+}
+
+impl Server {
+    /// Serves until the daemon says to end, or is gone.
+    fn serve(self: &Arc<Self>) {
+        while let Ok(Some(packet)) = self.link.recv_fd(wire::LONGEST) {
+            match serde_json::from_slice(&packet.data) {
+                Ok(ToServer::Client { connection, pid, settings, .. }) => {
+                    if let Some(socket) = packet.fd {
+                        self.let_in(connection, pid, settings, Arc::new(Connection::from_fd(socket)));
+                    }
+                }
+                Ok(ToServer::Settings(settings)) => self.say_settings(&settings),
+                Ok(ToServer::Terminate { request, pid }) => {
+                    let mut inner = self.lock();
+                    let effects = inner.clients.terminate(request, pid);
+                    self.apply(&mut inner, effects);
+                }
+                Ok(ToServer::Start { .. }) | Err(_) => {}
+                Ok(ToServer::Shutdown) => break,
+            }
+        }
+        self.log("Server is shutting down");
+    }
+
+    fn let_in(self: &Arc<Self>, connection: u64, pid: u32, settings: Settings, socket: Arc<Connection>) {
+        let mut inner = self.lock();
+        inner.clients.connect(connection, pid);
+        inner.connections.insert(connection, Entry { socket: Arc::clone(&socket), settings, context: None });
+        drop(inner);
+        let server = Arc::clone(self);
+        let spawned = thread::Builder::new().stack_size(256 << 10).spawn(move || {
+            let orderly = server.attend(connection, &socket);
+            server.leave(connection, orderly);
+        });
+        if spawned.is_err() {
+            self.leave(connection, true);
+        }
+    }
+
+    /// One client's requests until it leaves: whether it said goodbye.
+    fn attend(&self, connection: u64, socket: &Connection) -> bool {
+        loop {
+            match wire::recv::<ToContext>(socket) {
+                Ok(Some(ToContext::Goodbye)) => return true,
+                Ok(Some(request)) => {
+                    if let Some(answer) = self.answer(connection, request)
+                        && wire::send(socket, &answer).is_err()
+                    {
+                        return false;
+                    }
+                }
+                // Neither an end nor nonsense is a goodbye.
+                Ok(None) | Err(_) => return false,
+            }
+        }
+    }
+
+    fn answer(&self, connection: u64, request: ToContext) -> Option<FromContext> {
+        let mut inner = self.lock();
+        match request {
+            ToContext::Devices => {
+                let offers = self.devices.iter().map(|device| device.offer.clone()).collect();
+                Some(FromContext::Devices(offers))
+            }
+            ToContext::Create { device, threads, command, namespace } => {
+                let created = self.create(&mut inner, connection, &device, threads, command, namespace);
+                Some(created.unwrap_or_else(FromContext::Error))
+            }
+            ToContext::Allocate(bytes) => Some(inner.memory(connection, |memory| memory.allocate(bytes))),
+            ToContext::Free(bytes) => Some(inner.memory(connection, |memory| memory.free(bytes))),
+            ToContext::Query => Some(inner.memory(connection, |_| Ok(()))),
+            ToContext::Busy(kernel_ms) => {
+                let effects = inner.clients.busy(connection, kernel_ms);
+                self.apply(&mut inner, effects);
+                None
+            }
+            ToContext::Idle => {
+                inner.clients.idle(connection);
+                None
+            }
+            ToContext::IllegalAccess => {
+                self.illegal_access(&mut inner, connection);
+                None
+            }
+            ToContext::Terminated => {
+                let effects = inner.clients.ended(connection);
+                self.apply(&mut inner, effects);
+                None
+            }
+            ToContext::Goodbye => None,
+        }
+    }
+
+    fn create(
+        &self,
+        inner: &mut Inner,
+        connection: u64,
+        uuid: &str,
+        threads: Option<f64>,
+        command: String,
+        namespace: u64,
+    ) -> Result<FromContext, i32> {
+        let ordinal = self.devices.iter().position(|device| device.offer.uuid == uuid).ok_or(INVALID_DEVICE)?;
+        let device = &self.devices[ordinal].offer;
+        let id = inner.clients.may_create(connection)?;
+        let pid = inner.clients.pid(connection).ok_or(INVALID_CONTEXT)?;
+        self.log(&format!("Received new client request for {{PID: {pid}, Context ID: {id}}}"));
+        let memory = self.machine.register_client(uuid, pid, CLIENT_MEMORY).map_err(|error| error.cuda_code())?;
+        let free = memory.memory().map_err(|error| error.cuda_code())?.free;
+        let entry = inner.connections.get_mut(&connection).ok_or(INVALID_CONTEXT)?;
+        let sms = mps_sms(device.sms, limits::effective_threads(entry.settings.threads, threads));
+        let limit = entry.settings.memory_of(DeviceName { ordinal, uuid });
+        entry.context = Some(Held { memory, id, ordinal });
+        inner.clients.created(connection);
+        self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} connected"));
+        self.log(&format!("Creating worker thread for client {{PID: {pid}, Context ID: {id}}}"));
+        self.report(&FromServer::Context { connection, id, device: uuid.to_owned(), namespace, command });
+        Ok(FromContext::Created { sms, limit, free })
+    }
+
+    fn illegal_access(&self, inner: &mut Inner, connection: u64) {
+        let Some(ordinal) = inner.connections.get(&connection).and_then(|entry| Some(entry.context.as_ref()?.ordinal))
+        else {
+            return;
+        };
+        if !inner.clients.is_live(connection) {
+            return;
+        }
+        let device = &self.devices[ordinal];
+        let told = self.machine.update(|state| {
+            state.push_event(&device.gpu, EventKind::Xid, XID_MMU_FAULT, device.instance);
+            Ok::<_, sim_machine::Error>(())
+        });
+        if let Err(error) = told {
+            self.log(&format!("{error}"));
+        }
+        let effects = inner.clients.fault();
+        self.apply(inner, effects);
+    }
+
+    fn leave(&self, connection: u64, orderly: bool) {
+        let mut inner = self.lock();
+        let (pid, id) = (inner.clients.pid(connection), inner.connections.get(&connection));
+        if let (Some(pid), Some(id)) = (pid, id.and_then(|entry| Some(entry.context.as_ref()?.id))) {
+            self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} exit"));
+        }
+        let effects = inner.clients.left(connection, orderly);
+        self.apply(&mut inner, effects);
+        inner.connections.remove(&connection);
+        self.report(&FromServer::Left { connection });
+    }
+
+    fn apply(&self, inner: &mut Inner, effects: Vec<Effect>) {
+        for effect in effects {
+            match effect {
+                Effect::Break(connection) => inner.tell(connection, &FromContext::Broken(clients::ILLEGAL_ADDRESS)),
+                Effect::AskToEnd(connection) => inner.tell(connection, &FromContext::Terminate),
+                Effect::Release(connection) => {
+                    if let Some(entry) = inner.connections.get_mut(&connection) {
+                        entry.context = None;
+                    }
+                    self.report(&FromServer::Left { connection });
+                }
+                Effect::Answer(request, result) => self.report(&FromServer::Terminated { request, result }),
+                Effect::Status(status) => {
+                    self.say_status(status, inner);
+                    self.report(&FromServer::Status(status));
+                }
+            }
+        }
+    }
+
+    fn say_status(&self, status: Status, inner: &Inner) {
+        let say = |text: &str| self.log.line("Other", std::process::id(), text);
+        match status {
+            Status::Fault => {
+                say("Volta MPS: Server is handling a fatal GPU error.");
+                for (connection, entry) in &inner.connections {
+                    if let (Some(pid), Some(context)) = (inner.clients.pid(*connection), &entry.context) {
+                        say(&format!("Volta MPS: status of client {{{pid}, {}}} is ACTIVE", context.id));
+                    }
+                }
+                say("The following devices");
+                (0..self.devices.len()).for_each(|ordinal| say(&ordinal.to_string()));
+                say("The following clients have a sticky error set:");
+                inner.clients.broken().iter().for_each(|pid| say(&pid.to_string()));
+            }
+            Status::Active => {
+                for (ordinal, device) in self.devices.iter().enumerate() {
+                    say(&format!("Destroy server context on device {ordinal}"));
+                    say(&format!("Creating server context on device {ordinal} ({})", device.name));
+                }
+            }
+            Status::Initializing => {}
+        }
+    }
+
+    fn say_settings(&self, settings: &Settings) {
+        self.log(&format!("Active Threads Percentage set to {:.1}", settings.threads));
+        for (ordinal, device) in self.devices.iter().enumerate() {
+            if let Some(limit) = settings.memory_of(DeviceName { ordinal, uuid: &device.offer.uuid }) {
+                self.log(&format!("Device pinned memory limit for device {ordinal} set to {limit:#x} bytes"));
+            }
+        }
+        self.log(&format!("Server Priority set to {}", settings.priority));
+    }
+
+    fn log(&self, text: &str) {
+        self.log.line("Server", std::process::id(), text);
+    }
+
+    fn report(&self, message: &FromServer) {
+        // The daemon being gone ends the server by itself.
+        let _ = wire::send(&self.link, message);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    /// Changes a live context's memory.
+    fn memory(
+        &self,
+        connection: u64,
+        change: impl FnOnce(&Context) -> Result<(), sim_machine::ContextError>,
+    ) -> FromContext {
+        let held = self.connections.get(&connection).and_then(|entry| entry.context.as_ref());
+        let Some(held) = held.filter(|_| self.clients.is_live(connection)) else {
+            return FromContext::Error(INVALID_CONTEXT);
+        };
+        match change(&held.memory).and_then(|()| held.memory.memory()) {
+            Ok(memory) => FromContext::Memory { free: memory.free },
+            Err(error) => FromContext::Error(error.cuda_code()),
+        }
+    }
+
+    /// Says something to a client that did not ask. One that does not read must not stop the others.
+    fn tell(&self, connection: u64, message: &FromContext) {
+        if let Some(entry) = self.connections.get(&connection) {
+            let _ = wire::try_send(&entry.socket, message);
+        }
+    }
+}
