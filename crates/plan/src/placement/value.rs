@@ -7,6 +7,9 @@ use std::collections::BTreeMap;
 use super::demand::{Demand, Typical};
 use super::{GPU, Node, Rank, Score, left};
 
+/// How much more a whole GPU is worth when all that wait want whole ones.
+const AWAITED: f64 = 0.4;
+
 /// Steps that a GPU is divided into in the table of values.
 const STEPS: usize = 100;
 
@@ -42,6 +45,8 @@ pub struct Value {
     models: BTreeMap<String, f64>,
     /// How much nodes with much CPU are spared: 0 where CPU is plenty.
     spare_cpu: f64,
+    /// What a whole GPU is worth above its packing.
+    whole: f64,
 }
 
 #[allow(clippy::cast_precision_loss, reason = "thousandths of cores and GPUs are far below 2^52")]
@@ -63,7 +68,13 @@ impl Value {
         }
         let gpus_there: f64 = gpus_of.values().sum();
         if gpu_wanted <= 0.0 || gpus_there <= 0.0 {
-            return Self { packing: packing_values(&[]), cpu_per_gpu: 0.0, models: BTreeMap::new(), spare_cpu: 0.0 };
+            return Self {
+                packing: packing_values(&[]),
+                cpu_per_gpu: 0.0,
+                models: BTreeMap::new(),
+                spare_cpu: 0.0,
+                whole: 0.0,
+            };
         }
         let mut models = BTreeMap::new();
         for kind in typical.iter().filter(|kind| !kind.models.is_empty()) {
@@ -82,12 +93,28 @@ impl Value {
             cpu_per_gpu: cpu_beside / gpu_wanted,
             models,
             spare_cpu: SPARE_CPU * (10.0 * (scarcity - CPU_SCARCE)).clamp(0.0, 1.0),
+            whole: 0.0,
         }
+    }
+
+    /// Takes account of the pods that wait: holes that nobody waits for are filled before a whole GPU is opened that others wait for.
+    ///
+    /// Without departures this never matters; with them, pods that share would else keep GPUs from ever becoming whole again.
+    #[must_use]
+    pub fn awaited<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
+        let (mut whole, mut all) = (0u64, 0u64);
+        for demand in waiting {
+            all += u64::from(demand.total());
+            whole += if demand.per_gpu == GPU { u64::from(demand.total()) } else { 0 };
+        }
+        self.whole = if all > 0 { AWAITED * float(whole) / float(all) } else { 0.0 };
+        self
     }
 
     /// Worth of one GPU with that many thousandths free.
     fn gpu(&self, free: u32) -> f64 {
         self.packing.get(free as usize * STEPS / GPU as usize).copied().unwrap_or(1.0)
+            + if free >= GPU { self.whole } else { 0.0 }
     }
 
     /// Worth of free CPU and GPU together, apart from what each GPU can hold.

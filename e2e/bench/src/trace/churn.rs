@@ -83,7 +83,7 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
         let (demand, life) = drifted(&pods, arrival, &mut rng);
         seen.add(demand);
         if arrival % RELEARN == RELEARN - 1 {
-            chooser.learn(&seen);
+            chooser.learn(&seen, waiting.iter().map(|(_, demand, _)| *demand));
         }
         match chooser.choose(demand) {
             Some(choice) => {

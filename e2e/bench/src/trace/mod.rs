@@ -210,10 +210,10 @@ impl Chooser {
     }
 
     /// Learns anew what is typical, where the policy cares.
-    fn learn(&mut self, seen: &Observed) {
+    fn learn<'a>(&mut self, seen: &Observed, waiting: impl Iterator<Item = &'a Demand>) {
         match self {
             Self::Cleave(placer) => {
-                let value = Value::learn(&seen.typical(true), placer.nodes());
+                let value = Value::learn(&seen.typical(true), placer.nodes()).awaited(waiting);
                 placer.set_policy(value);
             }
             Self::Fgd(placer) => placer.set_policy(Fgd::new(&seen.typical(false))),
