@@ -43,7 +43,10 @@ impl std::error::Error for Refused {}
 impl Cluster {
     /// Connects as `KUBECONFIG` says.
     pub fn connect() -> Result<Self> {
-        ensure!(std::env::var_os("KUBECONFIG").is_some(), "KUBECONFIG is not set: run the cluster tests by `make test-cluster`");
+        ensure!(
+            std::env::var_os("KUBECONFIG").is_some(),
+            "KUBECONFIG is not set: run the cluster tests by `make test-cluster`"
+        );
         let _ = rustls::crypto::ring::default_provider().install_default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let client = runtime.block_on(kube::Client::try_default())?;
@@ -148,7 +151,11 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Re
 }
 
 /// Waits until `done`, and fails at once when `broken` says that a promise was broken meanwhile.
-pub fn hold_until(what: &str, mut done: impl FnMut() -> Result<bool>, mut broken: impl FnMut() -> Result<Option<String>>) -> Result<()> {
+pub fn hold_until(
+    what: &str,
+    mut done: impl FnMut() -> Result<bool>,
+    mut broken: impl FnMut() -> Result<Option<String>>,
+) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         if let Some(promise) = broken()? {
@@ -178,7 +185,11 @@ pub fn run(program: &str, args: &[&str]) -> Result<String> {
 
 /// Runs a program and gives all of its result.
 pub fn output(program: &str, args: &[&str]) -> Result<Output> {
-    Command::new(program).args(args).stdin(Stdio::null()).output().with_context(|| format!("running {program} {}", args.join(" ")))
+    Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("running {program} {}", args.join(" ")))
 }
 
 /// Runs the cluster's launcher.
@@ -225,7 +236,8 @@ impl<'a> Scope<'a> {
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.sweep()?;
-        cluster.create("/api/v1/namespaces", &json!({"metadata": {"name": scope.namespace, "labels": {LABEL: name}}}))?;
+        cluster
+            .create("/api/v1/namespaces", &json!({"metadata": {"name": scope.namespace, "labels": {LABEL: name}}}))?;
         // Pods cannot be made before the service account is there.
         wait_until("the namespace's service account", || {
             Ok(cluster.find(&format!("/api/v1/namespaces/{}/serviceaccounts/default", scope.namespace))?.is_some())
