@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::time::Instant;
 
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixCredentials};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -127,6 +128,21 @@ impl Connection {
                     data.truncate(read);
                     return Ok(Some(Packet { data, truncated: length > read, credentials: None, fd: None }));
                 }
+            }
+        }
+    }
+
+    /// The same, and no longer than until `deadline`: `TimedOut` then.
+    pub fn recv_until(&self, most: usize, deadline: Instant) -> io::Result<Option<Packet>> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+            let timeout = Timespec::try_from(left).ok();
+            match rustix::event::poll(&mut fds, timeout.as_ref()) {
+                Ok(0) if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(0) | Err(rustix::io::Errno::INTR) => {}
+                Ok(_) => return self.recv(most),
+                Err(error) => return Err(error.into()),
             }
         }
     }

@@ -1,0 +1,197 @@
+//! The CUDA library's stand-in: a context through MPS where there is a daemon, else a plain one.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use sim_machine::{ContextKind, EventKind, Machine};
+use sim_mps::client::{Environment, Mps, MpsContext, NO_DEVICE};
+use sim_mps::limits::context_overhead;
+use sim_mps::wire::Device;
+
+use crate::devices::Given;
+
+const ILLEGAL_ADDRESS: i32 = 700;
+const UNKNOWN: i32 = 999;
+
+/// The library, initialised: MPS or not is decided once for the process.
+pub(crate) struct Cuda {
+    machine: Option<Machine>,
+    mps: Option<Mps>,
+    devices: Vec<Device>,
+}
+
+/// A context on the program's first device.
+pub(crate) enum Context {
+    /// An MPS server works for it.
+    Mps(MpsContext),
+    /// All of the GPU, in turns with other processes.
+    Plain(Plain),
+}
+
+/// A plain context.
+pub(crate) struct Plain {
+    machine: Machine,
+    context: sim_machine::Context,
+    device: Device,
+    error: AtomicI32,
+}
+
+impl Cuda {
+    /// Initialises the library. `control` is where it looks for an MPS daemon; it waits as long as that lets it wait.
+    ///
+    /// # Errors
+    /// A `CUresult`: there is no device.
+    pub(crate) fn init(control: &Path, given: &Given) -> Result<Self, i32> {
+        let machine = Machine::open_default().ok();
+        let mps = Mps::attach(control);
+        let devices = match (&mps, &machine) {
+            (Some(mps), machine) => given.visible_of(mps.devices(), machine.as_ref()),
+            (None, Some(machine)) => machine.snapshot().map(|state| given.visible(&state)).unwrap_or_default(),
+            (None, None) => Vec::new(),
+        };
+        if devices.is_empty() { Err(NO_DEVICE) } else { Ok(Self { machine, mps, devices }) }
+    }
+
+    /// Creates a context on the first device.
+    ///
+    /// # Errors
+    /// A `CUresult`.
+    pub(crate) fn context(&self) -> Result<Context, i32> {
+        if let Some(mps) = &self.mps {
+            return mps.context(&Environment::own(), &self.devices, 0).map(Context::Mps);
+        }
+        let machine = self.machine.clone().ok_or(NO_DEVICE)?;
+        let device = self.devices.first().ok_or(NO_DEVICE)?.clone();
+        let overhead = context_overhead(device.sms);
+        let context = machine.open_context(&device.uuid, ContextKind::Compute, overhead);
+        let context = context.map_err(|error| error.cuda_code())?;
+        Ok(Context::Plain(Plain { machine, context, device, error: AtomicI32::new(0) }))
+    }
+}
+
+impl Context {
+    /// Whether MPS serves it.
+    pub(crate) fn via_mps(&self) -> bool {
+        matches!(self, Self::Mps(_))
+    }
+
+    /// Its device.
+    pub(crate) fn device(&self) -> &Device {
+        match self {
+            Self::Mps(context) => context.device(),
+            Self::Plain(plain) => &plain.device,
+        }
+    }
+
+    /// SMs that it may use.
+    pub(crate) fn sms(&self) -> u32 {
+        match self {
+            Self::Mps(context) => context.sms(),
+            Self::Plain(plain) => plain.device.sms,
+        }
+    }
+
+    /// The memory limit that binds it, bytes.
+    pub(crate) fn limit(&self) -> Option<u64> {
+        match self {
+            Self::Mps(context) => context.limit(),
+            Self::Plain(_) => None,
+        }
+    }
+
+    /// Free memory as `cudaMemGetInfo` gives it, bytes.
+    pub(crate) fn free_memory(&self) -> Result<u64, i32> {
+        match self {
+            Self::Mps(context) => context.free_memory(),
+            Self::Plain(plain) => {
+                plain.working()?;
+                plain.context.memory().map(|memory| memory.free).map_err(|error| error.cuda_code())
+            }
+        }
+    }
+
+    /// Takes memory.
+    pub(crate) fn allocate(&self, bytes: u64) -> Result<(), i32> {
+        match self {
+            Self::Mps(context) => context.allocate(bytes),
+            Self::Plain(plain) => {
+                plain.working()?;
+                plain.context.allocate(bytes).map_err(|error| error.cuda_code())
+            }
+        }
+    }
+
+    /// Kernels of so many milliseconds are in flight from now on.
+    pub(crate) fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
+        match self {
+            Self::Mps(context) => context.launch(kernel_ms),
+            Self::Plain(plain) => plain.working(),
+        }
+    }
+
+    /// All kernels are done.
+    pub(crate) fn synchronize(&self) -> Result<(), i32> {
+        match self {
+            Self::Mps(context) => context.synchronize(),
+            Self::Plain(plain) => plain.working(),
+        }
+    }
+
+    /// A kernel that accesses memory that is not there. Its error comes later.
+    pub(crate) fn access_illegally(&self) -> Result<(), i32> {
+        match self {
+            Self::Mps(context) => context.access_illegally(),
+            Self::Plain(plain) => plain.access_illegally(),
+        }
+    }
+
+    /// The error that broke it, if one did.
+    pub(crate) fn error(&self) -> Option<i32> {
+        match self {
+            Self::Mps(context) => context.error(),
+            Self::Plain(plain) => plain.working().err(),
+        }
+    }
+}
+
+impl Plain {
+    fn working(&self) -> Result<(), i32> {
+        match self.error.load(Ordering::Relaxed) {
+            0 => self.context.check().map_err(|error| error.cuda_code()),
+            code => Err(code),
+        }
+    }
+
+    fn access_illegally(&self) -> Result<(), i32> {
+        self.working()?;
+        self.error.store(ILLEGAL_ADDRESS, Ordering::Relaxed);
+        let told = self.machine.update(|state| {
+            let place = state.device(&self.device.uuid);
+            let gpu = place.map(|device| device.gpu.uuid.clone()).unwrap_or_default();
+            let instance = place.and_then(|device| device.mig).map(|(gpu, compute)| (gpu.id, compute.id));
+            state.push_event(&gpu, EventKind::Xid, 31, instance);
+            Ok::<_, sim_machine::Error>(())
+        });
+        told.map_err(|_| UNKNOWN)
+    }
+}
+
+/// The name of a `CUresult`.
+pub(crate) fn name(code: i32) -> &'static str {
+    match code {
+        1 => "CUDA_ERROR_INVALID_VALUE",
+        2 => "CUDA_ERROR_OUT_OF_MEMORY",
+        46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
+        100 => "CUDA_ERROR_NO_DEVICE",
+        101 => "CUDA_ERROR_INVALID_DEVICE",
+        201 => "CUDA_ERROR_INVALID_CONTEXT",
+        700 => "CUDA_ERROR_ILLEGAL_ADDRESS",
+        709 => "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+        805 => "CUDA_ERROR_MPS_CONNECTION_FAILED",
+        806 => "CUDA_ERROR_MPS_RPC_FAILURE",
+        807 => "CUDA_ERROR_MPS_SERVER_NOT_READY",
+        808 => "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED",
+        810 => "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+        _ => "CUDA_ERROR_UNKNOWN",
+    }
+}

@@ -1,0 +1,181 @@
+//! A client that does not keep to the handshake, for tests of whoever stands at the door.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use sim_mps::handshake::{self, CREDENTIALS, KIND_ADMINISTRATOR, KIND_CLIENT};
+use sim_mps::seqpacket::{Connection, Credentials};
+
+use crate::work;
+
+/// What it does wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lie {
+    /// Says so many bytes of `OUTBCRED` and kind, then nothing.
+    Stall(usize),
+    /// Names a kind that does not exist, or another's.
+    Kind(u32),
+    /// Sends a kind of two bytes.
+    ShortKind,
+    /// Sends 128 KiB in place of `OUTBCRED`.
+    Huge,
+    /// Sends 64 bytes that mean nothing.
+    Garbage,
+    /// Sends `OUTBCRED` twice.
+    Twice,
+    /// Sends descriptors along with `OUTBCRED`.
+    Descriptors,
+    /// Claims another's pid: the kernel lets root do so.
+    Pid(i32),
+    /// Claims root's uid.
+    Root,
+    /// Says all that is right, and never takes the answer nor leaves.
+    Unread,
+    /// Says after the kind of a client what an administrator says.
+    AdministratorAfterClient,
+    /// Announces a command of 2^60 bytes.
+    LongCommand,
+    /// Opens so many connections, and says nothing on any.
+    Flood(usize),
+}
+
+/// The lies, as the help lists them.
+pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
+                         administrator-after-client, long-command, flood=N";
+
+impl FromStr for Lie {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
+        let number = || value.and_then(|value| value.parse().ok());
+        let lie = match (name, value) {
+            ("stall", Some(_)) => number().map(Self::Stall),
+            ("kind", Some(value)) => value.parse().ok().map(Self::Kind),
+            ("short-kind", None) => Some(Self::ShortKind),
+            ("huge", None) => Some(Self::Huge),
+            ("garbage", None) => Some(Self::Garbage),
+            ("twice", None) => Some(Self::Twice),
+            ("descriptors", None) => Some(Self::Descriptors),
+            ("pid", Some(value)) => value.parse().ok().map(Self::Pid),
+            ("root", None) => Some(Self::Root),
+            ("unread", None) => Some(Self::Unread),
+            ("administrator-after-client", None) => Some(Self::AdministratorAfterClient),
+            ("long-command", None) => Some(Self::LongCommand),
+            ("flood", Some(_)) => number().map(Self::Flood),
+            _ => None,
+        };
+        lie.ok_or_else(|| format!("{text:?} is none of: {NAMES}"))
+    }
+}
+
+/// Lies to `control`, waits until the other side closes, at most so long, and prints what became of it:
+/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word.
+pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
+    let deadline = Instant::now() + patience;
+    let connections = (0..if let Lie::Flood(count) = lie { count } else { 1 })
+        .map(|_| Connection::connect(control))
+        .collect::<io::Result<Vec<_>>>()?;
+    let (mut outcome, mut packets) = ("closed", 0);
+    for connection in &connections {
+        match tell(connection, lie) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => outcome = "refused",
+            // It closed before all was said.
+            _ => {
+                if lie == Lie::Unread {
+                    while !connection.is_closed() && Instant::now() < deadline {
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
+                    outcome = if connection.is_closed() { outcome } else { "open" };
+                } else {
+                    let (closed, read) = drain(connection, deadline)?;
+                    packets += read;
+                    outcome = if closed { outcome } else { "open" };
+                }
+            }
+        }
+    }
+    work::print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
+    Ok(())
+}
+
+fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
+    let own = handshake::own_credentials();
+    let introduce = |credentials: Credentials, kind: u32| {
+        connection.send_credentials(CREDENTIALS, credentials)?;
+        connection.send(&kind.to_le_bytes())
+    };
+    match lie {
+        Lie::Flood(_) | Lie::Stall(0) => Ok(()),
+        Lie::Stall(bytes) => {
+            connection.send_credentials(&CREDENTIALS[..bytes.min(CREDENTIALS.len())], own)?;
+            let kind = KIND_CLIENT.to_le_bytes();
+            match bytes.saturating_sub(CREDENTIALS.len()).min(kind.len()) {
+                0 => Ok(()),
+                rest => connection.send(&kind[..rest]),
+            }
+        }
+        Lie::Kind(kind) => introduce(own, kind),
+        Lie::ShortKind => {
+            connection.send_credentials(CREDENTIALS, own)?;
+            connection.send(&[2, 0])
+        }
+        Lie::Huge => connection.send_credentials(&vec![b'O'; 128 << 10], own),
+        Lie::Garbage => connection.send_credentials(&[0xa5; 64], own),
+        Lie::Twice => {
+            connection.send_credentials(CREDENTIALS, own)?;
+            introduce(own, KIND_CLIENT)
+        }
+        Lie::Descriptors => {
+            let file = File::open("/dev/null")?;
+            connection.send_fd(CREDENTIALS, file.as_fd())?;
+            connection.send(&KIND_CLIENT.to_le_bytes())
+        }
+        Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
+        Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
+        Lie::Unread => introduce(own, KIND_CLIENT),
+        Lie::AdministratorAfterClient => {
+            introduce(own, KIND_CLIENT)?;
+            let text = b"set_default_active_thread_percentage 100\n\0";
+            connection.send(&u64::try_from(text.len()).unwrap_or_default().to_le_bytes())?;
+            connection.send(text)
+        }
+        Lie::LongCommand => {
+            introduce(own, KIND_ADMINISTRATOR)?;
+            connection.send(&(1_u64 << 60).to_le_bytes())
+        }
+    }
+}
+
+/// Reads until the other side closes or the time is over: whether it closed, and the packets read.
+fn drain(connection: &Connection, deadline: Instant) -> io::Result<(bool, usize)> {
+    let mut packets = 0;
+    loop {
+        match connection.recv_until(4096, deadline) {
+            Ok(Some(_)) => packets += 1,
+            Ok(None) => return Ok((true, packets)),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => return Ok((false, packets)),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lies_are_read_by_name() {
+        assert_eq!("stall=9".parse(), Ok(Lie::Stall(9)));
+        assert_eq!("kind=7".parse(), Ok(Lie::Kind(7)));
+        assert_eq!("huge".parse(), Ok(Lie::Huge));
+        for text in ["stall", "stall=x", "huge=1", "", "truth"] {
+            assert!(text.parse::<Lie>().is_err(), "{text}");
+        }
+    }
+}
