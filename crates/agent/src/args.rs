@@ -11,21 +11,11 @@ pub struct AgentArgs {
     pub node_name: String,
 
     /// Directory shared with the MPS host, mounted at the same path on the host and in both pods. May be a tmpfs.
-    #[arg(
-        long,
-        env = "CLEAVE_RUN_DIR",
-        value_name = "DIR",
-        default_value = "/run/cleave"
-    )]
+    #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 
     /// Directory on the host's disk for the checkpoint: it has to survive a reboot.
-    #[arg(
-        long,
-        env = "CLEAVE_STATE_DIR",
-        value_name = "DIR",
-        default_value = "/var/lib/cleave"
-    )]
+    #[arg(long, env = "CLEAVE_STATE_DIR", value_name = "DIR", default_value = "/var/lib/cleave")]
     pub state_dir: PathBuf,
 
     /// The kubelet's device plugin directory. Mount the directory, not the socket: the kubelet makes the socket anew.
@@ -52,12 +42,7 @@ pub struct AgentArgs {
     pub nvml_library: Option<PathBuf>,
 
     /// Where this process sees the host's root file system: a prefix for finding the driver and its device nodes.
-    #[arg(
-        long,
-        env = "CLEAVE_HOST_ROOT",
-        value_name = "DIR",
-        default_value = "/"
-    )]
+    #[arg(long, env = "CLEAVE_HOST_ROOT", value_name = "DIR", default_value = "/")]
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`: mounted read-only into each container
@@ -66,12 +51,7 @@ pub struct AgentArgs {
     pub driver_root: Option<PathBuf>,
 
     /// Where containers see `--driver-root`.
-    #[arg(
-        long,
-        env = "CLEAVE_CONTAINER_DRIVER_ROOT",
-        value_name = "DIR",
-        default_value = "/usr/local/nvidia"
-    )]
+    #[arg(long, env = "CLEAVE_CONTAINER_DRIVER_ROOT", value_name = "DIR", default_value = "/usr/local/nvidia")]
     pub container_driver_root: PathBuf,
 
     /// How a container is given its GPU.
@@ -79,12 +59,7 @@ pub struct AgentArgs {
     pub device_list_strategy: DeviceListStrategy,
 
     /// Where `--device-list-strategy cdi` writes its specification.
-    #[arg(
-        long,
-        env = "CLEAVE_CDI_DIR",
-        value_name = "DIR",
-        default_value = "/var/run/cdi"
-    )]
+    #[arg(long, env = "CLEAVE_CDI_DIR", value_name = "DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
 
     /// A further mount of every container that gets a GPU, HOST:CONTAINER or HOST:CONTAINER:ro. May be repeated.
@@ -109,12 +84,7 @@ pub struct AgentArgs {
     pub allocation_grace: u64,
 
     /// Where /metrics, /healthz and /readyz are served.
-    #[arg(
-        long,
-        env = "CLEAVE_METRICS_ADDR",
-        value_name = "ADDR",
-        default_value = "0.0.0.0:8080"
-    )]
+    #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,
 }
 
@@ -158,11 +128,7 @@ impl FromStr for MountArg {
         if !host.starts_with('/') || !container.starts_with('/') {
             return Err(NotAMount(text.to_owned()));
         }
-        Ok(Self {
-            host: host.to_owned(),
-            container: container.to_owned(),
-            read_only,
-        })
+        Ok(Self { host: host.to_owned(), container: container.to_owned(), read_only })
     }
 }
 
@@ -185,10 +151,7 @@ impl FromStr for EnvArg {
 
     fn from_str(text: &str) -> Result<Self, NotAnEnv> {
         match text.split_once('=') {
-            Some((name, value)) if !name.is_empty() => Ok(Self {
-                name: name.to_owned(),
-                value: value.to_owned(),
-            }),
+            Some((name, value)) if !name.is_empty() => Ok(Self { name: name.to_owned(), value: value.to_owned() }),
             _ => Err(NotAnEnv(text.to_owned())),
         }
     }
@@ -207,12 +170,7 @@ mod tests {
     }
 
     fn parse(extra: &[&str]) -> Result<AgentArgs, clap::Error> {
-        Cli::try_parse_from(
-            ["agent", "--node-name", "n"]
-                .into_iter()
-                .chain(extra.iter().copied()),
-        )
-        .map(|cli| cli.args)
+        Cli::try_parse_from(["agent", "--node-name", "n"].into_iter().chain(extra.iter().copied())).map(|cli| cli.args)
     }
 
     #[test]
@@ -233,17 +191,8 @@ mod tests {
             container: container.into(),
             read_only,
         };
-        assert_eq!(
-            args.container_mounts,
-            [mount("/a", "/b", false), mount("/c", "/d", true)]
-        );
-        assert_eq!(
-            args.container_envs[0],
-            EnvArg {
-                name: "A".into(),
-                value: "b=c".into()
-            }
-        );
+        assert_eq!(args.container_mounts, [mount("/a", "/b", false), mount("/c", "/d", true)]);
+        assert_eq!(args.container_envs[0], EnvArg { name: "A".into(), value: "b=c".into() });
         assert_eq!(args.container_envs[1].value, "");
         for bad in ["", "/a", "a:/b", "/a:b", "/a:/b:rx", "/a:/b:ro:x"] {
             assert!(parse(&["--container-mount", bad]).is_err(), "{bad}");
@@ -255,10 +204,7 @@ mod tests {
     #[test]
     fn defaults_ignore_the_xids_of_programs() {
         assert_eq!(parse(&[]).unwrap().ignore_xids, [13, 31, 43, 45, 68, 109]);
-        assert_eq!(
-            parse(&["--ignore-xids", "13,31"]).unwrap().ignore_xids,
-            [13, 31]
-        );
+        assert_eq!(parse(&["--ignore-xids", "13,31"]).unwrap().ignore_xids, [13, 31]);
         assert!(parse(&["--allocation-grace", "0"]).is_err());
     }
 }

@@ -1,5 +1,12 @@
 //! The node agent: observe, diff, act, report.
+pub mod allocate;
 pub mod args;
+pub mod cdi;
+pub mod diff;
+mod files;
+pub mod hardware;
+pub mod layout;
+pub mod usage;
 
 pub use args::AgentArgs;
 

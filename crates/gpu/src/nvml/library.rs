@@ -173,12 +173,10 @@ const fn cores_per_sm(capability: (u32, u32)) -> u32 {
 /// NVML writes `00000000:3B:00.0`, sysfs `0000:3b:00.0`.
 fn sysfs_bus_id(id: &str) -> String {
     let id = id.to_ascii_lowercase();
-    match id.split_once(':') {
-        // The kernel writes at least four digits of the domain.
-        Some((domain, rest)) if domain.len() == 8 => {
-            format!("{}:{rest}", domain.strip_prefix("0000").unwrap_or(domain))
-        }
-        _ => id,
+    let Some((domain, rest)) = id.split_once(':') else { return id };
+    match u32::from_str_radix(domain, 16) {
+        Ok(domain) => format!("{domain:04x}:{rest}"),
+        Err(_) => id,
     }
 }
 
@@ -229,7 +227,7 @@ mod tests {
     #[test]
     fn bus_ids_are_written_as_sysfs_writes_them() {
         assert_eq!(sysfs_bus_id("00000000:3B:00.0"), "0000:3b:00.0");
-        assert_eq!(sysfs_bus_id("00010000:3B:00.0"), "00010000:3b:00.0");
+        assert_eq!(sysfs_bus_id("00010000:3B:00.0"), "10000:3b:00.0");
         assert_eq!(sysfs_bus_id("0000:3b:00.0"), "0000:3b:00.0");
         assert_eq!(sysfs_bus_id("nonsense"), "nonsense");
     }

@@ -16,6 +16,7 @@ use std::path::Path;
 
 use cleave_plan::units::{Mebibytes, Sms};
 use nvml_wrapper::error::NvmlError as Code;
+use serde::{Deserialize, Serialize};
 
 pub use events::{EventWatch, GpuEvent};
 pub use find::Search;
@@ -111,7 +112,7 @@ pub struct Inventory {
 }
 
 /// One GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
     /// NVML's UUID.
     pub uuid: String,
@@ -136,7 +137,7 @@ pub struct Gpu {
 }
 
 /// MIG of one GPU.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mig {
     /// MIG mode is on.
     pub enabled: bool,
@@ -149,7 +150,7 @@ pub struct Mig {
 }
 
 /// One MIG profile of a GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigProfile {
     /// NVML's id, for making instances on this GPU.
     pub id: u32,
@@ -168,7 +169,7 @@ pub struct MigProfile {
 }
 
 /// One GPU instance.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigInstance {
     /// UUID of the MIG device; empty while it has no compute instance.
     pub uuid: String,

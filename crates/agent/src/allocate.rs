@@ -1,0 +1,489 @@
+//! What the kubelet is answered: which slices to take, and what a container gets that holds them. Pure.
+//!
+//! Shares under MPS, and turns where it can be, are of one GPU. `Allocate` answers from what is served; a daemon that is away is no reason
+//! to refuse, since the container's start waits for it.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::gpunode::Reservation;
+use cleave_kubelet::{ContainerResponse, DeviceNode, Mount, PreferredRequest};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::args::{AgentArgs, DeviceListStrategy, EnvArg, MountArg};
+use crate::cdi;
+use crate::layout::{Kind, Pool, parse_id};
+
+/// Where a container sees its allocation's folder.
+pub const CONTAINER_PIPE_DIRECTORY: &str = "/run/cleave-mps";
+
+/// Longest sentence part that repeats what a caller sent.
+const ECHO: usize = 80;
+
+/// Slices that a container holds, or is about to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Allocation {
+    /// The extended resource.
+    pub resource: String,
+    /// Ids, sorted.
+    pub ids: Vec<String>,
+    /// UUIDs of the devices; exactly one under MPS.
+    pub devices: Vec<String>,
+    /// Limits, under MPS.
+    pub mps: Option<MpsLimits>,
+}
+
+/// What an allocation may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MpsLimits {
+    /// Active thread percentage.
+    pub threads: Option<u8>,
+    /// Memory, MiB.
+    pub memory_mib: Option<u64>,
+    /// Most clients.
+    pub max_clients: Option<u32>,
+}
+
+impl Allocation {
+    /// The allocation's name: the same for the same slices, in whatever order they are given.
+    pub fn id(&self) -> String {
+        allocation_id(&self.resource, &self.ids)
+    }
+}
+
+/// The id of the allocation of these slices: 32 hexadecimal digits.
+pub fn allocation_id(resource: &str, ids: &[String]) -> String {
+    let mut sorted: Vec<&str> = ids.iter().map(String::as_str).collect();
+    sorted.sort_unstable();
+    let mut hash = Sha256::new_with_prefix(resource);
+    for id in sorted {
+        // No id and no resource name has a NUL, so that no two lists are the same text.
+        hash.update([0]);
+        hash.update(id);
+    }
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The pools of one resource, with what is needed to choose among them.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    /// The resource.
+    pub resource: &'a str,
+    /// Its pools on all devices.
+    pub pools: &'a [Pool],
+    /// Held for pods that have not come yet, of any resource.
+    pub reservations: &'a [Reservation],
+}
+
+impl<'a> View<'a> {
+    fn pool(&self, id: &str) -> Option<&'a Pool> {
+        let (device, number) = parse_id(id)?;
+        self.pools.iter().find(|pool| pool.resource == self.resource && pool.holds(device, number))
+    }
+}
+
+/// Which slices to take.
+///
+/// All of one GPU, if one has them: of those, first one that has them reserved for just this size; then one where the rest of the free
+/// slices still holds what is reserved there; then the one with the fewest free slices; then the first by UUID. Where none has them,
+/// those with the most free, so that the fewest are touched. Lowest numbers first. What must be included is.
+pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
+    let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
+    let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
+    for id in request.available {
+        if let (Some((device, number)), Some(_)) = (parse_id(id), view.pool(id)) {
+            free.entry(device).or_default().insert((number, id));
+        }
+    }
+    let mut chosen: Vec<&str> = must.iter().copied().take(request.size).collect();
+    let started: BTreeSet<&str> = must.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
+    let reserved = |device: &str| -> Vec<usize> {
+        let here = view.reservations.iter().filter(|held| held.resource == view.resource && held.device == device);
+        here.map(|held| held.units as usize).collect()
+    };
+    let room =
+        |device: &str| free.get(device).map_or(0, |slices| slices.iter().filter(|(_, id)| !must.contains(id)).count());
+    let missing = request.size.saturating_sub(chosen.len());
+    let mut order: Vec<&str> = free.keys().copied().collect();
+    order.sort_by_cached_key(|&device| {
+        let free = room(device);
+        let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
+        let held = reserved(device);
+        let for_this = held.contains(&request.size);
+        let for_all = held.iter().fold(0_usize, |sum, units| sum.saturating_add(*units));
+        let spares_others = for_this || free >= missing.saturating_add(for_all);
+        let size = if fits { free } else { usize::MAX - free };
+        (!fits, !started.contains(device), !for_this, !spares_others, size, device)
+    });
+    for device in order {
+        for (_, id) in free.get(device).into_iter().flatten() {
+            if chosen.len() < request.size && !must.contains(id) {
+                chosen.push(id);
+            }
+        }
+    }
+    chosen.into_iter().map(str::to_owned).collect()
+}
+
+/// The allocation of these ids.
+///
+/// # Errors
+/// A sentence for the pod's events, where no container can be given these ids.
+pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, String> {
+    let resource = view.resource;
+    if ids.is_empty() {
+        return Err(format!("a container must ask for at least one {resource}"));
+    }
+    let mut sorted = BTreeSet::new();
+    let mut devices = BTreeSet::new();
+    let mut first: Option<&Pool> = None;
+    for id in ids {
+        let Some(pool) = view.pool(id) else {
+            return Err(format!("{:?} is not a device of {resource} on this node", echo(id)));
+        };
+        if !sorted.insert(id.clone()) {
+            return Err(format!("{id} is there twice"));
+        }
+        devices.insert(pool.device.clone());
+        let same_kind =
+            first.is_none_or(|first| std::mem::discriminant(&first.kind) == std::mem::discriminant(&pool.kind));
+        if !same_kind {
+            return Err(format!("{id} is not the same kind of slice as the other devices of the request"));
+        }
+        first = first.or(Some(pool));
+    }
+    let mps = match first.map(|pool| &pool.kind) {
+        None | Some(Kind::Whole | Kind::TimeSliced) => None,
+        Some(Kind::Mps { memory_mib, threads, max_clients }) => {
+            if devices.len() > 1 {
+                return Err(format!(
+                    "{} {resource} cannot be shares of {} GPUs ({}): no single GPU had as many free",
+                    ids.len(),
+                    devices.len(),
+                    devices.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
+                ));
+            }
+            // A list is complete or empty: `layout` sees to it.
+            let last = ids.len() - 1;
+            Some(MpsLimits {
+                threads: threads.get(last).copied(),
+                memory_mib: memory_mib.get(last).copied(),
+                max_clients: *max_clients,
+            })
+        }
+    };
+    Ok(Allocation {
+        resource: resource.to_owned(),
+        ids: sorted.into_iter().collect(),
+        devices: devices.into_iter().collect(),
+        mps,
+    })
+}
+
+fn echo(text: &str) -> String {
+    text.chars().take(ECHO).collect()
+}
+
+/// How containers are given devices on this node.
+#[derive(Debug, Clone)]
+pub struct Handover {
+    strategy: DeviceListStrategy,
+    alloc_dir: String,
+    mounts: Vec<Mount>,
+    envs: Vec<EnvArg>,
+}
+
+impl Handover {
+    /// As the command line says.
+    pub fn new(args: &AgentArgs) -> Self {
+        let mount = |MountArg { host, container, read_only }: &MountArg| Mount {
+            container_path: container.clone(),
+            host_path: host.clone(),
+            read_only: *read_only,
+        };
+        let mut mounts: Vec<Mount> = args.container_mounts.iter().map(mount).collect();
+        if let (DeviceListStrategy::DeviceNodes, Some(driver)) = (args.device_list_strategy, &args.driver_root) {
+            mounts.push(Mount {
+                container_path: args.container_driver_root.display().to_string(),
+                host_path: driver.display().to_string(),
+                read_only: true,
+            });
+        }
+        Self {
+            strategy: args.device_list_strategy,
+            alloc_dir: args.run_dir.join("alloc").display().to_string(),
+            mounts,
+            envs: args.container_envs.clone(),
+        }
+    }
+
+    /// What a container gets with an allocation. `nodes` are the device nodes of each device.
+    pub fn response(&self, allocation: &Allocation, nodes: &BTreeMap<String, Vec<String>>) -> ContainerResponse {
+        let mut response = ContainerResponse { mounts: self.mounts.clone(), ..ContainerResponse::default() };
+        let visible = match self.strategy {
+            DeviceListStrategy::Envvar => allocation.devices.join(","),
+            // NVIDIA's images ask for all GPUs by default; should its runtime be there too, it must add nothing.
+            DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
+        };
+        response.envs.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);
+        match self.strategy {
+            DeviceListStrategy::Envvar => {}
+            DeviceListStrategy::Cdi => {
+                response.cdi_names = allocation.devices.iter().map(|uuid| cdi::name(uuid)).collect()
+            }
+            DeviceListStrategy::DeviceNodes => {
+                let paths: BTreeSet<&String> =
+                    allocation.devices.iter().filter_map(|uuid| nodes.get(uuid)).flatten().collect();
+                response.devices = paths
+                    .into_iter()
+                    .map(|path| DeviceNode {
+                        container_path: path.clone(),
+                        host_path: path.clone(),
+                        permissions: "rw".into(),
+                    })
+                    .collect();
+            }
+        }
+        for EnvArg { name, value } in &self.envs {
+            response.envs.insert(name.clone(), value.clone());
+        }
+        if let Some(limits) = &allocation.mps {
+            response.envs.insert("CUDA_MPS_PIPE_DIRECTORY".into(), CONTAINER_PIPE_DIRECTORY.into());
+            if let Some(threads) = limits.threads {
+                response.envs.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
+            }
+            if let Some(memory) = limits.memory_mib {
+                // A fraction makes every context fail, and what cannot be read drops the limit: whole MiB of the only device there is.
+                response.envs.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
+            }
+            response.mounts.push(Mount {
+                container_path: CONTAINER_PIPE_DIRECTORY.into(),
+                host_path: format!("{}/{}", self.alloc_dir, allocation.id()),
+                read_only: true,
+            });
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::layout::device_id;
+
+    const MPS: &str = "nvidia.com/gpu-mps";
+
+    fn mps_pool(device: &str, count: u32) -> Pool {
+        let kind = Kind::Mps {
+            memory_mib: (1..=u64::from(count)).map(|k| k * 1000).collect(),
+            threads: (1..=count).map(|k| u8::try_from(k * 100 / count).unwrap()).collect(),
+            max_clients: Some(4),
+        };
+        Pool { device: device.into(), resource: MPS.into(), first: 0, count, kind }
+    }
+
+    fn pools(counts: &[u32]) -> Vec<Pool> {
+        counts.iter().enumerate().map(|(gpu, &count)| mps_pool(&format!("GPU-{gpu}"), count)).collect()
+    }
+
+    fn view(pools: &[Pool]) -> View<'_> {
+        View { resource: MPS, pools, reservations: &[] }
+    }
+
+    fn ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
+        numbers.into_iter().map(|number| device_id(device, number)).collect()
+    }
+
+    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
+        PreferredRequest { available, must_include, size }
+    }
+
+    #[test]
+    fn the_smallest_gpu_that_holds_the_whole_request_is_preferred() {
+        let pools = pools(&[10, 10, 10]);
+        let available = [ids("GPU-0", 0..10), ids("GPU-1", [9, 3, 7]), ids("GPU-2", 4..9)].concat();
+        assert_eq!(prefer(&view(&pools), &request(&available, &[], 2)), ids("GPU-1", [3, 7]));
+        assert_eq!(prefer(&view(&pools), &request(&available, &[], 4)), ids("GPU-2", 4..8));
+        assert_eq!(prefer(&view(&pools), &request(&available, &[], 6)), ids("GPU-0", 0..6));
+    }
+
+    #[test]
+    fn a_reservation_of_that_size_comes_first_and_others_are_spared() {
+        let pools = pools(&[10, 10, 10]);
+        let available = [ids("GPU-0", 0..10), ids("GPU-1", 0..4), ids("GPU-2", 0..5)].concat();
+        let held = |device: &str, units| Reservation { resource: MPS.into(), units, device: device.into() };
+        let reservations = [held("GPU-0", 3), held("GPU-1", 4)];
+        let view = View { reservations: &reservations, ..view(&pools) };
+        assert_eq!(prefer(&view, &request(&available, &[], 3)), ids("GPU-0", 0..3), "its own reservation");
+        assert_eq!(prefer(&view, &request(&available, &[], 2)), ids("GPU-2", 0..2), "not from what others hold");
+        let other = Reservation { resource: "nvidia.com/gpu-10gb".into(), ..held("GPU-0", 3) };
+        let view = View { reservations: &[other], ..view };
+        assert_eq!(prefer(&view, &request(&available, &[], 3)), ids("GPU-1", 0..3), "another resource's says nothing");
+    }
+
+    #[test]
+    fn what_must_be_included_decides_the_gpu() {
+        let pools = pools(&[10, 10]);
+        let available = [ids("GPU-0", 0..2), ids("GPU-1", 0..9)].concat();
+        let must = ids("GPU-1", [5]);
+        let mut chosen = prefer(&view(&pools), &request(&available, &must, 2));
+        chosen.sort();
+        assert_eq!(chosen, ids("GPU-1", [0, 5]));
+    }
+
+    #[test]
+    fn where_no_gpu_has_enough_the_fewest_are_touched() {
+        let pools = pools(&[10, 10, 10]);
+        let available = [ids("GPU-0", 0..1), ids("GPU-1", 0..3), ids("GPU-2", 0..2)].concat();
+        assert_eq!(
+            prefer(&view(&pools), &request(&available, &[], 5)),
+            [ids("GPU-1", 0..3), ids("GPU-2", 0..2)].concat()
+        );
+    }
+
+    #[test]
+    fn nonsense_in_a_preferred_request_is_left_out() {
+        let pools = pools(&[2]);
+        let available = ["", "x", "GPU-0::7", "GPU-9::0", "GPU-0::1"].map(str::to_owned);
+        assert_eq!(prefer(&view(&pools), &request(&available, &[], 3)), ["GPU-0::1"]);
+        assert!(prefer(&view(&pools), &request(&[], &[], 3)).is_empty());
+        assert!(prefer(&view(&pools), &request(&available, &[], 0)).is_empty());
+    }
+
+    #[test]
+    fn k_shares_get_the_limits_of_k() {
+        let pools = pools(&[10]);
+        let granted = grant(&view(&pools), &ids("GPU-0", [7, 2, 5])).unwrap();
+        assert_eq!(granted.ids, ids("GPU-0", [2, 5, 7]));
+        assert_eq!(granted.mps, Some(MpsLimits { threads: Some(30), memory_mib: Some(3000), max_clients: Some(4) }));
+    }
+
+    #[test]
+    fn sets_that_cannot_be_granted_are_refused_with_a_sentence() {
+        let mut pools = pools(&[2, 2]);
+        pools.push(Pool { device: "GPU-2".into(), resource: MPS.into(), first: 0, count: 1, kind: Kind::Whole });
+        pools.push(Pool {
+            device: "GPU-3".into(),
+            resource: "nvidia.com/gpu".into(),
+            first: 0,
+            count: 1,
+            kind: Kind::Whole,
+        });
+        let refused =
+            |ids: &[&str]| grant(&view(&pools), &ids.iter().map(|&id| id.to_owned()).collect::<Vec<_>>()).unwrap_err();
+        assert_eq!(
+            refused(&["GPU-0::0", "GPU-1::0"]),
+            "2 nvidia.com/gpu-mps cannot be shares of 2 GPUs (GPU-0, GPU-1): no single GPU had as many free"
+        );
+        assert_eq!(refused(&["GPU-0::0", "GPU-0::0"]), "GPU-0::0 is there twice");
+        assert_eq!(refused(&["GPU-0::2"]), "\"GPU-0::2\" is not a device of nvidia.com/gpu-mps on this node");
+        assert!(refused(&["GPU-3::0"]).contains("not a device"), "another resource's");
+        assert!(refused(&["GPU-0::0", "GPU-2::0"]).contains("not the same kind"));
+        assert!(refused(&[]).contains("at least one"));
+        assert!(refused(&["\u{1}\n"]).contains("\\u{1}\\n"), "what is repeated is escaped");
+        assert!(refused(&["x".repeat(100_000).as_str()]).len() < 200);
+    }
+
+    fn handover(strategy: &str, extra: &[&str]) -> Handover {
+        use clap::Parser;
+
+        #[derive(clap::Parser)]
+        struct Cli {
+            #[command(flatten)]
+            args: AgentArgs,
+        }
+        let base = ["agent", "--node-name", "n", "--run-dir", "/r", "--device-list-strategy", strategy];
+        Handover::new(&Cli::try_parse_from(base.iter().chain(extra)).unwrap().args)
+    }
+
+    #[test]
+    fn a_share_gets_its_limits_its_folder_and_its_gpu() {
+        let pools = pools(&[10]);
+        let granted = grant(&view(&pools), &ids("GPU-0", [2, 5])).unwrap();
+        let response = handover("envvar", &["--container-mount", "/s:/t", "--container-env", "A=b"])
+            .response(&granted, &BTreeMap::new());
+        let env = |name: &str| response.envs.get(name).map(String::as_str);
+        assert_eq!(env("NVIDIA_VISIBLE_DEVICES"), Some("GPU-0"));
+        assert_eq!(env("CUDA_MPS_PIPE_DIRECTORY"), Some("/run/cleave-mps"));
+        assert_eq!(env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), Some("20"));
+        assert_eq!(env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), Some("0=2000M"));
+        assert_eq!(env("A"), Some("b"));
+        let mount = |host_path: &str, container_path: &str, read_only| Mount {
+            container_path: container_path.into(),
+            host_path: host_path.into(),
+            read_only,
+        };
+        let folder = format!("/r/alloc/{}", granted.id());
+        assert_eq!(response.mounts, [mount("/s", "/t", false), mount(&folder, "/run/cleave-mps", true)]);
+        assert!(response.devices.is_empty() && response.cdi_names.is_empty());
+    }
+
+    #[test]
+    fn a_whole_gpu_gets_the_device_and_nothing_of_mps() {
+        let pool = Pool { device: "GPU-0".into(), resource: MPS.into(), first: 0, count: 1, kind: Kind::Whole };
+        let granted = grant(&view(&[pool]), &ids("GPU-0", [0])).unwrap();
+        let nodes =
+            BTreeMap::from([("GPU-0".to_owned(), vec!["/dev/nvidia3".to_owned(), "/dev/nvidiactl".to_owned()])]);
+        let cdi = handover("cdi", &[]).response(&granted, &nodes);
+        assert_eq!(cdi.cdi_names, ["cleave.dev/gpu=GPU-0"]);
+        assert_eq!(cdi.envs, BTreeMap::from([("NVIDIA_VISIBLE_DEVICES".to_owned(), "void".to_owned())]));
+        assert!(cdi.mounts.is_empty() && cdi.devices.is_empty());
+        let plain = handover("device-nodes", &["--driver-root", "/opt/nvidia"]).response(&granted, &nodes);
+        assert_eq!(
+            plain.devices.iter().map(|node| node.host_path.as_str()).collect::<Vec<_>>(),
+            ["/dev/nvidia3", "/dev/nvidiactl"]
+        );
+        assert_eq!(plain.mounts[0].container_path, "/usr/local/nvidia");
+        assert!(plain.mounts[0].read_only);
+    }
+
+    proptest! {
+        /// Whatever is free: a request that one GPU can hold is never split, never more or less than asked, and can be granted.
+        #[test]
+        fn a_request_that_fits_is_never_split(
+            free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
+            size in 1_usize..=10,
+            seed in any::<u64>(),
+        ) {
+            let pools = pools(&vec![10; free.len()]);
+            let mut available: Vec<String> =
+                free.iter().enumerate().flat_map(|(gpu, free)| ids(&format!("GPU-{gpu}"), free.iter().copied())).collect();
+            let chosen = prefer(&view(&pools), &request(&available, &[], size));
+            prop_assert_eq!(chosen.len(), size.min(available.len()));
+            if free.iter().any(|free| free.len() >= size) {
+                let smallest = free.iter().map(BTreeSet::len).filter(|&free| free >= size).min();
+                let granted = grant(&view(&pools), &chosen);
+                prop_assert!(granted.is_ok(), "{:?}", granted);
+                let gpu: usize = granted.unwrap().devices[0].trim_start_matches("GPU-").parse().unwrap();
+                prop_assert_eq!(Some(free[gpu].len()), smallest);
+            }
+            // The kubelet's order is random.
+            let turn = usize::try_from(seed % 7).unwrap() % available.len().max(1);
+            available.rotate_left(turn);
+            prop_assert_eq!(prefer(&view(&pools), &request(&available, &[], size)), chosen);
+        }
+
+        #[test]
+        fn the_id_does_not_depend_on_the_order_and_tells_sets_apart(
+            numbers in prop::collection::btree_set(0_u32..48, 1..8),
+            others in prop::collection::btree_set(0_u32..48, 1..8),
+        ) {
+            let id = allocation_id(MPS, &ids("GPU-0", numbers.iter().copied()));
+            prop_assert_eq!(id.len(), 32);
+            prop_assert_eq!(&id, &allocation_id(MPS, &ids("GPU-0", numbers.iter().rev().copied())));
+            prop_assert_eq!(numbers == others, id == allocation_id(MPS, &ids("GPU-0", others)));
+        }
+
+        /// Nothing that the kubelet, or whoever speaks in its place, sends can make it panic or grant what is not served.
+        #[test]
+        fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
+            let pools = pools(&[3, 3]);
+            if let Ok(granted) = grant(&view(&pools), &wild) {
+                prop_assert_eq!(granted.devices.len(), 1);
+                prop_assert!(granted.ids.iter().all(|id| view(&pools).pool(id).is_some()));
+                prop_assert_eq!(granted.ids.len(), wild.len());
+            }
+        }
+    }
+}
