@@ -132,7 +132,7 @@ impl Directory {
                 match std::fs::remove_file(&path) {
                     Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier start"),
                     Err(error) => {
-                        tracing::warn!(socket = %path.display(), %error, "cannot remove a socket of an earlier start")
+                        tracing::warn!(socket = %path.display(), %error, "cannot remove a socket of an earlier start");
                     }
                 }
             }

@@ -1,1 +1,516 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
+//!
+//! It does what `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36 does on the wire, in that order, its race included: clients are keyed by
+//! resource name alone, so a stream that ends takes down whichever client the name has by then.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio_util::task::AbortOnDropHandle;
+use tonic::transport::Channel;
+use tonic::{Request, Response, Status};
+
+use crate::connections::Connections;
+use crate::directory::KUBELET_SOCKET;
+use crate::pods::{AllocatableDevices, HeldDevices};
+use crate::proto::podresources as pods;
+use crate::proto::podresources::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
+use crate::proto::v1beta1 as wire;
+use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
+use crate::proto::v1beta1::registration_server::{Registration, RegistrationServer};
+
+/// How long the kubelet dials a plugin back.
+const DIAL_BACK: Duration = Duration::from_secs(10);
+
+/// A device plugin directory with a kubelet that can be restarted, made to refuse, and asked to call its plugins.
+pub struct FakeKubelet {
+    directory: PathBuf,
+    shared: Arc<Shared>,
+    running: Option<Running>,
+}
+
+/// A registration that the kubelet received.
+#[derive(Clone, Debug)]
+pub struct Registered {
+    /// When the request came.
+    pub at: Instant,
+    /// The request.
+    pub request: wire::RegisterRequest,
+    /// Whether it was accepted; nothing while the kubelet dials back or hangs.
+    pub accepted: Option<bool>,
+}
+
+/// What the kubelet knows of a resource.
+#[derive(Clone, Debug, Default)]
+pub struct Endpoint {
+    /// Whether a client is connected. Without one, all devices count as unhealthy.
+    pub connected: bool,
+    /// The socket's name that was registered last.
+    pub socket: String,
+    /// The options read at the last registration.
+    pub options: wire::DevicePluginOptions,
+    /// The last list.
+    pub devices: Vec<wire::Device>,
+    /// Bytes of the last list on the wire, without gRPC's frame of 5.
+    pub message_bytes: usize,
+    /// Lists received since the directory was made.
+    pub lists: usize,
+}
+
+impl Endpoint {
+    /// Ids of the devices that the kubelet would hand out.
+    pub fn healthy(&self) -> Vec<&str> {
+        let devices = self.devices.iter().filter(|device| self.connected && device.health == "Healthy");
+        devices.map(|device| device.id.as_str()).collect()
+    }
+}
+
+/// Everything that a fake kubelet shows.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    /// All registrations, in order, over restarts.
+    pub registrations: Vec<Registered>,
+    /// Resources by name.
+    pub endpoints: BTreeMap<String, Endpoint>,
+}
+
+struct Running {
+    _connections: Connections,
+    _listener: AbortOnDropHandle<()>,
+    _server: AbortOnDropHandle<()>,
+}
+
+struct Shared {
+    directory: PathBuf,
+    seen: watch::Sender<Seen>,
+    behaviour: Mutex<Behaviour>,
+    clients: Mutex<Clients>,
+}
+
+#[derive(Default)]
+struct Clients {
+    next: u64,
+    by_name: BTreeMap<String, Client>,
+    streams: JoinSet<()>,
+}
+
+struct Client {
+    number: u64,
+    channel: DevicePluginClient<Channel>,
+    stream: Option<tokio::task::AbortHandle>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Behaviour {
+    refuse: usize,
+    hang: bool,
+    no_stream: usize,
+    slow_disconnect: Duration,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl FakeKubelet {
+    /// Cleans the directory as the kubelet does when it starts, and serves in it.
+    pub fn start(directory: &Path) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            directory: directory.to_owned(),
+            seen: watch::Sender::new(Seen::default()),
+            behaviour: Mutex::default(),
+            clients: Mutex::default(),
+        });
+        let mut kubelet = Self { directory: directory.to_owned(), shared, running: None };
+        kubelet.run()?;
+        Ok(kubelet)
+    }
+
+    /// Starts it again after [`stop`](Self::stop).
+    pub fn run(&mut self) -> io::Result<()> {
+        self.clean()?;
+        let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
+        self.listen(bound)
+    }
+
+    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening at it, as a slow machine does.
+    pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
+        self.clean()?;
+        let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
+        tokio::time::sleep(gap).await;
+        self.listen(bound)
+    }
+
+    /// Ends it as `SIGKILL` does: its connections are gone, and `kubelet.sock` stays behind.
+    pub fn stop(&mut self) {
+        self.running = None;
+        let mut clients = locked(&self.shared.clients);
+        let names: Vec<_> = std::mem::take(&mut clients.by_name).into_keys().collect();
+        clients.streams.abort_all();
+        drop(clients);
+        self.shared.seen.send_modify(|seen| {
+            for name in names {
+                if let Some(endpoint) = seen.endpoints.get_mut(&name) {
+                    endpoint.connected = false;
+                }
+            }
+        });
+    }
+
+    /// Stops and starts it.
+    pub fn restart(&mut self) -> io::Result<()> {
+        self.stop();
+        self.run()
+    }
+
+    /// `CleanupPluginDirectory`: removes every socket, whoever's it is.
+    fn clean(&self) -> io::Result<()> {
+        for entry in std::fs::read_dir(&self.directory)? {
+            let entry = entry?;
+            if entry.file_type()?.is_socket() {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn listen(&mut self, bound: rustix::fd::OwnedFd) -> io::Result<()> {
+        rustix::net::listen(&bound, 128)?;
+        let listener = std::os::unix::net::UnixListener::from(bound);
+        let (connections, incoming) = Connections::new();
+        let listener = connections.accept_from(UnixListener::from_std(listener)?);
+        let service = RegistrationServer::new(Register(Arc::clone(&self.shared)));
+        let server = tonic::transport::Server::builder().serve_with_incoming(service, incoming);
+        self.running = Some(Running {
+            _connections: connections,
+            _listener: listener,
+            _server: AbortOnDropHandle::new(tokio::spawn(async move {
+                let _ = server.await;
+            })),
+        });
+        Ok(())
+    }
+
+    /// The directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What it sees, as it changes.
+    pub fn seen(&self) -> watch::Receiver<Seen> {
+        self.shared.seen.subscribe()
+    }
+
+    /// What it sees once the condition holds; nothing if that takes longer than `within`.
+    pub async fn once(&self, within: Duration, condition: impl FnMut(&Seen) -> bool) -> Option<Seen> {
+        let mut seen = self.seen();
+        let found = tokio::time::timeout(within, seen.wait_for(condition)).await;
+        found.ok()?.ok().map(|seen| seen.clone())
+    }
+
+    /// Refuses the next `times` registrations.
+    pub fn refuse(&self, times: usize) {
+        locked(&self.shared.behaviour).refuse = times;
+    }
+
+    /// Answers no registration while set.
+    pub fn hang(&self, hang: bool) {
+        locked(&self.shared.behaviour).hang = hang;
+    }
+
+    /// Opens no stream after the next `times` registrations that it accepts.
+    pub fn open_no_stream(&self, times: usize) {
+        locked(&self.shared.behaviour).no_stream = times;
+    }
+
+    /// Takes this long between the end of a stream and the disconnection of the client, which widens the kubelet's race.
+    pub fn disconnect_slowly(&self, delay: Duration) {
+        locked(&self.shared.behaviour).slow_disconnect = delay;
+    }
+
+    /// Gives up a resource's stream without restarting.
+    pub fn drop_stream(&self, resource: &str) {
+        let mut clients = locked(&self.shared.clients);
+        let Some(client) = clients.by_name.remove(resource) else { return };
+        if let Some(stream) = client.stream {
+            stream.abort();
+        }
+        drop(clients);
+        self.shared.disconnected(resource);
+    }
+
+    /// A client of the plugin that serves a resource, over the connection that the kubelet made when it was registered.
+    pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
+        locked(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
+    }
+
+    /// Calls `Allocate` for one container, as the kubelet does.
+    pub async fn allocate(&self, resource: &str, ids: &[&str]) -> Result<wire::ContainerAllocateResponse, Status> {
+        let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
+        let container = wire::ContainerAllocateRequest { devices_ids: ids.iter().map(ToString::to_string).collect() };
+        let answer = client.allocate(wire::AllocateRequest { container_requests: vec![container] }).await?;
+        let mut responses = answer.into_inner().container_responses;
+        match (responses.pop(), responses.is_empty()) {
+            (Some(response), true) => Ok(response),
+            _ => Err(Status::internal("one container asked, but not one answer")),
+        }
+    }
+
+    /// Calls `GetPreferredAllocation` for one container, as the kubelet does.
+    pub async fn preferred(
+        &self,
+        resource: &str,
+        available: &[&str],
+        must_include: &[&str],
+        size: i32,
+    ) -> Result<Vec<String>, Status> {
+        let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
+        let texts = |ids: &[&str]| ids.iter().map(ToString::to_string).collect();
+        let container = wire::ContainerPreferredAllocationRequest {
+            available_device_i_ds: texts(available),
+            must_include_device_i_ds: texts(must_include),
+            allocation_size: size,
+        };
+        let request = wire::PreferredAllocationRequest { container_requests: vec![container] };
+        let mut responses = client.get_preferred_allocation(request).await?.into_inner().container_responses;
+        match (responses.pop(), responses.is_empty()) {
+            (Some(response), true) => Ok(response.device_i_ds),
+            _ => Err(Status::internal("one container asked, but not one answer")),
+        }
+    }
+
+    /// Calls `PreStartContainer`, as the kubelet does.
+    pub async fn pre_start(&self, resource: &str, ids: &[&str]) -> Result<(), Status> {
+        let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
+        let devices_ids = ids.iter().map(ToString::to_string).collect();
+        client.pre_start_container(wire::PreStartContainerRequest { devices_ids }).await.map(drop)
+    }
+}
+
+fn bind(path: &Path) -> io::Result<rustix::fd::OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+struct Register(Arc<Shared>);
+
+#[tonic::async_trait]
+impl Registration for Register {
+    async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
+        let at = Instant::now();
+        let request = request.into_inner();
+        let mut number = 0;
+        self.0.seen.send_modify(|seen| {
+            number = seen.registrations.len();
+            seen.registrations.push(Registered { at, request: request.clone(), accepted: None });
+        });
+        let result = self.0.connect(request).await;
+        self.0.seen.send_modify(|seen| seen.registrations[number].accepted = Some(result.is_ok()));
+        result.map(|()| Response::new(wire::Empty {}))
+    }
+}
+
+impl Shared {
+    async fn connect(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
+        let (refuse, hang) = {
+            let mut behaviour = locked(&self.behaviour);
+            let refuse = behaviour.refuse > 0;
+            behaviour.refuse = behaviour.refuse.saturating_sub(1);
+            (refuse, behaviour.hang)
+        };
+        if hang {
+            std::future::pending::<()>().await;
+        }
+        if refuse {
+            return Err(Status::unknown("refused by the test"));
+        }
+        if request.version != crate::proto::DEVICE_PLUGIN_VERSION {
+            return Err(Status::unknown(format!("unsupported version {:?}", request.version)));
+        }
+        if crate::ResourceName::parse(&request.resource_name).is_err() {
+            return Err(Status::unknown(format!("the ResourceName {:?} is invalid", request.resource_name)));
+        }
+        let path = self.directory.join(&request.endpoint);
+        let dial = async {
+            let endpoint = path.to_str().and_then(crate::registration::unix).ok_or("a bad path".to_owned())?;
+            let channel = endpoint.connect().await.map_err(|error| format!("{error:?}"))?;
+            let mut client = DevicePluginClient::new(channel).max_decoding_message_size(16 << 20);
+            let options =
+                client.get_device_plugin_options(wire::Empty {}).await.map_err(|status| status.to_string())?;
+            Ok::<_, String>((client, options.into_inner()))
+        };
+        let (client, options) = tokio::time::timeout(DIAL_BACK, dial)
+            .await
+            .map_err(|_| Status::unknown("failed to dial device plugin: context deadline exceeded"))?
+            .map_err(|error| Status::unknown(format!("failed to dial device plugin: {error}")))?;
+        let number = {
+            let mut clients = locked(&self.clients);
+            let number = clients.next;
+            clients.next += 1;
+            let client = Client { number, channel: client.clone(), stream: None };
+            clients.by_name.insert(request.resource_name.clone(), client);
+            number
+        };
+        self.seen.send_modify(|seen| {
+            let endpoint = seen.endpoints.entry(request.resource_name.clone()).or_default();
+            (endpoint.connected, endpoint.socket, endpoint.options) = (true, request.endpoint, options);
+        });
+        let no_stream = {
+            let mut behaviour = locked(&self.behaviour);
+            let no_stream = behaviour.no_stream > 0;
+            behaviour.no_stream = behaviour.no_stream.saturating_sub(1);
+            no_stream
+        };
+        if !no_stream {
+            let mut clients = locked(&self.clients);
+            let stream = clients.streams.spawn(Arc::clone(self).receive(request.resource_name.clone(), client));
+            if let Some(current) = clients.by_name.get_mut(&request.resource_name).filter(|c| c.number == number) {
+                current.stream = Some(stream);
+            }
+        }
+        Ok(())
+    }
+
+    async fn receive(self: Arc<Self>, resource: String, mut client: DevicePluginClient<Channel>) {
+        if let Ok(stream) = client.list_and_watch(wire::Empty {}).await {
+            let mut stream = stream.into_inner();
+            while let Ok(Some(list)) = stream.message().await {
+                self.seen.send_modify(|seen| {
+                    let endpoint = seen.endpoints.entry(resource.clone()).or_default();
+                    endpoint.message_bytes = prost::Message::encoded_len(&list);
+                    endpoint.devices = list.devices;
+                    endpoint.lists += 1;
+                });
+            }
+        }
+        let delay = locked(&self.behaviour).slow_disconnect;
+        tokio::time::sleep(delay).await;
+        // By name alone, as the kubelet does it up to 1.36, and in its order: the client hangs up, then the endpoint is stopped.
+        drop(locked(&self.clients).by_name.remove(&resource));
+        drop(client);
+        self.disconnected(&resource);
+    }
+
+    fn disconnected(&self, resource: &str) {
+        self.seen.send_modify(|seen| {
+            if let Some(endpoint) = seen.endpoints.get_mut(resource) {
+                endpoint.connected = false;
+            }
+        });
+    }
+}
+
+/// A fake of the kubelet's PodResources.
+pub struct FakePodResources {
+    shared: Arc<PodsShared>,
+    _running: Running,
+}
+
+#[derive(Default)]
+struct PodsShared {
+    list: Mutex<pods::ListPodResourcesResponse>,
+    allocatable: Mutex<pods::AllocatableResourcesResponse>,
+    hang: std::sync::atomic::AtomicBool,
+}
+
+impl FakePodResources {
+    /// Serves at this path, removing a socket that lies there.
+    pub fn start(socket: &Path) -> io::Result<Self> {
+        if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
+            std::fs::remove_file(socket)?;
+        }
+        let shared = Arc::new(PodsShared::default());
+        let (connections, incoming) = Connections::new();
+        let listener = connections.accept_from(UnixListener::bind(socket)?);
+        let service = PodResourcesListerServer::new(Pods(Arc::clone(&shared)));
+        let server = tonic::transport::Server::builder().serve_with_incoming(service, incoming);
+        let server = AbortOnDropHandle::new(tokio::spawn(async move {
+            let _ = server.await;
+        }));
+        Ok(Self { shared, _running: Running { _connections: connections, _listener: listener, _server: server } })
+    }
+
+    /// What containers hold from now on.
+    pub fn hold(&self, rows: &[HeldDevices]) {
+        let pod_resources = rows.iter().map(|row| pods::PodResources {
+            name: row.pod.clone(),
+            namespace: row.namespace.clone(),
+            containers: vec![pods::ContainerResources {
+                name: row.container.clone(),
+                devices: vec![pods::ContainerDevices {
+                    resource_name: row.resource.clone(),
+                    device_ids: row.ids.clone(),
+                    topology: None,
+                }],
+                ..Default::default()
+            }],
+        });
+        locked(&self.shared.list).pod_resources = pod_resources.collect();
+    }
+
+    /// What could be handed out from now on.
+    pub fn allocatable(&self, rows: &[AllocatableDevices]) {
+        let devices = rows.iter().map(|row| pods::ContainerDevices {
+            resource_name: row.resource.clone(),
+            device_ids: row.ids.clone(),
+            topology: Some(pods::TopologyInfo { nodes: row.numa.iter().map(|&id| pods::NumaNode { id }).collect() }),
+        });
+        locked(&self.shared.allocatable).devices = devices.collect();
+    }
+
+    /// Answers nothing while set.
+    pub fn hang(&self, hang: bool) {
+        self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+struct Pods(Arc<PodsShared>);
+
+impl Pods {
+    async fn maybe_hang(&self) {
+        if self.0.hang.load(std::sync::atomic::Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl PodResourcesLister for Pods {
+    async fn list(
+        &self,
+        _: Request<pods::ListPodResourcesRequest>,
+    ) -> Result<Response<pods::ListPodResourcesResponse>, Status> {
+        self.maybe_hang().await;
+        Ok(Response::new(locked(&self.0.list).clone()))
+    }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<pods::AllocatableResourcesRequest>,
+    ) -> Result<Response<pods::AllocatableResourcesResponse>, Status> {
+        self.maybe_hang().await;
+        Ok(Response::new(locked(&self.0.allocatable).clone()))
+    }
+
+    async fn get(
+        &self,
+        request: Request<pods::GetPodResourcesRequest>,
+    ) -> Result<Response<pods::GetPodResourcesResponse>, Status> {
+        let wanted = request.into_inner();
+        let list = locked(&self.0.list);
+        let found =
+            list.pod_resources.iter().find(|p| p.name == wanted.pod_name && p.namespace == wanted.pod_namespace);
+        let found = found.ok_or_else(|| Status::not_found("no such pod"))?;
+        Ok(Response::new(pods::GetPodResourcesResponse { pod_resources: Some(found.clone()) }))
+    }
+}

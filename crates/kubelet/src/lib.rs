@@ -15,6 +15,7 @@
 //!  Plugins::state ◀─watch── all of them
 //! ```
 
+mod connections;
 mod directory;
 #[cfg(feature = "fake")]
 pub mod fake;

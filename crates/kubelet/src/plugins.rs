@@ -250,7 +250,7 @@ impl Manager {
                     }
                     DirectoryState::Failed(error) => tracing::error!(%error, "cannot serve device plugins"),
                     DirectoryState::Held | DirectoryState::Opening => {
-                        tracing::debug!(state = ?now, "device plugin directory")
+                        tracing::debug!(state = ?now, "device plugin directory");
                     }
                 }
                 state.directory = now;
@@ -635,7 +635,7 @@ impl Plugin {
                 Step::LookAgain(after) => look_again = Some(after),
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound again")
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound again");
                     }
                     Err(error) => {
                         self.failed("our socket was deleted and cannot be bound again", &error);

@@ -1,36 +1,28 @@
 //! One start of a resource's device plugin server: its socket, its connections and its `ListAndWatch` streams.
 
-use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::Stream;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, mpsc, watch};
-use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
-use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use tonic::transport::server::Connected;
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status};
 
+use crate::connections::Connections;
 use crate::directory::SocketId;
 use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
 use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, list_response};
 
-/// Connections at once, per resource. The kubelet has one; the rest is slack for people with a gRPC tool, and a bound on descriptors.
-const MAX_CONNECTIONS: usize = 64;
-
 /// Longest request. The longest that the kubelet sends is `GetPreferredAllocation` with every free id: 1 MiB holds 20,000 of them.
 const MAX_REQUEST: usize = 1 << 20;
 
-/// Between attempts to accept after an error such as "too many open files".
-const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+/// For the end of calls on connections without a stream.
+const IDLE_PATIENCE: Duration = Duration::from_millis(50);
 
 /// A resource as it is served now; replaced in place when the agent hands in another for the same name.
 pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
@@ -51,53 +43,33 @@ pub(crate) struct Session {
     path: PathBuf,
     socket: SocketId,
     options: Options,
-    accepted: mpsc::Sender<io::Result<Connection>>,
-    acceptor: AbortOnDropHandle<()>,
-    task: AbortOnDropHandle<()>,
-    slots: Arc<Semaphore>,
-    connections: TaskTracker,
-    cut: CancellationToken,
+    connections: Connections,
+    listener: AbortOnDropHandle<()>,
     orders: watch::Sender<Streams>,
     open: watch::Receiver<usize>,
-    _cut_on_drop: DropGuard,
+    _server: AbortOnDropHandle<()>,
 }
 
 impl Session {
     /// Binds a new socket at `path` and answers there.
     pub(crate) fn start(path: PathBuf, mut served: Served) -> io::Result<Self> {
         let options = served.borrow_and_update().options();
-        let (accepted, incoming) = mpsc::channel(4);
         let (orders, order) = watch::channel(Streams::Open);
         let (count, open) = watch::channel(0);
-        let connections = TaskTracker::new();
-        let cut = CancellationToken::new();
-        let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let (acceptor, socket) = accept_at(&path, &accepted, &slots, &connections, &cut)?;
+        let (connections, incoming) = Connections::new();
+        let (listener, socket) = listen_at(&path, &connections)?;
         let service =
             DevicePluginServer::new(Service { served, order, open: count }).max_decoding_message_size(MAX_REQUEST);
         let shown = path.clone();
-        let task = AbortOnDropHandle::new(tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             // Without tonic's graceful shutdown, which waits for streams that never end by themselves: `end` closes them first.
-            let end =
-                tonic::transport::Server::builder().serve_with_incoming(service, ReceiverStream::new(incoming)).await;
+            let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
                 tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server ended");
             }
-        }));
-        Ok(Self {
-            path,
-            socket,
-            options,
-            accepted,
-            acceptor,
-            task,
-            slots,
-            connections,
-            _cut_on_drop: cut.clone().drop_guard(),
-            cut,
-            orders,
-            open,
-        })
+        });
+        let task = AbortOnDropHandle::new(task);
+        Ok(Self { path, socket, options, connections, listener, orders, open, _server: task })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -121,8 +93,7 @@ impl Session {
 
     /// Binds the socket again at the same path after somebody deleted it. Open connections and streams stay as they are.
     pub(crate) fn rebind(&mut self) -> io::Result<()> {
-        (self.acceptor, self.socket) =
-            accept_at(&self.path, &self.accepted, &self.slots, &self.connections, &self.cut)?;
+        (self.listener, self.socket) = listen_at(&self.path, &self.connections)?;
         Ok(())
     }
 
@@ -130,116 +101,22 @@ impl Session {
     ///
     /// The wait matters: up to Kubernetes 1.36 a stream that ends after the next registration takes the new client down with it.
     pub(crate) async fn end(self, streams: Streams, patience: Duration) {
-        self.acceptor.abort();
+        self.listener.abort();
         if self.is_reachable() {
             let _ = std::fs::remove_file(&self.path);
         }
         self.orders.send_replace(streams);
-        self.connections.close();
-        if tokio::time::timeout(patience, self.connections.wait()).await.is_err() {
-            tracing::debug!(socket = %self.path.display(), connections = self.connections.len(), "peers did not hang up");
-        }
-        self.cut.cancel();
-        self.task.abort();
-        if tokio::time::timeout(patience, self.connections.wait()).await.is_err() {
-            tracing::warn!(socket = %self.path.display(), connections = self.connections.len(), "connections did not end");
-        }
+        // Without a stream that ends, nothing tells the kubelet to hang up; this is for calls that are being answered.
+        let patience = if *self.open.borrow() > 0 { patience } else { patience.min(IDLE_PATIENCE) };
+        self.connections.end(patience).await;
     }
 }
 
-fn accept_at(
-    path: &Path,
-    accepted: &mpsc::Sender<io::Result<Connection>>,
-    slots: &Arc<Semaphore>,
-    connections: &TaskTracker,
-    cut: &CancellationToken,
-) -> io::Result<(AbortOnDropHandle<()>, SocketId)> {
+fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropHandle<()>, SocketId)> {
     let listener = UnixListener::bind(path)?;
     let socket = SocketId::of(path)
         .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the socket vanished while it was bound"))?;
-    let (accepted, slots, connections, cut) = (accepted.clone(), Arc::clone(slots), connections.clone(), cut.clone());
-    let shown = path.to_owned();
-    let acceptor = async move {
-        loop {
-            let io = match listener.accept().await {
-                Ok((io, _)) => io,
-                Err(error) => {
-                    tracing::warn!(socket = %shown.display(), %error, "cannot accept a connection");
-                    tokio::time::sleep(ACCEPT_RETRY).await;
-                    continue;
-                }
-            };
-            let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
-                tracing::warn!(socket = %shown.display(), limit = MAX_CONNECTIONS, "too many connections; closed a new one");
-                continue;
-            };
-            let connection = Connection {
-                io,
-                cut: Box::pin(cut.clone().cancelled_owned()),
-                _tracked: connections.token(),
-                _slot: slot,
-            };
-            if accepted.send(Ok(connection)).await.is_err() {
-                return;
-            }
-        }
-    };
-    Ok((AbortOnDropHandle::new(tokio::spawn(acceptor)), socket))
-}
-
-/// An accepted connection that is counted, and that reads as ended once the session cut it.
-struct Connection {
-    io: UnixStream,
-    cut: Pin<Box<WaitForCancellationFutureOwned>>,
-    _tracked: tokio_util::task::task_tracker::TaskTrackerToken,
-    _slot: tokio::sync::OwnedSemaphorePermit,
-}
-
-impl Connected for Connection {
-    type ConnectInfo = ();
-
-    fn connect_info(&self) -> Self::ConnectInfo {}
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.cut.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Ok(()));
-        }
-        Pin::new(&mut self.io).poll_read(cx, buffer)
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
-        if self.cut.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-        }
-        Pin::new(&mut self.io).poll_write(cx, buffer)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffers: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        if self.cut.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
-        }
-        Pin::new(&mut self.io).poll_write_vectored(cx, buffers)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
-    }
+    Ok((connections.accept_from(listener), socket))
 }
 
 struct Service {

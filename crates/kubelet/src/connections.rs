@@ -1,0 +1,145 @@
+//! Connections accepted at unix sockets: bounded in number, counted, and ended together.
+
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::{CancellationToken, DropGuard, WaitForCancellationFutureOwned};
+use tokio_util::task::task_tracker::TaskTrackerToken;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use tonic::transport::server::Connected;
+
+/// At once, per resource. The kubelet has one; the rest is slack for people with a gRPC tool, and a bound on descriptors.
+const MAX_CONNECTIONS: usize = 64;
+
+/// Between attempts to accept after an error such as "too many open files".
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+
+/// The connections of one server. Dropping it ends them.
+pub(crate) struct Connections {
+    accepted: mpsc::Sender<io::Result<Connection>>,
+    slots: Arc<Semaphore>,
+    tracker: TaskTracker,
+    cut: CancellationToken,
+    _cut_on_drop: DropGuard,
+}
+
+/// What a server accepts.
+pub(crate) type Incoming = ReceiverStream<io::Result<Connection>>;
+
+impl Connections {
+    pub(crate) fn new() -> (Self, Incoming) {
+        let (accepted, incoming) = mpsc::channel(4);
+        let cut = CancellationToken::new();
+        let connections = Self {
+            accepted,
+            slots: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+            tracker: TaskTracker::new(),
+            _cut_on_drop: cut.clone().drop_guard(),
+            cut,
+        };
+        (connections, ReceiverStream::new(incoming))
+    }
+
+    /// Accepts from this listener, beside others, until the handle is dropped.
+    pub(crate) fn accept_from(&self, listener: UnixListener) -> AbortOnDropHandle<()> {
+        let (accepted, slots) = (self.accepted.clone(), Arc::clone(&self.slots));
+        let (tracker, cut) = (self.tracker.clone(), self.cut.clone());
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            loop {
+                let io = match listener.accept().await {
+                    Ok((io, _)) => io,
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot accept a connection");
+                        tokio::time::sleep(ACCEPT_RETRY).await;
+                        continue;
+                    }
+                };
+                let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
+                    tracing::warn!(limit = MAX_CONNECTIONS, "too many connections; closed a new one");
+                    continue;
+                };
+                let cut = Box::pin(cut.clone().cancelled_owned());
+                let connection = Connection { io, cut, _tracked: tracker.token(), _slot: slot };
+                if accepted.send(Ok(connection)).await.is_err() {
+                    return;
+                }
+            }
+        }))
+    }
+
+    /// Waits until the peers hung up, and hangs up itself when they do not within `patience`.
+    pub(crate) async fn end(self, patience: Duration) {
+        self.tracker.close();
+        if tokio::time::timeout(patience, self.tracker.wait()).await.is_ok() {
+            return;
+        }
+        tracing::debug!(connections = self.tracker.len(), "peers did not hang up");
+        self.cut.cancel();
+        if tokio::time::timeout(patience, self.tracker.wait()).await.is_err() {
+            tracing::warn!(connections = self.tracker.len(), "connections did not end");
+        }
+    }
+}
+
+/// A connection that is counted, and that reads as ended once it was cut.
+pub(crate) struct Connection {
+    io: UnixStream,
+    cut: Pin<Box<WaitForCancellationFutureOwned>>,
+    _tracked: TaskTrackerToken,
+    _slot: OwnedSemaphorePermit,
+}
+
+impl Connected for Connection {
+    type ConnectInfo = ();
+
+    fn connect_info(&self) -> Self::ConnectInfo {}
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.cut.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Ok(()));
+        }
+        Pin::new(&mut self.io).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
+        if self.cut.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
+        Pin::new(&mut self.io).poll_write(cx, buffer)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.cut.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
+        Pin::new(&mut self.io).poll_write_vectored(cx, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}

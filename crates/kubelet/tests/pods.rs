@@ -1,0 +1,55 @@
+//! PodResources against a fake kubelet on a real unix socket.
+
+use std::path::Path;
+use std::time::Duration;
+
+use cleave_kubelet::fake::FakePodResources;
+use cleave_kubelet::{AllocatableDevices, HeldDevices, PodResources, PodResourcesError};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn held(pod: &str, ids: &[&str]) -> HeldDevices {
+    HeldDevices {
+        namespace: "default".to_owned(),
+        pod: pod.to_owned(),
+        container: "main".to_owned(),
+        resource: "nvidia.com/gpu-mps".to_owned(),
+        ids: ids.iter().map(ToString::to_string).collect(),
+    }
+}
+
+#[tokio::test]
+async fn held_and_allocatable_devices_are_listed_also_after_a_restart() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("kubelet.sock");
+    let pods = PodResources::new(&socket, DEADLINE).expect("a client");
+    assert!(matches!(pods.list().await, Err(PodResourcesError::Call(_))), "nobody serves yet");
+    for round in 0..3 {
+        let kubelet = FakePodResources::start(&socket).expect("a kubelet");
+        assert_eq!(pods.list().await.expect("a list"), []);
+        let rows = [held(&format!("pod-{round}"), &["a::0", "a::1"]), held("other", &["a::2"])];
+        kubelet.hold(&rows);
+        assert_eq!(pods.list().await.expect("a list"), rows);
+        let rows = [AllocatableDevices { resource: "r".into(), ids: vec!["a::0".into()], numa: vec![0, 1] }];
+        kubelet.allocatable(&rows);
+        assert_eq!(pods.allocatable().await.expect("a list"), rows);
+    }
+}
+
+#[tokio::test]
+async fn a_kubelet_that_hangs_is_given_up_at_the_deadline() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("kubelet.sock");
+    let kubelet = FakePodResources::start(&socket).expect("a kubelet");
+    kubelet.hang(true);
+    let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
+    let error = pods.list().await.expect_err("a hanging kubelet");
+    assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 20ms");
+    kubelet.hang(false);
+    PodResources::new(&socket, DEADLINE).expect("a client").list().await.expect("a list");
+}
+
+#[tokio::test]
+async fn a_relative_path_is_refused() {
+    assert!(matches!(PodResources::new(Path::new("x"), DEADLINE), Err(PodResourcesError::Path(_))));
+}
