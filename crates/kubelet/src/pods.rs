@@ -1,5 +1,6 @@
 //! PodResources v1: which containers hold which devices, as the kubelet knows it.
 
+use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
@@ -10,6 +11,8 @@ use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerC
 
 /// Where the kubelet serves PodResources.
 pub const POD_RESOURCES: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
+
+type Client = PodResourcesListerClient<Channel>;
 
 /// Longest answer: the kubelet's own clients take 16 MiB.
 const MAX_ANSWER: usize = 16 << 20;
@@ -59,7 +62,7 @@ pub enum PodResourcesError {
 /// The kubelet answers at most 100 calls a second.
 #[derive(Clone, Debug)]
 pub struct PodResources {
-    client: PodResourcesListerClient<Channel>,
+    client: Client,
     deadline: Duration,
 }
 
@@ -75,16 +78,15 @@ impl PodResources {
 
     /// All devices of device plugins that containers hold, in the kubelet's order.
     pub async fn list(&self) -> Result<Vec<HeldDevices>, PodResourcesError> {
-        let mut client = self.client.clone();
-        let answer = self.within(client.list(wire::ListPodResourcesRequest {})).await?;
-        Ok(held(answer))
+        let list = async |mut client: Client| client.list(wire::ListPodResourcesRequest {}).await;
+        Ok(held(self.ask(list).await?))
     }
 
     /// All devices of device plugins that the kubelet could hand out.
     pub async fn allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
-        let mut client = self.client.clone();
-        let answer = self.within(client.get_allocatable_resources(wire::AllocatableResourcesRequest {})).await?;
-        let devices = answer.devices.into_iter().map(|devices| AllocatableDevices {
+        let ask =
+            async |mut client: Client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await;
+        let devices = self.ask(ask).await?.devices.into_iter().map(|devices| AllocatableDevices {
             resource: devices.resource_name,
             ids: devices.device_ids,
             numa: devices.topology.map(|t| t.nodes.into_iter().map(|node| node.id).collect()).unwrap_or_default(),
@@ -92,11 +94,18 @@ impl PodResources {
         Ok(devices.collect())
     }
 
-    async fn within<T>(
+    async fn ask<T>(
         &self,
-        call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+        call: impl AsyncFn(Client) -> Result<tonic::Response<T>, tonic::Status>,
     ) -> Result<T, PodResourcesError> {
-        match tokio::time::timeout(self.deadline, call).await {
+        let asked = async {
+            match call(self.client.clone()).await {
+                // The connection to a kubelet that restarted breaks only at its next use. Questions may be asked twice.
+                Err(status) if status.source().is_some() => call(self.client.clone()).await,
+                answer => answer,
+            }
+        };
+        match tokio::time::timeout(self.deadline, asked).await {
             Ok(Ok(answer)) => Ok(answer.into_inner()),
             Ok(Err(status)) => Err(PodResourcesError::Call(Box::new(status))),
             Err(_) => Err(PodResourcesError::Deadline(self.deadline)),
