@@ -1,0 +1,222 @@
+package main
+
+import (
+	"context"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+func write(t *testing.T, path, content string) {
+	t.Helper()
+	if err := writeFile(path, []byte(content), 0o755); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// smallModule is a module with one program; the unit builds it.
+func smallModule(t *testing.T) (source string, u unit) {
+	t.Helper()
+	source = t.TempDir()
+	write(t, source+"/m/go.mod", "module example.org/m\n\ngo 1.26\n")
+	write(t, source+"/m/go.sum", "")
+	write(t, source+"/m/main.go", "package main\n\nfunc main() {}\n")
+	return source, unit{name: "small", dir: "m", packages: []string{"."}, links: map[string]string{"other": "m"}, ldflags: "-s"}
+}
+
+func mustKey(t *testing.T, u unit, source, version string) string {
+	t.Helper()
+	key, err := cacheKey(u, source, version)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key
+}
+
+func TestCacheKeyIsOfWhatProgramsAreMadeOf(t *testing.T) {
+	source, u := smallModule(t)
+	first := mustKey(t, u, source, "go1")
+	if again := mustKey(t, u, source, "go1"); again != first {
+		t.Errorf("the same gives %s and %s", first, again)
+	}
+	write(t, source+"/m/main_test.go", "package main\n")
+	write(t, source+"/m/README.md", "x")
+	if again := mustKey(t, u, source, "go1"); again != first {
+		t.Error("a test or a text changes the key")
+	}
+	seen := map[string]string{first: "the first"}
+	check := func(what, key string) {
+		t.Helper()
+		if other, ok := seen[key]; ok {
+			t.Errorf("%s: the key of %s", what, other)
+		}
+		seen[key] = what
+	}
+	check("another Go", mustKey(t, u, source, "go2"))
+	flags := u
+	flags.ldflags = "-w"
+	check("other flags", mustKey(t, flags, source, "go1"))
+	links := u
+	links.links = nil
+	check("other links", mustKey(t, links, source, "go1"))
+	write(t, source+"/m/go.sum", "example.org/x v1.0.0 h1:x=\n")
+	check("another go.sum", mustKey(t, u, source, "go1"))
+	write(t, source+"/m/second.go", "package main\n")
+	check("another source", mustKey(t, u, source, "go1"))
+}
+
+func TestUnitsKeysAreOfFilesThatAreThere(t *testing.T) {
+	for _, u := range units() {
+		mustKey(t, u, "..", "go1")
+	}
+}
+
+func TestVersionsAreThoseOfTheModules(t *testing.T) {
+	for file, line := range map[string]string{
+		"../kube/go.mod":       "k8s.io/kubernetes " + kubernetesVersion,
+		"../containerd/go.mod": "github.com/containerd/containerd/v2 " + containerdVersion,
+	} {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !strings.Contains(string(content), line+"\n") {
+			t.Errorf("%s has no %q", file, line)
+		}
+	}
+}
+
+func TestEnsureBuildsOnceHoweverManyAsk(t *testing.T) {
+	source, u := smallModule(t)
+	dir := filepath.Join(t.TempDir(), "cache", "small-1")
+	var said strings.Builder
+	p := newProgress(&said) // serialises writes
+	var group sync.WaitGroup
+	errs := make([]error, 4)
+	for i := range errs {
+		group.Go(func() { errs[i] = u.ensure(context.Background(), source, dir, p) })
+	}
+	group.Wait()
+	for _, err := range errs {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := strings.Count(said.String(), "built small"); n != 1 {
+		t.Errorf("built %d times:\n%s", n, said.String())
+	}
+	for _, file := range []string{"m", "other"} {
+		if info, err := os.Stat(filepath.Join(dir, file)); err != nil || info.Mode()&0o111 == 0 {
+			t.Errorf("%s: %v", file, err)
+		}
+	}
+}
+
+func TestEnsureTellsWhatDoesNotCompile(t *testing.T) {
+	source, u := smallModule(t)
+	write(t, source+"/m/main.go", "package main\n\nfunc main() { undefinedThing() }\n")
+	dir := filepath.Join(t.TempDir(), "small-1")
+	err := u.ensure(context.Background(), source, dir, newProgress(io.Discard))
+	if err == nil || !strings.Contains(err.Error(), "undefinedThing") {
+		t.Errorf("got %v", err)
+	}
+	onlyLock(t, filepath.Dir(dir))
+}
+
+func TestInterruptedBuildLeavesNothing(t *testing.T) {
+	source, u := smallModule(t)
+	// A compiler that has written a half of the program, and hangs, with a child that hangs too.
+	fake := t.TempDir()
+	started := filepath.Join(fake, "started")
+	write(t, fake+"/go", `#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo half >"$2/m"
+echo package/one >&2
+sleep 1000 &
+: >`+started+`
+wait
+`)
+	t.Setenv("PATH", fake+":"+os.Getenv("PATH"))
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	dir := filepath.Join(t.TempDir(), "small-1")
+	done := make(chan error)
+	go func() { done <- u.ensure(ctx, source, dir, newProgress(io.Discard)) }()
+	for {
+		if _, err := os.Stat(started); err == nil {
+			break
+		}
+		select {
+		case err := <-done:
+			t.Fatalf("ended early: %v", err)
+		case <-time.After(time.Millisecond):
+		}
+	}
+	cancel()
+	if err := <-done; err == nil || !strings.Contains(err.Error(), "interrupted") {
+		t.Errorf("got %v", err)
+	}
+	onlyLock(t, filepath.Dir(dir))
+}
+
+func TestEnsureClearsWhatAKilledBuildLeft(t *testing.T) {
+	source, u := smallModule(t)
+	cache := t.TempDir()
+	write(t, cache+"/.building-small-123/m", "half")
+	dir := filepath.Join(cache, "small-1")
+	if err := u.ensure(context.Background(), source, dir, newProgress(io.Discard)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(cache + "/.building-small-123"); err == nil {
+		t.Error("it is still there")
+	}
+}
+
+func onlyLock(t *testing.T, cache string) {
+	t.Helper()
+	entries, err := os.ReadDir(cache)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, entry := range entries {
+		if entry.Name() != "small.lock" {
+			t.Errorf("%s was left in the cache", entry.Name())
+		}
+	}
+}
+
+func TestBuildLogTellsWhatIsBuilt(t *testing.T) {
+	var log buildLog
+	if got := log.now(); got != "starting" {
+		t.Errorf("at first %q", got)
+	}
+	log.follow(strings.NewReader("go: downloading example.org/a v1.0.0\n"))
+	if got := log.now(); !strings.Contains(got, "downloading") {
+		t.Errorf("while it downloads %q", got)
+	}
+	log.follow(strings.NewReader("example.org/a\nexample.org/b\n"))
+	if got := log.now(); got != "2 packages, at example.org/b" {
+		t.Errorf("while it builds %q", got)
+	}
+}
+
+func TestLockIsReleasedByItsHolder(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	unlock, err := lockFile(context.Background(), path, func() { t.Error("nobody has it") })
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	if _, err := lockFile(ctx, path, cancel); err == nil {
+		t.Fatal("two have it")
+	}
+	second, err := lockFile(context.Background(), path, unlock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	second()
+}

@@ -1,0 +1,197 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+)
+
+func testLayout(t *testing.T) layout {
+	t.Helper()
+	l, err := newLayout("test", "/var/lib/x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+func TestNewLayoutRefusesWhatCannotWork(t *testing.T) {
+	for _, c := range []struct{ name, dir, want string }{
+		{"", "", "--name"},
+		{"../etc", "", "--name"},
+		{"-a", "", "--name"},
+		{strings.Repeat("a", 33), "", "--name"},
+		{"a", "/" + strings.Repeat("d", 60), "too long"},
+	} {
+		if _, err := newLayout(c.name, c.dir); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("newLayout(%q, %q): %v, want an error with %q", c.name, c.dir, err, c.want)
+		}
+	}
+	l, err := newLayout("cleave", "")
+	if err != nil || l.dir != "/var/lib/cleave-e2e/cleave" {
+		t.Errorf("default folder: %q, %v", l.dir, err)
+	}
+}
+
+func TestShellEnvIsReadByAShell(t *testing.T) {
+	l := layout{name: "a", dir: "/var/lib/it's here"}
+	script := l.shellEnv() + l.shellEnv() + `printf '%s\n' "$KUBECONFIG" "$PATH"`
+	command := exec.Command("/bin/sh", "-euc", script)
+	command.Env = []string{"PATH=/bin"}
+	output, err := command.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v: %s", err, output)
+	}
+	// Read twice, the folder is on the PATH once.
+	if want := "/var/lib/it's here/kubeconfig\n/var/lib/it's here/bin:/bin\n"; string(output) != want {
+		t.Errorf("got %q, want %q", output, want)
+	}
+}
+
+func TestNodesHaveTheirOwnAddresses(t *testing.T) {
+	seen := make(map[string]bool)
+	for index := 1; index <= maxNodes; index++ {
+		n := node{Name: "n", Index: index}
+		for _, value := range []string{n.address(), n.podRange(), n.device()} {
+			if seen[value] {
+				t.Fatalf("node %d shares %s", index, value)
+			}
+			seen[value] = true
+		}
+		if !ours(n.address()) || !ours(n.podRange()) || len(n.device()) > 15 {
+			t.Fatalf("node %d: %s %s %s", index, n.address(), n.podRange(), n.device())
+		}
+	}
+	if ours(hostAddress) != true || ours("10.206.0.1") || ours("0.0.0.0/0") || ours("10.0.0.0/8") || ours("-A") {
+		t.Error("ours is wrong about who has an address")
+	}
+}
+
+func TestFreeIndex(t *testing.T) {
+	if got, err := freeIndex([]node{{Index: 1}, {Index: 3}}); got != 2 || err != nil {
+		t.Errorf("got %d, %v", got, err)
+	}
+	full := make([]node, maxNodes)
+	for i := range full {
+		full[i].Index = i + 1
+	}
+	if _, err := freeIndex(full); err == nil {
+		t.Error("a full cluster takes one more")
+	}
+}
+
+func TestParseComponent(t *testing.T) {
+	one, two := []node{{Name: "node1"}}, []node{{Name: "node1"}, {Name: "node2"}}
+	for _, c := range []struct {
+		text  string
+		nodes []node
+		want  string // the component, or a part of the error
+	}{
+		{"apiserver", two, "apiserver"},
+		{"kube-scheduler", two, "scheduler"},
+		{"kubelet", one, "kubelet@node1"},
+		{"kubelet", two, "2 nodes"},
+		{"containerd@node2", two, "containerd@node2"},
+		{"kube-proxy@node2", two, "proxy@node2"},
+		{"kubelet@node3", two, "no node"},
+		{"etcd@node1", two, "runs once"},
+		{"kubelt", one, "unknown component"},
+		{"", one, "unknown component"},
+	} {
+		got, err := parseComponent(c.text, c.nodes)
+		text := got.String()
+		if err != nil {
+			text = err.Error()
+		}
+		if !strings.Contains(text, c.want) || (err == nil && text != c.want) {
+			t.Errorf("parseComponent(%q): %q, want %q", c.text, text, c.want)
+		}
+	}
+}
+
+func TestEachComponentHasACommandLine(t *testing.T) {
+	l := testLayout(t)
+	for _, one := range components([]node{{Name: "node1", Index: 1}}) {
+		if one.kind == kindNode {
+			continue
+		}
+		seen := make(map[string]bool)
+		for _, argument := range l.argv(one, binaries{"kube": "/k", "containerd": "/c"}) {
+			flag, _, _ := strings.Cut(argument, "=")
+			if seen[flag] {
+				t.Errorf("%s: %s twice", one, flag)
+			}
+			seen[flag] = true
+		}
+		if len(seen) < 2 {
+			t.Errorf("%s: %v", one, seen)
+		}
+	}
+}
+
+func TestConfigurationsNameTheNode(t *testing.T) {
+	n := node{Name: "node7", Index: 7}
+	for what, c := range map[string]struct {
+		config object
+		want   string
+	}{
+		"kubelet": {kubeletConfig(n), `"address":"10.203.0.17"`},
+		"proxy":   {proxyConfig(n), `"bindAddress":"10.203.0.17"`},
+		"network": {networkConfig(n), `"subnet":"10.204.7.0/24"`},
+	} {
+		text, err := json.Marshal(c.config)
+		if err != nil || !strings.Contains(string(text), c.want) {
+			t.Errorf("%s: %s, %v: want %s", what, text, err, c.want)
+		}
+	}
+}
+
+func TestWriteFileReplacesInOneStep(t *testing.T) {
+	dir := t.TempDir() + "/a"
+	path := dir + "/b"
+	for _, content := range []string{"one", "two"} {
+		if err := writeFile(path, []byte(content), 0o640); err != nil {
+			t.Fatal(err)
+		}
+		got, err := os.ReadFile(path)
+		if err != nil || string(got) != content {
+			t.Fatalf("%q, %v", got, err)
+		}
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil || len(entries) != 1 {
+		t.Errorf("beside it: %v, %v", entries, err)
+	}
+}
+
+func TestOurRules(t *testing.T) {
+	saved := `*nat
+-A POSTROUTING -s 10.204.1.2/32 -j MASQUERADE
+-A POSTROUTING -s 192.168.0.0/16 -j MASQUERADE
+-A KUBE-SERVICES -d 10.205.0.1/32 -p tcp -j KUBE-SVC
+COMMIT`
+	if got := ourRules(saved); len(got) != 2 {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestNodeReady(t *testing.T) {
+	for _, c := range []struct {
+		object string
+		ready  bool
+		fails  bool
+	}{
+		{`{"status":{"conditions":[{"type":"Ready","status":"True","message":"m"}]}}`, true, false},
+		{`{"status":{"conditions":[{"type":"Ready","status":"False","message":"m"}]}}`, false, false},
+		{`{"status":{"conditions":[{"type":"DiskPressure","status":"True"}]}}`, false, false},
+		{`{}`, false, false},
+		{`{"status":`, false, true},
+	} {
+		ready, reason, err := nodeReady([]byte(c.object))
+		if ready != c.ready || (err != nil) != c.fails || (!ready && !c.fails && reason == "") {
+			t.Errorf("%s: %v, %q, %v", c.object, ready, reason, err)
+		}
+	}
+}

@@ -1,0 +1,128 @@
+package main
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestParseStat(t *testing.T) {
+	const rest = " S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4242 1000 10 18446744073709551615"
+	for _, name := range []string{"(sh)", "(a b)", "(a) R 1 2 3)", "()"} {
+		state, start, err := parseStat("17 " + name + rest)
+		if err != nil || state != 'S' || start != 4242 {
+			t.Errorf("%s: %c, %d, %v", name, state, start, err)
+		}
+	}
+	for _, stat := range []string{"", "17 (sh", "17 (sh) S 1 2", "17 (sh) S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 x 1"} {
+		if _, _, err := parseStat(stat); err == nil {
+			t.Errorf("%q is taken for a stat", stat)
+		}
+	}
+}
+
+// child starts a process that does nothing, and ends it with the test.
+func child(t *testing.T) (process, *exec.Cmd) {
+	t.Helper()
+	command := exec.Command("sleep", "1000")
+	if err := command.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = command.Process.Kill()
+		_ = command.Wait()
+	})
+	p, err := identify(command.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p, command
+}
+
+func TestProcessThatGotTheSameIDIsAnother(t *testing.T) {
+	p, _ := child(t)
+	for what, other := range map[string]process{
+		"started later":      {PID: p.PID, Start: p.Start + 1, Boot: p.Boot},
+		"before this boot":   {PID: p.PID, Start: p.Start, Boot: "another"},
+		"of no process here": {PID: 1 << 30, Start: p.Start, Boot: p.Boot},
+	} {
+		if other.alive() {
+			t.Errorf("%s: is alive", what)
+		}
+		if err := other.signal(unix.SIGKILL); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+		if err := other.waitGone(context.Background()); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if !p.alive() {
+		t.Fatal("the process was ended in the name of another")
+	}
+}
+
+func TestWaitGone(t *testing.T) {
+	p, command := child(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+	defer cancel()
+	if err := p.waitGone(ctx); err == nil {
+		t.Error("it is gone while it runs")
+	}
+	if err := p.signal(unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	// Not reaped yet: a zombie is gone.
+	if err := p.waitGone(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if p.alive() {
+		t.Error("a zombie is alive")
+	}
+	_ = command.Wait()
+}
+
+func TestIdentifyThisProcess(t *testing.T) {
+	p, err := identify(os.Getpid())
+	if err != nil || !p.alive() || p.Start == 0 || p.Boot == "" {
+		t.Errorf("%+v, %v", p, err)
+	}
+}
+
+func TestParseHierarchies(t *testing.T) {
+	hybrid := parseHierarchies(`24 1 0:21 / / rw - ext4 /dev/vda rw
+30 24 0:25 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+31 30 0:26 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:1 - cgroup cgroup rw,cpu,cpuacct
+32 30 0:27 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset
+33 30 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,release_agent=/lib/x,name=systemd
+34 30 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw,nsdelegate
+35 30 0:27 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset
+36 24 0:27 / /elsewhere rw,relatime - cgroup cgroup rw,memory
+`)
+	want := []struct {
+		mount, data string
+		unified     bool
+	}{
+		{"/sys/fs/cgroup/cpu,cpuacct", "cpu,cpuacct", false},
+		{"/sys/fs/cgroup/cpuset", "cpuset", false},
+		{"/sys/fs/cgroup/systemd", "none,name=systemd", false},
+		{"/sys/fs/cgroup/unified", "", true},
+	}
+	if len(hybrid) != len(want) {
+		t.Fatalf("got %+v", hybrid)
+	}
+	for i, w := range want {
+		if got := hybrid[i]; got.mount != w.mount || got.data != w.data || got.unified != w.unified {
+			t.Errorf("got %+v, want %+v", got, w)
+		}
+	}
+	if pureUnified(hybrid) {
+		t.Error("a hybrid machine is taken for one with version 2 alone")
+	}
+	if !pureUnified(parseHierarchies("30 24 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n")) {
+		t.Error("a machine with version 2 alone is not seen")
+	}
+}
