@@ -59,7 +59,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS")]
     kernel_ms: Option<f64>,
 
-    /// Run kernels for so many seconds, or "forever"
+    /// Run kernels for so many seconds, or "forever": a line as they begin, {"launched":true,…}, and one as they end
     #[arg(long, value_name = "SECONDS")]
     busy: Option<Span>,
 

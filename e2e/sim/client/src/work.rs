@@ -135,6 +135,7 @@ impl Program<'_> {
         let context = self.first()?;
         let since = Instant::now();
         context.launch(kernel_ms).map_err(Stop::Error)?;
+        print(&json!({ "launched": true, "kernelMs": kernel_ms }));
         let waited = self.wait(span);
         if let Err(Stop::Error(code)) = waited {
             return Err(Stop::Error(code));

@@ -1,0 +1,189 @@
+//! Who may connect, and who may administer.
+
+mod node;
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::process::Stdio;
+
+use node::{Client, Node, as_user, is_root, until};
+use sim_mps::handshake;
+
+const REFUSED: &str = "privilege";
+
+/// Runs the tool: what it prints.
+fn tool(node: &Node, arguments: &[&str], uid: Option<u32>) -> String {
+    let mut command = node.control();
+    command.args(arguments).stdin(Stdio::null());
+    if let Some(uid) = uid {
+        as_user(&mut command, uid);
+    }
+    String::from_utf8(command.output().unwrap().stdout).unwrap()
+}
+
+#[test]
+fn the_pipe_directory_holds_what_the_real_one_does() {
+    let node = Node::with_daemon(&[]);
+    let metadata = |name: &str| fs::metadata(node.socket(name)).unwrap();
+    assert!(metadata("control").file_type().is_socket());
+    assert_eq!(metadata("control").permissions().mode() & 0o777, 0o666);
+    assert!(metadata("control_privileged").file_type().is_socket());
+    assert_eq!(metadata("control_privileged").permissions().mode() & 0o777, 0o755);
+    assert!(metadata("log").file_type().is_fifo());
+    assert!(metadata("control_lock").is_file());
+    assert!(fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse::<u32>().is_ok());
+}
+
+#[test]
+fn whoever_has_only_control_may_read_and_change_nothing() {
+    let node = Node::with_daemon(&[]);
+    let client = node.running(&["--hold", "forever"]);
+    let server = node.server();
+    let ask = |command: &str| handshake::ask(&node.socket("control"), command).unwrap().unwrap();
+    assert_eq!(ask("get_server_list"), format!("{server}\n"));
+    assert_eq!(ask(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
+    let pid = client.pid();
+    for command in [
+        "set_default_active_thread_percentage 10".to_owned(),
+        "set_default_device_pinned_mem_limit 0 1G".to_owned(),
+        format!("set_active_thread_percentage {server} 10"),
+        format!("terminate_client {server} {pid}"),
+        format!("shutdown_server {server} -f"),
+        "quit".to_owned(),
+    ] {
+        assert!(ask(&command).contains(REFUSED), "{command}");
+    }
+    assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
+    assert_eq!(node.client_list(server), [pid]);
+}
+
+#[test]
+fn the_tool_takes_the_privileged_socket_where_it_may() {
+    if !is_root() {
+        return;
+    }
+    let node = Node::with_daemon(&[]);
+    assert_eq!(tool(&node, &["set_default_active_thread_percentage", "40"], None), "40.0\n");
+    assert!(tool(&node, &["set_default_active_thread_percentage", "10"], Some(1000)).contains(REFUSED));
+    assert!(tool(&node, &["quit"], Some(1000)).contains(REFUSED));
+    assert_eq!(tool(&node, &["get_default_active_thread_percentage"], Some(1000)), "40.0\n");
+}
+
+#[test]
+fn a_program_can_be_an_administrator() {
+    let node = Node::with_daemon(&[]);
+    let mut client = node.client(&["--admin", "set_default_active_thread_percentage 10"]);
+    assert!(client.line()["reply"].as_str().unwrap().contains(REFUSED));
+    let privileged = node.socket("control_privileged");
+    let arguments = ["--admin", "get_default_active_thread_percentage", "--socket", privileged.to_str().unwrap()];
+    assert_eq!(node.client(&arguments).line()["reply"], "100.0\n");
+}
+
+#[test]
+fn a_hard_link_to_control_is_enough_and_can_be_renewed() {
+    let mut node = Node::with_daemon(&[]);
+    let view = node.path("view");
+    fs::create_dir(&view).unwrap();
+    let through_view = |node: &Node| {
+        let mut command = node.program(&[]);
+        command.env("CUDA_MPS_PIPE_DIRECTORY", &view);
+        Client::spawn(command).line()
+    };
+    fs::hard_link(node.socket("control"), view.join("control")).unwrap();
+    assert_eq!(through_view(&node)["viaMps"], true);
+    node.kill_daemon();
+    assert_eq!(through_view(&node)["viaMps"], false);
+    node.start(&[]);
+    assert_eq!(through_view(&node)["viaMps"], false);
+    fs::remove_file(view.join("control")).unwrap();
+    fs::hard_link(node.socket("control"), view.join("control")).unwrap();
+    assert_eq!(through_view(&node)["viaMps"], true);
+}
+
+#[test]
+fn a_second_user_waits_until_the_first_has_left_and_gets_a_server_of_its_own() {
+    if !is_root() {
+        return;
+    }
+    let node = Node::with_daemon(&[]);
+    let first = node.running(&["--hold", "forever"]);
+    let server = node.server();
+    let mut command = node.program(&[]);
+    as_user(&mut command, 1000);
+    let mut second = Client::spawn(command);
+    let pending =
+        format!("NEW CLIENT {} from user 1000: Server is not ready, push client to pending list", second.pid());
+    until("the second user is pending", || node.log().contains(&pending));
+    assert!(second.is_silent());
+    first.kill(rustix::process::Signal::TERM);
+    assert_eq!(second.line()["viaMps"], true);
+    until("the first server is gone", || node.log().contains(&format!("Server {server} exited with status 0")));
+    let own = node.server();
+    assert_ne!(own, server);
+    assert_eq!(fs::metadata(format!("/proc/{own}")).unwrap().uid(), 1000);
+}
+
+#[test]
+fn users_share_a_server_where_it_is_told_so() {
+    if !is_root() {
+        return;
+    }
+    let node = Node::with_daemon(&["-multiuser-server"]);
+    let _first = node.running(&["--hold", "forever"]);
+    let mut command = node.program(&["--hold", "forever"]);
+    as_user(&mut command, 1000);
+    let mut second = Client::spawn(command);
+    assert_eq!(second.line()["viaMps"], true);
+    assert_eq!(node.client_list(node.server()).len(), 2);
+}
+
+#[test]
+fn a_client_in_its_own_namespaces_is_listed_by_its_pid_outside() {
+    if !is_root() {
+        return;
+    }
+    let node = Node::with_daemon(&[]);
+    let program = node.program(&["--hold", "forever"]);
+    let mut command = std::process::Command::new("unshare");
+    command.args(["--pid", "--net", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc"]);
+    command.arg(program.get_program()).args(program.get_args());
+    for (name, value) in program.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let mut client = Client::spawn(command);
+    let line = client.line();
+    assert_eq!((line["viaMps"].as_bool(), line["pid"].as_u64()), (Some(true), Some(1)));
+    let clients = node.client_list(node.server());
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.pid())).unwrap();
+    assert_eq!(children.trim(), clients[0].to_string());
+    let table = node.ask("ps");
+    let row: Vec<&str> = table.lines().nth(1).unwrap().split_whitespace().collect();
+    let namespace = fs::metadata(format!("/proc/{}/ns/pid", clients[0])).unwrap().ino();
+    assert_eq!(
+        (row[0], row[3], row[4]),
+        (clients[0].to_string().as_str(), &node.uuid()[..17], namespace.to_string().as_str(),)
+    );
+    assert_eq!(node.ask("get_device_client_list"), format!("{} {}\n", node.uuid(), clients[0]));
+}
+
+#[test]
+fn lies_are_turned_away_and_hurt_nobody() {
+    let node = Node::with_daemon(&[]);
+    let running = node.running(&["--hold", "forever"]);
+    let privileged = node.socket("control_privileged");
+    for lie in ["kind=7", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command"] {
+        for extra in [[].as_slice(), &["--socket", privileged.to_str().unwrap()]] {
+            let mut liar = node.client(&[["--lie", lie].as_slice(), extra].concat());
+            assert_eq!(liar.line()["outcome"], "closed", "{lie}");
+        }
+    }
+    // Nobody waits for those who say nothing.
+    let _silent: Vec<Client> = ["stall=0", "stall=4", "stall=9", "stall=11", "unread", "flood=100"]
+        .map(|lie| node.client(&["--lie", lie, "--hold", "60"]))
+        .into();
+    assert_eq!(node.saw(&[])["viaMps"], true);
+    until("only the first is left", || node.client_list(node.server()) == [running.pid()]);
+}

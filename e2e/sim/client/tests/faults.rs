@@ -1,0 +1,309 @@
+//! What a death, an error or a fault does to a program and to its neighbours.
+
+mod node;
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use node::{Client, Node, until};
+use rustix::process::{Pid, Signal};
+use sim_machine::{ComputeMode, Effect};
+use sim_mps::seqpacket::Listener;
+
+fn kill(pid: u32, signal: Signal) {
+    rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn without_a_daemon_a_program_is_plain_cuda() {
+    let mut node = Node::bare();
+    let plain = |node: &Node| {
+        let line = node.saw(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
+        assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(false), Some(132)), "{line}");
+        assert!(line["freeMiB"].as_i64() > Some(142_000));
+    };
+    plain(&node);
+    node.start(&[]);
+    assert_eq!(node.saw(&[])["viaMps"], true);
+    node.kill_daemon();
+    plain(&node);
+    let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
+    std::thread::spawn(move || while listener.accept().is_ok() {});
+    plain(&node);
+}
+
+#[test]
+fn exclusive_process_lets_nobody_past_the_server() {
+    let mut node = Node::bare();
+    node.compute_mode(ComputeMode::ExclusiveProcess);
+    let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
+    assert_eq!(node.saw(&nowhere)["viaMps"], false);
+    node.start(&[]);
+    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.saw(&nowhere)["error"], 46);
+}
+
+#[test]
+fn a_server_does_not_start_where_a_plain_program_holds_the_gpu() {
+    let mut node = Node::bare();
+    node.compute_mode(ComputeMode::ExclusiveProcess);
+    let mut plain = node.client(&["--hold", "forever"]);
+    plain.line();
+    node.start(&[]);
+    node.ask("start_server -uid 0");
+    until("the server has failed", || node.log().contains("exited with status 1"));
+    assert_eq!(node.ask("get_server_list"), "");
+    plain.kill(Signal::KILL);
+    assert_eq!(node.saw(&[])["viaMps"], true);
+}
+
+#[test]
+fn a_daemon_without_a_gpu_runs_and_its_server_does_not() {
+    let mut node = Node::bare();
+    node.daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
+    node.start(&[]);
+    // The client is turned away after the server was tried again, and is plain CUDA.
+    assert_eq!(node.saw(&[])["viaMps"], false);
+    assert!(node.log().contains("no CUDA-capable device is detected"));
+    assert!(node.log().matches("Starting new server").count() > 5);
+}
+
+#[test]
+fn a_program_without_a_gpu_finds_no_device() {
+    let node = Node::with_daemon(&[]);
+    let mut none = node.program(&[]);
+    none.env("NVIDIA_VISIBLE_DEVICES", "none");
+    let mut client = Client::spawn(none);
+    assert_eq!(client.error(), 100);
+    assert_eq!(client.wait().code(), Some(100));
+}
+
+#[test]
+fn a_killed_daemon_takes_its_server_and_clients_and_a_new_one_takes_over() {
+    let mut node = Node::with_daemon(&[]);
+    let mut client = node.running(&["--hold", "forever"]);
+    node.ask("set_default_active_thread_percentage 50");
+    node.kill_daemon();
+    assert_eq!(client.error(), 806);
+    assert_eq!(client.wait().code(), Some(806 - 3 * 256));
+    node.start(&[]);
+    let line = node.saw(&[]);
+    assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(true), Some(132)));
+}
+
+#[test]
+fn an_illegal_access_breaks_all_clients_and_new_ones_wait_until_the_last_has_exited() {
+    let node = Node::with_daemon(&[]);
+    let mut slow = node.running(&["--hold", "forever", "--linger", "forever"]);
+    let mut other = node.running(&["--hold", "forever"]);
+    let mut culprit = node.running(&["--fault=0.05", "--kernel-ms", "1"]);
+    for client in [&mut culprit, &mut other, &mut slow] {
+        assert_eq!(client.error(), 700);
+    }
+    assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
+    let server = node.server_in_fault();
+    let mut late = node.client(&[]);
+    until("the new client is pending", || node.log().contains(&format!("NEW CLIENT {}", late.pid())));
+    assert!(late.is_silent());
+    assert!(node.client_list(server).contains(&slow.pid()));
+    slow.kill(Signal::TERM);
+    assert_eq!(late.line()["viaMps"], true);
+    assert_eq!(node.ask(&format!("get_server_status {server}")), "ACTIVE\n");
+    let log = node.log();
+    assert!(log.contains("Volta MPS: Server is handling a fatal GPU error."), "{log}");
+    assert!(log.contains("The following clients have a sticky error set:"), "{log}");
+    let events = &node.machine.snapshot().unwrap().events;
+    assert_eq!(events.iter().map(|event| event.data).collect::<Vec<_>>(), [31]);
+}
+
+#[test]
+fn a_busy_client_that_is_killed_breaks_its_neighbours() {
+    for signal in [Signal::KILL, Signal::TERM] {
+        let node = Node::with_daemon(&[]);
+        let mut neighbour = node.running(&["--hold", "forever"]);
+        node.busy("100").kill(signal);
+        assert_eq!(neighbour.error(), 700, "{signal:?}");
+        neighbour.wait();
+        assert_eq!(node.saw(&[])["viaMps"], true);
+    }
+}
+
+#[test]
+fn short_kernels_break_nobody_and_long_ones_one_in_twelve() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    let mut neighbour = node.running(&["--hold", "forever"]);
+    let die = |kernel_ms: &str| {
+        let client = node.busy(kernel_ms);
+        let pid = client.pid();
+        client.kill(Signal::KILL);
+        until("the server has seen it", || !node.client_list(server).contains(&pid));
+    };
+    die("0.1");
+    (0..11).for_each(|_| die("10"));
+    assert!(neighbour.is_silent());
+    die("10");
+    assert_eq!(neighbour.error(), 700);
+}
+
+#[test]
+fn a_server_in_which_a_busy_client_was_killed_breaks_a_later_one() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    node.busy("1000").kill(Signal::KILL);
+    until("the server has seen it", || node.client_list(server).is_empty());
+    assert_eq!(node.ask(&format!("get_server_status {server}")), "ACTIVE\n");
+    let mut later = node.running(&["--kernel-ms", "1", "--busy", "forever"]);
+    assert_eq!(later.error(), 700);
+}
+
+#[test]
+fn a_client_that_is_terminated_or_ends_in_order_harms_nobody() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    let mut neighbour = node.running(&["--hold", "forever"]);
+    let mut terminated = node.busy("1000");
+    assert_eq!(node.ask(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
+    assert_eq!(node.client_list(server), [neighbour.pid()]);
+    assert_eq!(terminated.error(), 810);
+    assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
+    let mut handling = node.busy_with("100", &["--handle-sigterm"]);
+    handling.signal(Signal::TERM);
+    assert_eq!(handling.wait().code(), Some(0));
+    assert!(neighbour.is_silent());
+    assert_ne!(node.ask(&format!("terminate_client {server} 1")), "0\n");
+}
+
+#[test]
+fn terminate_client_blocks_while_the_client_is_stopped() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    let mut neighbour = node.running(&["--hold", "forever"]);
+    let mut stopped = node.busy("1000");
+    stopped.signal(Signal::STOP);
+    let (socket, pid) = (node.socket("control_privileged"), stopped.pid());
+    let asking = std::thread::spawn(move || {
+        sim_mps::handshake::ask(&socket, &format!("terminate_client {server} {pid}")).unwrap()
+    });
+    until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
+    // No other command waits for it.
+    assert_eq!(node.client_list(server).len(), 2);
+    assert!(!asking.is_finished());
+    stopped.signal(Signal::CONT);
+    assert_eq!(asking.join().unwrap().as_deref(), Some("0\n"));
+    assert_eq!(stopped.error(), 810);
+    assert!(neighbour.is_silent());
+}
+
+#[test]
+fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
+    let mut node = Node::with_daemon(&[]);
+    let server = node.server();
+    let mut client = node.running(&["--hold", "forever"]);
+    node.ask(&format!("shutdown_server {server} -f"));
+    assert_eq!(client.error(), 806);
+    assert_eq!(node.ask("get_server_list"), "");
+    node.server();
+    let mut client = node.running(&["--hold", "forever"]);
+    node.ask("quit -t 0");
+    assert_eq!(node.daemon_ended().code(), Some(0));
+    assert_eq!(client.error(), 806);
+    assert!(!node.socket("control").exists());
+    assert!(node.machine.processes().unwrap().is_empty());
+}
+
+#[test]
+fn one_daemon_a_directory_also_in_the_background() {
+    let node = Node::bare();
+    let started = |command: &mut std::process::Command| command.stdin(Stdio::null()).output().unwrap();
+    let first = started(node.control().arg("-d"));
+    assert!(first.status.success(), "{first:?}");
+    assert_eq!(node.saw(&[])["viaMps"], true);
+    let second = started(node.control().arg("-d"));
+    assert!(!second.status.success());
+    assert!(String::from_utf8_lossy(&second.stderr).contains("An instance of this daemon is already running"));
+    let log = |name: &str| std::fs::read_to_string(node.path("log").join(name)).unwrap();
+    assert!(log("control.log").contains("Starting control daemon using socket"));
+    until("the server's log is written", || log("server.log").contains("Server has started"));
+    let pid: u32 = std::fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
+    let quit = started(node.control().arg("quit"));
+    assert!(quit.status.success(), "{quit:?}");
+    until("the daemon is gone", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    let nobody = started(node.control().arg("get_server_list"));
+    assert!(String::from_utf8_lossy(&nobody.stderr).contains("Cannot find MPS control daemon process"));
+}
+
+#[test]
+fn a_command_can_be_made_to_hang_and_the_others_go_on() {
+    let node = Node::with_daemon(&[]);
+    node.inject("mps:command:get_server_list", Effect::Hang(None), None);
+    let socket = node.socket("control");
+    let asking = std::thread::spawn(move || sim_mps::handshake::ask(&socket, "get_server_list").unwrap());
+    until("the command has arrived", || node.log().contains("Cmd:get_server_list"));
+    assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
+    assert!(!asking.is_finished());
+    node.clear();
+    assert_eq!(asking.join().unwrap().as_deref(), Some(""));
+}
+
+#[test]
+fn a_daemon_can_be_made_to_fail_as_it_starts() {
+    let mut node = Node::bare();
+    node.inject("mps:start", Effect::Code(3), Some(2));
+    for _ in 0..2 {
+        let status = node.control().arg("-f").stdin(Stdio::null()).stdout(Stdio::null()).status().unwrap();
+        assert_eq!(status.code(), Some(3));
+    }
+    node.start(&[]);
+    assert_eq!(node.saw(&[])["viaMps"], true);
+}
+
+#[test]
+fn another_versions_handshake_is_none_that_a_program_knows() {
+    let node = Node::with_daemon(&[]);
+    node.inject("mps:handshake", Effect::Code(1), None);
+    assert_eq!(node.saw(&[])["viaMps"], false);
+    node.clear();
+    assert_eq!(node.saw(&[])["viaMps"], true);
+}
+
+#[test]
+fn a_program_waits_as_long_as_the_daemon_does_not_answer() {
+    let node = Node::with_daemon(&[]);
+    node.inject("mps:client", Effect::Hang(None), None);
+    let mut client = node.client(&[]);
+    // The first connection closes at once, the second says who it is.
+    until("the client is at the door", || node.log().matches("Accepting connection").count() >= 3);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(client.is_silent());
+    node.clear();
+    assert_eq!(client.line()["viaMps"], true);
+}
+
+#[test]
+fn the_server_can_be_killed_again_and_again() {
+    let node = Node::with_daemon(&[]);
+    for _ in 0..3 {
+        let mut client = node.running(&["--hold", "forever"]);
+        kill(node.server(), Signal::KILL);
+        assert_eq!(client.error(), 806);
+    }
+    assert!(node.log().contains("exited with status 9"));
+}
+
+#[test]
+fn many_processes_alike_are_one_program() {
+    let node = Node::with_daemon(&[]);
+    let mut all = node.client(&["--processes", "5", "--hold", "forever", "--handle-sigterm"]);
+    (0..5).for_each(|_| assert_eq!(all.line()["viaMps"], true));
+    let server = node.server();
+    assert_eq!(node.client_list(server).len(), 5);
+    all.signal(Signal::TERM);
+    assert_eq!(all.wait().code(), Some(0));
+    until("all have left", || node.client_list(server).is_empty());
+    let mut killed = node.client(&["--processes", "2", "--hold", "forever"]);
+    (0..2).for_each(|_| assert_eq!(killed.line()["viaMps"], true));
+    killed.signal(Signal::KILL);
+    killed.wait();
+    until("all have left", || node.client_list(server).is_empty());
+}

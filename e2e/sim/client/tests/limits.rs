@@ -1,0 +1,159 @@
+//! Thread percentages, memory limits and the number of contexts, as a program sees them.
+
+mod node;
+
+use node::{Node, until};
+
+const THREADS: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+const MEMORY: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
+const TOTAL: i64 = 143_155;
+
+#[test]
+fn a_percentage_is_rounded_down_to_the_sms_measured() {
+    let node = Node::with_daemon(&[]);
+    let measured = [
+        (1, 8),
+        (5, 8),
+        (10, 12),
+        (12, 14),
+        (14, 18),
+        (20, 26),
+        (25, 32),
+        (33, 42),
+        (50, 66),
+        (66, 86),
+        (75, 98),
+        (90, 118),
+        (100, 132),
+    ];
+    for (percent, sms) in measured {
+        assert_eq!(node.saw(&[(THREADS, &percent.to_string())])["sms"], sms, "{percent} %");
+    }
+}
+
+#[test]
+fn the_environment_lowers_the_percentage_and_never_raises_it() {
+    let node = Node::with_daemon(&[]);
+    assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
+    assert_eq!(node.ask("set_default_active_thread_percentage 50"), "50.0\n");
+    for (own, sms) in [("75", 66), ("25", 32), ("abc", 66), ("0", 66)] {
+        assert_eq!(node.saw(&[(THREADS, own)])["sms"], sms, "{own}");
+    }
+}
+
+#[test]
+fn a_change_binds_the_next_client_and_not_the_running_one() {
+    let node = Node::with_daemon(&[]);
+    node.ask("set_default_active_thread_percentage 50");
+    let mut running = node.client(&["--hold", "forever"]);
+    assert_eq!(running.line()["sms"], 66);
+    let server = node.server();
+    assert_eq!(node.ask(&format!("set_active_thread_percentage {server} 80")), "80.0\n");
+    assert_eq!(node.saw(&[])["sms"], 104);
+    assert_eq!(node.ask(&format!("get_active_thread_percentage {server}")), "80.0\n");
+    assert!(running.is_silent());
+}
+
+#[test]
+fn a_memory_limit_is_what_is_free_less_the_context_and_the_total_stays() {
+    let node = Node::with_daemon(&[]);
+    let prefix = node.uuid()[..12].to_owned();
+    for limit in ["0=8G".to_owned(), "0=8192M".to_owned(), format!("{}=8G", node.uuid()), format!("{prefix}=8G")] {
+        let line = node.saw(&[(MEMORY, &limit)]);
+        assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(TOTAL)), "{limit}");
+    }
+    let mut command = node.program(&["--allocate", "7424,256"]);
+    command.env(MEMORY, "0=8G");
+    let mut client = node::Client::spawn(command);
+    client.line();
+    assert_eq!(client.line()["freeMiB"], 254);
+    assert_eq!(client.error(), 2);
+    assert_eq!(client.wait().code(), Some(2));
+    assert_eq!(node.saw(&[(MEMORY, "0=8.5G")])["error"], 2);
+}
+
+#[test]
+fn garbage_in_the_environment_drops_every_memory_limit() {
+    let node = Node::with_daemon(&[]);
+    node.ask("set_default_device_pinned_mem_limit 0 10G");
+    assert_eq!(node.ask("get_default_device_pinned_mem_limit 0"), "10G\n");
+    assert_eq!(node.saw(&[])["limitMiB"], 10 << 10);
+    for escape in ["0=2G,1=4G", "1=8G", "8G", "junk"] {
+        let line = node.saw(&[(MEMORY, escape)]);
+        assert!(line["limitMiB"].is_null(), "{escape}: {line}");
+        assert!(line["freeMiB"].as_i64() > Some(TOTAL - 1000), "{escape}: {line}");
+    }
+    for (own, limit) in [("0=4G", 4 << 10), ("0=100G", 10 << 10)] {
+        assert_eq!(node.saw(&[(MEMORY, own)])["limitMiB"], limit, "{own}");
+    }
+}
+
+#[test]
+fn limits_set_before_each_connect_bind_each_client() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    for (percent, limit, sms, free) in [(20, "8G", 26, 8069), (50, "20G", 66, 20209)] {
+        node.ask(&format!("set_active_thread_percentage {server} {percent}"));
+        node.ask(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
+        assert_eq!(node.ask(&format!("get_device_pinned_mem_limit {server} 0")), format!("{limit}\n"));
+        let line = node.saw(&[(THREADS, "100")]);
+        assert_eq!((line["sms"].as_i64(), line["freeMiB"].as_i64()), (Some(sms), Some(free)));
+    }
+    assert!(node.log().contains("Device pinned memory limit for device 0 set to 0x200000000 bytes"));
+}
+
+#[test]
+fn the_daemons_environment_is_where_its_defaults_come_from() {
+    let mut node = Node::bare();
+    node.daemon_env(THREADS, "25");
+    node.daemon_env(MEMORY, "0=16G");
+    node.start(&[]);
+    let line = node.saw(&[]);
+    assert_eq!((line["sms"].as_i64(), line["limitMiB"].as_i64()), (Some(32), Some(16 << 10)));
+}
+
+#[test]
+fn a_server_that_was_killed_is_replaced_with_the_defaults_and_without_its_own_settings() {
+    let node = Node::with_daemon(&[]);
+    node.ask("set_default_active_thread_percentage 50");
+    let server = node.server();
+    node.ask(&format!("set_active_thread_percentage {server} 10"));
+    assert_eq!(node.saw(&[])["sms"], 12);
+    let mut client = node.running(&["--hold", "forever"]);
+    let pid = rustix::process::Pid::from_raw(i32::try_from(server).unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    assert_eq!(client.error(), 806);
+    assert_eq!(node.saw(&[])["sms"], 66);
+    assert_ne!(node.server(), server);
+}
+
+#[test]
+fn the_49th_context_is_refused() {
+    let node = Node::with_daemon(&[]);
+    let mut crowd = node.running(&["--contexts", "48", "--hold", "forever"]);
+    let mut late = node.client(&[]);
+    assert_eq!(late.error(), 808);
+    assert_eq!(late.wait().code(), Some(808 - 3 * 256));
+    crowd.signal(rustix::process::Signal::TERM);
+    crowd.wait();
+    assert_eq!(node.saw(&[])["viaMps"], true);
+}
+
+#[test]
+fn the_machine_lists_the_server_and_its_clients_with_their_memory() {
+    let node = Node::with_daemon(&[]);
+    let mut client = node.running(&["--allocate", "1024", "--hold", "forever"]);
+    client.line();
+    let listed = |pid: u32| {
+        let processes = node.machine.processes().unwrap();
+        processes
+            .iter()
+            .find(|process| node.machine.visible_pid(process) == Some(pid))
+            .map(|process| process.used >> 20)
+    };
+    assert_eq!(listed(node.server()), Some(66));
+    assert_eq!(listed(client.pid()), Some(274 + 1024));
+    let pid = client.pid();
+    client.kill(rustix::process::Signal::KILL);
+    until("the client is off the list", || listed(pid).is_none());
+}

@@ -1,0 +1,342 @@
+//! A simulated machine with one H200, its MPS daemon, and programs on it. All of it goes when it is dropped.
+#![allow(dead_code, reason = "each test file uses its own part")]
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use sim_machine::{ComputeMode, Description, Effect, Fault, GpuDescription, Machine};
+use sim_mps::handshake;
+
+/// Longer than anything here takes, on a machine that is busy with something else.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// A node.
+pub(crate) struct Node {
+    dir: tempfile::TempDir,
+    pub(crate) machine: Machine,
+    daemon: Option<Child>,
+    env: Vec<(String, String)>,
+}
+
+impl Node {
+    /// A machine without a daemon.
+    pub(crate) fn bare() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
+        let description = Description { name: "test".into(), gpus, ..Description::default() };
+        let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
+        Self { dir, machine, daemon: None, env: Vec::new() }
+    }
+
+    /// A machine with a daemon that was started with these arguments beside `-f`.
+    pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
+        let mut node = Self::bare();
+        node.start(arguments);
+        node
+    }
+
+    /// Sets a variable for daemons started from now on.
+    pub(crate) fn daemon_env(&mut self, name: &str, value: &str) {
+        self.env.push((name.to_owned(), value.to_owned()));
+    }
+
+    /// Starts a daemon and waits until it listens.
+    pub(crate) fn start(&mut self, arguments: &[&str]) {
+        let mut command = self.control();
+        let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
+        command.arg("-f").args(arguments).stdout(log).stdin(Stdio::null());
+        self.daemon = Some(command.spawn().unwrap());
+        until("the daemon listens", || handshake::probe(&self.socket("control_privileged")).is_ok());
+    }
+
+    /// `nvidia-cuda-mps-control`, to be run on this node.
+    pub(crate) fn control(&self) -> Command {
+        let mut command = Command::new(programs().join("nvidia-cuda-mps-control"));
+        self.set_env(&mut command);
+        command.env("CUDA_MPS_LOG_DIRECTORY", self.path("log"));
+        command.env("SIM_MPS_SERVER_START_MS", "0");
+        command.envs(self.env.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    fn set_env(&self, command: &mut Command) {
+        command
+            .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+            .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+            .env("SIMGPU_STATE", self.machine.dir())
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.path("pipe"))
+            .env("CUDA_VISIBLE_DEVICES", self.uuid())
+            .env_remove("NVIDIA_VISIBLE_DEVICES");
+    }
+
+    /// A path of this node.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A socket in the pipe directory.
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+        self.path("pipe").join(name)
+    }
+
+    /// The GPU.
+    pub(crate) fn uuid(&self) -> String {
+        self.machine.snapshot().unwrap().gpus[0].uuid.clone()
+    }
+
+    /// What the daemon and its servers logged.
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(self.path("log.txt")).unwrap()
+    }
+
+    /// An administrator's command over `control_privileged`.
+    pub(crate) fn ask(&self, command: &str) -> String {
+        handshake::ask(&self.socket("control_privileged"), command).unwrap().unwrap()
+    }
+
+    /// The pid of the one server, started if there is none.
+    pub(crate) fn server(&self) -> u32 {
+        if self.ask("get_server_list").is_empty() {
+            self.ask("start_server -uid 0");
+        }
+        let pid = self.ask("get_server_list").trim().parse().unwrap();
+        until("the server is ACTIVE", || self.ask(&format!("get_server_status {pid}")) == "ACTIVE\n");
+        pid
+    }
+
+    /// The pid of the one server, once it is in FAULT.
+    pub(crate) fn server_in_fault(&self) -> u32 {
+        let pid = self.ask("get_server_list").trim().parse().unwrap();
+        until("the server is in FAULT", || self.ask(&format!("get_server_status {pid}")) == "FAULT\n");
+        pid
+    }
+
+    /// Starts a program that has kernels of so many milliseconds in flight.
+    pub(crate) fn busy(&self, kernel_ms: &str) -> Client {
+        self.busy_with(kernel_ms, &[])
+    }
+
+    /// The same, with more arguments.
+    pub(crate) fn busy_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
+        let arguments = ["--kernel-ms", kernel_ms, "--busy-forever"];
+        let mut client = self.running(&[arguments.as_slice(), more].concat());
+        assert_eq!(client.line()["launched"], true);
+        client
+    }
+
+    /// A program that runs on this node.
+    pub(crate) fn program(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cleave-client"));
+        self.set_env(&mut command);
+        command.args(arguments);
+        command
+    }
+
+    /// Starts a program.
+    pub(crate) fn client(&self, arguments: &[&str]) -> Client {
+        Client::spawn(self.program(arguments))
+    }
+
+    /// Starts a program and waits for its line.
+    pub(crate) fn running(&self, arguments: &[&str]) -> Client {
+        let mut client = self.client(arguments);
+        let line = client.line();
+        assert_eq!(line["viaMps"], true, "{line}");
+        client
+    }
+
+    /// Runs a program with these variables until its first line.
+    pub(crate) fn saw(&self, env: &[(&str, &str)]) -> Value {
+        let mut command = self.program(&[]);
+        command.envs(env.iter().copied());
+        Client::spawn(command).line()
+    }
+
+    /// PIDs of the server's clients.
+    pub(crate) fn client_list(&self, server: u32) -> Vec<u32> {
+        self.ask(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
+    }
+
+    /// Sets the GPU's compute mode.
+    pub(crate) fn compute_mode(&self, mode: ComputeMode) {
+        let set = |state: &mut sim_machine::State| {
+            state.gpus[0].compute_mode = mode;
+            Ok::<_, sim_machine::Error>(())
+        };
+        self.machine.update(set).unwrap();
+    }
+
+    /// Injects a fault; with a count only into so many calls.
+    pub(crate) fn inject(&self, call: &str, effect: Effect, remaining: Option<u32>) {
+        let add = |state: &mut sim_machine::State| {
+            let id = state.next_id();
+            state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
+            Ok::<_, sim_machine::Error>(())
+        };
+        self.machine.update(add).unwrap();
+    }
+
+    /// Clears what was injected.
+    pub(crate) fn clear(&self) {
+        let clear = |state: &mut sim_machine::State| {
+            state.faults.clear();
+            Ok::<_, sim_machine::Error>(())
+        };
+        self.machine.update(clear).unwrap();
+    }
+
+    /// Kills the daemon.
+    pub(crate) fn kill_daemon(&mut self) {
+        let mut daemon = self.daemon.take().unwrap();
+        daemon.kill().unwrap();
+        daemon.wait().unwrap();
+    }
+
+    /// The daemon's exit status.
+    pub(crate) fn daemon_ended(&mut self) -> ExitStatus {
+        let daemon = self.daemon.as_mut().unwrap();
+        until("the daemon ends", || daemon.try_wait().unwrap().is_some());
+        self.daemon.take().unwrap().wait().unwrap()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            // Its servers end with it.
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+}
+
+/// A program that runs.
+pub(crate) struct Client {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Client {
+    /// Starts it.
+    pub(crate) fn spawn(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Self { child, lines }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Its next line.
+    pub(crate) fn line(&mut self) -> Value {
+        serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
+    }
+
+    /// Whether it has said something that was not read yet.
+    pub(crate) fn is_silent(&mut self) -> bool {
+        match self.lines.try_recv() {
+            Ok(line) => panic!("the program said {line}"),
+            Err(_) => self.child.try_wait().unwrap().is_none(),
+        }
+    }
+
+    /// The error that it prints.
+    pub(crate) fn error(&mut self) -> i64 {
+        loop {
+            let line = self.line();
+            if let Some(code) = line["error"].as_i64() {
+                return code;
+            }
+        }
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Kills it and waits until it is gone.
+    pub(crate) fn kill(mut self, signal: Signal) {
+        self.signal(signal);
+        self.wait();
+    }
+
+    /// Lets it go on after `--read-line`.
+    pub(crate) fn go_on(&mut self) {
+        self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
+    }
+
+    pub(crate) fn wait(&mut self) -> ExitStatus {
+        let child = &mut self.child;
+        until("the program ends", || child.try_wait().unwrap().is_some());
+        child.wait().unwrap()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // Gone already, as most are.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits for a condition.
+pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "in vain: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether other users' processes can be made.
+pub(crate) fn is_root() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        eprintln!("skipped: needs root");
+    }
+    root
+}
+
+/// Makes a program run as another user.
+pub(crate) fn as_user(command: &mut Command, uid: u32) {
+    command.uid(uid).gid(uid);
+}
+
+/// The folder with daemon and server, built if they are not: cargo builds only this package's programs for its tests.
+///
+/// They are copied to where every user may run them.
+fn programs() -> &'static Path {
+    static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAMS.get_or_init(|| {
+        let built = Path::new(env!("CARGO_BIN_EXE_cleave-client")).parent().unwrap();
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--package", "sim-mps", "--package", "cleave-client", "--bins"]);
+        if built.ends_with("release") {
+            cargo.arg("--release");
+        }
+        cargo.arg("--target-dir").arg(built.parent().unwrap());
+        assert!(cargo.status().unwrap().success(), "cannot build sim-mps");
+        built.to_owned()
+    })
+}
