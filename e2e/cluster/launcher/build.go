@@ -84,11 +84,13 @@ func cacheDir() (string, error) {
 	return filepath.Join(dir, "cleave"), nil
 }
 
-// sourceDir is e2e/cluster, as the script beside it says.
+// sourceVariable names the folder e2e/cluster; the script in it sets it.
+const sourceVariable = "CLEAVE_CLUSTER_SOURCE"
+
 func sourceDir() (string, error) {
-	dir := os.Getenv("CLEAVE_CLUSTER_SOURCE")
+	dir := os.Getenv(sourceVariable)
 	if dir == "" {
-		return "", errors.New("CLEAVE_CLUSTER_SOURCE is not set: run e2e/cluster/cluster, which sets it")
+		return "", fmt.Errorf("%s is not set: run e2e/cluster/cluster, which sets it", sourceVariable)
 	}
 	return dir, nil
 }
@@ -125,8 +127,32 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 	return hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
+// programsVariable names a folder with programs that were built elsewhere.
+const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
+
+// programsIn takes a folder's programs for those of all units.
+func programsIn(dir string) (binaries, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, err
+	}
+	given := make(binaries)
+	for _, u := range units() {
+		given[u.name] = filepath.Join(dir, u.name)
+		for link := range u.links {
+			if _, err := os.Stat(filepath.Join(given[u.name], link)); err != nil {
+				return nil, fmt.Errorf("%s: %w", programsVariable, err)
+			}
+		}
+	}
+	return given, nil
+}
+
 // buildAll returns the folders of all programs, building those that the cache lacks.
 func buildAll(ctx context.Context, progress *progress) (binaries, error) {
+	if dir := os.Getenv(programsVariable); dir != "" {
+		return programsIn(dir)
+	}
 	source, err := sourceDir()
 	if err != nil {
 		return nil, err
@@ -297,31 +323,52 @@ func (l *buildLog) tail() string {
 }
 
 // lockFile takes the lock at path, which its holder's end releases too. It calls
-// waiting once if another has it.
+// waiting once if another has it. The holder may remove the file.
 func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), err error) {
-	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o644)
-	if err != nil {
-		return nil, err
-	}
 	for first := true; ; first = false {
-		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { file.Close() }, nil
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) {
-			file.Close()
+		file, err := tryLock(path)
+		if err != nil {
 			return nil, fmt.Errorf("lock %s: %w", path, err)
+		}
+		if file != nil {
+			return func() { file.Close() }, nil
 		}
 		if first {
 			waiting()
 		}
 		select {
 		case <-ctx.Done():
-			file.Close()
 			return nil, ctx.Err()
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
+}
+
+// tryLock returns nil if another has the lock.
+func tryLock(path string) (*os.File, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, err
+	}
+	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return nil, ignoreMissing(err) // its holder has just removed the folder
+	}
+	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		file.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, nil
+		}
+		return nil, err
+	}
+	// A lock on a file that its holder has removed keeps nobody out.
+	locked, err := file.Stat()
+	if err == nil {
+		if current, statErr := os.Stat(path); statErr == nil && os.SameFile(locked, current) {
+			return file, nil
+		}
+	}
+	file.Close()
+	return nil, err
 }
 
 // progress prints lines with the time since the command began.

@@ -220,3 +220,23 @@ func TestLockIsReleasedByItsHolder(t *testing.T) {
 	}
 	second()
 }
+
+func TestLockOnARemovedFileKeepsNobodyOut(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "dir", "lock")
+	first, err := lockFile(context.Background(), path, func() {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer first()
+	if err := os.RemoveAll(filepath.Dir(path)); err != nil {
+		t.Fatal(err)
+	}
+	second, err := lockFile(context.Background(), path, func() { t.Error("the removed file locks") })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer second()
+	if file, err := tryLock(path); err != nil || file != nil {
+		t.Errorf("two have it: %v, %v", file, err)
+	}
+}

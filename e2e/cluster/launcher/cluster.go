@@ -39,9 +39,6 @@ type cluster struct {
 
 // lock keeps other commands from changing the cluster.
 func (c *cluster) lock(ctx context.Context) (func(), error) {
-	if err := os.MkdirAll(filepath.Dir(c.layout.lockPath()), 0o755); err != nil {
-		return nil, err
-	}
 	return lockFile(ctx, c.layout.lockPath(), func() { c.progress.printf("waiting for another command on this cluster") })
 }
 
@@ -98,13 +95,15 @@ func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
 		return err
 	}
 	c.built = built
+	if other, err := c.otherCluster(); err != nil {
+		return err
+	} else if other != "" {
+		return fmt.Errorf("another cluster runs, with its state in %[1]s; there can be one at a time: take it down first (cluster --state %[1]s down)", other)
+	}
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		// Nothing there, or what an interrupted `up` or `down` left.
-		if err := c.refuseOthers(); err != nil {
-			return err
-		}
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}
@@ -191,14 +190,16 @@ func (c *cluster) makePrograms() error {
 	if err != nil {
 		return err
 	}
-	source, err := sourceDir()
-	if err != nil {
-		return err
-	}
 	quoted := []string{shellQuote(launcher), "--name", c.layout.name, "--state", shellQuote(c.layout.dir)}
 	this := strings.Join(quoted, " ")
+	var environment strings.Builder
+	for _, name := range []string{sourceVariable, programsVariable} {
+		if value := os.Getenv(name); value != "" {
+			fmt.Fprintf(&environment, "export %s=%s\n", name, shellQuote(value))
+		}
+	}
 	for name, script := range map[string]string{
-		"cluster": fmt.Sprintf("#!/bin/sh\nexport CLEAVE_CLUSTER_SOURCE=%s\nexec %s \"$@\"\n", shellQuote(source), this),
+		"cluster": fmt.Sprintf("#!/bin/sh\n%sexec %s \"$@\"\n", &environment, this),
 		// The first node's containerd, or that of the node which CTR_NODE names.
 		"ctr": fmt.Sprintf("#!/bin/sh\nexec %s exec-node \"${CTR_NODE:-node1}\" ctr \"$@\"\n", this),
 	} {
@@ -459,7 +460,11 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 
 // cniDir is where the machine has the CNI plugins.
 func cniDir() (string, error) {
-	for _, dir := range []string{"/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"} {
+	dirs := []string{"/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"}
+	if given := os.Getenv(programsVariable); given != "" {
+		dirs = append([]string{filepath.Join(given, "cni")}, dirs...)
+	}
+	for _, dir := range dirs {
 		if _, err := os.Stat(filepath.Join(dir, "ptp")); err == nil {
 			return dir, nil
 		}

@@ -28,6 +28,13 @@ func (c *cluster) down(ctx context.Context) error {
 	if len(found) > 0 {
 		return fmt.Errorf("something is left:\n%s", strings.Join(found, "\n"))
 	}
+	if err := os.Remove(c.layout.lockPath()); err != nil {
+		return err
+	}
+	// The default place, if no other cluster's lock is there.
+	if err := os.Remove(defaultPlace); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTEMPTY) {
+		return err
+	}
 	c.progress.printf("the cluster is gone")
 	return nil
 }
@@ -62,17 +69,13 @@ func (c *cluster) sweep(ctx context.Context) error {
 			return fmt.Errorf("unmount %s: %w", m, err)
 		}
 	}
-	if err := c.layout.removeLinks(ctx); err != nil {
+	if err := c.removeLinks(ctx); err != nil {
 		return err
 	}
 	if err := removeCgroup(c.layout.cgroupTop(), time.Now().Add(20*time.Second)); err != nil {
 		return fmt.Errorf("remove cgroup: %w", err)
 	}
-	if err := os.RemoveAll(c.layout.dir); err != nil {
-		return err
-	}
-	// Of the default place, nothing stays but the lock, which this process holds.
-	return nil
+	return os.RemoveAll(c.layout.dir)
 }
 
 // processes are those that the launcher started and theirs: by the mark in their
@@ -155,14 +158,15 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, m := range c.mounts() {
 		found = append(found, "mount "+m)
 	}
-	links, err := c.layout.clusterLinks()
+	links, err := c.links()
 	if err != nil {
 		return nil, err
 	}
 	for _, link := range links {
 		found = append(found, "network device "+link)
 	}
-	// No rule is ever made outside the nodes' own namespaces; this makes sure.
+	// No rule is ever made outside the nodes' own namespaces; this makes sure. The
+	// addresses are those of a cluster of any name.
 	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
 		output, err := exec.CommandContext(ctx, program).Output()
 		if err != nil {
@@ -199,23 +203,32 @@ func ourRules(saved string) []string {
 	return rules
 }
 
-// refuseOthers fails if a cluster of another name runs: there can be one at a time.
-func (c *cluster) refuseOthers() error {
+// otherCluster is the folder of another cluster that runs, "" if none does.
+// There can be one at a time: they would share addresses and devices.
+func (c *cluster) otherCluster() (string, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
-		return err
+		return "", err
 	}
-	prefix := "CLEAVE_E2E_CLUSTER="
 	for _, entry := range entries {
 		environment, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "environ"))
 		if err != nil {
 			continue // not a process, or one that ended
 		}
-		for variable := range strings.SplitSeq(string(environment), "\x00") {
-			if dir, ok := strings.CutPrefix(variable, prefix); ok && dir != c.layout.dir {
-				return fmt.Errorf("another cluster runs, with its state in %s; there can be one at a time: take it down first (cluster --state %s down)", dir, dir)
+		for variable := range bytes.SplitSeq(environment, []byte{0}) {
+			if dir, ok := strings.CutPrefix(string(variable), markerVariable+"="); ok && dir != c.layout.dir {
+				return dir, nil
 			}
 		}
 	}
-	return nil
+	return "", nil
+}
+
+// links are the network devices of this cluster: those of any, unless another runs.
+func (c *cluster) links() ([]string, error) {
+	other, err := c.otherCluster()
+	if err != nil || other != "" {
+		return nil, err
+	}
+	return c.layout.clusterLinks()
 }

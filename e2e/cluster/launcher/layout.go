@@ -39,6 +39,12 @@ const (
 	nodePath         = kubeInNode + ":" + containerdInNode + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
+// defaultPlace is where clusters have their folders unless --state says otherwise.
+const defaultPlace = "/var/lib/cleave-e2e"
+
+// markerVariable is in the environment of each process that the launcher starts.
+const markerVariable = "CLEAVE_E2E_CLUSTER"
+
 // layout names everything that a cluster has on the machine.
 type layout struct {
 	name string
@@ -52,7 +58,7 @@ func newLayout(name, dir string) (layout, error) {
 		return layout{}, fmt.Errorf("--name %q: 1 to 32 of a-z, 0-9 and -, not at the ends", name)
 	}
 	if dir == "" {
-		dir = filepath.Join("/var/lib/cleave-e2e", name)
+		dir = filepath.Join(defaultPlace, name)
 	}
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -100,8 +106,8 @@ func (l layout) cgroup(node string) string {
 }
 func (l layout) cgroupTop() string { return "/cleave-e2e-" + l.name }
 
-// marker is in the environment of each process that the launcher starts.
-func (l layout) marker() string { return "CLEAVE_E2E_CLUSTER=" + l.dir }
+// marker tells this cluster's processes from others.
+func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
 func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", hostAddress, apiPort) }
 

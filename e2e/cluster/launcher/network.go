@@ -210,9 +210,9 @@ func (l layout) clusterLinks() ([]string, error) {
 }
 
 // removeLinks removes all of them; the routes go with them.
-func (l layout) removeLinks(ctx context.Context) error {
+func (c *cluster) removeLinks(ctx context.Context) error {
 	for {
-		names, err := l.clusterLinks()
+		names, err := c.links()
 		if err != nil || len(names) == 0 {
 			return err
 		}
