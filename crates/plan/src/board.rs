@@ -1,0 +1,303 @@
+//! Which waiting pod is where, while a plan is being made: what it would cost to put a pod on a node, putting it there, taking it away.
+use crate::model::Model;
+use crate::states::{DemandId, StateId, States};
+
+/// Where a pod is: its node, and the GPU of each of its units.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Spot {
+    pub(crate) node: u32,
+    pub(crate) gpus: Vec<u32>,
+}
+
+/// What putting a pod somewhere costs: less is better, and the first field is more than all of the next.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Cost {
+    /// GPUs that would be cut anew and are not yet.
+    pub(crate) changed: i32,
+    /// Free slices that would be no more.
+    pub(crate) destroyed: i64,
+    /// Room for pods to come.
+    pub(crate) worth: i64,
+}
+
+/// What may be done to GPUs for a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Rule {
+    /// Only slices that exist.
+    Stay,
+    /// Those, and GPUs that are cut anew already.
+    NoFurther,
+    /// Anything.
+    Any,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Board {
+    /// By GPU.
+    pub(crate) gpus: Vec<StateId>,
+    /// By node and dimension.
+    free: Vec<u64>,
+    dimensions: usize,
+    /// By pod.
+    pub(crate) at: Vec<Option<Spot>>,
+    /// By node, in the order of their coming.
+    pub(crate) on: Vec<Vec<u32>>,
+}
+
+/// Steps of one search for GPUs of a node for a pod with several kinds of units.
+const MAX_SPREAD_STEPS: u32 = 500;
+
+impl Board {
+    /// No pod anywhere.
+    pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
+        // A class that cannot be packed with nothing does not exist: nothing is what it is now.
+        let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
+        Self {
+            gpus,
+            free: model.nodes.iter().flat_map(|node| node.free.iter().copied()).collect(),
+            dimensions: model.dimensions.len(),
+            at: vec![None; model.group_of.len()],
+            on: vec![Vec::new(); model.nodes.len()],
+        }
+    }
+
+    pub(crate) fn free(&self, node: u32) -> &[u64] {
+        let start = node as usize * self.dimensions;
+        self.free.get(start..start + self.dimensions).unwrap_or(&[])
+    }
+
+    fn has_room(&self, needs: &[(u16, u64)], node: u32) -> bool {
+        let free = self.free(node);
+        needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
+    }
+
+    /// The cheapest way to put one more pod of a group on a node; the GPUs go to `gpus`.
+    pub(crate) fn offer(
+        &self,
+        model: &Model<'_>,
+        states: &mut States,
+        group: u32,
+        node: u32,
+        rule: Rule,
+        gpus: &mut Vec<u32>,
+    ) -> Option<Cost> {
+        gpus.clear();
+        let of = model.groups.get(group as usize)?;
+        let range = model.node(node)?.gpus.clone();
+        states.work += 1;
+        if !self.has_room(&of.needs, node) {
+            return None;
+        }
+        let slots = self.gpus.get(range.start as usize..range.end as usize)?;
+        match of.units.as_slice() {
+            [] => Some(Cost::default()),
+            [unit] => {
+                let (cost, at) = cheapest(states, slots, *unit, rule)?;
+                gpus.push(range.start + at);
+                Some(cost)
+            }
+            units => {
+                let (cost, chosen) =
+                    together(states, slots, units, rule).or_else(|| spread(states, slots, units, rule))?;
+                gpus.extend(chosen.iter().map(|at| range.start + at));
+                Some(cost)
+            }
+        }
+    }
+
+    /// Puts a pod somewhere. What was offered can be done; a spot that was not may not be possible, and then nothing is done.
+    pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, spot: Spot) -> bool {
+        let Some(group) = group(model, pod) else { return false };
+        if !self.has_room(&group.needs, spot.node) {
+            return false;
+        }
+        let mut done = 0;
+        for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
+            let slot = self.gpus.get_mut(*gpu as usize);
+            let Some((slot, next)) = slot.and_then(|slot| states.with(*slot, *unit).map(|next| (slot, next))) else {
+                break;
+            };
+            *slot = next;
+            done += 1;
+        }
+        if done < group.units.len() {
+            for (unit, gpu) in group.units.iter().zip(&spot.gpus).take(done) {
+                self.take_back(states, *unit, *gpu);
+            }
+            return false;
+        }
+        self.account(&group.needs, spot.node, |free, need| free.saturating_sub(need));
+        if let Some(on) = self.on.get_mut(spot.node as usize) {
+            on.push(pod);
+        }
+        if let Some(at) = self.at.get_mut(pod as usize) {
+            *at = Some(spot);
+        }
+        true
+    }
+
+    /// Takes a pod away; where it was.
+    pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Spot> {
+        let group = group(model, pod)?;
+        let spot = self.at.get_mut(pod as usize)?.take()?;
+        for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
+            self.take_back(states, *unit, *gpu);
+        }
+        self.account(&group.needs, spot.node, u64::saturating_add);
+        if let Some(on) = self.on.get_mut(spot.node as usize)
+            && let Some(place) = on.iter().rposition(|&other| other == pod)
+        {
+            on.remove(place);
+        }
+        Some(spot)
+    }
+
+    fn take_back(&mut self, states: &mut States, unit: DemandId, gpu: u32) {
+        if let Some(slot) = self.gpus.get_mut(gpu as usize)
+            && let Some(before) = states.without(*slot, unit)
+        {
+            *slot = before;
+        }
+    }
+
+    fn account(&mut self, needs: &[(u16, u64)], node: u32, with: impl Fn(u64, u64) -> u64) {
+        let start = node as usize * self.dimensions;
+        for (dimension, need) in needs {
+            if let Some(free) = self.free.get_mut(start + usize::from(*dimension))
+                && *free != u64::MAX
+            {
+                *free = with(*free, *need);
+            }
+        }
+    }
+}
+
+pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate::model::Group<'a>> {
+    let group = (*model.group_of.get(pod as usize)?)?;
+    model.groups.get(group as usize)
+}
+
+/// What a step from one state of a GPU to another costs, where the rule allows it.
+fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
+    let (before, after) = (states.summary(from), states.summary(to));
+    let allowed = match rule {
+        Rule::Stay => !after.changed,
+        Rule::NoFurther => !after.changed || before.changed,
+        Rule::Any => true,
+    };
+    let cost = || Cost {
+        changed: i32::from(after.changed) - i32::from(before.changed),
+        destroyed: i64::from(after.destroyed) - i64::from(before.destroyed),
+        worth: before.worth - after.worth,
+    };
+    allowed.then(cost)
+}
+
+fn plus(one: Cost, other: Cost) -> Cost {
+    Cost {
+        changed: one.changed + other.changed,
+        destroyed: one.destroyed + other.destroyed,
+        worth: one.worth + other.worth,
+    }
+}
+
+/// The cheapest GPU for one unit, the first of equals.
+fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
+    let mut best: Option<(Cost, u32)> = None;
+    let mut last = None;
+    for (&slot, at) in slots.iter().zip(0..) {
+        if last == Some(slot) {
+            continue;
+        }
+        last = Some(slot);
+        let Some(next) = states.with(slot, unit) else { continue };
+        let Some(cost) = step(states, slot, next, rule) else { continue };
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, at));
+        }
+    }
+    best
+}
+
+/// All units on one GPU.
+fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
+    let mut best: Option<(Cost, u32)> = None;
+    let mut last = None;
+    for (&slot, at) in slots.iter().zip(0..) {
+        if last == Some(slot) {
+            continue;
+        }
+        last = Some(slot);
+        let mut state = Some(slot);
+        for &unit in units {
+            state = state.and_then(|state| states.with(state, unit));
+        }
+        let Some(cost) = state.and_then(|state| step(states, slot, state, rule)) else { continue };
+        if best.is_none_or(|(least, _)| cost < least) {
+            best = Some((cost, at));
+        }
+    }
+    best.map(|(cost, at)| (cost, vec![at; units.len()]))
+}
+
+/// The units over several GPUs: each where it is cheapest, and if that does not work out, a search.
+fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
+    let mut now = slots.to_vec();
+    let mut chosen = Vec::with_capacity(units.len());
+    let mut sum = Cost::default();
+    for &unit in units {
+        let Some((cost, at)) = cheapest(states, &now, unit, rule) else { break };
+        let slot = now.get_mut(at as usize)?;
+        *slot = states.with(*slot, unit)?;
+        sum = plus(sum, cost);
+        chosen.push(at);
+    }
+    if chosen.len() == units.len() {
+        return Some((sum, chosen));
+    }
+    // Equal units fill GPUs independently of each other: where one after the other fails, every way does.
+    if units.windows(2).all(|pair| pair[0] == pair[1]) {
+        return None;
+    }
+    let mut now = slots.to_vec();
+    chosen.clear();
+    let mut steps = 0;
+    let found = search(states, &mut now, units, rule, &mut chosen, &mut steps);
+    let cost = slots
+        .iter()
+        .zip(&now)
+        .try_fold(Cost::default(), |sum, (&from, &to)| Some(plus(sum, step(states, from, to, rule)?)));
+    cost.filter(|_| found).map(|cost| (cost, chosen))
+}
+
+fn search(
+    states: &mut States,
+    now: &mut Vec<StateId>,
+    units: &[DemandId],
+    rule: Rule,
+    chosen: &mut Vec<u32>,
+    steps: &mut u32,
+) -> bool {
+    let Some((&unit, rest)) = units.split_first() else { return true };
+    for at in 0..now.len() {
+        *steps += 1;
+        let slot = now[at];
+        if *steps > MAX_SPREAD_STEPS {
+            return false;
+        }
+        if now[..at].contains(&slot) {
+            continue;
+        }
+        let Some(next) = states.with(slot, unit).filter(|&next| step(states, slot, next, rule).is_some()) else {
+            continue;
+        };
+        now[at] = next;
+        chosen.push(crate::model::as_u32(at));
+        if search(states, now, rest, rule, chosen, steps) {
+            return true;
+        }
+        chosen.pop();
+        now[at] = slot;
+    }
+    false
+}

@@ -1,0 +1,314 @@
+//! A judge of plans that shares no arithmetic with the planner: it reads the snapshot and the plan as anybody could.
+//!
+//! It runs in tests on every plan, and before a plan is acted on: a plan with a violation must not be.
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use crate::device::{self, Mode};
+use crate::mig::{Profile, built_in};
+use crate::mps::MAX_CLIENTS;
+use crate::planner::{GpuPlan, Placement, Plan, Take};
+use crate::scheduling::Constraints;
+use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
+
+/// A rule that a plan breaks.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Violation {
+    /// The GPU, pod or node.
+    pub at: String,
+    /// What is wrong with it.
+    pub what: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.at, self.what)
+    }
+}
+
+/// Everything that is wrong with a plan for a snapshot; nothing if it may be acted on.
+pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
+    let mut judge = Judge { found: Vec::new(), wholly: BTreeSet::new() };
+    judge.gpus(snapshot, plan);
+    judge.pods(snapshot, plan);
+    judge.found
+}
+
+struct Judge {
+    found: Vec<Violation>,
+    /// GPUs given whole.
+    wholly: BTreeSet<String>,
+}
+
+/// One slice, or one of some equal ones.
+type One<'a> = (Option<u32>, &'a str, Option<&'a str>);
+
+fn ones(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<One<'_>, u64> {
+    let mut all = BTreeMap::new();
+    for slice in slices.iter().filter(|slice| of(slice) && slice.count > 0) {
+        *all.entry((slice.placement, slice.resource.as_str(), slice.profile.as_deref())).or_default() +=
+            u64::from(slice.count);
+    }
+    all
+}
+
+impl Judge {
+    fn say(&mut self, at: &str, what: impl Into<String>) {
+        self.found.push(Violation { at: at.to_owned(), what: what.into() });
+    }
+
+    fn gpus(&mut self, snapshot: &Snapshot, plan: &Plan) {
+        let mut planned: BTreeMap<(&str, &str), Vec<&GpuPlan>> = BTreeMap::new();
+        for gpu in &plan.gpus {
+            planned.entry((&gpu.node, &gpu.uuid)).or_default().push(gpu);
+        }
+        let mut observed = BTreeSet::new();
+        for node in &snapshot.nodes {
+            for gpu in &node.gpus {
+                let key = (node.name.as_str(), gpu.uuid.as_str());
+                let twice = !observed.insert(key);
+                match planned.get(&key).map(Vec::as_slice) {
+                    Some([plan]) => self.gpu(node, gpu, plan),
+                    Some(_) if twice => {}
+                    Some(many) if many.iter().all(|plan| !plan.changed) => {}
+                    Some(_) => self.say(&gpu.uuid, "it is in the plan more than once, and changed"),
+                    None => self.say(&gpu.uuid, "it is not in the plan"),
+                }
+            }
+        }
+        for (node, uuid) in planned.keys().filter(|key| !observed.contains(*key)) {
+            self.say(uuid, format!("there is no such GPU on node {node}"));
+        }
+        if plan.changed != plan.gpus.iter().any(|gpu| gpu.changed) {
+            self.say("plan", "`changed` does not say whether a GPU changes");
+        }
+    }
+
+    fn gpu(&mut self, node: &Node, gpu: &Gpu, plan: &GpuPlan) {
+        let at = gpu.uuid.as_str();
+        let everything = |_: &Slice| true;
+        let changed = ones(&gpu.slices, everything) != ones(&plan.slices, everything);
+        if changed != plan.changed {
+            self.say(at, "`changed` does not say whether it changes");
+        }
+        if ones(&gpu.slices, |slice| slice.in_use) != ones(&plan.slices, |slice| slice.in_use) {
+            self.say(at, "slices in use do not stay as they are");
+        }
+        if !changed {
+            return;
+        }
+        if gpu.fixed || gpu.left_out.is_some() || node.left_out.is_some() || gpu.mode == Mode::Unknown {
+            self.say(at, "it changes, and may not");
+        }
+        let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
+        let profiles = gpu.profiles.as_ref().unwrap_or(&known);
+        let (mut mig, mut mps, mut turns) = (Vec::new(), Vec::new(), Vec::new());
+        for slice in &plan.slices {
+            let resource = slice.resource.as_str();
+            if slice.placement.is_some() || resource.starts_with(device::MIG_PREFIX) {
+                mig.push(slice);
+            } else if resource == device::REPLICAS || gpu.mode == Mode::TimeSlicing && device::sized(resource).is_none()
+            {
+                turns.push(slice);
+            } else if resource == device::WHOLE {
+                self.say(at, "a whole GPU is an empty list");
+            } else {
+                mps.push(slice);
+            }
+        }
+        if [&mig, &mps, &turns].iter().filter(|slices| !slices.is_empty()).count() > 1 {
+            self.say(at, "it is cut in two ways at once");
+        }
+        for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&turns, Mode::TimeSlicing)] {
+            if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {
+                self.say(at, format!("its mode is {:?}, and it is cut for {mode:?}", gpu.mode));
+            }
+        }
+        self.mig(at, gpu, profiles, &mig);
+        self.mps(at, gpu, &mps);
+        let replicas: u64 = turns.iter().map(|slice| u64::from(slice.count)).sum();
+        if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
+            self.say(at, format!("{replicas} replicas"));
+        }
+    }
+
+    fn mig(&mut self, at: &str, gpu: &Gpu, profiles: &[Profile], slices: &[&Slice]) {
+        let mut instances: BTreeMap<(u32, String), u64> = BTreeMap::new();
+        for slice in slices {
+            let Some(place) = slice.placement else {
+                self.say(at, format!("{} has no placement", slice.resource));
+                continue;
+            };
+            let resource = slice.profile.as_deref().map_or_else(|| slice.resource.clone(), device::mig_resource);
+            let shared = slice.profile.is_some() || resource.ends_with(device::SHARED_SUFFIX);
+            let name = resource.trim_end_matches(device::SHARED_SUFFIX).to_owned();
+            let count = instances.entry((place, name)).or_default();
+            *count += u64::from(slice.count);
+            let most = if shared { gpu.mig_sharing.as_ref().map_or(0, |sharing| u64::from(sharing.units)) } else { 1 };
+            if *count > most && !slice.in_use {
+                let text = format!("{} at {place} is given {count} times", slice.resource);
+                self.say(at, text);
+            }
+        }
+        let (mut taken, mut extra, mut counts) = (BTreeSet::new(), 0, BTreeMap::new());
+        for (place, name) in instances.keys() {
+            let Some(profile) = profiles.iter().find(|profile| device::mig_resource(&profile.name) == *name) else {
+                self.say(at, format!("{name} is no profile of it"));
+                continue;
+            };
+            if !profile.starts.contains(place) {
+                self.say(at, format!("{name} cannot start at {place}"));
+            }
+            if (*place..place.saturating_add(profile.size).min(4096)).any(|slice| !taken.insert(slice)) {
+                self.say(at, format!("{name} at {place} overlaps another"));
+            }
+            extra += u32::from(profile.name.contains("+me"));
+            let count: &mut u32 = counts.entry(name).or_default();
+            *count += 1;
+            if profile.count.is_some_and(|most| *count > most) {
+                self.say(at, format!("more {name} than there can be"));
+            }
+        }
+        if extra > 1 {
+            self.say(at, "two instances with the extra media engines");
+        }
+    }
+
+    fn mps(&mut self, at: &str, gpu: &Gpu, slices: &[&Slice]) {
+        let (mut sized, mut shares) = (0_u64, 0_u64);
+        for slice in slices {
+            let count = u64::from(slice.count);
+            match device::sized(&slice.resource) {
+                Some(gib) => sized = sized.saturating_add(gib.saturating_mul(1024).saturating_mul(count)),
+                None => shares += count,
+            }
+        }
+        let memory = gpu.memory.as_mebibytes().unwrap_or(0);
+        let units = u64::from(gpu.units.unwrap_or(MAX_CLIENTS));
+        if shares > units {
+            self.say(at, format!("{shares} shares of {units}"));
+        }
+        let needed = u128::from(sized) * u128::from(units) + u128::from(shares) * u128::from(memory);
+        let of = if gpu.units.is_some() { needed } else { u128::from(sized) * u128::from(units) };
+        if of > u128::from(memory) * u128::from(units) {
+            self.say(at, format!("{sized} MiB of slices and {shares} shares of {memory} MiB"));
+        }
+        let clients: u64 = slices.iter().map(|slice| u64::from(slice.count)).sum();
+        if clients > u64::from(MAX_CLIENTS) {
+            self.say(at, format!("{clients} slices, and one MPS server takes {MAX_CLIENTS} clients"));
+        }
+    }
+
+    fn pods(&mut self, snapshot: &Snapshot, plan: &Plan) {
+        let mut said: BTreeMap<&str, usize> = BTreeMap::new();
+        for name in plan.placements.iter().map(|one| &one.pod).chain(plan.unplaced.iter().map(|one| &one.pod)) {
+            *said.entry(name).or_default() += 1;
+        }
+        let mut pods: BTreeMap<&str, (usize, &Pod)> = BTreeMap::new();
+        for pod in &snapshot.pods {
+            pods.entry(&pod.name).or_insert((0, pod)).0 += 1;
+        }
+        for (name, (count, _)) in &pods {
+            if said.get(name).copied().unwrap_or(0) != *count {
+                self.say(name, "it must be placed or not placed, once");
+            }
+        }
+        for name in said.keys().filter(|name| !pods.contains_key(*name)) {
+            self.say(name, "there is no such pod");
+        }
+        for unplaced in plan.unplaced.iter().filter(|unplaced| unplaced.reason.is_empty()) {
+            self.say(&unplaced.pod, "no reason is given");
+        }
+
+        // What is free after the plan, and goes as pods take it.
+        let mut free: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+        let mut slices_of: BTreeMap<&str, &GpuPlan> = BTreeMap::new();
+        for gpu in &plan.gpus {
+            slices_of.insert(&gpu.uuid, gpu);
+            for slice in gpu.slices.iter().filter(|slice| !slice.in_use) {
+                *free.entry((&gpu.uuid, &slice.resource)).or_default() += u64::from(slice.count);
+            }
+        }
+        let nodes: BTreeMap<&str, &Node> = snapshot.nodes.iter().map(|node| (node.name.as_str(), node)).collect();
+        let mut used: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+        for placement in &plan.placements {
+            let Some((_, pod)) = pods.get(placement.pod.as_str()) else { continue };
+            let Some(node) = nodes.get(placement.node.as_str()) else {
+                self.say(&pod.name, format!("there is no node {}", placement.node));
+                continue;
+            };
+            if node.left_out.is_some() || Constraints::of(pod).admit(node).is_err() {
+                self.say(&pod.name, format!("it may not run on {}", node.name));
+            }
+            for (name, request) in &pod.requests {
+                *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
+            }
+            *used.entry((&node.name, "pods")).or_default() += 1000;
+            self.placement(pod, placement, &slices_of, &mut free);
+        }
+        for ((node, resource), amount) in used {
+            let Some(node) = nodes.get(node) else { continue };
+            let limited = !["cpu", "memory", "ephemeral-storage", "pods"].contains(&resource);
+            let of_gpus = plan.placements.iter().flat_map(|one| &one.takes).any(|take| take.resource == resource);
+            let Some(all) = node
+                .allocatable
+                .get(resource)
+                .map(|all| all.milli().unwrap_or(0))
+                .or((limited && !of_gpus).then_some(0))
+            else {
+                continue;
+            };
+            let before = node.requested.get(resource).and_then(super::Quantity::milli).unwrap_or(0);
+            if !of_gpus && amount.saturating_add(before) > all {
+                self.say(&node.name, format!("more {resource} is given than it has"));
+            }
+        }
+    }
+
+    fn placement<'p>(
+        &mut self,
+        pod: &Pod,
+        placement: &'p Placement,
+        plans: &BTreeMap<&str, &GpuPlan>,
+        free: &mut BTreeMap<(&'p str, &'p str), u64>,
+    ) {
+        let mut got: BTreeMap<&str, u64> = BTreeMap::new();
+        for Take { gpu, resource, count } in &placement.takes {
+            let Some(plan) = plans.get(gpu.as_str()).filter(|plan| plan.node == placement.node) else {
+                self.say(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
+                continue;
+            };
+            *got.entry(resource).or_default() += u64::from(*count);
+            if resource == device::WHOLE && plan.slices.is_empty() {
+                if *count != 1 || !self.wholly.insert(gpu.clone()) {
+                    self.say(&pod.name, format!("GPU {gpu} is given twice"));
+                }
+                continue;
+            }
+            let left = free.get_mut(&(gpu.as_str(), resource.as_str()));
+            match left.map(|left| (left.checked_sub(u64::from(*count)), left)) {
+                Some((Some(rest), left)) => *left = rest,
+                _ => self.say(&pod.name, format!("GPU {gpu} has too few free {resource}")),
+            }
+            // What is no slice of its own is shares, and those are of one GPU.
+            let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
+            let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
+            if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
+                self.say(&pod.name, format!("its {resource} are of two GPUs"));
+            }
+        }
+        for (name, request) in &pod.requests {
+            let wanted = request.count().unwrap_or(u64::MAX);
+            let is_gpu = name == device::WHOLE
+                || name.starts_with(device::MIG_PREFIX)
+                || device::sized(name).is_some()
+                || [device::SHARES, device::REPLICAS].contains(&name.as_str());
+            if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
+                self.say(&pod.name, format!("it does not get its {wanted} {name}"));
+            }
+        }
+        for resource in got.keys() {
+            self.say(&pod.name, format!("it gets {resource}, which it did not ask for"));
+        }
+    }
+}

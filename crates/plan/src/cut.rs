@@ -1,0 +1,507 @@
+//! One GPU: what it holds, what it may become, and what becomes of it when pods want something of it.
+use std::cmp::Ordering;
+use std::rc::Rc;
+
+use crate::device::{Families, Family};
+use crate::mig::{Instance, Mask, Table};
+use crate::mps::MAX_CLIENTS;
+
+/// A resource by its index in the model, which orders them by name.
+pub(crate) type ResourceId = u16;
+
+/// What a resource is, as its name says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    Whole,
+    Mig,
+    /// A slice of so many GiB.
+    Sized(u64),
+    /// Shares or replicas: what one pod asks for is of one GPU or MIG instance.
+    Shares,
+}
+
+/// What one pod wants of one GPU: one slice, or some shares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Demand {
+    pub(crate) resource: ResourceId,
+    pub(crate) kind: Kind,
+    /// Shares; 1 of anything else.
+    pub(crate) units: u32,
+}
+
+/// Equal slices at one place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Cell {
+    pub(crate) resource: ResourceId,
+    pub(crate) kind: Kind,
+    /// The MIG instance that it is, or is a share of.
+    pub(crate) instance: Option<Instance>,
+    pub(crate) count: u32,
+}
+
+/// Sharing inside MIG instances.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Inside {
+    pub(crate) units: u32,
+    /// The one name of all shares; none where the name says the profile.
+    pub(crate) resource: Option<ResourceId>,
+}
+
+/// A table of MIG profiles that many classes use; compared by its number.
+#[derive(Debug, Clone)]
+pub(crate) struct Shared {
+    pub(crate) id: u32,
+    pub(crate) table: Rc<Table>,
+}
+
+impl PartialEq for Shared {
+    fn eq(&self, other: &Self) -> bool {
+        self.id == other.id
+    }
+}
+
+impl Eq for Shared {}
+
+impl PartialOrd for Shared {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Shared {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.id.cmp(&other.id)
+    }
+}
+
+/// All that planning needs to know of a GPU. GPUs that agree in this are planned alike, whatever they are called.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Class {
+    /// Ways in which it may be cut anew; none for a GPU that stays as it is.
+    pub(crate) families: Families,
+    /// MiB.
+    pub(crate) memory: u64,
+    /// MPS shares that it can be cut into, and their name.
+    pub(crate) shares: Option<(ResourceId, u32)>,
+    /// Whether sized slices may be cut.
+    pub(crate) sizes: bool,
+    /// Replicas that it can have, and their name.
+    pub(crate) replicas: Option<(ResourceId, u32)>,
+    pub(crate) inside: Option<Inside>,
+    /// Resource of each MIG profile, and of a share of it.
+    pub(crate) mig: Vec<(ResourceId, u8)>,
+    pub(crate) mig_shared: Vec<(ResourceId, u8)>,
+    pub(crate) table: Option<Shared>,
+    /// In use: these stay.
+    pub(crate) held: Vec<Cell>,
+    /// Not in use.
+    pub(crate) free: Vec<Cell>,
+}
+
+/// What a GPU becomes when some pods want something of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Packed {
+    /// Slices not in use before: those that the pods will take, and those that stay free.
+    pub(crate) free: Vec<Cell>,
+    pub(crate) changed: bool,
+    /// Free slices that are no more.
+    pub(crate) destroyed: u32,
+    /// What the rest is worth to pods to come: less is closer to full.
+    pub(crate) worth: i64,
+    /// Taken of its memory and compute, in 65,536ths, rounded down.
+    pub(crate) used: Used,
+}
+
+/// Parts of a GPU in 65,536ths.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Used {
+    pub(crate) memory: u32,
+    pub(crate) compute: u32,
+}
+
+/// All of a GPU.
+pub(crate) const WHOLE_GPU: u32 = 1 << 16;
+
+/// A GPU that nobody uses is worth this much more than what could be cut of it: it may be wanted whole, or in another mode.
+const IDLE_WORTH: i64 = 2000;
+const FULL_WORTH: u64 = 1000;
+
+impl Class {
+    /// Whether what it holds can be true.
+    pub(crate) fn consistent(&self) -> Result<(), String> {
+        let cells = || self.held.iter().chain(&self.free);
+        let mut families = Families::NONE;
+        for cell in cells() {
+            // A slice of a mode that the policy no longer allows has no family here, and is simply there.
+            families = self.family_of(cell).map_or(families, |family| families.with(family));
+        }
+        if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
+            return Err("it holds slices that cannot be on one GPU together".to_owned());
+        }
+        let (room, units) = (u128::from(self.memory), self.shares.map_or(1, |(_, units)| units));
+        let of_mps = cells().filter(|cell| self.family_of(cell) == Some(Family::Mps));
+        let taken: u128 = of_mps.map(|cell| self.fine(cell.kind, cell.count)).sum();
+        if taken > room * u128::from(units) {
+            return Err(format!("it holds slices of more memory than its {} MiB", self.memory));
+        }
+        Ok(())
+    }
+
+    /// What becomes of the GPU when pods want these of it; none where it cannot be.
+    pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
+        if self.stays(demands) {
+            return Some(self.packed(self.free.clone(), demands));
+        }
+        let free = self.recut(demands)?;
+        Some(self.packed(free, demands))
+    }
+
+    /// The name of a MIG profile.
+    pub(crate) fn profile_name(&self, profile: u8) -> Option<String> {
+        self.table()?.name(profile).map(str::to_owned)
+    }
+
+    fn table(&self) -> Option<&Table> {
+        self.table.as_ref().map(|shared| shared.table.as_ref())
+    }
+
+    fn packed(&self, mut free: Vec<Cell>, demands: &[Demand]) -> Packed {
+        free.retain(|cell| cell.count > 0);
+        merge(&mut free);
+        let left = |cell: &Cell| {
+            let same = free.iter().find(|other| other.resource == cell.resource && other.instance == cell.instance);
+            same.map_or(0, |other| other.count).min(cell.count)
+        };
+        let destroyed = self.free.iter().map(|cell| cell.count - left(cell)).sum();
+        let (worth, used) = self.measure(&free, demands);
+        Packed { changed: free != self.free, destroyed, free, worth, used }
+    }
+
+    /// Whether the slices that exist serve.
+    fn stays(&self, demands: &[Demand]) -> bool {
+        if demands.iter().any(|demand| demand.kind == Kind::Whole) {
+            let listed = self.free.iter().any(|cell| cell.kind == Kind::Whole);
+            let bare = self.held.is_empty() && self.free.is_empty() && self.families.has(Family::Whole);
+            return demands.len() == 1 && (listed || bare);
+        }
+        let mut rest: Vec<(Cell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
+        let mut sorted = demands.to_vec();
+        // The largest groups of shares first, each where it leaves least.
+        sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
+        sorted.iter().all(|demand| take(&mut rest, demand).is_some())
+    }
+
+    fn held_families(&self) -> Families {
+        self.held
+            .iter()
+            .fold(Families::NONE, |families, cell| self.family_of(cell).map_or(families, |f| families.with(f)))
+    }
+
+    /// The way of cutting that a slice is of; none for one that the policy no longer knows.
+    pub(crate) fn family_of(&self, cell: &Cell) -> Option<Family> {
+        match cell.kind {
+            Kind::Whole => Some(Family::Whole),
+            Kind::Mig => Some(Family::Mig),
+            Kind::Sized(_) => Some(Family::Mps),
+            Kind::Shares if cell.instance.is_some() => Some(Family::Mig),
+            Kind::Shares if self.shares.is_some_and(|(resource, _)| resource == cell.resource) => Some(Family::Mps),
+            Kind::Shares if self.replicas.is_some_and(|(resource, _)| resource == cell.resource) => {
+                Some(Family::TimeSlicing)
+            }
+            Kind::Shares => None,
+        }
+    }
+
+    /// The way of cutting that gives this; none where no way of this GPU does.
+    pub(crate) fn family_for(&self, demand: &Demand) -> Option<Family> {
+        let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
+        let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);
+        let family = match demand.kind {
+            Kind::Whole => Family::Whole,
+            Kind::Mig if self.inside.is_none() && named(&self.mig) => Family::Mig,
+            Kind::Sized(_) if self.sizes => Family::Mps,
+            Kind::Shares if is(self.shares) && self.families.has(Family::Mps) => Family::Mps,
+            Kind::Shares if is(self.replicas) && self.families.has(Family::TimeSlicing) => Family::TimeSlicing,
+            Kind::Shares
+                if self.inside.as_ref().is_some_and(|inside| inside.resource.is_none()) && named(&self.mig_shared) =>
+            {
+                Family::Mig
+            }
+            _ => return None,
+        };
+        self.families.has(family).then_some(family)
+    }
+
+    fn recut(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+        let family = self.family_for(demands.first()?)?;
+        if !self.held_families().at_most(family) || self.held.iter().any(|cell| self.family_of(cell).is_none()) {
+            return None;
+        }
+        if demands.iter().any(|demand| self.family_for(demand) != Some(family)) {
+            return None;
+        }
+        match family {
+            Family::Whole => (demands.len() == 1 && self.held.is_empty()).then(Vec::new),
+            Family::Mps => self.recut_mps(demands),
+            Family::TimeSlicing => self.recut_time_slicing(demands),
+            Family::Mig => self.recut_mig(demands),
+        }
+    }
+
+    fn recut_time_slicing(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+        let (resource, replicas) = self.replicas?;
+        let held: u32 = self.held.iter().map(|cell| cell.count).sum();
+        let wanted: u32 = demands.iter().map(|demand| demand.units).try_fold(0, u32::checked_add)?;
+        let free = replicas.checked_sub(held).filter(|&free| wanted <= free)?;
+        Some(vec![Cell { resource, kind: Kind::Shares, instance: None, count: free }])
+    }
+
+    /// Memory in 1/n MiB, so that one of n shares is a whole number.
+    fn fine(&self, kind: Kind, count: u32) -> u128 {
+        let units = u128::from(self.shares.map_or(1, |(_, units)| units));
+        let one = match kind {
+            Kind::Sized(gib) => u128::from(gib) * 1024 * units,
+            _ => u128::from(self.memory),
+        };
+        one * u128::from(count)
+    }
+
+    fn recut_mps(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+        let units = self.shares.map_or(1, |(_, units)| units);
+        let mut room = (u128::from(self.memory)) * u128::from(units);
+        // Each slice may have a client of its own, and the server takes no more clients than this.
+        let mut clients = MAX_CLIENTS;
+        let mut take = |kind: Kind, count: u32| -> Option<()> {
+            room = room.checked_sub(self.fine(kind, count))?;
+            clients = clients.checked_sub(count)?;
+            Some(())
+        };
+        for cell in &self.held {
+            take(cell.kind, cell.count)?;
+        }
+        let mut free: Vec<Cell> = Vec::new();
+        for demand in demands {
+            take(demand.kind, demand.units)?;
+            free.push(Cell { resource: demand.resource, kind: demand.kind, instance: None, count: demand.units });
+        }
+        merge(&mut free);
+        let is_share =
+            |cell: &&Cell| cell.instance.is_none() && self.shares.is_some_and(|offer| offer.0 == cell.resource);
+        let in_shares = |cells: &[Cell]| cells.iter().filter(is_share).map(|cell| cell.count).sum::<u32>();
+        let (held_shares, wanted_shares, free_shares) =
+            (in_shares(&self.held), in_shares(&free), in_shares(&self.free));
+        if held_shares + wanted_shares > units {
+            return None;
+        }
+
+        // What was free stays where there is room: most slices first, so the smallest.
+        let mut spare: Vec<Cell> = Vec::new();
+        for cell in &self.free {
+            let Kind::Sized(_) = cell.kind else { continue };
+            let reused = free.iter().find(|wanted| wanted.resource == cell.resource).map_or(0, |wanted| wanted.count);
+            spare.push(Cell { count: cell.count.saturating_sub(reused), ..*cell });
+        }
+        spare.sort_unstable_by_key(|cell| cell.kind);
+        let extra =
+            if wanted_shares > free_shares { units - held_shares - wanted_shares } else { free_shares - wanted_shares };
+        if let Some((resource, _)) = self.shares {
+            spare.push(Cell {
+                resource,
+                kind: Kind::Shares,
+                instance: None,
+                count: extra.min(units - held_shares - wanted_shares),
+            });
+        }
+        for cell in spare {
+            let mut kept = 0;
+            while kept < cell.count && take(cell.kind, 1).is_some() {
+                kept += 1;
+            }
+            free.push(Cell { count: kept, ..cell });
+        }
+        Some(free)
+    }
+
+    fn recut_mig(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+        let table = self.table()?;
+        let (held, loose) = self.instances();
+        let profile_in = |named: &[(ResourceId, u8)], demand: &Demand| {
+            named.iter().find(|(resource, _)| *resource == demand.resource).map(|(_, profile)| *profile)
+        };
+        let Some(inside) = &self.inside else {
+            let wanted = demands.iter().map(|demand| profile_in(&self.mig, demand)).collect::<Option<Vec<u8>>>()?;
+            let found = table.arrange(&held, &loose, &wanted)?;
+            let all = found.placed.iter().chain(&found.kept);
+            return Some(all.filter_map(|&instance| self.free_cell(instance, &self.mig, Kind::Mig, 1)).collect());
+        };
+        // Shares: first of instances that are held anyway, then of others, each of which gives `units`.
+        let mut partly: Vec<(Cell, u32)> = self
+            .free
+            .iter()
+            .filter(|cell| cell.instance.is_some_and(|instance| held.contains(&instance)))
+            .map(|cell| (*cell, cell.count))
+            .collect();
+        let stay = partly.iter().map(|(cell, _)| *cell).collect::<Vec<_>>();
+        let mut sorted = demands.to_vec();
+        sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
+        let mut fresh: Vec<(Cell, u32)> = Vec::new();
+        let mut wanted = Vec::new();
+        for demand in &sorted {
+            if take(&mut partly, demand).is_some() || take(&mut fresh, demand).is_some() {
+                continue;
+            }
+            let left = inside.units.checked_sub(demand.units)?;
+            wanted.push(profile_in(&self.mig_shared, demand)?);
+            let cell = Cell { resource: demand.resource, kind: Kind::Shares, instance: None, count: inside.units };
+            fresh.push((cell, left));
+        }
+        let found = table.arrange(&held, &loose, &wanted)?;
+        let cells = found.placed.iter().chain(&found.kept);
+        let cells =
+            cells.filter_map(|&instance| self.free_cell(instance, &self.mig_shared, Kind::Shares, inside.units));
+        Some(stay.into_iter().chain(cells).collect())
+    }
+
+    /// The cell of an instance that nobody holds: as it is where it exists, else as it will be made.
+    fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
+        if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
+            return Some(*cell);
+        }
+        let (resource, _) = named.iter().find(|(_, profile)| *profile == instance.profile)?;
+        Some(Cell { resource: *resource, kind, instance: Some(instance), count })
+    }
+
+    /// MIG instances that somebody holds (a share of), and those that nobody does.
+    fn instances(&self) -> (Vec<Instance>, Vec<Instance>) {
+        let mut held: Vec<Instance> = self.held.iter().filter_map(|cell| cell.instance).collect();
+        held.sort_unstable();
+        held.dedup();
+        let mut free: Vec<Instance> = self.free.iter().filter_map(|cell| cell.instance).collect();
+        free.retain(|instance| !held.contains(instance));
+        free.sort_unstable();
+        free.dedup();
+        (held, free)
+    }
+
+    fn measure(&self, free: &[Cell], demands: &[Demand]) -> (i64, Used) {
+        let whole = Used { memory: WHOLE_GPU, compute: WHOLE_GPU };
+        if demands.is_empty() && self.held.is_empty() {
+            let full = i64::try_from(FULL_WORTH).unwrap_or(i64::MAX);
+            return (if self.families == Families::NONE { 0 } else { IDLE_WORTH + full }, Used::default());
+        }
+        if demands.iter().any(|demand| demand.kind == Kind::Whole)
+            || self.held.iter().any(|cell| cell.kind == Kind::Whole)
+        {
+            return (0, whole);
+        }
+        let (rest, total, used) = self.measure_cut(free, demands);
+        let rest =
+            u64::try_from(rest.saturating_mul(u128::from(FULL_WORTH)).checked_div(total).unwrap_or(0)).unwrap_or(0);
+        let worth = if self.families == Families::NONE { 0 } else { rest.min(FULL_WORTH) };
+        (i64::try_from(worth).unwrap_or(i64::MAX), used)
+    }
+
+    /// What is left of what there was, on a scale that rises faster than the room does, and what is taken.
+    fn measure_cut(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Used) {
+        let part = |used: u128, all: u128| {
+            let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
+            let part = u32::try_from(part).unwrap_or(WHOLE_GPU);
+            Used { memory: part, compute: part }
+        };
+        let taken = self.held.iter().map(|cell| (cell.kind, cell.count));
+        let taken = taken.chain(demands.iter().map(|demand| (demand.kind, demand.units)));
+        let of_mig = self.held.iter().any(|cell| cell.instance.is_some())
+            || demands.first().is_some_and(|demand| self.family_for(demand) == Some(Family::Mig));
+        if let Some(table) = self.table().filter(|_| of_mig) {
+            let (mask, used) = self.taken_mig(table, free, demands);
+            return (u128::from(table.room(mask)), u128::from(table.room(0)), used);
+        }
+        let replicas = self.replicas.filter(|(resource, _)| {
+            self.held.iter().any(|cell| cell.resource == *resource)
+                || demands.iter().any(|demand| demand.resource == *resource)
+        });
+        let (used, all) = if let Some((_, replicas)) = replicas {
+            (taken.map(|(_, count)| u128::from(count)).sum(), u128::from(replicas))
+        } else {
+            let units = self.shares.map_or(1, |(_, units)| units);
+            (taken.map(|(kind, count)| self.fine(kind, count)).sum(), u128::from(self.memory) * u128::from(units))
+        };
+        let left = all.saturating_sub(used);
+        (left.saturating_mul(left) / all.max(1), all, part(used, all))
+    }
+
+    /// The memory slices that pods hold or will hold, as places; and the parts of the GPU that they are.
+    fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Used) {
+        let (held, _) = self.instances();
+        let mut mask: Mask = held.iter().filter_map(|&instance| table.mask(instance)).fold(0, |mask, bits| mask | bits);
+        let mut used = Used::default();
+        let mut add = |profile: u8| {
+            let (memory, compute) = table.part(profile);
+            used = Used { memory: used.memory + memory, compute: used.compute + compute };
+        };
+        held.iter().for_each(|instance| add(instance.profile));
+        let mut rest: Vec<(Cell, u32)> = free.iter().map(|cell| (*cell, cell.count)).collect();
+        for demand in demands {
+            let Some(at) = take(&mut rest, demand) else { continue };
+            let Some(instance) = rest.get(at).and_then(|(cell, _)| cell.instance) else { continue };
+            let bits = table.mask(instance).unwrap_or(0);
+            if mask & bits == 0 {
+                add(instance.profile);
+            }
+            mask |= bits;
+        }
+        (mask, used)
+    }
+
+    /// The least part of this GPU that a demand takes, in 65,536ths, rounded down; none where no way of cutting it gives that.
+    pub(crate) fn weight(&self, demand: &Demand) -> Option<Used> {
+        let whole = Used { memory: WHOLE_GPU, compute: WHOLE_GPU };
+        let existing = self.free.iter().any(|cell| cell.resource == demand.resource);
+        let both = |part: u128| {
+            let part = u32::try_from(part).unwrap_or(WHOLE_GPU).min(WHOLE_GPU);
+            Used { memory: part, compute: part }
+        };
+        match self.family_for(demand) {
+            _ if self.families == Families::NONE => existing.then(Used::default),
+            None => existing.then(Used::default),
+            Some(Family::Whole) => Some(whole),
+            Some(Family::Mps) => {
+                let all = self.fine(Kind::Shares, self.shares.map_or(1, |(_, units)| units));
+                Some(both((self.fine(demand.kind, demand.units) << 16).checked_div(all).unwrap_or(0)))
+            }
+            Some(Family::TimeSlicing) => {
+                let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
+                Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
+            }
+            // A share of an instance may cost nothing: the instance may be there for another.
+            Some(Family::Mig) if demand.kind == Kind::Shares => Some(Used::default()),
+            Some(Family::Mig) => {
+                let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
+                let (memory, compute) = self.table()?.part(*profile);
+                Some(Used { memory, compute })
+            }
+        }
+    }
+}
+
+/// Takes a demand out of cells with so many left each, where it leaves least; the index of the cell.
+fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
+    let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
+    let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));
+    let (_, at) = candidates.map(|(at, (_, left))| (*left, at)).min()?;
+    let (_, left) = rest.get_mut(at)?;
+    *left -= demand.units;
+    Some(at)
+}
+
+/// Sorts, and joins equal ones.
+pub(crate) fn merge(cells: &mut Vec<Cell>) {
+    cells.sort_unstable();
+    cells.dedup_by(|next, first| {
+        let same = (next.resource, next.kind, next.instance) == (first.resource, first.kind, first.instance);
+        if same {
+            first.count = first.count.saturating_add(next.count);
+        }
+        same
+    });
+}

@@ -1,0 +1,243 @@
+//! Placements for any number of pods: one after the other, with others moved aside where that makes room.
+use crate::board::{Board, Cost, Rule, Spot, group};
+use crate::model::Model;
+use crate::search::Part;
+use crate::states::States;
+
+pub(crate) struct Greedy<'g, 'a> {
+    model: &'g Model<'a>,
+    pub(crate) states: &'g mut States,
+    pub(crate) board: Board,
+    /// `states.work` at which nothing is moved aside any more.
+    limit: u64,
+    /// Grows with each placement that stands; what was worked out before may be wrong afterwards.
+    epoch: u64,
+    /// By group: some nodes that had an offer, and in which epoch and under which rule that was.
+    homes: Vec<Option<(u64, Rule, Vec<u32>)>>,
+    scratch: Vec<u32>,
+}
+
+/// Nodes remembered as places where a pod could go instead.
+const HOMES: usize = 4;
+/// Pods moved in a chain, each to make room for the one before.
+const MAX_CHAIN: u32 = 2;
+
+impl<'g, 'a> Greedy<'g, 'a> {
+    pub(crate) fn new(model: &'g Model<'a>, states: &'g mut States, board: Board) -> Self {
+        let homes = vec![None; model.groups.len()];
+        Self { model, states, board, limit: 0, epoch: 0, homes, scratch: Vec::new() }
+    }
+
+    /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for one of a lower, but stay placed.
+    pub(crate) fn place(&mut self, part: &Part, work: u64) {
+        self.limit = self.states.work.saturating_add(work);
+        let mut groups: Vec<u32> = part.groups.clone();
+        let model = self.model;
+        let first = |id: u32| model.groups.get(id as usize);
+        groups.sort_by_key(|&id| {
+            first(id).map(|group| {
+                let weight = group.weight.memory.max(group.weight.compute);
+                // Small ones first: more of them fit. Of equal ones those with the fewest nodes, which have no choice.
+                (
+                    std::cmp::Reverse(group.priority),
+                    weight,
+                    group.units.len(),
+                    group.nodes.len(),
+                    group.pods.first().copied(),
+                )
+            })
+        });
+        let level = |id: &u32| first(*id).map(|group| group.priority);
+        for level in groups.chunk_by(|a, b| level(a) == level(b)) {
+            // First what needs no change, so that the slices that exist are not gone when one comes that could use them.
+            for rule in [Rule::Stay, Rule::Any] {
+                for &id in level {
+                    self.place_group(id, rule);
+                }
+            }
+        }
+        self.spare_changes(part);
+    }
+
+    fn place_group(&mut self, id: u32, rule: Rule) {
+        let Some(of) = self.model.groups.get(id as usize) else { return };
+        let mut offers: Vec<Option<Cost>> = Vec::with_capacity(of.nodes.len());
+        for &node in &of.nodes {
+            offers.push(self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch));
+        }
+        let mut moving = true;
+        for &pod in &of.pods {
+            if self.board.at.get(pod as usize).is_some_and(Option::is_some) {
+                continue;
+            }
+            let best = offers.iter().enumerate().filter_map(|(at, offer)| offer.map(|cost| (cost, at))).min();
+            if let Some((_, at)) = best {
+                let node = of.nodes[at];
+                self.take_offer(id, pod, node, rule);
+                offers[at] = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
+                continue;
+            }
+            if !moving || !self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) {
+                moving = false;
+                if rule == Rule::Stay {
+                    break;
+                }
+                continue;
+            }
+            self.epoch += 1;
+            // Others have moved: any node may have room now.
+            for (at, &node) in of.nodes.iter().enumerate() {
+                offers[at] = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
+            }
+        }
+    }
+
+    fn take_offer(&mut self, id: u32, pod: u32, node: u32, rule: Rule) -> bool {
+        let mut gpus = Vec::new();
+        let offered = self.board.offer(self.model, self.states, id, node, rule, &mut gpus).is_some();
+        self.epoch += 1;
+        offered && self.board.put(self.model, self.states, pod, Spot { node, gpus })
+    }
+
+    /// Places a pod by moving another away, which may move a third. All of them are placed afterwards, or nothing has changed.
+    fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
+        let model = self.model;
+        let Some(of) = model.groups.get(id as usize) else { return false };
+        let mut gpus = Vec::new();
+        for &node in &of.nodes {
+            let others = self.board.on.get(node as usize).cloned().unwrap_or_default();
+            let mut met: Vec<(u32, Vec<u32>)> = Vec::new();
+            for other in others {
+                if self.states.work > self.limit {
+                    return false;
+                }
+                let Some(other_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
+                if other_id == id || moved.contains(&other) {
+                    continue;
+                }
+                let Some(spot) = self.board.at.get(other as usize).cloned().flatten() else { continue };
+                let like = (other_id, spot.gpus.clone());
+                if met.contains(&like) {
+                    continue;
+                }
+                met.push(like);
+                self.board.remove(model, self.states, other);
+                let offered = self.board.offer(model, self.states, id, node, rule, &mut gpus).is_some();
+                if offered && self.board.put(model, self.states, pod, Spot { node, gpus: gpus.clone() }) {
+                    if self.settle(other, other_id, node, rule) {
+                        return true;
+                    }
+                    if chain > 1 {
+                        moved.push(other);
+                        let settled = self.make_room(other, other_id, rule, chain - 1, moved);
+                        moved.pop();
+                        if settled {
+                            return true;
+                        }
+                    }
+                    self.board.remove(model, self.states, pod);
+                }
+                self.board.put(model, self.states, other, spot);
+            }
+        }
+        false
+    }
+
+    /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway, or on what is left of `from`.
+    fn settle(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
+        let fresh = self
+            .homes
+            .get(id as usize)
+            .and_then(Option::as_ref)
+            .is_some_and(|home| (home.0, home.1) == (self.epoch, rule));
+        if !fresh {
+            let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
+            let mut homes = Vec::new();
+            for &node in nodes {
+                if self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch).is_some() {
+                    homes.push(node);
+                }
+                if homes.len() == HOMES {
+                    break;
+                }
+            }
+            if let Some(slot) = self.homes.get_mut(id as usize) {
+                *slot = Some((self.epoch, rule, homes));
+            }
+        }
+        let mut nodes =
+            self.homes.get(id as usize).and_then(Option::as_ref).map_or_else(Vec::new, |home| home.2.clone());
+        if !nodes.contains(&from) {
+            nodes.push(from);
+        }
+        let mut best: Option<(Cost, u32)> = None;
+        for node in nodes {
+            let offer = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
+            if let Some(cost) = offer
+                && best.is_none_or(|(least, _)| cost < least)
+            {
+                best = Some((cost, node));
+            }
+        }
+        let Some((_, node)) = best else { return false };
+        let mut gpus = Vec::new();
+        self.board.offer(self.model, self.states, id, node, rule, &mut gpus).is_some()
+            && self.board.put(self.model, self.states, pod, Spot { node, gpus })
+    }
+
+    /// Leaves GPUs as they were whose pods have room elsewhere without a further change.
+    fn spare_changes(&mut self, part: &Part) {
+        let changed = |greedy: &Self, gpu: u32| {
+            greedy.board.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
+        };
+        let mut candidates: Vec<(usize, u32, u32)> = Vec::new();
+        for &node in &part.nodes {
+            let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
+            for gpu in range.filter(|&gpu| changed(self, gpu)) {
+                candidates.push((self.pods_on(node, gpu).len(), node, gpu));
+            }
+        }
+        candidates.sort_unstable();
+        for (_, node, gpu) in candidates {
+            if self.states.work > self.limit || !changed(self, gpu) {
+                continue;
+            }
+            let pods = self.pods_on(node, gpu);
+            let before: Vec<(u32, Spot)> =
+                pods.iter().filter_map(|&pod| Some((pod, self.board.remove(self.model, self.states, pod)?))).collect();
+            self.epoch += 1;
+            let mut settled = Vec::new();
+            for &pod in &pods {
+                let id = self.model.group_of.get(pod as usize).copied().flatten();
+                if !id.is_some_and(|id| self.settle(pod, id, node, Rule::NoFurther)) {
+                    break;
+                }
+                settled.push(pod);
+                self.epoch += 1;
+            }
+            if settled.len() < pods.len() {
+                for pod in settled {
+                    self.board.remove(self.model, self.states, pod);
+                }
+                for (pod, spot) in before {
+                    self.board.put(self.model, self.states, pod, spot);
+                }
+                self.epoch += 1;
+            }
+        }
+    }
+
+    fn pods_on(&self, node: u32, gpu: u32) -> Vec<u32> {
+        let on = self.board.on.get(node as usize).map_or(&[][..], Vec::as_slice);
+        let uses = |pod: &u32| {
+            let spot = self.board.at.get(*pod as usize).and_then(Option::as_ref);
+            spot.is_some_and(|spot| spot.gpus.contains(&gpu))
+        };
+        let mut pods: Vec<u32> = on.iter().copied().filter(uses).collect();
+        // The ones that are hardest to place first.
+        pods.sort_by_key(|&pod| {
+            (std::cmp::Reverse(group(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
+        });
+        pods
+    }
+}

@@ -1,0 +1,600 @@
+//! MIG profiles as data, and the search for places on one GPU.
+//!
+//! A GPU's memory slices are bits of a mask, and a profile may start where NVML says that it may. Nothing here knows how many
+//! instances of which profiles "fit together": that follows from the places.
+use serde::{Deserialize, Serialize};
+
+use crate::device::mig_resource;
+
+/// One MIG profile of a GPU as NVML reports it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Profile {
+    /// Name without prefix: `1g.10gb`, `1g.10gb+me`.
+    pub name: String,
+    /// Memory, MiB.
+    #[serde(default)]
+    pub memory_mib: u64,
+    /// Streaming multiprocessors.
+    #[serde(default)]
+    pub sms: u32,
+    /// Memory slices of one instance.
+    pub size: u32,
+    /// First memory slices where one may lie.
+    pub starts: Vec<u32>,
+    /// Most instances of it on one GPU, where the places alone do not say it (`+me`: 1).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub count: Option<u32>,
+}
+
+/// Why a GPU's profiles cannot be planned with.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TableError {
+    /// More than the planner's masks hold.
+    #[error("it reports {0} MIG profiles, more than 32")]
+    TooManyProfiles(usize),
+    /// A place that cannot be.
+    #[error("MIG profile {name} of size {size} cannot start at memory slice {start}")]
+    Place {
+        /// The profile.
+        name: String,
+        /// Its memory slices.
+        size: u32,
+        /// Its first memory slice.
+        start: u32,
+    },
+    /// The same name twice.
+    #[error("MIG profile {0} is reported twice")]
+    Repeated(String),
+}
+
+/// Memory slices as bits.
+pub(crate) type Mask = u32;
+
+/// One MIG instance: the profile's index in its [`Table`], and its first memory slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Instance {
+    pub(crate) profile: u8,
+    pub(crate) start: u8,
+}
+
+/// Which of a GPU's media engines a profile takes, by NVIDIA's suffixes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Media {
+    /// Its part.
+    Plain,
+    /// `+me`: the one set of extra engines.
+    Extra,
+    /// `+me.all`: all of them, so that only instances without any fit beside it.
+    All,
+    /// `-me`: none.
+    Without,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Entry {
+    name: String,
+    resource: String,
+    size: u8,
+    starts: Vec<u8>,
+    count: u32,
+    media: Media,
+    /// Compute slices, as the name says; 0 where it does not.
+    compute: u32,
+}
+
+/// The profiles of a kind of GPU and where they may lie, validated.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Table {
+    entries: Vec<Entry>,
+    /// Distinct sizes with their starts: what is counted when the worth of free room is estimated.
+    shapes: Vec<(u8, Vec<u8>)>,
+    slices: u32,
+    compute: u32,
+}
+
+/// Where wanted instances go on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Arrangement {
+    /// The wanted ones.
+    pub(crate) placed: Vec<Instance>,
+    /// Instances that were free before, are not needed, and are in nobody's way.
+    pub(crate) kept: Vec<Instance>,
+}
+
+const MASK_BITS: u32 = Mask::BITS;
+
+/// Steps of one search for places. A real GPU needs a few hundred at most; a machine that reports nonsense must not hold up the plan.
+const MAX_STEPS: u32 = 20_000;
+
+impl Table {
+    /// Checks what NVML reported. The order of profiles and starts does not matter.
+    pub fn new(profiles: &[Profile]) -> Result<Self, TableError> {
+        let mut entries = Vec::with_capacity(profiles.len());
+        for profile in profiles {
+            let mut starts = Vec::with_capacity(profile.starts.len());
+            for &start in &profile.starts {
+                let ends = start.checked_add(profile.size).filter(|&end| profile.size > 0 && end <= MASK_BITS);
+                match (ends, u8::try_from(start)) {
+                    (Some(_), Ok(start)) => starts.push(start),
+                    _ => return Err(TableError::Place { name: profile.name.clone(), size: profile.size, start }),
+                }
+            }
+            starts.sort_unstable();
+            starts.dedup();
+            // A profile without a place cannot be made; that is no reason to refuse the others.
+            let Some(size) = u8::try_from(profile.size).ok().filter(|_| !starts.is_empty()) else { continue };
+            let media = media(&profile.name);
+            let count = profile.count.unwrap_or(if matches!(media, Media::Extra | Media::All) { 1 } else { u32::MAX });
+            let compute = compute(&profile.name);
+            entries.push(Entry {
+                resource: mig_resource(&profile.name),
+                name: profile.name.clone(),
+                size,
+                starts,
+                count,
+                media,
+                compute,
+            });
+        }
+        if entries.len() > 32 {
+            return Err(TableError::TooManyProfiles(entries.len()));
+        }
+        entries.sort();
+        if let Some(pair) = entries.windows(2).find(|pair| pair[0].resource == pair[1].resource) {
+            return Err(TableError::Repeated(pair[0].name.clone()));
+        }
+        let mut shapes: Vec<_> = entries.iter().map(|entry| (entry.size, entry.starts.clone())).collect();
+        shapes.sort();
+        shapes.dedup();
+        let end = |entry: &Entry| entry.starts.iter().map(|start| u32::from(start + entry.size)).max();
+        Ok(Self {
+            slices: entries.iter().filter_map(end).max().unwrap_or(0),
+            compute: entries.iter().map(|entry| entry.compute).max().unwrap_or(0),
+            shapes,
+            entries,
+        })
+    }
+
+    /// What is known of a model when a snapshot does not carry NVML's own report.
+    pub fn built_in(model: &str, memory_mib: u64) -> Option<Self> {
+        let profiles = built_in(model, memory_mib)?;
+        Self::new(&profiles).ok()
+    }
+
+    /// The profile that a resource such as `nvidia.com/mig-1g.10gb` names.
+    pub(crate) fn profile(&self, resource: &str) -> Option<u8> {
+        let at = self.entries.iter().position(|entry| entry.resource == resource)?;
+        u8::try_from(at).ok()
+    }
+
+    /// The name of a profile.
+    pub(crate) fn name(&self, profile: u8) -> Option<&str> {
+        self.entries.get(usize::from(profile)).map(|entry| entry.name.as_str())
+    }
+
+    /// The profiles' resources, in the order of their indices.
+    pub(crate) fn resources(&self) -> impl Iterator<Item = &str> {
+        self.entries.iter().map(|entry| entry.resource.as_str())
+    }
+
+    /// Memory slices of the GPU.
+    pub(crate) const fn slices(&self) -> u32 {
+        self.slices
+    }
+
+    /// An instance's part of the GPU's memory slices and compute slices, each in 65,536ths, rounded down.
+    pub(crate) fn part(&self, profile: u8) -> (u32, u32) {
+        let Some(entry) = self.entries.get(usize::from(profile)) else { return (0, 0) };
+        let compute = (entry.compute << 16).checked_div(self.compute).unwrap_or(0);
+        (((u32::from(entry.size)) << 16).checked_div(self.slices).unwrap_or(0), compute)
+    }
+
+    /// The memory slices of an instance; none where it may not lie there.
+    pub(crate) fn mask(&self, instance: Instance) -> Option<Mask> {
+        let entry = self.entries.get(usize::from(instance.profile))?;
+        entry.starts.binary_search(&instance.start).ok()?;
+        Some(bits(entry.size, instance.start))
+    }
+
+    /// Whether these may be on one GPU as far as their numbers go: places are another question.
+    fn allows(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
+        let mut counts = [0_u32; 32];
+        let (mut extra, mut all, mut plain) = (0, 0, 0);
+        for profile in profiles {
+            let Some(entry) = self.entries.get(usize::from(profile)) else { return false };
+            let Some(count) = counts.get_mut(usize::from(profile)) else { return false };
+            *count += 1;
+            if *count > entry.count {
+                return false;
+            }
+            match entry.media {
+                Media::Plain => plain += 1,
+                Media::Extra => extra += 1,
+                Media::All => all += 1,
+                Media::Without => {}
+            }
+        }
+        extra + all <= 1 && (all == 0 || plain == 0)
+    }
+
+    /// What could still be made where `mask` is taken, as a number: for each shape, the slices that most instances of it alone
+    /// would cover. More is better; nothing is lost by an instance whose place no larger one could have used.
+    pub(crate) fn room(&self, mask: Mask) -> u32 {
+        self.shapes.iter().map(|(size, starts)| u32::from(*size) * most(*size, starts, mask)).sum()
+    }
+
+    /// Whether these instances can all be there at once. The last field of the answer is their mask.
+    pub(crate) fn together(&self, instances: &[Instance]) -> Option<Mask> {
+        let mut mask = 0;
+        for &instance in instances {
+            let bits = self.mask(instance)?;
+            if mask & bits != 0 {
+                return None;
+            }
+            mask |= bits;
+        }
+        self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
+    }
+
+    /// Places for `wanted` profiles beside the `held` instances, which stay where they are.
+    ///
+    /// Of all ways, the one that destroys and creates least beside the `free` instances, then leaves most room, then starts lowest.
+    pub(crate) fn arrange(&self, held: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
+        let taken = self.together(held)?;
+        let everyone = held.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
+        if !self.allows(everyone) {
+            return None;
+        }
+        let mut order = wanted.to_vec();
+        let size = |profile: u8| self.entries.get(usize::from(profile)).map_or(0, |entry| entry.size);
+        order.sort_unstable_by_key(|&profile| (u8::MAX - size(profile), profile));
+        let mut search =
+            Search { table: self, order: &order, free, steps: 0, placed: Vec::with_capacity(order.len()), best: None };
+        search.place(taken);
+        let (_, placed) = search.best?;
+
+        let mut mask = placed.iter().filter_map(|&instance| self.mask(instance)).fold(taken, |mask, bits| mask | bits);
+        let mut kept = Vec::new();
+        for &instance in free {
+            let Some(bits) = self.mask(instance) else { continue };
+            let everyone = held.iter().chain(&placed).chain(&kept).map(|other| other.profile);
+            if bits & mask == 0 && self.allows(everyone.chain([instance.profile])) {
+                mask |= bits;
+                kept.push(instance);
+            }
+        }
+        Some(Arrangement { placed, kept })
+    }
+}
+
+/// Less is better: instances destroyed and created, room lost, and the places themselves, so that no two ways are equal.
+type Cost = (usize, u32, Vec<Instance>);
+
+struct Search<'a> {
+    table: &'a Table,
+    order: &'a [u8],
+    free: &'a [Instance],
+    steps: u32,
+    placed: Vec<Instance>,
+    best: Option<(Cost, Vec<Instance>)>,
+}
+
+impl Search<'_> {
+    fn place(&mut self, mask: Mask) {
+        self.steps += 1;
+        let Some(&profile) = self.order.get(self.placed.len()) else { return self.found(mask) };
+        let Some(entry) = self.table.entries.get(usize::from(profile)) else { return };
+        // Equal profiles in rising places: their order among themselves means nothing.
+        let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
+        for &start in entry.starts.iter().filter(|&&start| start >= after) {
+            let bits = bits(entry.size, start);
+            if mask & bits != 0 || self.steps > MAX_STEPS {
+                continue;
+            }
+            self.placed.push(Instance { profile, start });
+            self.place(mask | bits);
+            self.placed.pop();
+        }
+    }
+
+    fn found(&mut self, mask: Mask) {
+        let reused = self.placed.iter().filter(|instance| self.free.contains(instance)).count();
+        let covered = |instance: &&Instance| {
+            !self.placed.contains(instance) && self.table.mask(**instance).is_some_and(|bits| bits & mask != 0)
+        };
+        let touched = self.placed.len() - reused + self.free.iter().filter(covered).count();
+        let cost = (touched, u32::MAX - self.table.room(mask), self.placed.clone());
+        if self.best.as_ref().is_none_or(|(best, _)| cost < *best) {
+            self.best = Some((cost, self.placed.clone()));
+        }
+    }
+}
+
+const fn bits(size: u8, start: u8) -> Mask {
+    (((1_u64 << size) - 1) << start) as Mask
+}
+
+/// Most instances of one shape in what `mask` leaves. Intervals of one length: taking the lowest that fits is optimal.
+fn most(size: u8, starts: &[u8], mask: Mask) -> u32 {
+    let mut taken = mask;
+    let mut count = 0;
+    for &start in starts {
+        let bits = bits(size, start);
+        if taken & bits == 0 {
+            taken |= bits;
+            count += 1;
+        }
+    }
+    count
+}
+
+fn media(name: &str) -> Media {
+    if name.contains("+me.all") {
+        Media::All
+    } else if name.contains("+me") {
+        Media::Extra
+    } else if name.contains("-me") {
+        Media::Without
+    } else {
+        Media::Plain
+    }
+}
+
+/// The compute slices that a profile's name tells: 3 of `3g.20gb`. More than 64 is no name of NVIDIA's.
+fn compute(name: &str) -> u32 {
+    name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
+}
+
+/// Memory in GB of `1g`, `1g` of double memory (where there is one), half and whole of a GPU of seven compute and eight memory slices.
+struct Sevenths {
+    one: u32,
+    two: u32,
+    half: u32,
+    whole: u32,
+}
+
+/// The places of A30, of the data centre GPUs with seven compute slices, and of the RTX PRO 6000, as `nvidia-smi mig -lgipp` prints them.
+pub(crate) fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
+    let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
+    let has = |word: &str| words.contains(&word);
+    let large = |gigabytes: u64| memory_mib >= gigabytes * 1000;
+    let sevenths = |one, two, half, whole| Some(of_sevenths(&Sevenths { one, two, half, whole }));
+    if has("A30") {
+        return Some(vec![
+            profile("1g.6gb", 1, &[0, 1, 2, 3]),
+            profile("1g.6gb+me", 1, &[0, 1, 2, 3]),
+            profile("2g.12gb", 2, &[0, 2]),
+            profile("2g.12gb+me", 2, &[0, 2]),
+            profile("4g.24gb", 4, &[0]),
+        ]);
+    }
+    if has("A100") {
+        return if has("80GB") || !has("40GB") && large(60) {
+            sevenths(10, 20, 40, 80)
+        } else {
+            sevenths(5, 10, 20, 40)
+        };
+    }
+    if has("GH200") {
+        return if large(120) { sevenths(18, 36, 72, 144) } else { sevenths(12, 24, 48, 96) };
+    }
+    if has("H100") {
+        return if has("NVL") || has("94GB") || !has("80GB") && large(90) {
+            sevenths(12, 24, 47, 94)
+        } else {
+            sevenths(10, 20, 40, 80)
+        };
+    }
+    if has("H200") {
+        return sevenths(18, 35, 71, 141);
+    }
+    if has("H20") {
+        return sevenths(12, 24, 48, 96);
+    }
+    if has("GB200") {
+        return sevenths(23, 47, 93, 186);
+    }
+    if has("B200") {
+        return sevenths(23, 45, 90, 180);
+    }
+    if has("B300") {
+        return sevenths(34, 67, 135, 269);
+    }
+    if has("RTX") && has("PRO") && has("6000") {
+        let quarter = ["1g.24gb", "1g.24gb+me", "1g.24gb+gfx", "1g.24gb+me.all", "1g.24gb-me"];
+        let half = ["2g.48gb", "2g.48gb+gfx", "2g.48gb+me.all", "2g.48gb-me"];
+        let quarters = quarter.iter().map(|name| profile(name, 3, &[0, 3, 6, 9]));
+        let halves = half.iter().map(|name| profile(name, 6, &[0, 6]));
+        let whole = ["4g.96gb", "4g.96gb+gfx"].iter().map(|name| profile(name, 12, &[0]));
+        return Some(quarters.chain(halves).chain(whole).collect());
+    }
+    None
+}
+
+fn profile(name: &str, size: u32, starts: &[u32]) -> Profile {
+    Profile { name: name.to_owned(), size, starts: starts.to_vec(), ..Profile::default() }
+}
+
+fn of_sevenths(&Sevenths { one, two, half, whole }: &Sevenths) -> Vec<Profile> {
+    vec![
+        profile(&format!("1g.{one}gb"), 1, &[0, 1, 2, 3, 4, 5, 6]),
+        profile(&format!("1g.{one}gb+me"), 1, &[0, 1, 2, 3, 4, 5, 6]),
+        profile(&format!("1g.{two}gb"), 2, &[0, 2, 4, 6]),
+        profile(&format!("2g.{two}gb"), 2, &[0, 2, 4]),
+        profile(&format!("3g.{half}gb"), 4, &[0, 4]),
+        profile(&format!("4g.{half}gb"), 4, &[0]),
+        profile(&format!("7g.{whole}gb"), 8, &[0]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn a100() -> Table {
+        Table::built_in("NVIDIA A100-SXM4-40GB", 40_960).expect("known")
+    }
+
+    fn wanted(table: &Table, names: &[&str]) -> Vec<u8> {
+        names.iter().map(|name| table.profile(&mig_resource(name)).expect(name)).collect()
+    }
+
+    fn instance(table: &Table, name: &str, start: u8) -> Instance {
+        Instance { profile: table.profile(&mig_resource(name)).expect(name), start }
+    }
+
+    #[test]
+    fn models_are_known_by_the_names_that_nvml_gives_them() {
+        for (model, memory, profile) in [
+            ("NVIDIA A30", 24_576, "2g.12gb"),
+            ("NVIDIA A100-SXM4-40GB", 40_960, "1g.5gb"),
+            ("NVIDIA A100-PCIE-40GB", 40_960, "1g.10gb"),
+            ("NVIDIA A100 80GB PCIe", 81_920, "7g.80gb"),
+            ("NVIDIA A100-SXM4-80GB", 81_920, "1g.20gb"),
+            ("NVIDIA H100 80GB HBM3", 81_559, "1g.10gb+me"),
+            ("NVIDIA H100 PCIe", 81_559, "3g.40gb"),
+            ("NVIDIA H100 NVL", 95_830, "3g.47gb"),
+            ("NVIDIA GH200 480GB", 97_871, "7g.96gb"),
+            ("NVIDIA H200", 143_771, "1g.18gb"),
+            ("NVIDIA B200", 183_359, "7g.180gb"),
+            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "1g.24gb+gfx"),
+        ] {
+            let table = Table::built_in(model, memory).expect(model);
+            assert!(table.profile(&mig_resource(profile)).is_some(), "{model} has {profile}");
+        }
+        assert!(Table::built_in("Tesla T4", 15_360).is_none());
+    }
+
+    /// All layouts to which nothing can be added, by an enumeration that shares nothing with the search.
+    fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
+        fn grow(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
+            for (at, &next) in from.iter().enumerate() {
+                chosen.push(next);
+                if table.together(chosen).is_some() {
+                    grow(table, &from[at + 1..], chosen, all);
+                }
+                chosen.pop();
+            }
+            all.push(chosen.clone());
+        }
+        let mut instances = Vec::new();
+        for (index, entry) in table.entries.iter().enumerate() {
+            for &start in &entry.starts {
+                instances.push(Instance { profile: u8::try_from(index).expect("few"), start });
+            }
+        }
+        let mut all = Vec::new();
+        grow(table, &instances, &mut Vec::new(), &mut all);
+        all
+    }
+
+    #[test]
+    fn an_a100_has_exactly_the_layouts_of_nvidias_guide() {
+        let table = a100();
+        // Without the variants of 1g: NVIDIA's guide lists 14 full layouts as counts of each profile, 4g + 3g and 3g + 4 × 1g among them.
+        let plain = |name: &str| matches!(name, "1g.5gb" | "2g.10gb" | "3g.20gb" | "4g.20gb" | "7g.40gb");
+        let profiles: Vec<Profile> =
+            built_in("A100", 40_960).expect("known").into_iter().filter(|profile| plain(&profile.name)).collect();
+        let small = Table::new(&profiles).expect("valid");
+        let mut full = std::collections::BTreeSet::new();
+        for layout in full_layouts(&small) {
+            let mask = small.together(&layout).expect("legal");
+            if small.room(mask) == 0 {
+                let mut names: Vec<u8> = layout.iter().map(|instance| instance.profile).collect();
+                names.sort_unstable();
+                full.insert(names);
+            }
+        }
+        let name = |index: u8| small.entries[usize::from(index)].name.clone();
+        let full: Vec<Vec<String>> =
+            full.iter().map(|layout| layout.iter().map(|&index| name(index)).collect()).collect();
+        let as_counts = |counts: [usize; 5]| -> Vec<String> {
+            let names = ["1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"];
+            names.iter().zip(counts).flat_map(|(name, count)| vec![(*name).to_owned(); count]).collect()
+        };
+        for counts in [
+            [0, 0, 0, 0, 1],
+            [0, 0, 1, 1, 0],
+            [1, 1, 0, 1, 0],
+            [3, 0, 0, 1, 0],
+            [0, 0, 2, 0, 0],
+            [1, 1, 1, 0, 0],
+            [3, 0, 1, 0, 0],
+            [0, 2, 1, 0, 0],
+            [2, 1, 1, 0, 0],
+            [4, 0, 1, 0, 0],
+            [1, 3, 0, 0, 0],
+            [3, 2, 0, 0, 0],
+            [5, 1, 0, 0, 0],
+            [7, 0, 0, 0, 0],
+        ] {
+            assert!(full.contains(&as_counts(counts)), "{counts:?} is a full layout");
+        }
+        assert_eq!(full.len(), 14, "{full:#?}");
+        assert_eq!(table.slices(), 8);
+    }
+
+    #[test]
+    fn positions_decide_and_not_counts() {
+        let table = a100();
+        let held = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
+        assert_eq!(table.arrange(&held, &[], &wanted(&table, &["3g.20gb"])), None);
+        let held = [instance(&table, "1g.5gb", 4), instance(&table, "1g.5gb", 5)];
+        let found = table.arrange(&held, &[], &wanted(&table, &["3g.20gb"])).expect("fits");
+        assert_eq!(found.placed, [instance(&table, "3g.20gb", 0)]);
+    }
+
+    #[test]
+    fn free_instances_are_used_first_and_kept_where_they_are_in_nobodys_way() {
+        let table = a100();
+        let free = [instance(&table, "3g.20gb", 0), instance(&table, "2g.10gb", 4), instance(&table, "1g.5gb", 6)];
+        let found = table.arrange(&[], &free, &wanted(&table, &["1g.5gb", "1g.5gb", "2g.10gb"])).expect("fits");
+        // The 2g and the 1g that exist are used; the second 1g needs the 3g's room.
+        assert!(found.placed.contains(&free[1]) && found.placed.contains(&free[2]));
+        assert_eq!(found.kept, []);
+        let found = table.arrange(&[], &free[..1], &wanted(&table, &["1g.5gb"])).expect("fits");
+        assert_eq!(
+            (found.placed.as_slice(), found.kept.as_slice()),
+            (&[instance(&table, "1g.5gb", 6)][..], &free[..1])
+        );
+    }
+
+    #[test]
+    fn a_small_instance_goes_where_it_costs_least_room() {
+        let table = a100();
+        let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
+        // At 6 only: 4g at 0 and 2g at 4 remain.
+        assert_eq!(found.placed, [instance(&table, "1g.5gb", 6)]);
+    }
+
+    #[test]
+    fn media_engines_are_given_once() {
+        let table = a100();
+        assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb"])).is_some());
+        assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb+me"])).is_none());
+        let rtx = Table::built_in("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887).expect("known");
+        assert!(rtx.arrange(&[], &[], &wanted(&rtx, &["1g.24gb+me.all", "1g.24gb-me", "2g.48gb-me"])).is_some());
+        assert!(rtx.arrange(&[], &[], &wanted(&rtx, &["1g.24gb+me.all", "1g.24gb"])).is_none());
+        assert!(rtx.arrange(&[], &[], &wanted(&rtx, &["1g.24gb+me", "1g.24gb+gfx", "2g.48gb"])).is_some());
+    }
+
+    #[test]
+    fn nonsense_from_a_machine_is_refused_or_bounded() {
+        let place = |size, start| Table::new(&[profile("1g.5gb", size, &[start])]);
+        assert!(matches!(place(0, 0), Err(TableError::Place { .. })));
+        assert!(matches!(place(1, 32), Err(TableError::Place { .. })));
+        assert!(matches!(place(u32::MAX, u32::MAX), Err(TableError::Place { .. })));
+        assert!(place(32, 0).is_ok());
+        let twice = [profile("1g.5gb", 1, &[0]), profile("1g.5gb", 2, &[0])];
+        assert!(matches!(Table::new(&twice), Err(TableError::Repeated(_))));
+        let many: Vec<Profile> = (0..40).map(|index| profile(&format!("1g.{index}gb"), 1, &[0])).collect();
+        assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
+        let none = Table::new(&[]).expect("nothing is valid");
+        assert_eq!((none.slices(), none.room(0)), (0, 0));
+        // 16 of 31 places each: far more ways than the search may try.
+        let starts: Vec<u32> = (0..32).collect();
+        let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
+        assert!(wide.arrange(&[], &[], &[0; 16]).is_some());
+    }
+}

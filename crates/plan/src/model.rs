@@ -1,0 +1,538 @@
+//! The snapshot made ready for planning: names become numbers, equal things become one, and what makes no sense is set aside.
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::rc::Rc;
+
+use crate::Policy;
+use crate::cut::{Cell, Class, Demand, Inside, Kind, ResourceId, Shared, Used, merge};
+use crate::device::{self, Families, Family, Mode};
+use crate::mig::{Instance, Table};
+use crate::mps::MAX_CLIENTS;
+use crate::scheduling::Constraints;
+use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
+use crate::states::{ClassId, DemandId};
+
+/// Slices that one pod may ask for. No node has as many; a pod that asks for a million must not cost a million.
+const MAX_SLICES: u64 = 1024;
+
+/// Resources that a node does not limit where it does not name them.
+const UNLIMITED: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
+const PODS: &str = "pods";
+
+pub(crate) struct Model<'a> {
+    /// By name.
+    pub(crate) nodes: Vec<NodeModel<'a>>,
+    /// By node, then index.
+    pub(crate) gpus: Vec<GpuModel<'a>>,
+    /// By priority, the highest first.
+    pub(crate) groups: Vec<Group<'a>>,
+    /// Index into `groups`, by pod; none for a pod that cannot be planned for.
+    pub(crate) group_of: Vec<Option<u32>>,
+    /// What is wrong with a pod that has no group.
+    pub(crate) bad_pods: BTreeMap<u32, String>,
+    /// Other resources than GPUs that pods ask for.
+    pub(crate) dimensions: Vec<&'a str>,
+    pub(crate) resources: Vec<String>,
+    pub(crate) classes: Vec<Class>,
+    pub(crate) demands: Vec<Demand>,
+}
+
+pub(crate) struct NodeModel<'a> {
+    pub(crate) node: &'a Node,
+    pub(crate) gpus: Range<u32>,
+    pub(crate) left_out: Option<String>,
+    /// By dimension, in thousandths.
+    pub(crate) free: Vec<u64>,
+}
+
+pub(crate) struct GpuModel<'a> {
+    pub(crate) gpu: &'a Gpu,
+    pub(crate) class: ClassId,
+    /// Why it is not cut anew, where that is nobody's wish.
+    pub(crate) note: Option<String>,
+}
+
+/// Pods that differ in their names only.
+pub(crate) struct Group<'a> {
+    pub(crate) priority: i32,
+    /// One for each slice or group of shares.
+    pub(crate) units: Vec<DemandId>,
+    /// Amounts by dimension, in thousandths.
+    pub(crate) needs: Vec<(u16, u64)>,
+    pub(crate) constraints: Constraints<'a>,
+    /// In order of arrival.
+    pub(crate) pods: Vec<u32>,
+    /// Nodes that could take one of them if no other pod waited.
+    pub(crate) nodes: Vec<u32>,
+    /// The least that one takes of a GPU.
+    pub(crate) weight: Used,
+}
+
+/// Resource names and what they are.
+struct Names<'a> {
+    ids: BTreeMap<&'a str, (ResourceId, Kind)>,
+}
+
+impl<'a> Names<'a> {
+    fn of(snapshot: &'a Snapshot, tables: &'a [Rc<Table>]) -> Self {
+        let mut shares: BTreeSet<&str> = [device::SHARES, device::REPLICAS, "nvidia.com/gpu.shared"].into();
+        let mut all: BTreeSet<&str> = [device::WHOLE].into();
+        for gpu in snapshot.nodes.iter().flat_map(|node| &node.gpus) {
+            shares.extend(gpu.resource_name.as_deref());
+            shares.extend(gpu.mig_sharing.iter().filter_map(|sharing| sharing.resource_name.as_deref()));
+            all.extend(gpu.slices.iter().map(|slice| slice.resource.as_str()));
+        }
+        all.extend(tables.iter().flat_map(|table| table.resources()));
+        all.extend(snapshot.pods.iter().flat_map(|pod| pod.requests.keys().map(String::as_str)));
+        // A name that means something else keeps that meaning, whatever a policy calls its shares.
+        shares.retain(|name| kind_by_name(name).is_none());
+        all.extend(&shares);
+        let mut ids = BTreeMap::new();
+        for name in all {
+            let kind = if shares.contains(name) { Some(Kind::Shares) } else { kind_by_name(name) };
+            if let (Some(kind), Ok(id)) = (kind, ResourceId::try_from(ids.len())) {
+                ids.insert(name, (id, kind));
+            }
+        }
+        Self { ids }
+    }
+
+    fn get(&self, name: &str) -> Option<(ResourceId, Kind)> {
+        self.ids.get(name).copied()
+    }
+}
+
+fn kind_by_name(name: &str) -> Option<Kind> {
+    if name == device::WHOLE {
+        Some(Kind::Whole)
+    } else if let Some(profile) = name.strip_prefix(device::MIG_PREFIX) {
+        Some(if profile.ends_with(device::SHARED_SUFFIX) { Kind::Shares } else { Kind::Mig })
+    } else {
+        device::sized(name).map(Kind::Sized)
+    }
+}
+
+/// Tables of MIG profiles, each once.
+#[derive(Default)]
+struct Tables {
+    all: Vec<Rc<Table>>,
+    /// By node and GPU as the snapshot lists them.
+    of: Vec<Vec<Result<usize, String>>>,
+}
+
+impl Tables {
+    fn of(snapshot: &Snapshot) -> Self {
+        let mut tables = Self::default();
+        let mut reported = BTreeMap::new();
+        let mut known = BTreeMap::new();
+        for node in &snapshot.nodes {
+            let mut of = Vec::with_capacity(node.gpus.len());
+            for gpu in &node.gpus {
+                let found = match &gpu.profiles {
+                    Some(profiles) => reported
+                        .entry(profiles)
+                        .or_insert_with(|| Table::new(profiles).map_err(|error| error.to_string()))
+                        .clone(),
+                    None => known
+                        .entry((&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)))
+                        .or_insert_with_key(|(model, memory)| {
+                            Table::built_in(model, *memory)
+                                .ok_or_else(|| format!("it reports no MIG profiles, and none are known of {model}"))
+                        })
+                        .clone(),
+                };
+                of.push(found.map(|table| tables.intern(table)));
+            }
+            tables.of.push(of);
+        }
+        tables
+    }
+
+    fn intern(&mut self, table: Table) -> usize {
+        if let Some(at) = self.all.iter().position(|known| **known == table) {
+            return at;
+        }
+        self.all.push(Rc::new(table));
+        self.all.len() - 1
+    }
+}
+
+impl<'a> Model<'a> {
+    pub(crate) fn new(snapshot: &'a Snapshot, policy: &Policy) -> Self {
+        let tables = Tables::of(snapshot);
+        let mut model = Self {
+            nodes: Vec::with_capacity(snapshot.nodes.len()),
+            gpus: Vec::new(),
+            groups: Vec::new(),
+            group_of: vec![None; snapshot.pods.len()],
+            bad_pods: BTreeMap::new(),
+            dimensions: Vec::new(),
+            resources: Vec::new(),
+            classes: Vec::new(),
+            demands: Vec::new(),
+        };
+        // Names borrow the tables, which end with this function.
+        let names = Names::of(snapshot, &tables.all);
+        model.resources = names.ids.keys().map(|name| (*name).to_owned()).collect();
+        model.dimensions = dimensions(snapshot, &names);
+        model.add_nodes(snapshot, policy, &names, &tables);
+        model.add_pods(snapshot, &names);
+        model
+    }
+
+    fn add_nodes(&mut self, snapshot: &'a Snapshot, policy: &Policy, names: &Names<'_>, tables: &Tables) {
+        let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
+        // By name; of two nodes with one name the order must still not be the snapshot's.
+        order.sort_by(|&a, &b| {
+            let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
+            let uuids = |node: &Node| node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<BTreeSet<_>>();
+            a.name.cmp(&b.name).then_with(|| uuids(a).cmp(&uuids(b)))
+        });
+        let mut uuids = BTreeSet::new();
+        let mut classes: BTreeMap<Class, ClassId> = BTreeMap::new();
+        let builder = ClassBuilder::new(policy, names, tables);
+        for (at, &index) in order.iter().enumerate() {
+            let node = &snapshot.nodes[index];
+            let twin = |other: Option<&usize>| other.is_some_and(|&other| snapshot.nodes[other].name == node.name);
+            let twice = twin(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| twin(order.get(before)));
+            let (free, bad) = self.room(node);
+            let left_out = match (&node.left_out, twice) {
+                (Some(reason), _) => Some(reason.clone()),
+                (None, true) => Some("there are two nodes of this name".to_owned()),
+                (None, false) => bad,
+            };
+            let first = as_u32(self.gpus.len());
+            let mut gpus: Vec<usize> = (0..node.gpus.len()).collect();
+            gpus.sort_by_key(|&gpu| (node.gpus[gpu].index, &node.gpus[gpu].uuid));
+            for gpu_at in gpus {
+                let gpu = &node.gpus[gpu_at];
+                let table = tables.of.get(index).and_then(|of| of.get(gpu_at));
+                let twice = !uuids.insert(gpu.uuid.as_str());
+                let (class, note) = builder.class(gpu, table, left_out.is_some(), twice);
+                let next = as_u32(classes.len());
+                let class = *classes.entry(class).or_insert(next);
+                self.gpus.push(GpuModel { gpu, class, note });
+            }
+            self.nodes.push(NodeModel { node, gpus: first..as_u32(self.gpus.len()), left_out, free });
+        }
+        let mut in_order: Vec<(Class, ClassId)> = classes.into_iter().collect();
+        in_order.sort_unstable_by_key(|(_, id)| *id);
+        self.classes = in_order.into_iter().map(|(class, _)| class).collect();
+    }
+
+    /// What a node has left of each dimension, and what is wrong with what it says.
+    fn room(&self, node: &Node) -> (Vec<u64>, Option<String>) {
+        let mut bad = None;
+        let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
+            let quantity = map.get(name)?;
+            if quantity.milli().is_none() {
+                bad.get_or_insert_with(|| format!("its {of} {name} is {quantity}, which is no quantity"));
+            }
+            quantity.milli()
+        };
+        let mut free = Vec::with_capacity(self.dimensions.len());
+        for name in &self.dimensions {
+            let otherwise = if UNLIMITED.contains(name) { u64::MAX } else { 0 };
+            let all = amount("allocatable", &node.allocatable, name).unwrap_or(otherwise);
+            let used = amount("requested", &node.requested, name).unwrap_or(0);
+            free.push(if all == u64::MAX { all } else { all.saturating_sub(used) });
+        }
+        (free, bad)
+    }
+
+    fn add_pods(&mut self, snapshot: &'a Snapshot, names: &Names<'_>) {
+        type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
+        let mut seen = BTreeSet::new();
+        let mut wanted: Vec<Option<Wanted>> = Vec::with_capacity(snapshot.pods.len());
+        for (index, pod) in snapshot.pods.iter().enumerate() {
+            let read = self.wanted(pod, names);
+            let read = if seen.insert(pod.name.as_str()) {
+                read
+            } else {
+                Err("another pod of this name came first".to_owned())
+            };
+            wanted.push(match read {
+                Ok(read) => Some(read),
+                Err(reason) => {
+                    self.bad_pods.insert(as_u32(index), reason);
+                    None
+                }
+            });
+        }
+        let demands: BTreeSet<Demand> =
+            wanted.iter().flatten().flat_map(|(units, _)| units.iter().map(|unit| unit.0)).collect();
+        self.demands = demands.into_iter().take(usize::from(DemandId::MAX)).collect();
+
+        type Key<'k> = (std::cmp::Reverse<i32>, &'k Wanted, Constraints<'k>);
+        let mut groups: BTreeMap<Key<'_>, Vec<u32>> = BTreeMap::new();
+        for (index, (pod, wanted)) in snapshot.pods.iter().zip(&wanted).enumerate() {
+            let Some(wanted) = wanted else { continue };
+            let key = (std::cmp::Reverse(pod.priority), wanted, Constraints::of(pod));
+            groups.entry(key).or_default().push(as_u32(index));
+        }
+        for ((_, (units, needs), _), pods) in groups {
+            let Some(pod) = pods.first().and_then(|&pod| snapshot.pods.get(pod as usize)) else { continue };
+            for &pod in &pods {
+                if let Some(group) = self.group_of.get_mut(pod as usize) {
+                    *group = u32::try_from(self.groups.len()).ok();
+                }
+            }
+            let mut expanded = Vec::new();
+            for (demand, count) in units {
+                let id = self.demands.binary_search(demand).ok().and_then(|at| DemandId::try_from(at).ok());
+                expanded.extend(std::iter::repeat_n(id, *count as usize).flatten());
+            }
+            self.groups.push(Group {
+                priority: pod.priority,
+                units: expanded,
+                needs: needs.clone(),
+                constraints: Constraints::of(pod),
+                pods,
+                nodes: Vec::new(),
+                weight: Used::default(),
+            });
+        }
+    }
+
+    /// What a pod takes of GPUs and of the dimensions.
+    fn wanted(&self, pod: &Pod, names: &Names<'_>) -> Result<(Vec<(Demand, u32)>, Vec<(u16, u64)>), String> {
+        let mut units = Vec::new();
+        let mut needs = Vec::new();
+        for (name, quantity) in &pod.requests {
+            let milli = quantity.milli().ok_or_else(|| format!("its request {name}: {quantity} is no quantity"))?;
+            if milli == 0 {
+                continue;
+            }
+            let Some((resource, kind)) = names.get(name) else {
+                let dimension =
+                    self.dimensions.binary_search(&name.as_str()).ok().and_then(|at| u16::try_from(at).ok());
+                needs.extend(dimension.map(|dimension| (dimension, milli)));
+                continue;
+            };
+            let count =
+                quantity.count().ok_or_else(|| format!("its request {name}: {quantity} is not a whole number"))?;
+            let too_many = || format!("it asks for {count} {name}, more than any node has");
+            let count =
+                u32::try_from(count).ok().filter(|&count| u64::from(count) <= MAX_SLICES).ok_or_else(too_many)?;
+            units.push(match kind {
+                Kind::Shares => (Demand { resource, kind, units: count }, 1),
+                _ => (Demand { resource, kind, units: 1 }, count),
+            });
+        }
+        if let Some(pods) = self.dimensions.binary_search(&PODS).ok().and_then(|at| u16::try_from(at).ok()) {
+            needs.retain(|(dimension, _)| *dimension != pods);
+            needs.push((pods, 1000));
+        }
+        units.sort_unstable();
+        needs.sort_unstable();
+        Ok((units, needs))
+    }
+
+    pub(crate) fn gpu(&self, gpu: u32) -> Option<&GpuModel<'a>> {
+        self.gpus.get(gpu as usize)
+    }
+
+    pub(crate) fn node(&self, node: u32) -> Option<&NodeModel<'a>> {
+        self.nodes.get(node as usize)
+    }
+
+    pub(crate) fn resource(&self, resource: ResourceId) -> &str {
+        self.resources.get(usize::from(resource)).map_or("", String::as_str)
+    }
+}
+
+/// What pods ask for besides GPUs, sorted; the number of pods too, where a node limits it.
+fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
+    let asked = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
+    let mut all: BTreeSet<&str> = asked.filter(|name| names.get(name).is_none()).collect();
+    if snapshot.nodes.iter().any(|node| node.allocatable.contains_key(PODS)) {
+        all.insert(PODS);
+    }
+    all.into_iter().collect()
+}
+
+pub(crate) fn as_u32(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}
+
+/// Makes classes of GPUs.
+struct ClassBuilder<'b> {
+    policy: &'b Policy,
+    names: &'b Names<'b>,
+    tables: &'b Tables,
+    /// By table: the resource of each profile, and of shares of it.
+    mig: Vec<MigNames>,
+}
+
+type MigNames = (Vec<(ResourceId, u8)>, Vec<(ResourceId, u8)>);
+
+impl<'b> ClassBuilder<'b> {
+    fn new(policy: &'b Policy, names: &'b Names<'b>, tables: &'b Tables) -> Self {
+        let of = |table: &Rc<Table>| {
+            let named = |suffix: &str| {
+                let id = |name: &str| names.get(&format!("{name}{suffix}")).map(|(id, _)| id);
+                table
+                    .resources()
+                    .zip(0_u8..)
+                    .filter_map(|(name, profile)| Some((id(name)?, profile)))
+                    .collect::<Vec<_>>()
+            };
+            (named(""), named(device::SHARED_SUFFIX))
+        };
+        Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
+    }
+
+    /// The class of a GPU, and why it is not planned with where that is so.
+    fn class(
+        &self,
+        gpu: &Gpu,
+        table: Option<&Result<usize, String>>,
+        node_out: bool,
+        twice: bool,
+    ) -> (Class, Option<String>) {
+        let mut note = None;
+        let mut families = gpu.mode.families();
+        let mut class = Class {
+            families: Families::NONE,
+            memory: gpu.memory.as_mebibytes().unwrap_or(0),
+            shares: None,
+            sizes: gpu.sizes.unwrap_or(true),
+            replicas: None,
+            inside: None,
+            mig: Vec::new(),
+            mig_shared: Vec::new(),
+            table: None,
+            held: Vec::new(),
+            free: Vec::new(),
+        };
+        self.offers(gpu, &mut class, &mut note);
+        let of_mig = |slice: &Slice| slice.placement.is_some() || slice.resource.starts_with(device::MIG_PREFIX);
+        if families.has(Family::Mig) || gpu.slices.iter().any(of_mig) {
+            match table {
+                Some(Ok(id)) => {
+                    class.table =
+                        self.tables.all.get(*id).map(|table| Shared { id: as_u32(*id), table: Rc::clone(table) });
+                    if let Some((mig, shared)) = self.mig.get(*id) {
+                        class.mig.clone_from(mig);
+                        class.mig_shared.clone_from(shared);
+                    }
+                }
+                Some(Err(reason)) if gpu.mode == Mode::Mig || gpu.slices.iter().any(of_mig) => {
+                    note = Some(reason.clone())
+                }
+                _ => {}
+            }
+        }
+        if class.memory == 0 && (families.has(Family::Mps)) {
+            note = Some(format!("its memory is {}", gpu.memory));
+        }
+        if let Err(reason) = self.cells(gpu, &mut class) {
+            note = Some(reason);
+        }
+        if gpu.mode == Mode::Unknown {
+            note = Some("its mode is not known to this version".to_owned());
+        }
+        let out = match (&gpu.left_out, twice) {
+            (Some(reason), _) => Some(reason.clone()),
+            (None, true) => Some("another GPU has the same UUID".to_owned()),
+            (None, false) => None,
+        };
+        if out.is_some() || node_out {
+            class.free.clear();
+            families = Families::NONE;
+        }
+        if note.is_some() || gpu.fixed {
+            families = Families::NONE;
+        }
+        class.families = families;
+        (class, out.or(note))
+    }
+
+    /// What the GPU may be cut into besides MIG instances.
+    fn offers(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
+        let name = |default: &str| {
+            let name = gpu.resource_name.as_deref().unwrap_or(default);
+            self.names.get(name).filter(|(_, kind)| *kind == Kind::Shares).map(|(id, _)| id)
+        };
+        let mut number = |what: &str, own: Option<u32>, policy: Option<u32>, most: u32| {
+            let units = own.or(policy)?;
+            if units == 0 || units > most {
+                *note = Some(format!("{units} {what} of a GPU are not from 1 to {most}"));
+            }
+            (1..=most).contains(&units).then_some(units)
+        };
+        if gpu.mode.families().has(Family::Mps) {
+            let units = number("MPS shares", gpu.units, self.policy.units, MAX_CLIENTS);
+            class.shares = name(device::SHARES).zip(units);
+        }
+        if gpu.mode.families().has(Family::TimeSlicing) {
+            let replicas = number("replicas", gpu.replicas, self.policy.replicas, u32::from(u16::MAX));
+            // Where one name would mean two things, it means shares under MPS.
+            let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
+            class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
+        }
+        if let Some(sharing) = &gpu.mig_sharing {
+            let units = number("shares of a MIG instance", Some(sharing.units), None, MAX_CLIENTS).unwrap_or(1);
+            let named = sharing.resource_name.as_deref().and_then(|name| self.names.get(name)).map(|(id, _)| id);
+            class.inside = Some(Inside { units, resource: named });
+        }
+    }
+
+    /// Reads what the GPU holds. What cannot be understood stays as it is, and nothing is cut around it.
+    fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
+        let mut wrong = None;
+        let mut wrong_is = |reason: String| {
+            wrong.get_or_insert(reason);
+        };
+        let mut instances = Vec::new();
+        for slice in &gpu.slices {
+            let Some((resource, kind)) = self.names.get(&slice.resource) else {
+                wrong_is(format!("it holds {}, which is not known", slice.resource));
+                continue;
+            };
+            let of_mig =
+                kind == Kind::Mig || slice.resource.starts_with(device::MIG_PREFIX) || slice.placement.is_some();
+            let mut instance = None;
+            if of_mig {
+                instance = self.instance(slice, class);
+                match instance {
+                    Some(instance) => instances.push(instance),
+                    None => wrong_is(match slice.placement {
+                        Some(place) => format!("it holds {} at {place}, where no such profile can be", slice.resource),
+                        None => format!("it holds {} without a placement", slice.resource),
+                    }),
+                }
+            }
+            let cell = Cell { resource, kind, instance, count: slice.count };
+            if slice.count > 0 {
+                if slice.in_use { &mut class.held } else { &mut class.free }.push(cell);
+            }
+        }
+        merge(&mut class.held);
+        merge(&mut class.free);
+        instances.sort_unstable();
+        let plain = class.held.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
+        let doubled = plain.clone().any(|cell| cell.count > 1);
+        instances.dedup();
+        if let Some(shared) = &class.table
+            && (doubled || shared.table.together(&instances).is_none())
+        {
+            wrong_is("its MIG instances overlap, or are more than it can have".to_owned());
+        }
+        if let Err(reason) = class.consistent() {
+            wrong_is(reason);
+        }
+        wrong.map_or(Ok(()), Err)
+    }
+
+    fn instance(&self, slice: &Slice, class: &Class) -> Option<Instance> {
+        let shared = class.table.as_ref()?;
+        let start = u8::try_from(slice.placement?).ok()?;
+        let name = match &slice.profile {
+            Some(profile) => device::mig_resource(profile),
+            None => slice.resource.strip_suffix(device::SHARED_SUFFIX).unwrap_or(&slice.resource).to_owned(),
+        };
+        let instance = Instance { profile: shared.table.profile(&name)?, start };
+        shared.table.mask(instance).map(|_| instance)
+    }
+}

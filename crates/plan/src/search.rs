@@ -1,0 +1,364 @@
+//! The search for small parts of a cluster: every way, as far as it can matter.
+//!
+//! Depth first over the pods, the highest priority first. A branch ends where even placing all that is left could not be better than
+//! the best known, and where the same GPUs were met in the same states before.
+use std::collections::BTreeMap;
+
+use crate::board::{Board, Rule, Spot, group};
+use crate::cut::WHOLE_GPU;
+use crate::model::Model;
+use crate::states::{StateId, States};
+
+/// How good a set of placements is: pods placed by priority, the highest first, then GPUs left as they are.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Score {
+    pub(crate) placed: Vec<u32>,
+    pub(crate) unchanged: u32,
+}
+
+/// A part of the cluster that has nothing to do with the rest.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Part {
+    pub(crate) nodes: Vec<u32>,
+    /// Groups with pods that could be placed, in order.
+    pub(crate) groups: Vec<u32>,
+}
+
+impl Part {
+    pub(crate) fn pods<'m>(&'m self, model: &'m Model<'_>) -> impl Iterator<Item = u32> + 'm {
+        self.groups
+            .iter()
+            .filter_map(|&group| model.groups.get(group as usize))
+            .flat_map(|group| group.pods.iter().copied())
+    }
+
+    pub(crate) fn gpus<'m>(&'m self, model: &'m Model<'_>) -> impl Iterator<Item = u32> + 'm {
+        self.nodes.iter().filter_map(|&node| model.node(node)).flat_map(|node| node.gpus.clone())
+    }
+
+    /// The priorities of its pods, the highest first.
+    fn levels(&self, model: &Model<'_>) -> Vec<i32> {
+        let mut levels: Vec<i32> = self
+            .groups
+            .iter()
+            .filter_map(|&group| model.groups.get(group as usize))
+            .map(|group| group.priority)
+            .collect();
+        levels.sort_unstable_by_key(|&level| std::cmp::Reverse(level));
+        levels.dedup();
+        levels
+    }
+
+    /// The score if every pod were placed and nothing changed.
+    pub(crate) fn ideal(&self, model: &Model<'_>) -> Score {
+        let levels = self.levels(model);
+        let mut placed = vec![0; levels.len()];
+        for &group in &self.groups {
+            let Some(group) = model.groups.get(group as usize) else { continue };
+            if let Some(level) = levels.iter().position(|&level| level == group.priority) {
+                placed[level] += crate::model::as_u32(group.pods.len());
+            }
+        }
+        Score { placed, unchanged: crate::model::as_u32(self.gpus(model).count()) }
+    }
+
+    pub(crate) fn score(&self, model: &Model<'_>, states: &States, board: &Board) -> Score {
+        let levels = self.levels(model);
+        let mut placed = vec![0; levels.len()];
+        for pod in self.pods(model) {
+            let there = board.at.get(pod as usize).is_some_and(Option::is_some);
+            let Some(group) = group(model, pod).filter(|_| there) else { continue };
+            if let Some(level) = levels.iter().position(|&level| level == group.priority) {
+                placed[level] += 1;
+            }
+        }
+        let unchanged = |&gpu: &u32| board.gpus.get(gpu as usize).is_some_and(|&state| !states.summary(state).changed);
+        Score { placed, unchanged: crate::model::as_u32(self.gpus(model).filter(unchanged).count()) }
+    }
+}
+
+/// What a search found: something better than what it was given, if anything.
+pub(crate) struct Found {
+    pub(crate) better: Option<(Score, Vec<(u32, Spot)>)>,
+    /// Steps taken.
+    pub(crate) steps: u32,
+}
+
+struct Search<'s, 'a> {
+    model: &'s Model<'a>,
+    states: &'s mut States,
+    board: Board,
+    rule: Rule,
+    nodes: &'s [u32],
+    pods: Vec<u32>,
+    level_of: Vec<usize>,
+    /// By node of the part: nodes with equal numbers may stand for each other.
+    alike: Vec<u32>,
+    gpus: Vec<u32>,
+    placed: Vec<u32>,
+    best: Score,
+    found: Option<Vec<(u32, Spot)>>,
+    seen: BTreeMap<Vec<u32>, Vec<u32>>,
+    steps: u32,
+    max_steps: u32,
+}
+
+/// Ways of spreading one pod's units over a node's GPUs that are tried.
+const MAX_SPREADS: usize = 24;
+
+/// Searches for placements better than `best`. `board` must have none of the part's pods on it.
+pub(crate) fn search(
+    model: &Model<'_>,
+    states: &mut States,
+    board: &Board,
+    part: &Part,
+    rule: Rule,
+    best: Score,
+    max_steps: u32,
+) -> Found {
+    let levels = part.levels(model);
+    let mut pods: Vec<u32> = part.pods(model).collect();
+    let weight = |pod: u32| group(model, pod).map_or(0, |group| group.weight.memory);
+    let index = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
+    let priority = |pod: u32| group(model, pod).map_or(i32::MIN, |group| group.priority);
+    pods.sort_by_key(|&pod| (std::cmp::Reverse(priority(pod)), std::cmp::Reverse(weight(pod)), index(pod), pod));
+    let level_of =
+        pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
+    let mut search = Search {
+        alike: alike(model, board, part),
+        model,
+        states,
+        board: board.clone(),
+        rule,
+        nodes: &part.nodes,
+        gpus: part.gpus(model).collect(),
+        placed: vec![0; levels.len()],
+        pods,
+        level_of,
+        best,
+        found: None,
+        seen: BTreeMap::new(),
+        steps: 0,
+        max_steps,
+    };
+    search.descend(0, false);
+    let score = search.best;
+    Found { better: search.found.map(|found| (score, found)), steps: search.steps }
+}
+
+/// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted by the same pods.
+fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
+    let mut kinds: BTreeMap<(Vec<StateId>, &[u64], Vec<u32>), u32> = BTreeMap::new();
+    let mut numbers = Vec::with_capacity(part.nodes.len());
+    for &node in &part.nodes {
+        let wanted_by = |group: &&u32| {
+            model.groups.get(**group as usize).is_some_and(|group| group.nodes.binary_search(&node).is_ok())
+        };
+        let groups = part.groups.iter().filter(wanted_by).copied().collect();
+        let next = crate::model::as_u32(kinds.len());
+        numbers.push(*kinds.entry((sorted_states(model, board, node), board.free(node), groups)).or_insert(next));
+    }
+    numbers
+}
+
+fn sorted_states(model: &Model<'_>, board: &Board, node: u32) -> Vec<StateId> {
+    let range = model.node(node).map_or(0..0, |node| node.gpus.clone());
+    let mut states = board.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
+    states.sort_unstable();
+    states
+}
+
+impl Search<'_, '_> {
+    fn descend(&mut self, at: usize, skipped: bool) {
+        self.steps += 1;
+        if self.steps > self.max_steps || !self.promising(at) {
+            return;
+        }
+        let Some(&pod) = self.pods.get(at) else { return self.finish() };
+        let key = self.key(at, skipped);
+        if let Some(before) = self.seen.get(&key)
+            && *before >= self.placed
+        {
+            return;
+        }
+        self.seen.insert(key, self.placed.clone());
+
+        let group = self.model.group_of.get(pod as usize).copied().flatten();
+        let twin = |other: Option<&u32>| {
+            other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
+        };
+        // Of equal pods, if one cannot be worth placing, no later one is.
+        let forced = skipped && at.checked_sub(1).is_some_and(|before| twin(self.pods.get(before)));
+        if !forced {
+            for spot in self.options(pod) {
+                if !self.board.put(self.model, self.states, pod, spot) {
+                    continue;
+                }
+                self.placed[self.level_of[at]] += 1;
+                self.descend(at + 1, false);
+                self.placed[self.level_of[at]] -= 1;
+                self.board.remove(self.model, self.states, pod);
+            }
+        }
+        self.descend(at + 1, true);
+    }
+
+    fn finish(&mut self) {
+        let changed =
+            |&&gpu: &&u32| self.board.gpus.get(gpu as usize).is_some_and(|&state| self.states.summary(state).changed);
+        let changed = self.gpus.iter().filter(changed).count();
+        let unchanged = crate::model::as_u32(self.gpus.len() - changed);
+        let score = Score { placed: self.placed.clone(), unchanged };
+        if score > self.best {
+            self.best = score;
+            let spot = |&pod: &u32| Some((pod, self.board.at.get(pod as usize)?.clone()?));
+            self.found = Some(self.pods.iter().filter_map(spot).collect());
+        }
+    }
+
+    /// Whether the best that can still come of this is better than what is known.
+    fn promising(&self, at: usize) -> bool {
+        let mut room = (0_u64, 0_u64); // Of memory and of compute.
+        let mut unchanged = 0;
+        for &gpu in &self.gpus {
+            let Some(&state) = self.board.gpus.get(gpu as usize) else { continue };
+            let summary = self.states.summary(state);
+            room.0 += u64::from(WHOLE_GPU.saturating_sub(summary.used.memory));
+            room.1 += u64::from(WHOLE_GPU.saturating_sub(summary.used.compute));
+            unchanged += u32::from(!summary.changed);
+        }
+        // Rounding down each part could hide as much as this.
+        let slack = self.gpus.len() as u64 * 64;
+        room = (room.0 + slack, room.1 + slack);
+        let mut rest = at;
+        for (level, &best) in self.best.placed.iter().enumerate() {
+            let mut weights = (Vec::new(), Vec::new());
+            while let Some(&pod) = self.pods.get(rest)
+                && self.level_of[rest] == level
+            {
+                let weight = group(self.model, pod).map(|group| group.weight).unwrap_or_default();
+                weights.0.push(u64::from(weight.memory));
+                weights.1.push(u64::from(weight.compute));
+                rest += 1;
+            }
+            let more = fill(&mut weights.0, room.0).min(fill(&mut weights.1, room.1));
+            let most = self.placed.get(level).copied().unwrap_or(0) + crate::model::as_u32(more);
+            if most != best {
+                return most > best;
+            }
+            // To be as good as the best here, at least this much goes.
+            room.0 = room.0.saturating_sub(weights.0.iter().take(more).sum());
+            room.1 = room.1.saturating_sub(weights.1.iter().take(more).sum());
+        }
+        unchanged > self.best.unchanged
+    }
+
+    /// What of the situation matters for what can still come.
+    fn key(&self, at: usize, skipped: bool) -> Vec<u32> {
+        let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
+        for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
+            let mut key = vec![alike];
+            key.extend(sorted_states(self.model, &self.board, node));
+            for &free in self.board.free(node) {
+                key.push(u32::try_from(free >> 32).unwrap_or(u32::MAX));
+                key.push(u32::try_from(free & u64::from(u32::MAX)).unwrap_or(u32::MAX));
+            }
+            nodes.push(key);
+        }
+        nodes.sort_unstable();
+        let mut key = vec![crate::model::as_u32(at) << 1 | u32::from(skipped)];
+        key.extend(nodes.into_iter().flatten());
+        key
+    }
+
+    /// Everywhere that a pod could go, the cheapest first; only one of those that are alike.
+    fn options(&mut self, pod: u32) -> Vec<Spot> {
+        let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
+        let model = self.model;
+        let Some(group) = model.groups.get(group_id as usize) else { return Vec::new() };
+        let mut options = Vec::new();
+        let mut met = Vec::new();
+        let mut gpus = Vec::new();
+        let nodes = self.nodes;
+        for (at, &node) in nodes.iter().enumerate() {
+            let alike = self.alike.get(at).copied();
+            if group.nodes.binary_search(&node).is_err() {
+                continue;
+            }
+            let like = (alike, sorted_states(self.model, &self.board, node), self.board.free(node).to_vec());
+            if met.contains(&like) {
+                continue;
+            }
+            met.push(like);
+            let Some(cost) = self.board.offer(self.model, self.states, group_id, node, self.rule, &mut gpus) else {
+                continue;
+            };
+            options.push((cost, Spot { node, gpus: gpus.clone() }));
+            self.spreads(&group.units, node, &mut options);
+        }
+        options.sort();
+        options.dedup_by(|next, first| next.1 == first.1);
+        options.into_iter().map(|(_, spot)| spot).collect()
+    }
+
+    /// All ways, but for those that are alike, to spread units over a node's GPUs.
+    fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::board::Cost, Spot)>) {
+        let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
+        let slots = self.board.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
+        let mut ways: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
+        for &unit in units {
+            let mut next: Vec<(Vec<StateId>, Vec<u32>)> = Vec::new();
+            for (now, chosen) in &ways {
+                for at in 0..now.len() {
+                    if now[..at].contains(&now[at]) && units.len() == 1 {
+                        continue;
+                    }
+                    let Some(state) = self.states.with(now[at], unit) else { continue };
+                    if self.rule == Rule::Stay && self.states.summary(state).changed {
+                        continue;
+                    }
+                    let mut states = now.clone();
+                    states[at] = state;
+                    let mut chosen = chosen.clone();
+                    chosen.push(range.start + crate::model::as_u32(at));
+                    next.push((states, chosen));
+                }
+            }
+            // Ways that end in the same states, on whichever GPU, are one.
+            let canonical = |states: &[StateId]| {
+                let mut states = states.to_vec();
+                states.sort_unstable();
+                states
+            };
+            next.sort_by_cached_key(|(states, chosen)| (canonical(states), chosen.clone()));
+            next.dedup_by(|next, first| canonical(&next.0) == canonical(&first.0));
+            next.truncate(MAX_SPREADS);
+            ways = next;
+        }
+        for (now, chosen) in ways {
+            if chosen.len() == units.len() && !units.is_empty() {
+                let mut cost = crate::board::Cost::default();
+                for (&before, &after) in slots.iter().zip(&now) {
+                    let (before, after) = (self.states.summary(before), self.states.summary(after));
+                    cost.changed += i32::from(after.changed) - i32::from(before.changed);
+                    cost.destroyed += i64::from(after.destroyed) - i64::from(before.destroyed);
+                    cost.worth += before.worth - after.worth;
+                }
+                options.push((cost, Spot { node, gpus: chosen }));
+            }
+        }
+    }
+}
+
+/// Sorts the weights; how many of them, the smallest first, the room holds at most.
+fn fill(weights: &mut [u64], mut room: u64) -> usize {
+    weights.sort_unstable();
+    let fits = |weight: &&u64| match room.checked_sub(**weight) {
+        Some(left) => {
+            room = left;
+            true
+        }
+        None => false,
+    };
+    weights.iter().take_while(fits).count()
+}

@@ -1,0 +1,129 @@
+//! What GPUs become as pods are put on them, worked out once for all GPUs that are alike.
+//!
+//! A state is a class of GPU and the demands put on it. Thousands of GPUs share a few states, and putting one more demand on a GPU is a
+//! look-up.
+use std::collections::BTreeMap;
+
+use crate::cut::{Class, Demand, Packed, Used};
+
+/// A class by its index.
+pub(crate) type ClassId = u32;
+/// A state by its index.
+pub(crate) type StateId = u32;
+/// A demand by its index.
+pub(crate) type DemandId = u16;
+
+#[derive(Debug)]
+struct State {
+    class: ClassId,
+    /// Sorted.
+    demands: Vec<DemandId>,
+    packed: Packed,
+    /// By demand, as far as asked.
+    next: Vec<Next>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Next {
+    Unasked,
+    Impossible,
+    Is(StateId),
+}
+
+/// All states met so far.
+#[derive(Debug)]
+pub(crate) struct States {
+    classes: Vec<Class>,
+    demands: Vec<Demand>,
+    states: Vec<State>,
+    known: BTreeMap<(ClassId, Vec<DemandId>), StateId>,
+    /// Look-ups made: the measure by which searches end, since there is no clock.
+    pub(crate) work: u64,
+}
+
+/// What a state amounts to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Summary {
+    pub(crate) changed: bool,
+    pub(crate) destroyed: u32,
+    pub(crate) worth: i64,
+    pub(crate) used: Used,
+}
+
+impl States {
+    pub(crate) fn new(classes: Vec<Class>, demands: Vec<Demand>) -> Self {
+        Self { classes, demands, states: Vec::new(), known: BTreeMap::new(), work: 0 }
+    }
+
+    /// The state of a GPU of this class that no waiting pod is put on.
+    pub(crate) fn base(&mut self, class: ClassId) -> Option<StateId> {
+        self.state(class, Vec::new())
+    }
+
+    fn state(&mut self, class: ClassId, demands: Vec<DemandId>) -> Option<StateId> {
+        let key = (class, demands);
+        if let Some(&known) = self.known.get(&key) {
+            return Some(known);
+        }
+        let wanted: Vec<Demand> = key.1.iter().filter_map(|&id| self.demands.get(usize::from(id)).copied()).collect();
+        let packed = self.classes.get(class as usize)?.pack(&wanted)?;
+        let id = u32::try_from(self.states.len()).ok()?;
+        let next = vec![Next::Unasked; self.demands.len()];
+        self.states.push(State { class, demands: key.1.clone(), packed, next });
+        self.known.insert(key, id);
+        Some(id)
+    }
+
+    /// With one more demand; none where the GPU cannot serve it as well.
+    pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
+        self.work += 1;
+        let at = state as usize;
+        match self.states.get(at)?.next.get(usize::from(demand))? {
+            Next::Is(next) => return Some(*next),
+            Next::Impossible => return None,
+            Next::Unasked => {}
+        }
+        let now = self.states.get(at)?;
+        let mut demands = now.demands.clone();
+        let place = demands.partition_point(|&other| other <= demand);
+        demands.insert(place, demand);
+        let next = self.state(now.class, demands);
+        self.states.get_mut(at)?.next[usize::from(demand)] = next.map_or(Next::Impossible, Next::Is);
+        next
+    }
+
+    /// Without one of its demands. What a GPU could serve, it can serve less one.
+    pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
+        self.work += 1;
+        let now = self.states.get(state as usize)?;
+        let mut demands = now.demands.clone();
+        let place = demands.iter().position(|&other| other == demand)?;
+        demands.remove(place);
+        self.state(now.class, demands)
+    }
+
+    /// What a state amounts to. An id that is not of here counts as a full GPU.
+    pub(crate) fn summary(&self, state: StateId) -> Summary {
+        let full = Summary { changed: true, destroyed: 0, worth: 0, used: Used::default() };
+        self.states.get(state as usize).map_or(full, |state| Summary {
+            changed: state.packed.changed,
+            destroyed: state.packed.destroyed,
+            worth: state.packed.worth,
+            used: state.packed.used,
+        })
+    }
+
+    /// What becomes of the GPU.
+    pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &Packed)> {
+        let state = self.states.get(state as usize)?;
+        Some((self.classes.get(state.class as usize)?, &state.packed))
+    }
+
+    pub(crate) fn class(&self, class: ClassId) -> Option<&Class> {
+        self.classes.get(class as usize)
+    }
+
+    pub(crate) fn demand(&self, demand: DemandId) -> Option<&Demand> {
+        self.demands.get(usize::from(demand))
+    }
+}
