@@ -48,8 +48,8 @@ fn tidy(value: &mut Value) {
             }
             if let Some(Value::String(format)) = map.get_mut("format") {
                 match format.as_str() {
-                    "uint8" | "uint16" => *format = "int32".to_owned(),
-                    "uint" | "uint32" | "uint64" => *format = "int64".to_owned(),
+                    "uint8" | "uint16" => "int32".clone_into(format),
+                    "uint" | "uint32" | "uint64" => "int64".clone_into(format),
                     _ => {}
                 }
             }

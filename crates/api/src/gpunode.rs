@@ -1,5 +1,6 @@
 //! `GpuNode`: what a node's GPUs shall be (`spec`, written by the operator) and are (`status`, written by the agent).
 #![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
+#![expect(clippy::duplicated_attributes, reason = "columns of a type repeat `type_`")]
 
 use std::collections::BTreeMap;
 
@@ -260,28 +261,28 @@ pub struct Summary {
 impl Summary {
     /// The summary of GPUs by index.
     pub fn of(gpus: &[GpuStatus]) -> Self {
-        let mut models: Vec<&str> = Vec::new();
-        let mut modes: BTreeMap<&str, u32> = BTreeMap::new();
+        let mut products: Vec<&str> = Vec::new();
+        let mut by_mode: BTreeMap<&str, u32> = BTreeMap::new();
         let (mut in_use, mut total) = (0_u32, 0_u32);
         for gpu in gpus {
-            if !models.contains(&gpu.model.as_str()) {
-                models.push(&gpu.model);
+            if !products.contains(&gpu.model.as_str()) {
+                products.push(&gpu.model);
             }
             if !gpu.mode.is_empty() {
-                *modes.entry(&gpu.mode).or_default() += 1;
+                *by_mode.entry(&gpu.mode).or_default() += 1;
             }
             for slice in &gpu.slices {
                 in_use = in_use.saturating_add(slice.in_use);
                 total = total.saturating_add(slice.total);
             }
         }
-        let modes = match modes.iter().next() {
-            Some((mode, _)) if modes.len() == 1 => (*mode).to_owned(),
-            _ => modes.iter().map(|(mode, count)| format!("{mode}={count}")).collect::<Vec<_>>().join(","),
+        let modes = match by_mode.iter().next() {
+            Some((mode, _)) if by_mode.len() == 1 => (*mode).to_owned(),
+            _ => by_mode.iter().map(|(mode, count)| format!("{mode}={count}")).collect::<Vec<_>>().join(","),
         };
         Self {
             gpus: u32::try_from(gpus.len()).unwrap_or(u32::MAX),
-            models: models.join(", "),
+            models: products.join(", "),
             modes,
             slices: format!("{in_use}/{total}"),
         }
@@ -474,4 +475,31 @@ pub struct StepStatus {
     /// Why, in words; for Waiting and Refused which pods hold it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(model: &str, mode: &str, in_use: u32, total: u32) -> GpuStatus {
+        GpuStatus {
+            model: model.to_owned(),
+            mode: mode.to_owned(),
+            slices: vec![SliceStatus { total, in_use, ..SliceStatus::default() }],
+            ..GpuStatus::default()
+        }
+    }
+
+    #[test]
+    fn a_summary_says_what_a_column_holds() {
+        let same = Summary::of(&[gpu("A", "Mps", 3, 10), gpu("A", "Mps", 4, 10)]);
+        assert_eq!(
+            (same.gpus, same.models.as_str(), same.modes.as_str(), same.slices.as_str()),
+            (2, "A", "Mps", "7/20")
+        );
+        let mixed = Summary::of(&[gpu("B", "Whole", 1, 1), gpu("A", "Mps", 0, 10), gpu("B", "Mps", 0, 10)]);
+        assert_eq!((mixed.models.as_str(), mixed.modes.as_str()), ("B, A", "Mps=2,Whole=1"));
+        let none = Summary::of(&[]);
+        assert_eq!((none.gpus, none.models.as_str(), none.modes.as_str(), none.slices.as_str()), (0, "", "", "0/0"));
+    }
 }

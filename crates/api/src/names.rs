@@ -67,6 +67,52 @@ pub fn mig_resource(profile: &str) -> String {
     format!("{RESOURCE_MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
+/// Reasons of a `SharingPolicy`'s conditions.
+pub mod reason {
+    /// Accepted: the fields mean something.
+    pub const ACCEPTED: &str = "Accepted";
+    /// Ready: the GPUs are shared as the policy says.
+    pub const READY: &str = "Ready";
+    /// Not Conflict: no GPU is selected by another policy that wins.
+    pub const NO_CONFLICT: &str = "NoConflict";
+    /// Conflict, or not Ready: other policies have its GPUs.
+    pub const OVERRIDDEN: &str = "Overridden";
+    /// The object is not what the definition says.
+    pub const MALFORMED: &str = "Malformed";
+    /// The fields mean nothing together.
+    pub const INVALID: &str = "Invalid";
+    /// No node has the labels.
+    pub const NO_NODE_MATCHES: &str = "NoNodeMatches";
+    /// The selected nodes have no GPU.
+    pub const NO_GPU: &str = "NoGpu";
+    /// The selected nodes have GPUs, and none is meant.
+    pub const NO_GPU_MATCHES: &str = "NoGpuMatches";
+    /// No GPU of the selected nodes is of the model.
+    pub const UNKNOWN_MODEL: &str = "UnknownModel";
+    /// No selected node has the GPU.
+    pub const UNKNOWN_GPU: &str = "UnknownGpu";
+    /// Not even one share fits.
+    pub const GPU_TOO_SMALL: &str = "GpuTooSmall";
+    /// The GPU cannot do MIG.
+    pub const MIG_NOT_SUPPORTED: &str = "MigNotSupported";
+    /// The MIG layout cannot be had on the GPU.
+    pub const LAYOUT_NOT_POSSIBLE: &str = "LayoutNotPossible";
+    /// Sharing by demand is not planned yet.
+    pub const NOT_PLANNED: &str = "NotPlanned";
+    /// No agent says what the node has, or is.
+    pub const AGENT_NOT_REPORTING: &str = "AgentNotReporting";
+    /// The node has not done it yet.
+    pub const APPLYING: &str = "Applying";
+    /// Pods hold what would be taken away.
+    pub const WAITING_FOR_PODS: &str = "WaitingForPods";
+    /// The agent refuses it.
+    pub const APPLY_REFUSED: &str = "ApplyRefused";
+    /// The agent tried and failed.
+    pub const APPLY_FAILED: &str = "ApplyFailed";
+    /// The GPU or its MPS daemon cannot serve.
+    pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

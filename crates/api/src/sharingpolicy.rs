@@ -1,5 +1,6 @@
 //! `SharingPolicy`: how a set of GPUs is shared.
 #![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
+#![expect(clippy::duplicated_attributes, reason = "columns of a type repeat `type_`")]
 
 use std::collections::BTreeMap;
 
@@ -75,8 +76,8 @@ use serde::{Deserialize, Serialize};
         .message("the section mig is for mode Mig or Auto"),
     validation = Rule::new("!has(self.dynamic) || self.mode == 'Auto' || (self.mode == 'Mig' && !(has(self.mig) && has(self.mig.layout))) || (self.mode == 'Mps' && has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')")
         .message("dynamic says when GPUs are cut anew, and nothing is cut anew here: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
-    validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.sharing))")
-        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing; other resources have names that say what they are"),
+    validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.layout) && has(self.mig.sharing))")
+        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; other resources have names that say what they are"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'Mps' || self.resourceName != 'nvidia.com/gpu-mps'")
         .message("nvidia.com/gpu-mps is the name of MPS shares of GPUs: take another resourceName"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'TimeSlicing' || !(self.resourceName in ['nvidia.com/gpu-timeslice', 'nvidia.com/gpu.shared'])")

@@ -3,6 +3,8 @@
 //! `fixtures/good` and `fixtures/bad` are whole objects; each bad one names in its first line a part of the sentence that refuses it. Rules are
 //! judged here by an implementation of CEL, and the same files by a real API server in the cluster tests; those that say `judged by: schema`
 //! break the schema itself, which only the API server judges.
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test, its helpers included")]
+
 use std::path::Path;
 
 use cleave_api::crds::files;
@@ -44,7 +46,7 @@ fn refusals(text: &str) -> String {
     let object = apply_defaults(&schema, &without_nulls(object));
     match Validator::new().validate(&schema, &object, None) {
         Ok(()) => String::new(),
-        Err(errors) => errors.iter().map(|error| format!("{error}\n")).collect(),
+        Err(errors) => errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"),
     }
 }
 

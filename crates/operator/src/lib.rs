@@ -1,1 +1,37 @@
-//! The operator: read, validate, plan, apply, report.
+//! The operator: reads policies and nodes, plans, writes each node's desired state, and tells what came of it.
+//!
+//! One pass is a pipeline; each step is a module, and only the first and the last two talk to a cluster:
+//!
+//! | step | module | what |
+//! |---|---|---|
+//! | read | [`read`] | watches → [`read::Observed`], one consistent value |
+//! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which cannot be wrong |
+//! | plan | [`select`], [`plan`], [`layout`] | which policy each GPU follows, and what that makes of it: [`plan::Plan`] |
+//! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
+//! | status | [`status`] | `SharingPolicy.status`, and an event where something turned |
+//!
+//! ```text
+//!  watches (policies, gpunodes, nodes' metadata, agents' pods) ──▶ stores ─┐ dirty
+//!  lease task ──▶ claim (watch channel) ───────────────────────────────────┼─▶ pass task ──▶ writes, while the claim lasts
+//!  signals ──▶ cancellation token ─────────────────────────────────────────┘
+//!  http task: /metrics /healthz /readyz
+//! ```
+//!
+//! The cluster is planned as a whole, since GPUs of one policy are on many nodes: there is one pass at a time, and no controller per object.
+//! A watch that errs keeps what it last knew; a pass writes only while this process holds the lease, which it can only renew through the same
+//! API server: without one, nothing is written.
+pub mod apply;
+pub mod args;
+mod http;
+pub mod layout;
+pub mod leader;
+mod metrics;
+pub mod plan;
+pub mod read;
+mod run;
+pub mod select;
+pub mod status;
+pub mod validate;
+
+pub use args::OperatorArgs;
+pub use run::run;

@@ -1,0 +1,31 @@
+//! The command line of `cleave operator`.
+use std::net::SocketAddr;
+
+/// Plans how GPUs are shared, by the cluster's `SharingPolicy` objects.
+#[derive(Debug, Clone, clap::Args)]
+pub struct OperatorArgs {
+    /// The namespace that Cleave runs in: its agents' pods and the lease are there.
+    #[arg(long, env = "POD_NAMESPACE", default_value = "cleave-system")]
+    pub namespace: String,
+
+    /// Labels of the agents' pods: where one runs, the node gets a `GpuNode`.
+    #[arg(
+        long,
+        env = "CLEAVE_AGENT_SELECTOR",
+        value_name = "SELECTOR",
+        default_value = "app.kubernetes.io/name=cleave,app.kubernetes.io/component=agent"
+    )]
+    pub agent_selector: String,
+
+    /// The lease whose holder writes.
+    #[arg(long, env = "CLEAVE_LEASE", value_name = "NAME", default_value = "cleave-operator")]
+    pub lease: String,
+
+    /// Who this process is in the lease: unique among those that run at once, and the same after a restart in place.
+    #[arg(long, env = "POD_NAME", value_name = "NAME")]
+    pub identity: String,
+
+    /// Where /metrics, /healthz and /readyz are served.
+    #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
+    pub metrics_addr: SocketAddr,
+}

@@ -1,0 +1,90 @@
+//! What the operator counts.
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+/// The operator's metrics. Clones count together.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Metrics {
+    /// Passes: what was read, planned and written as one.
+    pub(crate) passes: Family<Outcome, Counter>,
+    /// Objects written.
+    pub(crate) writes: Family<Write, Counter>,
+    /// Errors of watches; each is tried again.
+    pub(crate) watch_errors: Family<Kind, Counter>,
+    /// Objects that are not what their definition says.
+    pub(crate) malformed: Family<Kind, Gauge>,
+    /// Policies that are in force.
+    pub(crate) policies: Gauge,
+    /// Nodes that are planned.
+    pub(crate) nodes: Gauge,
+    /// 1 while this process holds the lease.
+    pub(crate) leader: Gauge,
+    resident: Gauge,
+}
+
+/// How a pass ended.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Outcome {
+    pub(crate) result: &'static str,
+}
+
+/// What was written, and how that ended.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Write {
+    pub(crate) kind: &'static str,
+    pub(crate) result: &'static str,
+}
+
+/// A kind of object.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Kind {
+    pub(crate) kind: &'static str,
+}
+
+impl Metrics {
+    /// Registers all of them.
+    pub(crate) fn register(&self, registry: &mut Registry) {
+        registry.register("process_resident_memory_bytes", "Resident memory", self.resident.clone());
+        let registry = registry.sub_registry_with_prefix("cleave_operator");
+        registry.register("passes", "Passes over the whole cluster", self.passes.clone());
+        registry.register("writes", "Objects written", self.writes.clone());
+        registry.register("watch_errors", "Errors of watches, each tried again", self.watch_errors.clone());
+        registry.register(
+            "malformed_objects",
+            "Objects that are not what their definition says",
+            self.malformed.clone(),
+        );
+        registry.register("policies", "Policies in force", self.policies.clone());
+        registry.register("nodes", "Nodes that are planned", self.nodes.clone());
+        registry.register("leader", "1 while this process holds the lease", self.leader.clone());
+    }
+
+    /// Reads what is only known when it is asked for.
+    pub(crate) fn refresh(&self, leads: bool) {
+        self.leader.set(i64::from(leads));
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        self.resident.set(resident(&status).unwrap_or(0));
+    }
+}
+
+/// Resident memory in bytes, of `/proc/self/status`: unlike `statm` it needs no page size.
+fn resident(status: &str) -> Option<i64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::resident;
+
+    #[test]
+    fn resident_memory_is_read_in_bytes() {
+        assert_eq!(resident("Name:\tcleave\nVmHWM:\t 9000 kB\nVmRSS:\t  8192 kB\n"), Some(8 << 20));
+        for nonsense in ["", "VmRSS:", "VmRSS: kB", "VmRSS: x kB", "VmRSS: 9223372036854775807 kB"] {
+            assert_eq!(resident(nonsense), None, "{nonsense:?}");
+        }
+    }
+}

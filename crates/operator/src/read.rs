@@ -1,0 +1,171 @@
+//! What the cluster says, as one value.
+//!
+//! Four watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but never their `managedFields`), nodes by
+//! metadata alone, and of the agents' pods the node and the Ready condition.
+use std::collections::BTreeMap;
+
+use cleave_api::gpunode::GpuStatus;
+use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
+use k8s_openapi::api::core::v1::{Node as CoreNode, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::error_boundary::InvalidObject;
+use kube::core::{DeserializeGuard, PartialObjectMeta};
+use kube::runtime::reflector::Store;
+use kube::{Resource, ResourceExt};
+use serde::Deserialize;
+
+/// Policies, by name.
+pub type PolicyStore = Store<DeserializeGuard<SharingPolicy>>;
+/// `GpuNode`s, by name.
+pub type GpuNodeStore = Store<DeserializeGuard<GpuNode>>;
+/// Nodes' metadata.
+pub type NodeStore = Store<PartialObjectMeta<CoreNode>>;
+/// The agents' pods.
+pub type AgentStore = Store<AgentPod>;
+
+/// What is kept of an agent's pod.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "Pod")]
+pub struct AgentPod {
+    /// Its name.
+    pub metadata: ObjectMeta,
+    /// Where it runs.
+    #[serde(default)]
+    pub spec: AgentPodSpec,
+    /// Whether it is ready.
+    #[serde(default)]
+    pub status: AgentPodStatus,
+}
+
+/// What is kept of an agent's pod's spec.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AgentPodSpec {
+    /// The node, once it is bound.
+    #[serde(default)]
+    pub node_name: Option<String>,
+}
+
+/// What is kept of an agent's pod's status.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct AgentPodStatus {
+    /// Its conditions.
+    #[serde(default)]
+    pub conditions: Vec<PodCondition>,
+}
+
+/// What is kept of a pod's condition.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct PodCondition {
+    /// Its type.
+    #[serde(rename = "type", default)]
+    pub type_: String,
+    /// True, False or Unknown.
+    #[serde(default)]
+    pub status: String,
+}
+
+/// The cluster at one moment.
+#[derive(Debug, Clone, Default)]
+pub struct Observed {
+    /// Policies by name; one that is not what the definition says is an error here and stops nobody.
+    pub policies: BTreeMap<String, Result<SharingPolicy, InvalidObject>>,
+    /// Nodes by name.
+    pub nodes: BTreeMap<String, Node>,
+}
+
+/// A node of the cluster.
+#[derive(Debug, Clone, Default)]
+pub struct Node {
+    /// UID, for the owner reference of its `GpuNode`.
+    pub uid: String,
+    /// Labels.
+    pub labels: BTreeMap<String, String>,
+    /// Its agent's pod, if there is one.
+    pub agent: Option<Agent>,
+    /// Its `GpuNode`, if there is one.
+    pub gpu_node: Option<Result<GpuNode, InvalidObject>>,
+}
+
+/// A node's agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Agent {
+    /// The kubelet says that it is ready.
+    pub ready: bool,
+}
+
+impl Node {
+    /// Its GPUs as its agent last reported them; none where no agent has.
+    pub fn reported(&self) -> Option<&[GpuStatus]> {
+        let status = self.object()?.status.as_ref()?;
+        // Whoever writes a status first, the agent fills this in with its GPUs.
+        (!status.agent_version.is_empty() || !status.gpus.is_empty()).then_some(status.gpus.as_slice())
+    }
+
+    /// Its `GpuNode`, where that is what the definition says.
+    pub fn object(&self) -> Option<&GpuNode> {
+        self.gpu_node.as_ref().and_then(|object| object.as_ref().ok())
+    }
+
+    /// Whether there is a `GpuNode`, malformed or not.
+    pub fn has_object(&self) -> bool {
+        self.gpu_node.is_some()
+    }
+
+    /// What its `GpuNode` says that it shall be; nothing where there is no object yet, and an error where that is malformed.
+    pub fn spec(&self) -> Result<GpuNodeSpec, &InvalidObject> {
+        match &self.gpu_node {
+            None => Ok(GpuNodeSpec::default()),
+            Some(Ok(object)) => Ok(object.spec.clone()),
+            Some(Err(invalid)) => Err(invalid),
+        }
+    }
+}
+
+/// The stores that the watches fill.
+#[derive(Clone)]
+pub struct Stores {
+    /// Policies.
+    pub policies: PolicyStore,
+    /// `GpuNode`s.
+    pub gpu_nodes: GpuNodeStore,
+    /// Nodes.
+    pub nodes: NodeStore,
+    /// Agents.
+    pub agents: AgentStore,
+}
+
+impl Stores {
+    /// The cluster as the watches last told it.
+    pub fn observe(&self) -> Observed {
+        let mut nodes: BTreeMap<String, Node> = BTreeMap::new();
+        for node in self.nodes.state() {
+            let found = Node {
+                uid: node.uid().unwrap_or_default(),
+                labels: node.metadata.labels.clone().unwrap_or_default(),
+                agent: None,
+                gpu_node: None,
+            };
+            nodes.insert(node.name_any(), found);
+        }
+        for pod in self.agents.state() {
+            if let Some(node) = pod.spec.node_name.as_ref().and_then(|name| nodes.get_mut(name)) {
+                let ready = is_ready(&pod) || node.agent.is_some_and(|agent| agent.ready);
+                node.agent = Some(Agent { ready });
+            }
+        }
+        for object in self.gpu_nodes.state() {
+            if let Some(node) = nodes.get_mut(&object.name_any()) {
+                node.gpu_node = Some(object.0.clone());
+            }
+        }
+        let policies = self.policies.state().into_iter().filter(|policy| policy.meta().deletion_timestamp.is_none());
+        Observed { policies: policies.map(|policy| (policy.name_any(), policy.0.clone())).collect(), nodes }
+    }
+}
+
+/// Whether an agent's pod is ready and staying.
+fn is_ready(pod: &AgentPod) -> bool {
+    pod.metadata.deletion_timestamp.is_none()
+        && pod.status.conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}

@@ -1,0 +1,355 @@
+//! The operator's tasks, and what they share.
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use cleave_api::{GpuNode, SharingPolicy};
+use futures::{Stream, StreamExt};
+use jiff::Timestamp;
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Node, ObjectReference};
+use kube::core::{DeserializeGuard, PartialObjectMeta};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::events::{Recorder, Reporter};
+use kube::runtime::reflector::{self, Store};
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Api, Client, Resource, ResourceExt};
+use prometheus_client::registry::Registry;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::args::OperatorArgs;
+use crate::http::{Health, serve};
+use crate::leader::{Claim, Elector};
+use crate::metrics::{Kind, Metrics, Outcome, Write};
+use crate::read::{AgentPod, Observed, Stores};
+use crate::status::{Telling, Told};
+use crate::{apply, plan, status};
+
+/// How long changes are gathered before a pass: one `kubectl apply` of several objects is one plan.
+const GATHER: Duration = Duration::from_millis(50);
+/// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
+const WRITE: Duration = Duration::from_secs(5);
+/// After how long a pass that failed is repeated, at first and at most.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends by itself.
+pub async fn run(args: OperatorArgs) -> Result<()> {
+    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr } = args;
+    // Two providers may be linked; an error says that one is installed already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let listener = TcpListener::bind(metrics_addr).await.with_context(|| format!("listening on {metrics_addr}"))?;
+    let client = Client::try_default().await.context("finding the API server")?;
+    let stop = CancellationToken::new();
+    let released = CancellationToken::new();
+    let metrics = Metrics::default();
+    let mut registry = Registry::default();
+    metrics.register(&mut registry);
+
+    let mut tasks: JoinSet<(&'static str, Result<()>)> = JoinSet::new();
+    let dirty = Arc::new(Notify::new());
+    let mut watches = Watches { tasks: &mut tasks, dirty: &dirty, metrics: &metrics, stop: &stop };
+    let everything = watcher::Config::default();
+    let agents = watcher::Config::default().labels(&agent_selector);
+    let stores = Stores {
+        policies: watches.keep(
+            "SharingPolicy",
+            watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
+        ),
+        gpu_nodes: watches
+            .keep("GpuNode", watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone())),
+        nodes: watches.keep("Node", watcher(Api::<PartialObjectMeta<Node>>::all(client.clone()), everything)),
+        agents: watches.keep("Pod", watcher(Api::<AgentPod>::namespaced(client.clone(), &namespace), agents)),
+    };
+
+    let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
+    let (elector, claim) = Elector::new(leases, lease, identity.clone());
+    {
+        let (stop, released) = (stop.clone(), released.clone());
+        tasks.spawn(async move {
+            elector.run(stop, released).await;
+            ("lease", Ok(()))
+        });
+    }
+    let listed = Arc::new(AtomicBool::new(false));
+    let health = Health {
+        listed: Arc::clone(&listed),
+        claim: claim.clone(),
+        metrics: metrics.clone(),
+        registry: Arc::new(registry),
+    };
+    {
+        let stop = stop.clone();
+        tasks.spawn(async move { ("http", serve(listener, health, stop).await.map_err(Into::into)) });
+    }
+    let recorder =
+        Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
+    let passes =
+        Passes { client, stores, claim, metrics, recorder, dirty, listed, told: Told::new(), stop: stop.clone() };
+    tasks.spawn(async move {
+        let ended = passes.run().await;
+        // Nothing is written from here on: the lease may go.
+        released.cancel();
+        ("passes", ended)
+    });
+    finish(tasks, stop).await
+}
+
+/// Waits for a signal or the end of a task, and then for all of them.
+async fn finish(mut tasks: JoinSet<(&'static str, Result<()>)>, stop: CancellationToken) -> Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
+    let mut outcome = Ok(());
+    loop {
+        // All cancel-safe: signals are streams, and `join_next` loses no task when it is dropped.
+        tokio::select! {
+            _ = terminate.recv(), if !stop.is_cancelled() => tracing::info!("SIGTERM: shutting down"),
+            _ = interrupt.recv(), if !stop.is_cancelled() => tracing::info!("SIGINT: shutting down"),
+            ended = tasks.join_next() => match ended {
+                None => return outcome,
+                Some(ended) => {
+                    let unasked = !stop.is_cancelled();
+                    match ended {
+                        Err(panicked) => outcome = Err(anyhow!(panicked).context("a task panicked")),
+                        Ok((task, Err(error))) => outcome = Err(error.context(format!("task {task}"))),
+                        Ok((task, Ok(()))) if unasked => outcome = Err(anyhow!("task {task} ended by itself")),
+                        Ok(_) => {}
+                    }
+                }
+            },
+        }
+        stop.cancel();
+    }
+}
+
+/// What the watches share.
+struct Watches<'a> {
+    tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
+    dirty: &'a Arc<Notify>,
+    metrics: &'a Metrics,
+    stop: &'a CancellationToken,
+}
+
+impl Watches<'_> {
+    /// Keeps what a watch tells in a store, for ever.
+    fn keep<K>(
+        &mut self,
+        kind: &'static str,
+        watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
+    ) -> Store<K>
+    where
+        K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
+    {
+        let (store, writer) = reflector::store();
+        let (dirty, metrics, stop) = (Arc::clone(self.dirty), self.metrics.clone(), self.stop.clone());
+        // A bare watcher repeats a failed request at once; this waits from 0.8 to 30 s.
+        let events = watch.default_backoff().modify(trim).reflect(writer);
+        self.tasks.spawn(async move {
+            let told = events.for_each(|event| {
+                match event {
+                    // A list in progress is not what the cluster says yet.
+                    Ok(Event::Init | Event::InitApply(_)) => {}
+                    Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => dirty.notify_one(),
+                    Err(error) => {
+                        metrics.watch_errors.get_or_create(&Kind { kind }).inc();
+                        tracing::warn!(
+                            kind,
+                            error = &error as &dyn std::error::Error,
+                            "the watch failed and is tried again"
+                        );
+                    }
+                }
+                std::future::ready(())
+            });
+            // Dropping a watch loses nothing that anybody still reads.
+            tokio::select! {
+                () = told => {}
+                () = stop.cancelled() => {}
+            }
+            ("watch", Ok(()))
+        });
+        store
+    }
+}
+
+/// Drops what nobody reads before it is kept.
+fn trim<K: Resource>(object: &mut K) {
+    let meta = object.meta_mut();
+    meta.managed_fields = None;
+    meta.annotations = None;
+}
+
+/// The task that reads, plans and writes.
+struct Passes {
+    client: Client,
+    stores: Stores,
+    claim: Claim,
+    metrics: Metrics,
+    recorder: Recorder,
+    dirty: Arc<Notify>,
+    listed: Arc<AtomicBool>,
+    told: Told,
+    stop: CancellationToken,
+}
+
+/// Writes of a pass failed; each was told where it happened.
+#[derive(Debug)]
+struct Failed;
+
+impl Passes {
+    async fn run(mut self) -> Result<()> {
+        let stop = self.stop.clone();
+        // A pass ends before the process does: what it writes is whole, and it asks for the claim before each write.
+        tokio::select! {
+            () = stop.cancelled() => return Ok(()),
+            ready = self.wait_for_lists() => ready?,
+        }
+        let mut turned = self.claim.clone();
+        let mut retry: Option<Duration> = None;
+        loop {
+            let pause = retry;
+            // Cancel-safe: `notified` keeps its permit when dropped, `turned` reads a watch channel, the others are a token and a timer.
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                () = self.dirty.notified() => tokio::time::sleep(GATHER).await,
+                () = turned.turned() => {}
+                () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
+            }
+            retry = match self.pass().await {
+                Ok(()) => None,
+                Err(Failed) => Some(pause.map_or(RETRY.0, |pause| (pause * 2).min(RETRY.1))),
+            };
+        }
+    }
+
+    async fn wait_for_lists(&self) -> Result<()> {
+        let Stores { policies, gpu_nodes, nodes, agents } = &self.stores;
+        policies.wait_until_ready().await.context("policies")?;
+        gpu_nodes.wait_until_ready().await.context("GpuNodes")?;
+        nodes.wait_until_ready().await.context("nodes")?;
+        agents.wait_until_ready().await.context("agents' pods")?;
+        self.listed.store(true, Ordering::Release);
+        tracing::info!("all objects are listed");
+        Ok(())
+    }
+
+    /// Reads, plans and writes once; does nothing where another leads.
+    async fn pass(&mut self) -> Result<(), Failed> {
+        if !self.claim.is_current() {
+            return Ok(());
+        }
+        let observed = self.stores.observe();
+        let plan = plan::plan(&observed);
+        self.measure(&observed, &plan);
+        let nodes = self.apply(&plan, &observed).await;
+        let policies = self.tell(&plan, &observed).await;
+        let result = if nodes && policies { "ok" } else { "failed" };
+        self.metrics.passes.get_or_create(&Outcome { result }).inc();
+        if nodes && policies { Ok(()) } else { Err(Failed) }
+    }
+
+    /// Writes the nodes that differ; false where one could not be written.
+    async fn apply(&self, plan: &plan::Plan, observed: &Observed) -> bool {
+        let api: Api<GpuNode> = Api::all(self.client.clone());
+        let mut all = true;
+        for change in apply::changes(plan, observed) {
+            if !self.claim.is_current() {
+                return false;
+            }
+            let written = within(apply::write(&api, &change)).await;
+            self.count(
+                "GpuNode",
+                written.is_some_and(|written| match written {
+                    Ok(()) => {
+                        tracing::info!(
+                            node = change.node,
+                            plan = change.spec.plan_id,
+                            gpus = change.spec.gpus.len(),
+                            created = change.create,
+                            "planned"
+                        );
+                        true
+                    }
+                    Err(error) => {
+                        tracing::warn!(node = change.node, error = &error as &dyn std::error::Error, "not planned");
+                        false
+                    }
+                }),
+                &mut all,
+            );
+        }
+        all
+    }
+
+    /// Writes the statuses that differ, and tells of what turned; false where one could not be written.
+    async fn tell(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
+        let api: Api<SharingPolicy> = Api::all(self.client.clone());
+        let mut all = true;
+        self.told.retain(|policy, _| observed.policies.contains_key(policy));
+        for update in status::updates(plan, observed, &self.told, Timestamp::now()) {
+            if !self.claim.is_current() {
+                return false;
+            }
+            let written = within(status::write(&api, &update)).await;
+            let done = written.is_some_and(|written| match written {
+                Ok(()) => true,
+                Err(error) => {
+                    tracing::warn!(policy = update.policy, error = &error as &dyn std::error::Error, "status not told");
+                    false
+                }
+            });
+            self.count("SharingPolicy", done, &mut all);
+            if done {
+                self.publish(&update, observed).await;
+                let telling = Telling { from: update.from, status: update.status };
+                self.told.insert(update.policy, telling);
+            }
+        }
+        all
+    }
+
+    /// Events are a courtesy: one that cannot be written is not tried again.
+    async fn publish(&self, update: &status::Update, observed: &Observed) {
+        let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
+        let regarding: ObjectReference = policy.object_ref(&());
+        for event in update.turned.iter().filter_map(status::event) {
+            tracing::info!(policy = policy.name_any(), reason = event.reason, note = event.note, "policy turned");
+            let published = tokio::time::timeout(WRITE, self.recorder.publish(&event, &regarding)).await;
+            if let Ok(Err(error)) = published {
+                tracing::warn!(error = &error as &dyn std::error::Error, "no event");
+            }
+        }
+    }
+
+    fn count(&self, kind: &'static str, done: bool, all: &mut bool) {
+        let result = if done { "ok" } else { "failed" };
+        self.metrics.writes.get_or_create(&Write { kind, result }).inc();
+        *all &= done;
+    }
+
+    fn measure(&self, observed: &Observed, plan: &plan::Plan) {
+        let size = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let malformed_policies = observed.policies.values().filter(|policy| policy.is_err()).count();
+        let nodes = observed.nodes.values();
+        let malformed_nodes = nodes.filter(|node| matches!(node.gpu_node, Some(Err(_)))).count();
+        self.metrics.malformed.get_or_create(&Kind { kind: "SharingPolicy" }).set(size(malformed_policies));
+        self.metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(size(malformed_nodes));
+        let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
+        self.metrics.policies.set(size(in_force));
+        self.metrics.nodes.set(size(plan.nodes.len()));
+    }
+}
+
+/// The outcome of a write, or nothing where none came in time.
+async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
+    let written = tokio::time::timeout(WRITE, write).await;
+    if written.is_err() {
+        tracing::warn!("the API server did not answer a write within {} s", WRITE.as_secs());
+    }
+    written.ok()
+}
