@@ -44,7 +44,7 @@ pub struct Context {
 impl Machine {
     /// Opens a context of this process on a GPU or MIG device, taking `overhead` bytes of its memory.
     ///
-    /// EXCLUSIVE_PROCESS lets in one process (with any number of contexts); PROHIBITED none. A GPU in MIG mode is no device
+    /// `EXCLUSIVE_PROCESS` lets in one process (with any number of contexts); PROHIBITED none. A GPU in MIG mode is no device
     /// by itself.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl Machine {
     }
 
     /// Registers a client of this process, an MPS server: `pid` is the client's as this process' namespace sees it (that is
-    /// what SCM_CREDENTIALS gives). The compute mode is not asked: the client works in the server's context.
+    /// what `SCM_CREDENTIALS` gives). The compute mode is not asked: the client works in the server's context.
     ///
     /// # Errors
     /// The device does not exist, is lost, or lacks the memory.
@@ -220,4 +220,160 @@ fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRe
 fn fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
     let free = device.cuda_memory().saturating_sub(state.used(&state.processes, device.uuid()));
     if wanted > free { Err(ContextError::OutOfMemory { wanted, free }) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+    use crate::description::{Description, GpuDescription};
+
+    fn machine(model: &str) -> (tempfile::TempDir, Machine, String) {
+        let dir = tempfile::tempdir().unwrap();
+        let gpus = vec![GpuDescription { model: model.to_owned(), ..GpuDescription::default() }];
+        let machine =
+            Machine::init(dir.path(), &Description { name: "test".to_owned(), gpus, ..Description::default() });
+        let machine = machine.unwrap();
+        let uuid = machine.snapshot().unwrap().gpus[0].uuid.clone();
+        (dir, machine, uuid)
+    }
+
+    /// Another process, ended with the test.
+    struct Other(Child);
+
+    impl Other {
+        fn new() -> Self {
+            Self(Command::new("sleep").arg("600").spawn().unwrap())
+        }
+
+        fn context(&self, machine: &Machine, device: &str, kind: ProcessKind) -> Result<Context, ContextError> {
+            machine.register(device, kind, PidRef::of(self.0.id()), "other".to_owned(), 1 << 20)
+        }
+    }
+
+    impl Drop for Other {
+        fn drop(&mut self) {
+            self.0.kill().unwrap();
+            self.0.wait().unwrap();
+        }
+    }
+
+    fn mode(machine: &Machine, mode: ComputeMode) {
+        machine.update(|s| Ok::<_, Error>(s.gpus[0].compute_mode = mode)).unwrap();
+    }
+
+    #[test]
+    fn an_exclusive_gpu_lets_in_one_process_and_its_mps_clients() {
+        let (_dir, machine, gpu) = machine("H200-141");
+        mode(&machine, ComputeMode::ExclusiveProcess);
+        let other = Other::new();
+        let server = machine.open_context(&gpu, ContextKind::MpsServer, 66 << 20).unwrap();
+        let second = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
+        let refused = other.context(&machine, &gpu, ProcessKind::Compute).unwrap_err();
+        assert!(matches!(&refused, ContextError::Unavailable { .. }), "{refused}");
+        assert_eq!(refused.cuda_code(), 46);
+        let client = machine.register_client(&gpu, other.0.id(), 274 << 20).unwrap();
+        drop((server, second));
+        // An MPS client is no process of its own on the GPU.
+        other.context(&machine, &gpu, ProcessKind::Compute).unwrap();
+        drop(client);
+    }
+
+    #[test]
+    fn a_prohibited_gpu_lets_in_nobody() {
+        let (_dir, machine, gpu) = machine("T4");
+        mode(&machine, ComputeMode::Prohibited);
+        let refused = machine.open_context(&gpu, ContextKind::MpsServer, 0).unwrap_err();
+        assert!(matches!(refused, ContextError::Unavailable { .. }));
+    }
+
+    #[test]
+    fn memory_is_counted_over_processes_and_comes_back() {
+        let (_dir, machine, gpu) = machine("H200-141");
+        let other = Other::new();
+        let mib = |context: &Context| context.memory().unwrap().free >> 20;
+        let mine = machine.open_context(&gpu, ContextKind::Compute, 500 << 20).unwrap();
+        assert_eq!(mine.memory().unwrap().total >> 20, 143_155);
+        let theirs = other.context(&machine, &gpu, ProcessKind::Compute).unwrap();
+        mine.allocate(100_000 << 20).unwrap();
+        assert_eq!(mib(&theirs), 143_155 - 500 - 1 - 100_000);
+        let refused = theirs.allocate(50_000 << 20).unwrap_err();
+        assert_eq!(refused.cuda_code(), 2);
+        mine.free(99_999 << 20).unwrap();
+        theirs.allocate(50_000 << 20).unwrap();
+        assert_eq!(theirs.used().unwrap() >> 20, 50_001);
+        drop(theirs);
+        assert_eq!(mib(&mine), 143_155 - 501);
+    }
+
+    #[test]
+    fn a_killed_process_is_gone_with_its_memory() {
+        let (_dir, machine, gpu) = machine("T4");
+        mode(&machine, ComputeMode::ExclusiveProcess);
+        let other = Other::new();
+        let held = other.context(&machine, &gpu, ProcessKind::Compute).unwrap();
+        assert_eq!(machine.processes().unwrap().len(), 1);
+        drop(other);
+        assert!(machine.processes().unwrap().is_empty());
+        machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
+        assert!(matches!(held.check(), Err(ContextError::Destroyed)));
+    }
+
+    #[test]
+    fn a_process_of_a_namespace_that_is_not_seen_lives_as_long_as_its_lease() {
+        let (_dir, machine, gpu) = machine("T4");
+        mode(&machine, ComputeMode::ExclusiveProcess);
+        let elsewhere = PidRef { pid: 1, namespace: 1, start: 1 };
+        let context = machine.register(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
+        assert_eq!(machine.processes().unwrap().len(), 1);
+        assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
+        // As the kernel does it when the owner is killed: the lock goes, and nothing else is told.
+        flock(&context._lease, FlockOperation::Unlock).unwrap();
+        assert!(machine.processes().unwrap().is_empty());
+        machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
+    }
+
+    #[test]
+    fn nothing_opens_on_a_lost_gpu_and_what_is_open_is_told() {
+        let (_dir, machine, gpu) = machine("T4");
+        let context = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
+        machine.update(|s| Ok::<_, Error>(s.gpus[0].lost = true)).unwrap();
+        assert!(matches!(context.check(), Err(ContextError::Lost(_))));
+        assert!(matches!(machine.open_context(&gpu, ContextKind::Compute, 0), Err(ContextError::Lost(_))));
+        assert!(matches!(machine.open_context("GPU-x", ContextKind::Compute, 0), Err(ContextError::InvalidDevice(_))));
+    }
+
+    #[test]
+    fn a_gpu_in_mig_mode_is_used_through_its_instances() {
+        let (_dir, machine, gpu) = machine("A100-40");
+        let uuid = machine.update(|s| {
+            let model = s.model(&s.gpus[0])?.clone();
+            let gpu = &mut s.gpus[0];
+            gpu.set_mig_mode(&model, true, false).unwrap();
+            let gi = gpu.create_gpu_instance(&model, 9, None).unwrap();
+            gpu.create_compute_instance(&model, gi, 2, None).unwrap();
+            Ok::<_, Error>(gpu.instances[0].compute[0].uuid.clone())
+        });
+        let uuid = uuid.unwrap();
+        assert!(matches!(machine.open_context(&gpu, ContextKind::Compute, 0), Err(ContextError::NoDevice(_))));
+        let context = machine.open_context(&uuid, ContextKind::Compute, 1 << 30).unwrap();
+        assert_eq!(context.memory().unwrap(), MemoryInfo { free: (20_096 - 1024) << 20, total: 20_096 << 20 });
+        let state = machine.snapshot().unwrap();
+        assert_eq!(state.device(&uuid).unwrap().sms(), 42);
+        assert_eq!(state.used(&machine.processes().unwrap(), &gpu), 1 << 30);
+        assert_eq!(state.visible_devices(None)[0].uuid(), uuid);
+    }
+
+    #[test]
+    fn a_reboot_ends_contexts_and_an_old_context_does_not_end_a_new_one() {
+        let (_dir, machine, gpu) = machine("T4");
+        let old = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
+        machine.update(|s| Ok::<_, Error>(s.reboot())).unwrap();
+        assert!(matches!(old.allocate(1), Err(ContextError::Destroyed)));
+        let new = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
+        drop(old);
+        new.check().unwrap();
+        assert_eq!(machine.processes().unwrap().len(), 1);
+    }
 }

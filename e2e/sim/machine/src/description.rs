@@ -100,7 +100,7 @@ impl Description {
     fn gpu(&self, entry: &GpuDescription, model: &Model, index: u32) -> Gpu {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
-        let serial = || format!("{:013}", fnv(&["serial", &self.name, &number]) % 10_u128.pow(13));
+        let serial = || format!("{:013}", digest(&["serial", &self.name, &number]) % 10_u128.pow(13));
         // Spread over the buses as an eight-GPU board does it; more than 28 go on in the next domain.
         let pci = || Pci { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
@@ -116,6 +116,7 @@ impl Description {
             persistence: true,
             mig: entry.mig,
             mig_pending: entry.mig,
+            mig_needs_reset: false,
             instances: Vec::new(),
             lost: false,
             ecc: [0, 0],
@@ -128,15 +129,66 @@ impl Description {
 /// A UUID that follows from names: the same names, the same UUID.
 pub(crate) fn derive_uuid(names: &[&str]) -> String {
     // Version 5 (from a name) and the usual variant, as real ones carry them.
-    let n = (fnv(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
+    let n = (digest(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
     let part = |shift: u32, bits: u32| (n >> shift) & ((1 << bits) - 1);
     format!("{:08x}-{:04x}-{:04x}-{:04x}-{:012x}", part(96, 32), part(80, 16), part(64, 16), part(48, 16), part(0, 48))
 }
 
-/// FNV-1a of 128 bits, each name ended by a zero byte.
-fn fnv(names: &[&str]) -> u128 {
-    let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));
-    bytes.fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, |h, b| {
-        (h ^ u128::from(b)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
-    })
+/// 128 bits of names: FNV-1a over each name and a zero byte, from two starts, mixed so that near names look unlike.
+fn digest(names: &[&str]) -> u128 {
+    let half = |start: u64| {
+        let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));
+        let h = bytes.fold(start, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));
+        let h = (h ^ (h >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let h = (h ^ (h >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        h ^ (h >> 31)
+    };
+    u128::from(half(0xcbf2_9ce4_8422_2325)) << 64 | u128::from(half(0x8422_2325_cbf2_9ce4))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(name: &str, text: &str) -> Result<State, Error> {
+        Description { name: name.to_owned(), gpus: serde_json::from_str(text).unwrap(), ..Description::default() }
+            .state()
+    }
+
+    #[test]
+    fn the_same_description_gives_the_same_machine_and_no_two_gpus_alike() {
+        let text = r#"[{"model":"H100-80","count":8},{"model":"t4"},{"model":"NVIDIA H200"}]"#;
+        let (one, again, other) = (machine("a", text), machine("a", text), machine("b", text));
+        let (one, again, other) = (one.unwrap(), again.unwrap(), other.unwrap());
+        assert_eq!(serde_json::to_string(&one).unwrap(), serde_json::to_string(&again).unwrap());
+        let mut uuids: Vec<&String> = one.gpus.iter().chain(&other.gpus).map(|g| &g.uuid).collect();
+        uuids.sort();
+        uuids.dedup();
+        assert_eq!(uuids.len(), 20);
+        assert_eq!(one.gpus[9].model, "NVIDIA H200");
+        assert!(uuids.iter().all(|u| u.len() == 40 && u.as_bytes()[18] == b'5'), "{uuids:?}");
+    }
+
+    #[test]
+    fn what_is_given_is_not_derived() {
+        let text = r#"[{"model":"A30","uuid":"GPU-1","pci":{"domain":0,"bus":7,"device":0},"minor":3,"numaNode":1,"mig":true}]"#;
+        let gpu = machine("a", text).unwrap().gpus.remove(0);
+        assert_eq!((gpu.uuid.as_str(), gpu.minor, gpu.numa_node, gpu.mig), ("GPU-1", 3, Some(1), true));
+        assert_eq!(gpu.pci.bus_id(), "00000000:07:00.0");
+    }
+
+    #[test]
+    fn impossible_machines_are_refused_with_the_reason() {
+        let refused = |text: &str| machine("a", text).unwrap_err().to_string();
+        assert!(refused(r#"[{"model":"H900"}]"#).contains("H900"));
+        assert!(refused(r#"[{"model":"T4","mig":true}]"#).contains("no MIG"));
+        assert!(refused(r#"[{"model":"T4","count":2,"uuid":"GPU-1"}]"#).contains("cannot share"));
+        assert!(refused(r#"[{"model":"T4","uuid":"GPU-1"},{"model":"T4","uuid":"GPU-1"}]"#).contains("GPUs 0 and 1"));
+    }
+
+    #[test]
+    fn many_gpus_have_addresses_of_their_own() {
+        let state = machine("a", r#"[{"model":"T4","count":100}]"#).unwrap();
+        assert!(state.gpus.iter().all(|g| g.pci.bus <= 0xff));
+    }
 }

@@ -39,7 +39,7 @@ pub enum ContextError {
     /// The UUID names nothing.
     #[error("no such device {0}")]
     InvalidDevice(String),
-    /// The compute mode does not allow it: PROHIBITED, or EXCLUSIVE_PROCESS and another process is there.
+    /// The compute mode does not allow it: PROHIBITED, or `EXCLUSIVE_PROCESS` and another process is there.
     #[error("device {device} is busy or unavailable: {reason}")]
     Unavailable {
         /// The device's UUID.

@@ -21,8 +21,8 @@
 //! ```
 //!
 //! What the MPS stand-in needs:
-//! - its server: `open_context(uuid, ContextKind::MpsServer, bytes)`: takes an EXCLUSIVE_PROCESS GPU for itself;
-//! - its clients: [`Machine::register_client`] with the PID that SCM_CREDENTIALS attests, as the server's own PID
+//! - its server: `open_context(uuid, ContextKind::MpsServer, bytes)`: takes an `EXCLUSIVE_PROCESS` GPU for itself;
+//! - its clients: [`Machine::register_client`] with the PID that `SCM_CREDENTIALS` attests, as the server's own PID
 //!   namespace sees it. The context returned accounts for the client's memory; drop it when the client leaves.
 //! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for what a UUID names (a GPU or a MIG device),
 //!   its SMs and memory, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;

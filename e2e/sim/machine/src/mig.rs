@@ -2,7 +2,7 @@
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
-use crate::state::{ComputeInstance, Gpu, GpuInstance};
+use crate::state::{ComputeInstance, ComputeMode, Gpu, GpuInstance};
 
 /// Why MIG refuses; each is one of NVML's return codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +22,9 @@ pub enum MigError {
     /// No such instance.
     #[error("not found")]
     NotFound,
+    /// MIG mode switches at the next reset.
+    #[error("reset required")]
+    ResetRequired,
 }
 
 /// The id of a GPU instance, which follows from where it is: the nodes of a binary tree over the memory slices, from the root.
@@ -34,6 +37,39 @@ pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
 impl Gpu {
     fn mig_ready(&self, model: &Model) -> Result<(), MigError> {
         if self.mig && model.mig_capable() { Ok(()) } else { Err(MigError::NotSupported) }
+    }
+
+    /// Switches MIG mode; `busy` says whether a process is on the GPU or in one of its instances. Where it cannot be switched
+    /// now, the error says why, and the mode is pending until the next reset.
+    ///
+    /// # Errors
+    /// The model has no MIG; a process or an instance is there; a reset is needed.
+    pub fn set_mig_mode(&mut self, model: &Model, on: bool, busy: bool) -> Result<(), MigError> {
+        if !model.mig_capable() {
+            return Err(MigError::NotSupported);
+        }
+        self.mig_pending = on;
+        if on == self.mig {
+            return Ok(());
+        }
+        if busy || !self.instances.is_empty() {
+            return Err(MigError::InUse);
+        }
+        if self.mig_needs_reset {
+            return Err(MigError::ResetRequired);
+        }
+        self.reset();
+        Ok(())
+    }
+
+    /// Resets the GPU: the pending MIG mode holds, instances are gone, a lost GPU is back.
+    pub fn reset(&mut self) {
+        self.mig = self.mig_pending;
+        self.instances.clear();
+        self.lost = false;
+        if self.mig {
+            self.compute_mode = ComputeMode::Default;
+        }
     }
 
     /// Where instances of a profile could be made now, lowest first.
@@ -53,10 +89,10 @@ impl Gpu {
             || held().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// How many more instances of a profile fit.
+    /// How many more instances of a profile fit; with MIG off, as many as on an empty GPU.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
-        let mut trial = self.clone();
+        let mut trial = Self { mig: true, ..self.clone() };
         let mut count = 0;
         while trial.create_gpu_instance(model, profile.id, None).is_ok() {
             count += 1;
@@ -136,7 +172,8 @@ impl Gpu {
             None => free.next(),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;
-        let id = (0..).find(|n| gi.compute.iter().all(|c| c.id != *n)).unwrap_or(u32::MAX);
+        let taken = |n: &u32| gi.compute.iter().any(|c| c.id == *n);
+        let id = (0..8).find(|n| !taken(n)).ok_or(MigError::InsufficientResources)?;
         let names = ["mig", &self.uuid, &gpu_instance.to_string(), &id.to_string()];
         let uuid = format!("MIG-{}", derive_uuid(&names));
         let made = ComputeInstance { id, profile: profile.id, placement, uuid };
@@ -164,5 +201,128 @@ impl Gpu {
         }
         gi.compute.remove(at);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::description::{Description, GpuDescription};
+    use crate::model::{builtin_models, find_model};
+
+    fn gpu(model: &str) -> (Gpu, &'static Model) {
+        let gpus = vec![GpuDescription { model: model.to_owned(), mig: true, ..GpuDescription::default() }];
+        let mut state = Description { name: "test".to_owned(), gpus, ..Description::default() }.state().unwrap();
+        (state.gpus.remove(0), find_model(&[], model).unwrap())
+    }
+
+    fn id(model: &Model, name: &str) -> u32 {
+        model.gpu_profiles.iter().find(|p| p.name == name).unwrap().id
+    }
+
+    fn at(start: u32, size: u32) -> Option<Placement> {
+        Some(Placement { start, size })
+    }
+
+    #[test]
+    fn the_built_in_models_hold_together() {
+        assert_eq!(builtin_models().len(), 7);
+        for model in builtin_models() {
+            for p in &model.gpu_profiles {
+                let text = format!("{} {}", model.name, p.name);
+                let apart = p.starts.windows(2).all(|w| w[1] - w[0] >= p.size) || p.size == 1;
+                assert!(apart && p.starts.iter().all(|s| s + p.size <= model.mig_memory_slices), "{text}");
+                assert!(p.instances as usize <= p.starts.len() && p.sms <= model.sms, "{text}");
+                assert!(p.memory_mib * u64::from(p.instances) <= model.memory_mib, "{text}");
+                let (fresh, _) = gpu(&model.name);
+                assert_eq!(fresh.remaining_capacity(model, p), p.instances, "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn instances_go_where_the_driver_puts_them_and_have_its_ids() {
+        let (mut a100, model) = gpu("A100-40");
+        let seven: Vec<u32> = (0..7).map(|_| a100.create_gpu_instance(model, 19, None).unwrap()).collect();
+        assert_eq!(seven, [13, 11, 12, 7, 8, 9, 10]);
+        assert_eq!(a100.create_gpu_instance(model, 19, None), Err(MigError::InsufficientResources));
+        let (mut a100, model) = gpu("A100-40");
+        let halves: Vec<u32> = (0..2).map(|_| a100.create_gpu_instance(model, 9, None).unwrap()).collect();
+        assert_eq!(halves, [2, 1]);
+        let (mut a100, model) = gpu("A100-40");
+        let mixed = [19, 14, 5].map(|p| a100.create_gpu_instance(model, p, None).unwrap());
+        assert_eq!(mixed, [13, 5, 1]);
+    }
+
+    #[test]
+    fn a_placement_is_the_profiles_and_free_or_refused() {
+        let (mut h100, model) = gpu("H100-80");
+        let (three, four, two) = (id(model, "3g.40gb"), id(model, "4g.40gb"), id(model, "2g.20gb"));
+        assert_eq!(h100.create_gpu_instance(model, three, at(2, 4)), Err(MigError::InvalidArgument));
+        assert_eq!(h100.create_gpu_instance(model, three, at(4, 3)), Err(MigError::InvalidArgument));
+        assert_eq!(h100.create_gpu_instance(model, 99, None), Err(MigError::InvalidArgument));
+        assert_eq!(h100.create_gpu_instance(model, three, at(0, 4)), Ok(1));
+        assert_eq!(h100.create_gpu_instance(model, four, None), Err(MigError::InsufficientResources));
+        assert_eq!(h100.create_gpu_instance(model, two, at(2, 2)), Err(MigError::InsufficientResources));
+        assert_eq!(h100.create_gpu_instance(model, two, at(4, 2)), Ok(5));
+        let one = model.gpu_profiles.iter().find(|p| p.name == "1g.10gb").unwrap();
+        assert_eq!(h100.remaining_capacity(model, one), 1);
+    }
+
+    #[test]
+    fn media_engines_are_there_once() {
+        let (mut h200, model) = gpu("H200-141");
+        let me = id(model, "1g.18gb+me");
+        h200.create_gpu_instance(model, me, None).unwrap();
+        assert_eq!(h200.create_gpu_instance(model, me, None), Err(MigError::InsufficientResources));
+        let plain = model.gpu_profiles.iter().find(|p| p.name == "1g.18gb").unwrap();
+        assert_eq!(h200.remaining_capacity(model, plain), 6);
+    }
+
+    #[test]
+    fn what_is_in_use_is_not_destroyed() {
+        let (mut a30, model) = gpu("A30");
+        let gi = a30.create_gpu_instance(model, id(model, "2g.12gb"), None).unwrap();
+        let ci = a30.create_compute_instance(model, gi, 1, None).unwrap();
+        assert_eq!(a30.destroy_gpu_instance(gi), Err(MigError::InUse));
+        assert_eq!(a30.destroy_compute_instance(gi, ci, |_| true), Err(MigError::InUse));
+        a30.destroy_compute_instance(gi, ci, |_| false).unwrap();
+        a30.destroy_gpu_instance(gi).unwrap();
+        assert_eq!(a30.destroy_gpu_instance(gi), Err(MigError::NotFound));
+    }
+
+    #[test]
+    fn compute_instances_share_a_gpu_instance() {
+        let (mut h100, model) = gpu("H100-80");
+        let gi = h100.create_gpu_instance(model, 0, None).unwrap();
+        let (three, two) = (2, 1);
+        let ids: Vec<u32> = [three, three].map(|p| h100.create_compute_instance(model, gi, p, None).unwrap()).to_vec();
+        assert_eq!(ids, [0, 1]);
+        assert_eq!(h100.create_compute_instance(model, gi, two, None), Err(MigError::InsufficientResources));
+        assert_eq!(h100.create_compute_instance(model, gi, 0, at(6, 1)), Ok(2));
+        h100.destroy_compute_instance(gi, 0, |_| false).unwrap();
+        assert_eq!(h100.create_compute_instance(model, gi, two, None), Ok(0));
+        let compute = &h100.instances[0].compute;
+        assert_eq!(compute.iter().map(|c| c.placement.start).collect::<Vec<_>>(), [0, 3, 6]);
+        assert_ne!(compute[0].uuid, compute[1].uuid);
+    }
+
+    #[test]
+    fn mig_mode_waits_for_idle_and_for_a_reset_where_one_is_needed() {
+        let (mut a100, model) = gpu("A100-80");
+        a100.create_gpu_instance(model, 0, None).unwrap();
+        assert_eq!(a100.set_mig_mode(model, false, false), Err(MigError::InUse));
+        assert_eq!((a100.mig, a100.mig_pending), (true, false));
+        a100.destroy_gpu_instance(0).unwrap();
+        assert_eq!(a100.set_mig_mode(model, false, true), Err(MigError::InUse));
+        assert_eq!(a100.set_mig_mode(model, false, false), Ok(()));
+        assert_eq!(a100.create_gpu_instance(model, 0, None), Err(MigError::NotSupported));
+        a100.mig_needs_reset = true;
+        assert_eq!(a100.set_mig_mode(model, true, false), Err(MigError::ResetRequired));
+        assert!(!a100.mig);
+        a100.reset();
+        assert!(a100.mig);
+        let t4 = find_model(&[], "T4").unwrap();
+        assert_eq!(a100.set_mig_mode(t4, true, false), Err(MigError::NotSupported));
     }
 }

@@ -172,6 +172,26 @@ mod tests {
     }
 
     #[test]
+    fn a_process_of_another_namespace_is_found_by_its_inner_pid_and_its_namespace() {
+        let proc = tempfile::tempdir().unwrap();
+        let process = |pid: u32, status: &str| {
+            let dir = proc.path().join(pid.to_string());
+            fs::create_dir_all(dir.join("ns")).unwrap();
+            fs::write(dir.join("status"), status).unwrap();
+            fs::write(dir.join("ns/pid"), "").unwrap();
+            fs::metadata(dir.join("ns/pid")).unwrap().ino()
+        };
+        process(100, "NSpid:\t100\n");
+        process(200, "NSpid:\t200\t7\n");
+        let namespace = process(300, "NSpid:\t300\t7\n");
+        fs::create_dir(proc.path().join("self")).unwrap();
+        let wanted = PidRef { pid: 7, namespace, start: 0 };
+        assert_eq!(scan(proc.path(), &wanted), Some(300));
+        assert_eq!(scan(proc.path(), &PidRef { pid: 8, ..wanted }), None);
+        assert_eq!(scan(proc.path(), &PidRef { namespace: 1, ..wanted }), None);
+    }
+
+    #[test]
     fn a_recycled_pid_is_another_process() {
         let me = PidRef::current();
         assert!(!me.gone());

@@ -42,7 +42,7 @@ pub struct State {
 pub struct Driver {
     /// False: NVML's init says that the driver is not loaded.
     pub present: bool,
-    /// The kernel driver's version, such as `580.159.03`.
+    /// The kernel driver's version, such as `580.159.04`.
     pub version: String,
     /// CUDA's version as NVML gives it: 13000 is 13.0.
     pub cuda: i32,
@@ -50,11 +50,13 @@ pub struct Driver {
 
 impl Default for Driver {
     fn default() -> Self {
-        Self { present: true, version: "580.159.03".to_owned(), cuda: 13000 }
+        Self { present: true, version: "580.159.04".to_owned(), cuda: 13000 }
     }
 }
 
 /// One GPU.
+// Independent switches of a device, as NVML has them; no two of them make one state.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
@@ -83,6 +85,9 @@ pub struct Gpu {
     pub mig: bool,
     /// MIG mode after the next reset.
     pub mig_pending: bool,
+    /// MIG mode switches at a reset only, as on an Ampere GPU that is passed through to a VM.
+    #[serde(default)]
+    pub mig_needs_reset: bool,
     /// MIG's GPU instances, by id.
     #[serde(default)]
     pub instances: Vec<GpuInstance>,
@@ -398,17 +403,18 @@ impl State {
         }
     }
 
-    /// What a reboot leaves: MIG mode (pending becomes current), the GPUs and the driver. Processes, MIG instances,
-    /// events, ECC counts, compute modes and lost GPUs go; injected faults stay until cleared.
+    /// What a reboot leaves: the GPUs, the driver, and MIG mode where the board stores it (Ampere: pending becomes current;
+    /// Hopper: off). Processes, MIG instances, events, ECC counts, compute modes and lost GPUs go, as with a real one.
+    /// Injected faults stay until cleared: they are ours, not the machine's.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();
         self.events.clear();
-        for gpu in &mut self.gpus {
-            gpu.instances.clear();
-            gpu.mig = gpu.mig_pending;
+        let stored: Vec<bool> = self.gpus.iter().map(|g| self.model(g).is_ok_and(|m| m.mig_mode_stored)).collect();
+        for (gpu, stored) in self.gpus.iter_mut().zip(stored) {
+            gpu.mig_pending &= stored;
+            gpu.reset();
             gpu.compute_mode = ComputeMode::Default;
-            gpu.lost = false;
             gpu.ecc = [0, 0];
         }
     }
@@ -443,5 +449,62 @@ impl Fault {
             (Some(wanted), Some(uuid)) => wanted == uuid || state.device(uuid).is_some_and(|d| d.gpu.uuid == *wanted),
         };
         named && placed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::description::{Description, GpuDescription};
+
+    fn state(models: &[&str]) -> State {
+        let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), ..GpuDescription::default() };
+        let gpus = models.iter().map(gpu).collect();
+        Description { name: "test".to_owned(), gpus, ..Description::default() }.state().unwrap()
+    }
+
+    fn visible(state: &State, value: Option<&str>) -> Vec<u32> {
+        state.visible_devices(value).iter().map(|d| d.gpu.index).collect()
+    }
+
+    #[test]
+    fn cuda_sees_what_its_variable_names_up_to_the_first_that_is_nothing() {
+        let mut state = state(&["T4", "L4", "A30", "T4"]);
+        let uuid = |i: usize| state.gpus[i].uuid.clone();
+        let (first, third) = (uuid(0), uuid(2));
+        assert_eq!(visible(&state, None), [0, 1, 2, 3]);
+        assert_eq!(visible(&state, Some("3,1")), [3, 1]);
+        assert_eq!(visible(&state, Some(&format!("{third},{}", &first[..12]))), [2, 0]);
+        assert_eq!(visible(&state, Some("1,7,2")), [1]);
+        assert_eq!(visible(&state, Some("1,-1,2")), [1]);
+        assert!(visible(&state, Some("")).is_empty());
+        assert!(visible(&state, Some("1,1")).is_empty());
+        assert!(visible(&state, Some("GPU-")).is_empty());
+        assert!(visible(&state, Some("all")).is_empty());
+        state.gpus[0].lost = true;
+        assert_eq!(visible(&state, Some("0")), [1]);
+        state.driver.present = false;
+        assert!(visible(&state, None).is_empty());
+    }
+
+    #[test]
+    fn a_reboot_keeps_mig_mode_where_the_board_stores_it() {
+        let mut state = state(&["A100-80", "H100-80"]);
+        for i in 0..2 {
+            let model = state.model(&state.gpus[i]).unwrap().clone();
+            state.gpus[i].set_mig_mode(&model, true, false).unwrap();
+            state.gpus[i].create_gpu_instance(&model, 0, None).unwrap();
+        }
+        state.reboot();
+        let after: Vec<_> = state.gpus.iter().map(|g| (g.mig, g.mig_pending, g.instances.len())).collect();
+        assert_eq!(after, [(true, true, 0), (false, false, 0)]);
+    }
+
+    #[test]
+    fn only_the_last_events_are_kept() {
+        let mut state = state(&["T4"]);
+        (0..300).for_each(|n| state.push_event("GPU-x", EventKind::Xid, n, None));
+        assert_eq!((state.events.len(), state.events[255].data), (256, 299));
+        assert!(state.events.is_sorted_by_key(|e| e.seq));
     }
 }

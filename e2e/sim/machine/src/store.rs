@@ -164,8 +164,13 @@ impl Machine {
     /// # Errors
     /// The directory is gone or its state is malformed.
     pub fn processes(&self) -> Result<Vec<Process>, Error> {
-        let state = self.snapshot()?;
-        Ok(state.processes.iter().filter(|p| self.alive(p)).cloned().collect())
+        Ok(self.alive_in(&*self.snapshot()?))
+    }
+
+    /// The contexts of a state whose processes live; within [`Machine::update`] none can join meanwhile.
+    #[must_use]
+    pub fn alive_in(&self, state: &State) -> Vec<Process> {
+        state.processes.iter().filter(|p| self.alive(p)).cloned().collect()
     }
 
     /// The PID by which this process' namespace knows the owner of a context; none where it is not seen from here.
@@ -287,12 +292,12 @@ impl Machine {
 
 /// Opens a file for reading and writing; one that is made may be written by everybody, whatever the umask.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
-    let make = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
-    let made = if new {
-        make()?
+    let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
+    let file = if new {
+        create()?
     } else {
         match OpenOptions::new().read(true).write(true).open(path) {
-            Err(e) if e.kind() == ErrorKind::NotFound => match make() {
+            Err(e) if e.kind() == ErrorKind::NotFound => match create() {
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {
                     return OpenOptions::new().read(true).write(true).open(path);
                 }
@@ -301,11 +306,165 @@ pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
             other => return other,
         }
     };
-    made.set_permissions(Permissions::from_mode(0o666))?;
-    Ok(made)
+    file.set_permissions(Permissions::from_mode(0o666))?;
+    Ok(file)
 }
 
 pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
     let path = path.to_owned();
     move |source| Error::Io { action, path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::description::GpuDescription;
+
+    fn machine() -> (tempfile::TempDir, Machine) {
+        let dir = tempfile::tempdir().unwrap();
+        let gpus = vec![GpuDescription { model: "A30".to_owned(), count: Some(2), ..GpuDescription::default() }];
+        let description = Description { name: "test".to_owned(), gpus, ..Description::default() };
+        let machine = Machine::init(dir.path(), &description).unwrap();
+        (dir, machine)
+    }
+
+    fn fault(state: &mut State, call: &str, effect: Effect, remaining: Option<u32>) -> u64 {
+        let id = state.next_id();
+        state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
+        id
+    }
+
+    #[test]
+    fn no_change_is_lost_between_writers() {
+        let (dir, machine) = machine();
+        let before = machine.snapshot().unwrap().last_id;
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let own = Machine::open(dir.path()).unwrap();
+                    for _ in 0..50 {
+                        own.update(|s| Ok::<_, Error>(s.next_id())).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(machine.snapshot().unwrap().last_id, before + 200);
+    }
+
+    #[test]
+    fn an_unchanged_state_is_not_parsed_again_and_a_changed_one_is_seen_at_once() {
+        let (dir, machine) = machine();
+        let other = Machine::open(dir.path()).unwrap();
+        let first = machine.snapshot().unwrap();
+        assert!(Arc::ptr_eq(&first, &machine.snapshot().unwrap()));
+        other.update(|s| Ok::<_, Error>(s.gpus[0].lost = true)).unwrap();
+        assert!(machine.snapshot().unwrap().gpus[0].lost);
+    }
+
+    #[test]
+    fn a_refused_change_changes_nothing() {
+        let (_dir, machine) = machine();
+        let before = machine.snapshot().unwrap();
+        let refused = machine.update(|s| {
+            s.gpus.clear();
+            Err::<(), _>(Error::Invalid("no".to_owned()))
+        });
+        assert!(refused.is_err());
+        assert!(Arc::ptr_eq(&before, &machine.snapshot().unwrap()));
+    }
+
+    #[test]
+    fn a_writer_killed_before_it_replaced_the_state_leaves_the_old_one_readable() {
+        let (dir, machine) = machine();
+        let now = machine.snapshot().unwrap().generation;
+        fs::write(dir.path().join(GENERATION), (now + 1).to_le_bytes()).unwrap();
+        fs::write(dir.path().join("state.json.new"), "{").unwrap();
+        assert_eq!(machine.snapshot().unwrap().generation, now);
+        machine.update(|s| Ok::<_, Error>(s.gpus[0].lost = true)).unwrap();
+        assert!(Machine::open(dir.path()).unwrap().snapshot().unwrap().gpus[0].lost);
+    }
+
+    #[test]
+    fn what_is_no_machine_is_said_so() {
+        let (dir, _machine) = machine();
+        fs::write(dir.path().join(STATE), "{\"gpus\":3}").unwrap();
+        assert!(matches!(Machine::open(dir.path()), Err(Error::Malformed { .. })));
+        let none = tempfile::tempdir().unwrap();
+        assert!(matches!(Machine::open(none.path()), Err(Error::Io { action: "read", .. })));
+    }
+
+    #[test]
+    fn waiting_ends_with_the_change_or_with_the_time() {
+        let (dir, machine) = machine();
+        let seen = machine.snapshot().unwrap().generation;
+        assert_eq!(machine.wait_change(seen, Duration::from_millis(1)).unwrap(), seen);
+        let writer = Machine::open(dir.path()).unwrap();
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| machine.wait_change(seen, Duration::from_secs(60)));
+            writer.update(|s| Ok::<_, Error>(s.next_id())).unwrap();
+            assert_eq!(waiter.join().unwrap().unwrap(), seen + 1);
+        });
+    }
+
+    #[test]
+    fn a_new_machine_in_the_same_place_is_seen_by_those_who_know_the_old_one() {
+        let (dir, machine) = machine();
+        let old = machine.snapshot().unwrap();
+        Machine::init(dir.path(), &Description { name: "next".to_owned(), ..Description::default() }).unwrap();
+        let new = machine.snapshot().unwrap();
+        assert_eq!((new.machine.as_str(), new.gpus.len()), ("next", 0));
+        assert!(new.generation > old.generation && new.boot > old.boot && new.last_id >= old.last_id);
+    }
+
+    #[test]
+    fn a_counted_fault_hits_so_many_calls_and_no_more() {
+        let (_dir, machine) = machine();
+        machine.update(|s| Ok::<_, Error>(fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2)))).unwrap();
+        let hit = |call| machine.injected(call, None).unwrap();
+        assert_eq!(hit("nvmlDeviceGetName"), None);
+        assert_eq!(
+            (hit("nvmlDeviceGetUUID"), hit("nvmlDeviceGetUUID"), hit("nvmlDeviceGetUUID")),
+            (Some(15), Some(15), None)
+        );
+        assert!(machine.snapshot().unwrap().faults.is_empty());
+    }
+
+    #[test]
+    fn a_fault_for_a_gpu_hits_its_own_calls_with_any_version_of_the_name() {
+        let (_dir, machine) = machine();
+        let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
+        let change = |s: &mut State| {
+            fault(s, "nvmlDeviceGetMemory*", Effect::Code(1), None);
+            fault(s, "nvmlDeviceGetPciInfo", Effect::Code(2), None);
+            s.faults[0].gpu = Some(uuids[1].clone());
+            Ok::<_, Error>(())
+        };
+        machine.update(change).unwrap();
+        let hit = |call, gpu: Option<usize>| machine.injected(call, gpu.map(|g| uuids[g].as_str())).unwrap();
+        assert_eq!(hit("nvmlDeviceGetMemoryInfo_v2", Some(1)), Some(1));
+        assert_eq!(hit("nvmlDeviceGetMemoryInfo_v2", Some(0)), None);
+        assert_eq!(hit("nvmlDeviceGetMemoryInfo_v2", None), None);
+        assert_eq!(hit("nvmlDeviceGetPciInfo_v3", None), Some(2));
+    }
+
+    #[test]
+    fn a_hanging_call_goes_on_when_the_fault_is_cleared() {
+        let (dir, machine) = machine();
+        let id = machine.update(|s| Ok::<_, Error>(fault(s, "nvmlInit", Effect::Hang(None), Some(1)))).unwrap();
+        thread::scope(|scope| {
+            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().injected("nvmlInit_v2", None));
+            // It hangs once it has used up the fault's one call.
+            let mut state = machine.snapshot().unwrap();
+            while state.faults[0].remaining == Some(1) {
+                machine.wait_change(state.generation, Duration::from_secs(60)).unwrap();
+                state = machine.snapshot().unwrap();
+            }
+            assert!(!hanging.is_finished());
+            assert_eq!(machine.injected("nvmlInit_v2", None).unwrap(), None);
+            machine.update(|s| Ok::<_, Error>(s.faults.retain(|f| f.id != id))).unwrap();
+            assert_eq!(hanging.join().unwrap().unwrap(), None);
+        });
+    }
 }

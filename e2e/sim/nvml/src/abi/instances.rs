@@ -1,0 +1,380 @@
+//! The exported functions about MIG: profiles, placements, GPU instances, compute instances, MIG devices.
+
+use std::ffi::c_uint;
+use std::ptr::without_provenance_mut;
+
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
+
+use super::raw::{In, Out, chars};
+use super::{Return, exports, number, switch, version};
+use crate::library::{Code, Handle, Object, Result, View, as_root, call, handle, on_device, on_gpu, permitted};
+use crate::mig;
+
+exports! {
+    nvmlDeviceGetMigMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own|
+        on_gpu(own, device, |_, gpu, model| {
+            if !model.mig_capable() {
+                return Err(Code::NOT_SUPPORTED);
+            }
+            current.put(gpu.mig.into())?;
+            pending.put(gpu.mig_pending.into())
+        });
+    nvmlDeviceSetMigMode(device: Handle, mode: c_uint, activation: Out<Return>) |own|
+        as_root(own, device, |view, gpu, model| {
+            let on = switch(mode)?;
+            if activation.is_null() {
+                return Err(Code::INVALID_ARGUMENT);
+            }
+            if !model.mig_capable() {
+                return Err(Code::NOT_SUPPORTED);
+            }
+            activation.put(mig::set_mode(view, &gpu.uuid, on)?)
+        });
+    nvmlDeviceGetMaxMigDeviceCount(device: Handle, count: Out<c_uint>) |own|
+        on_gpu(own, device, |_, gpu, model| count.put(mig::max_devices(gpu, model)));
+    nvmlDeviceGetMigDeviceHandleByIndex(device: Handle, index: c_uint, out: Out<Handle>) |own|
+        on_gpu(own, device, |_, gpu, model| {
+            if gpu.mig && index >= mig::max_devices(gpu, model) {
+                return Err(Code::INVALID_ARGUMENT);
+            }
+            let devices = mig::devices(gpu);
+            let (_, ci) = devices.get(index as usize).ok_or(Code::NOT_FOUND)?;
+            out.put(handle(Object::Device(ci.uuid.clone())))
+        });
+    nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) |own| on_device(own, device, |_, d| {
+        in_mig(&d)?;
+        out.put(handle(Object::Device(d.gpu.uuid.clone())))
+    });
+    nvmlDeviceGetGpuInstanceId(device: Handle, id: Out<c_uint>) |own|
+        on_device(own, device, |_, d| id.put(in_mig(&d)?.0.id));
+    nvmlDeviceGetComputeInstanceId(device: Handle, id: Out<c_uint>) |own|
+        on_device(own, device, |_, d| id.put(in_mig(&d)?.1.id));
+    nvmlDeviceGetAttributes(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| attributes(own, device, out);
+    nvmlDeviceGetAttributes_v2(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| attributes(own, device, out);
+
+    nvmlDeviceGetGpuInstanceProfileInfo(device: Handle, profile: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_t>) |own|
+        on_gpu(own, device, |_, _, model| {
+            let p = mig::profile_by_index(model, profile)?;
+            out.put(sys::nvmlGpuInstanceProfileInfo_t {
+                id: p.id,
+                isP2pSupported: p2p(p),
+                sliceCount: p.slices,
+                instanceCount: p.instances,
+                multiprocessorCount: p.sms,
+                copyEngineCount: p.copy,
+                decoderCount: p.decoders,
+                encoderCount: p.encoders,
+                jpegCount: p.jpeg,
+                ofaCount: p.ofa,
+                memorySizeMB: p.memory_mib,
+            })
+        });
+    nvmlDeviceGetGpuInstanceProfileInfoV(device: Handle, profile: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) |own|
+        on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_index(model, profile)?, out));
+    nvmlDeviceGetGpuInstanceProfileInfoByIdV(device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) |own|
+        on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_id(model, id)?, out));
+    nvmlDeviceGetGpuInstancePossiblePlacements(
+        device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstancePlacement_t>, count: Out<c_uint>,
+    ) |own| placements(own, device, id, out, count);
+    nvmlDeviceGetGpuInstancePossiblePlacements_v2(
+        device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstancePlacement_t>, count: Out<c_uint>,
+    ) |own| placements(own, device, id, out, count);
+    nvmlDeviceGetGpuInstanceRemainingCapacity(device: Handle, id: c_uint, count: Out<c_uint>) |own|
+        on_gpu(own, device, |_, gpu, model| {
+            count.put(gpu.remaining_capacity(model, mig::profile_by_id(model, id)?))
+        });
+    nvmlDeviceCreateGpuInstance(device: Handle, id: c_uint, out: Out<Handle>) |own|
+        as_root(own, device, |view, gpu, _| create(view, &gpu.uuid, id, None, out));
+    nvmlDeviceCreateGpuInstanceWithPlacement(
+        device: Handle, id: c_uint, at: In<sys::nvmlGpuInstancePlacement_t>, out: Out<Handle>,
+    ) |own| as_root(own, device, |view, gpu, _| {
+        let at = at.get()?;
+        create(view, &gpu.uuid, id, Some(Placement { start: at.start, size: at.size }), out)
+    });
+    nvmlDeviceGetGpuInstances(device: Handle, id: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
+        on_gpu(own, device, |_, gpu, model| {
+            mig::profile_by_id(model, id)?;
+            let instances = gpu.instances.iter().filter(|i| i.profile == id);
+            put_all(instances.map(|i| handle(Object::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
+        });
+    nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) |own| on_gpu(own, device, |_, gpu, model| {
+        if !model.mig_capable() {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
+        out.put(handle(Object::GpuInstance(gpu.uuid.clone(), found.id)))
+    });
+    nvmlGpuInstanceGetInfo(instance: Handle, out: Out<sys::nvmlGpuInstanceInfo_t>) |own|
+        on_instance(own, instance, |view, gpu, id| {
+            let (_, _, gi) = mig::find(view, gpu, id)?;
+            out.put(sys::nvmlGpuInstanceInfo_t {
+                device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
+                id,
+                profileId: gi.profile,
+                placement: sys::nvmlGpuInstancePlacement_t { start: gi.placement.start, size: gi.placement.size },
+            })
+        });
+    nvmlGpuInstanceDestroy(instance: Handle) |own| on_instance(own, instance, |view, gpu, id| {
+        permitted()?;
+        mig::find(view, gpu, id)?;
+        mig::destroy(view, gpu, id)
+    });
+
+    nvmlGpuInstanceGetComputeInstanceProfileInfo(
+        instance: Handle, profile: c_uint, engine: c_uint, out: Out<sys::nvmlComputeInstanceProfileInfo_t>,
+    ) |own| on_instance(own, instance, |view, gpu, id| {
+        let (_, model, gi) = mig::find(view, gpu, id)?;
+        let p = mig::compute_profile_by_index(model, gi, profile, engine)?;
+        let shared = model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?;
+        out.put(sys::nvmlComputeInstanceProfileInfo_t {
+            id: p.id,
+            sliceCount: p.slices,
+            instanceCount: p.instances,
+            multiprocessorCount: p.sms,
+            sharedCopyEngineCount: shared.copy,
+            sharedDecoderCount: shared.decoders,
+            sharedEncoderCount: shared.encoders,
+            sharedJpegCount: shared.jpeg,
+            sharedOfaCount: shared.ofa,
+        })
+    });
+    nvmlGpuInstanceGetComputeInstanceProfileInfoV(
+        instance: Handle, profile: c_uint, engine: c_uint, out: Out<sys::nvmlComputeInstanceProfileInfo_v2_t>,
+    ) |own| on_instance(own, instance, |view, gpu, id| {
+        let (_, model, gi) = mig::find(view, gpu, id)?;
+        let p = mig::compute_profile_by_index(model, gi, profile, engine)?;
+        put_compute_profile(&p, model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?, out)
+    });
+    nvmlGpuInstanceGetComputeInstanceRemainingCapacity(instance: Handle, profile: c_uint, count: Out<c_uint>) |own|
+        on_instance(own, instance, |view, gpu, id| {
+            let (gpu, model, gi) = mig::find(view, gpu, id)?;
+            let p = mig::compute_profile_by_id(model, gi, profile)?;
+            let mut trial = gpu.clone();
+            let fits = std::iter::from_fn(|| trial.create_compute_instance(model, id, p.id, None).ok()).count();
+            count.put(number(fits))
+        });
+    nvmlGpuInstanceGetComputeInstancePossiblePlacements(
+        instance: Handle, profile: c_uint, out: Out<sys::nvmlComputeInstancePlacement_t>, count: Out<c_uint>,
+    ) |own| on_instance(own, instance, |view, gpu, id| {
+        let (_, model, gi) = mig::find(view, gpu, id)?;
+        let (size, whole) = (mig::compute_profile_by_id(model, gi, profile)?.slices, model.gpu_profile(gi.profile));
+        let last = whole.map_or(0, |p| p.slices).saturating_sub(size);
+        put_all((0..=last).map(|start| sys::nvmlComputeInstancePlacement_t { start, size }), out, count)
+    });
+    nvmlGpuInstanceCreateComputeInstance(instance: Handle, profile: c_uint, out: Out<Handle>) |own|
+        on_instance(own, instance, |view, gpu, id| create_compute(view, gpu, id, profile, None, out));
+    nvmlGpuInstanceCreateComputeInstanceWithPlacement(
+        instance: Handle, profile: c_uint, at: In<sys::nvmlComputeInstancePlacement_t>, out: Out<Handle>,
+    ) |own| on_instance(own, instance, |view, gpu, id| {
+        let at = at.get()?;
+        create_compute(view, gpu, id, profile, Some(Placement { start: at.start, size: at.size }), out)
+    });
+    nvmlGpuInstanceGetComputeInstances(instance: Handle, profile: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
+        on_instance(own, instance, |view, gpu, id| {
+            let (_, model, gi) = mig::find(view, gpu, id)?;
+            mig::compute_profile_by_id(model, gi, profile)?;
+            let instances = gi.compute.iter().filter(|c| c.profile == profile);
+            put_all(instances.map(|c| handle(Object::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
+        });
+    nvmlGpuInstanceGetComputeInstanceById(instance: Handle, id: c_uint, out: Out<Handle>) |own|
+        on_instance(own, instance, |view, gpu, gi| {
+            let (_, _, found) = mig::find(view, gpu, gi)?;
+            found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
+            out.put(handle(Object::ComputeInstance(gpu.to_owned(), gi, id)))
+        });
+    nvmlComputeInstanceGetInfo(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
+        compute_info(own, instance, out);
+    nvmlComputeInstanceGetInfo_v2(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
+        compute_info(own, instance, out);
+    nvmlComputeInstanceDestroy(instance: Handle) |own| call_in(own, mig::compute_instance(instance), |view, (gpu, gi, id)| {
+        permitted()?;
+        mig::find(view, &gpu, gi)?;
+        mig::destroy_compute(view, &gpu, gi, id)
+    });
+}
+
+/// Runs a call about a GPU instance: the GPU's UUID and the instance's id.
+fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
+    call_in(name, mig::gpu_instance(instance), |view, (gpu, id)| body(view, &gpu, id))
+}
+
+/// Runs a call about what a handle stands for. A handle that stands for nothing is told before anything else.
+fn call_in<T>(name: &str, target: Result<T>, body: impl FnOnce(&View, T) -> Result<()>) -> Return {
+    call(name, |view| body(view, target?))
+}
+
+fn in_mig<'a>(device: &DeviceRef<'a>) -> Result<(&'a sim_machine::GpuInstance, &'a sim_machine::ComputeInstance)> {
+    device.mig.ok_or(Code::INVALID_ARGUMENT)
+}
+
+fn p2p(profile: &GpuProfile) -> u32 {
+    profile.capabilities & sys::NVML_GPU_INSTANCE_PROFILE_CAPS_P2P
+}
+
+fn attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) -> Return {
+    on_device(name, device, |_, d| {
+        let (gi, ci) = d.mig.ok_or(Code::NOT_SUPPORTED)?;
+        let whole = d.model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?;
+        let part = d.model.compute_profile(gi.profile, ci.profile).ok_or(Code::UNKNOWN)?;
+        out.put(sys::nvmlDeviceAttributes_t {
+            multiprocessorCount: part.sms,
+            sharedCopyEngineCount: whole.copy,
+            sharedDecoderCount: whole.decoders,
+            sharedEncoderCount: whole.encoders,
+            sharedJpegCount: whole.jpeg,
+            sharedOfaCount: whole.ofa,
+            gpuInstanceSliceCount: whole.slices,
+            computeInstanceSliceCount: part.slices,
+            memorySizeMB: whole.memory_mib,
+        })
+    })
+}
+
+/// Both versions of the structure begin with the version that the caller wants.
+fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -> Result<()> {
+    type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
+    type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;
+    let wanted = out.cast::<c_uint>().get()?;
+    let name = chars(&format!("MIG {}", p.name));
+    if wanted == version::<V2>(2) {
+        out.put(V2 {
+            version: wanted,
+            id: p.id,
+            isP2pSupported: p2p(p),
+            sliceCount: p.slices,
+            instanceCount: p.instances,
+            multiprocessorCount: p.sms,
+            copyEngineCount: p.copy,
+            decoderCount: p.decoders,
+            encoderCount: p.encoders,
+            jpegCount: p.jpeg,
+            ofaCount: p.ofa,
+            memorySizeMB: p.memory_mib,
+            name,
+        })
+    } else if wanted == version::<V3>(3) {
+        out.cast::<V3>().put(V3 {
+            version: wanted,
+            id: p.id,
+            sliceCount: p.slices,
+            instanceCount: p.instances,
+            multiprocessorCount: p.sms,
+            copyEngineCount: p.copy,
+            decoderCount: p.decoders,
+            encoderCount: p.encoders,
+            jpegCount: p.jpeg,
+            ofaCount: p.ofa,
+            memorySizeMB: p.memory_mib,
+            name,
+            capabilities: p.capabilities,
+        })
+    } else {
+        Err(Code::VERSION_MISMATCH)
+    }
+}
+
+fn put_compute_profile(
+    p: &ComputeProfile,
+    shared: &GpuProfile,
+    out: Out<sys::nvmlComputeInstanceProfileInfo_v2_t>,
+) -> Result<()> {
+    type V2 = sys::nvmlComputeInstanceProfileInfo_v2_t;
+    type V3 = sys::nvmlComputeInstanceProfileInfo_v3_t;
+    let wanted = out.cast::<c_uint>().get()?;
+    let name = chars(&format!("MIG {}", p.name));
+    if wanted == version::<V2>(2) {
+        out.put(V2 {
+            version: wanted,
+            id: p.id,
+            sliceCount: p.slices,
+            instanceCount: p.instances,
+            multiprocessorCount: p.sms,
+            sharedCopyEngineCount: shared.copy,
+            sharedDecoderCount: shared.decoders,
+            sharedEncoderCount: shared.encoders,
+            sharedJpegCount: shared.jpeg,
+            sharedOfaCount: shared.ofa,
+            name,
+        })
+    } else if wanted == version::<V3>(3) {
+        out.cast::<V3>().put(V3 {
+            version: wanted,
+            id: p.id,
+            sliceCount: p.slices,
+            instanceCount: p.instances,
+            multiprocessorCount: p.sms,
+            sharedCopyEngineCount: shared.copy,
+            sharedDecoderCount: shared.decoders,
+            sharedEncoderCount: shared.encoders,
+            sharedJpegCount: shared.jpeg,
+            sharedOfaCount: shared.ofa,
+            name,
+            capabilities: 0,
+        })
+    } else {
+        Err(Code::VERSION_MISMATCH)
+    }
+}
+
+/// Writes a list. Its callers provide as much room as the profile has instances or placements; a null list asks how many.
+fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
+    let mut written = 0;
+    for item in items {
+        if !out.is_null() {
+            out.put_at(written, item)?;
+        }
+        written += 1;
+    }
+    count.put(number(written))
+}
+
+fn placements(
+    name: &str,
+    device: Handle,
+    id: u32,
+    out: Out<sys::nvmlGpuInstancePlacement_t>,
+    count: Out<c_uint>,
+) -> Return {
+    on_gpu(name, device, |_, _, model| {
+        let p = mig::profile_by_id(model, id)?;
+        put_all(p.starts.iter().map(|&start| sys::nvmlGpuInstancePlacement_t { start, size: p.size }), out, count)
+    })
+}
+
+fn create(view: &View, gpu: &str, profile: u32, at: Option<Placement>, out: Out<Handle>) -> Result<()> {
+    if out.is_null() {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    out.put(mig::create(view, gpu, profile, at)?)
+}
+
+fn create_compute(
+    view: &View,
+    gpu: &str,
+    gi: u32,
+    profile: u32,
+    at: Option<Placement>,
+    out: Out<Handle>,
+) -> Result<()> {
+    permitted()?;
+    if out.is_null() {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    mig::find(view, gpu, gi)?;
+    out.put(mig::create_compute(view, gpu, gi, profile, at)?)
+}
+
+fn compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) -> Return {
+    call_in(name, mig::compute_instance(instance), |view, (gpu, gi, id)| {
+        let (_, _, found) = mig::find(view, &gpu, gi)?;
+        let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
+        out.put(sys::nvmlComputeInstanceInfo_t {
+            device: without_provenance_mut(handle(Object::Device(gpu.clone()))),
+            gpuInstance: without_provenance_mut(handle(Object::GpuInstance(gpu, gi))),
+            id,
+            profileId: ci.profile,
+            placement: sys::nvmlComputeInstancePlacement_t { start: ci.placement.start, size: ci.placement.size },
+        })
+    })
+}

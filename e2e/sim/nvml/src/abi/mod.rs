@@ -1,0 +1,398 @@
+//! The exported functions: arguments of C in, one of NVML's return codes out.
+
+mod instances;
+pub(crate) mod raw;
+
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_ulonglong};
+use std::time::Duration;
+
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{EventKind, Gpu};
+
+use self::raw::{Out, Text, chars};
+use crate::device::{self, List, NO_INSTANCE};
+use crate::library::{self, Code, Handle, Object, Result, as_root, call, guarded, handle, object, on_device, on_gpu};
+use crate::{events, mig};
+
+type Return = sys::nvmlReturn_t;
+
+/// Defines exported functions. Each gets its own name, for the faults that are injected by it.
+macro_rules! exports {
+    ($($name:ident($($argument:ident: $type:ty),* $(,)?) |$own:ident| $body:expr;)*) => {$(
+        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or the other.
+        #[unsafe(no_mangle)]
+        extern "C" fn $name($($argument: $type),*) -> $crate::abi::Return {
+            let $own = stringify!($name);
+            $body
+        }
+    )*};
+}
+pub(crate) use exports;
+
+/// The version of a structure, as NVML's macro makes it: its size, and the number in the top byte.
+pub(crate) fn version<T>(number: u32) -> u32 {
+    u32::try_from(size_of::<T>()).unwrap_or(0) | number << 24
+}
+
+exports! {
+    nvmlInit() |own| library::init(own);
+    nvmlInit_v2() |own| library::init(own);
+    nvmlInitWithFlags(_flags: c_uint) |own| library::init(own);
+    nvmlShutdown() |_own| library::shutdown();
+
+    nvmlSystemGetDriverVersion(version: Out<c_char>, length: c_uint) |own|
+        call(own, |view| version.text(length, &view.state.driver.version));
+    nvmlSystemGetNVMLVersion(version: Out<c_char>, length: c_uint) |own|
+        call(own, |view| version.text(length, &format!("{}.{}", view.state.driver.cuda / 1000, view.state.driver.version)));
+    nvmlSystemGetCudaDriverVersion(version: Out<c_int>) |own| call(own, |view| version.put(view.state.driver.cuda));
+    nvmlSystemGetCudaDriverVersion_v2(version: Out<c_int>) |own| call(own, |view| version.put(view.state.driver.cuda));
+    nvmlSystemGetProcessName(pid: c_uint, name: Out<c_char>, length: c_uint) |own| call(own, |_| {
+        let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).map_err(|_| Code::NOT_FOUND)?;
+        let path = arguments.split(|b| *b == 0).next().unwrap_or_default();
+        name.text(length, &String::from_utf8_lossy(path))
+    });
+
+    nvmlDeviceGetCount(count: Out<c_uint>) |own| call(own, |view| count.put(number(view.state.gpus.len())));
+    nvmlDeviceGetCount_v2(count: Out<c_uint>) |own| call(own, |view| count.put(number(view.state.gpus.len())));
+    nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) |own| by_index(own, index, out);
+    nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) |own| by_index(own, index, out);
+    nvmlDeviceGetHandleByUUID(uuid: Text, out: Out<Handle>) |own| call(own, |view| {
+        out.put(device::handle_by_uuid(view, &uuid.get()?)?)
+    });
+    nvmlDeviceGetHandleByPciBusId(bus: Text, out: Out<Handle>) |own| by_bus(own, bus, out);
+    nvmlDeviceGetHandleByPciBusId_v2(bus: Text, out: Out<Handle>) |own| by_bus(own, bus, out);
+    nvmlDeviceGetHandleBySerial(serial: Text, out: Out<Handle>) |own| call(own, |view| {
+        let serial = serial.get()?;
+        out.put(device::gpu_handle(view, |g| g.serial == serial, Code::NOT_FOUND)?)
+    });
+
+    nvmlDeviceGetName(device: Handle, name: Out<c_char>, length: c_uint) |own|
+        on_device(own, device, |_, d| name.text(length, &device::name(&d)));
+    nvmlDeviceGetUUID(device: Handle, uuid: Out<c_char>, length: c_uint) |own|
+        on_device(own, device, |_, d| uuid.text(length, d.uuid()));
+    nvmlDeviceGetIndex(device: Handle, index: Out<c_uint>) |own| on_device(own, device, |_, d| {
+        let among = mig::devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
+        index.put(among.map_or(d.gpu.index, number))
+    });
+    nvmlDeviceGetMinorNumber(device: Handle, minor: Out<c_uint>) |own|
+        on_gpu(own, device, |_, gpu, _| minor.put(gpu.minor));
+    nvmlDeviceGetSerial(device: Handle, serial: Out<c_char>, length: c_uint) |own|
+        on_gpu(own, device, |_, gpu, _| serial.text(length, &gpu.serial));
+    nvmlDeviceGetBrand(device: Handle, brand: Out<c_uint>) |own| on_device(own, device, |_, d| {
+        let nvidia = d.model.name.starts_with("NVIDIA");
+        brand.put(if nvidia { sys::nvmlBrandType_enum_NVML_BRAND_NVIDIA } else { sys::nvmlBrandType_enum_NVML_BRAND_TESLA })
+    });
+    nvmlDeviceGetArchitecture(device: Handle, architecture: Out<c_uint>) |own|
+        on_device(own, device, |_, d| architecture.put(device::architecture(&d.model.architecture)));
+    nvmlDeviceGetCudaComputeCapability(device: Handle, major: Out<c_int>, minor: Out<c_int>) |own|
+        on_device(own, device, |_, d| {
+            major.put(d.model.compute_capability.0)?;
+            minor.put(d.model.compute_capability.1)
+        });
+    nvmlDeviceGetNumGpuCores(device: Handle, cores: Out<c_uint>) |own|
+        on_gpu(own, device, |_, _, model| cores.put(model.sms * model.cores_per_sm));
+    nvmlDeviceGetMemoryBusWidth(device: Handle, width: Out<c_uint>) |own|
+        on_gpu(own, device, |_, _, model| width.put(model.memory_bus_width));
+    nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| on_gpu(own, device, |_, gpu, model| {
+        info.put(sys::nvmlPciInfo_t {
+            busIdLegacy: chars(&gpu.pci.short_bus_id()),
+            domain: gpu.pci.domain,
+            bus: gpu.pci.bus,
+            device: gpu.pci.device,
+            pciDeviceId: model.pci_device_id,
+            pciSubSystemId: model.pci_subsystem_id,
+            busId: chars(&gpu.pci.bus_id()),
+        })
+    });
+    // As on a machine whose GPUs' memory is no NUMA node of its own: the nearest node is what the memory affinity says.
+    nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
+    nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
+        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
+    nvmlDeviceGetCpuAffinity(device: Handle, size: c_uint, set: Out<c_ulong>) |own|
+        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, cpus()));
+    nvmlDeviceGetCpuAffinityWithinScope(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
+        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, cpus()));
+    nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
+        on_gpu(own, one, |view, gpu, _| {
+            let Object::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
+            let (other, _) = view.gpu(&other)?;
+            level.put(match gpu.numa_node == other.numa_node {
+                _ if gpu.uuid == other.uuid => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_INTERNAL,
+                true => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_NODE,
+                false => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_SYSTEM,
+            })
+        });
+    nvmlDeviceGetVirtualizationMode(device: Handle, mode: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| {
+        mode.put(sys::nvmlGpuVirtualizationMode_NVML_GPU_VIRTUALIZATION_MODE_NONE)
+    });
+
+    nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| on_device(own, device, |view, d| {
+        let m = device::memory(view, &d)?;
+        // The first version of this call counts what the driver reserves as used.
+        out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
+    });
+    nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| on_device(own, device, |view, d| {
+        let version = out.cast::<c_uint>().get()?;
+        if version != self::version::<sys::nvmlMemory_v2_t>(2) {
+            return Err(Code::FUNCTION_NOT_FOUND);
+        }
+        let m = device::memory(view, &d)?;
+        out.put(sys::nvmlMemory_v2_t { version, total: m.total, reserved: m.reserved, free: m.free, used: m.used })
+    });
+    nvmlDeviceGetBAR1MemoryInfo(device: Handle, out: Out<sys::nvmlBAR1Memory_t>) |own| on_gpu(own, device, |_, _, model| {
+        let total = model.memory_mib.next_power_of_two() << 20;
+        out.put(sys::nvmlBAR1Memory_t { bar1Total: total, bar1Free: total - (1 << 20), bar1Used: 1 << 20 })
+    });
+
+    nvmlDeviceGetComputeMode(device: Handle, mode: Out<sys::nvmlComputeMode_t>) |own|
+        on_device(own, device, |_, d| mode.put(device::compute_mode(d.gpu.compute_mode)));
+    nvmlDeviceSetComputeMode(device: Handle, mode: sys::nvmlComputeMode_t) |own| as_root(own, device, |view, gpu, _| {
+        let mode = device::parse_compute_mode(mode)?;
+        change(view, gpu, move |gpu| if gpu.mig { Err(Code::NOT_SUPPORTED) } else { gpu.compute_mode = mode; Ok(()) })
+    });
+    nvmlDeviceGetPersistenceMode(device: Handle, mode: Out<c_uint>) |own|
+        on_gpu(own, device, |_, gpu, _| mode.put(gpu.persistence.into()));
+    nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| as_root(own, device, |view, gpu, _| {
+        let on = switch(mode)?;
+        change(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
+    });
+
+    nvmlDeviceGetComputeRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
+        processes_v1(own, device, List::Compute, count, out);
+    nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
+        processes(own, device, List::Compute, count, out);
+    nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
+        processes(own, device, List::Compute, count, out);
+    nvmlDeviceGetMPSComputeRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
+        processes_v1(own, device, List::Mps, count, out);
+    nvmlDeviceGetMPSComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
+        processes(own, device, List::Mps, count, out);
+    nvmlDeviceGetMPSComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
+        processes(own, device, List::Mps, count, out);
+    nvmlDeviceGetGraphicsRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
+        processes_v1(own, device, List::Graphics, count, out);
+    nvmlDeviceGetGraphicsRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
+        processes(own, device, List::Graphics, count, out);
+    nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
+        processes(own, device, List::Graphics, count, out);
+
+    nvmlDeviceGetUtilizationRates(device: Handle, out: Out<sys::nvmlUtilization_t>) |own| on_device(own, device, |view, d| {
+        // A MIG device has no counters of its own.
+        if d.mig.is_some() || d.gpu.mig {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let gpu = device::utilization(view, &d)?;
+        out.put(sys::nvmlUtilization_t { gpu, memory: gpu / 2 })
+    });
+    nvmlDeviceGetPowerUsage(device: Handle, milliwatts: Out<c_uint>) |own| on_device(own, device, |view, d| match d.mig {
+        None => milliwatts.put(device::power(view, &d)?),
+        Some(_) => Err(Code::NOT_SUPPORTED),
+    });
+    nvmlDeviceGetEnforcedPowerLimit(device: Handle, milliwatts: Out<c_uint>) |own|
+        on_gpu(own, device, |_, _, model| milliwatts.put(model.power_watts.0 * 1000));
+    nvmlDeviceGetPowerManagementLimit(device: Handle, milliwatts: Out<c_uint>) |own|
+        on_gpu(own, device, |_, _, model| milliwatts.put(model.power_watts.0 * 1000));
+    nvmlDeviceGetTemperature(device: Handle, sensor: c_uint, degrees: Out<c_uint>) |own| on_gpu(own, device, |_, gpu, _| {
+        if sensor != sys::nvmlTemperatureSensors_enum_NVML_TEMPERATURE_GPU {
+            return Err(Code::INVALID_ARGUMENT);
+        }
+        degrees.put(gpu.temperature.unwrap_or(33))
+    });
+    nvmlDeviceGetPerformanceState(device: Handle, state: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| state.put(0));
+
+    nvmlDeviceGetEccMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| {
+        current.put(1)?;
+        pending.put(1)
+    });
+    nvmlDeviceGetTotalEccErrors(device: Handle, kind: c_uint, _counter: c_uint, count: Out<c_ulonglong>) |own|
+        on_gpu(own, device, |_, gpu, _| count.put(ecc(gpu, kind)?));
+    nvmlDeviceGetMemoryErrorCounter(
+        device: Handle, kind: c_uint, _counter: c_uint, location: c_uint, count: Out<c_ulonglong>,
+    ) |own| on_gpu(own, device, |_, gpu, _| {
+        let memory = location == sys::nvmlMemoryLocation_enum_NVML_MEMORY_LOCATION_DEVICE_MEMORY;
+        count.put(if memory { ecc(gpu, kind)? } else { 0 })
+    });
+    nvmlDeviceGetRemappedRows(
+        device: Handle, corrected: Out<c_uint>, uncorrected: Out<c_uint>, pending: Out<c_uint>, failed: Out<c_uint>,
+    ) |own| on_gpu(own, device, |_, gpu, model| {
+        if model.architecture == "Turing" {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let rows = u32::try_from(gpu.ecc[1]).unwrap_or(u32::MAX);
+        corrected.put(0)?;
+        uncorrected.put(rows)?;
+        pending.put(u32::from(rows > 0))?;
+        failed.put(0)
+    });
+
+    nvmlDeviceGetSupportedEventTypes(device: Handle, types: Out<c_ulonglong>) |own|
+        on_gpu(own, device, |_, _, _| types.put(events::SUPPORTED));
+    nvmlEventSetCreate(set: Out<Handle>) |own| call(own, |_| set.put(events::create()));
+    nvmlEventSetFree(set: Handle) |own| call(own, |_| events::free(set));
+    nvmlDeviceRegisterEvents(device: Handle, types: c_ulonglong, set: Handle) |own|
+        on_gpu(own, device, |view, gpu, _| events::register(view, &gpu.uuid, types, set));
+    nvmlEventSetWait(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
+        wait(own, set, data, milliseconds);
+    nvmlEventSetWait_v2(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
+        wait(own, set, data, milliseconds);
+}
+
+/// A text that a C program prints. It needs no initialisation.
+// SAFETY: as for the others: the name is NVML's.
+#[unsafe(no_mangle)]
+extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
+    let text = match code {
+        0 => c"Success",
+        1 => c"Uninitialized",
+        2 => c"Invalid Argument",
+        3 => c"Not Supported",
+        4 => c"Insufficient Permissions",
+        5 => c"Already Initialized",
+        6 => c"Not Found",
+        7 => c"Insufficient Size",
+        8 => c"Insufficient External Power",
+        9 => c"Driver Not Loaded",
+        10 => c"Timeout",
+        11 => c"Interrupt Request Issue",
+        12 => c"NVML Shared Library Not Found",
+        13 => c"Function Not Found",
+        14 => c"Corrupted infoROM",
+        15 => c"GPU is lost",
+        16 => c"GPU requires reset",
+        17 => c"GPU access blocked by the operating system",
+        18 => c"Driver/library version mismatch",
+        19 => c"In use by another client",
+        20 => c"Insufficient Memory",
+        21 => c"No data",
+        22 => c"The requested vgpu operation is not available on target device, because ECC is enabled",
+        23 => c"Insufficient Resources",
+        25 => c"Argument version mismatch",
+        _ => c"Unknown Error",
+    };
+    text.as_ptr()
+}
+
+fn number(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn switch(mode: c_uint) -> Result<bool> {
+    match mode {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(Code::INVALID_ARGUMENT),
+    }
+}
+
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn by_index(name: &str, index: c_uint, out: Out<Handle>) -> Return {
+    call(name, |view| out.put(device::gpu_handle(view, |g| g.index == index, Code::INVALID_ARGUMENT)?))
+}
+
+fn by_bus(name: &str, bus: Text, out: Out<Handle>) -> Return {
+    call(name, |view| {
+        let bus = bus.get()?;
+        out.put(device::gpu_handle(view, |g| device::same_bus_id(g.pci, &bus), Code::NOT_FOUND)?)
+    })
+}
+
+fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
+    // 65,536 bits: more than any machine has, and a size taken from garbage does not make this fill memory.
+    let words = (size as usize).min(1024);
+    if words == 0 {
+        return Err(Code::INSUFFICIENT_SIZE);
+    }
+    device::bits(list, words, all).into_iter().enumerate().try_for_each(|(at, word)| set.put_at(at, word))
+}
+
+fn ecc(gpu: &Gpu, kind: c_uint) -> Result<u64> {
+    gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
+}
+
+fn change(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
+    view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
+}
+
+/// The caller's room, and what is to be put there: with too little room, only how much is needed.
+fn room<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
+    let room = count.get()? as usize;
+    count.put(number(needed))?;
+    match needed {
+        0 => Ok(()),
+        _ if room < needed => Err(Code::INSUFFICIENT_SIZE),
+        _ if out.is_null() => Err(Code::INVALID_ARGUMENT),
+        _ => Ok(()),
+    }
+}
+
+fn processes(
+    name: &str,
+    device: Handle,
+    list: List,
+    count: Out<c_uint>,
+    out: Out<sys::nvmlProcessInfo_v2_t>,
+) -> Return {
+    on_device(name, device, |view, d| {
+        let listed = device::processes(view, &d, list)?;
+        room(count, out, listed.len())?;
+        listed.iter().enumerate().try_for_each(|(at, p)| {
+            let entry = sys::nvmlProcessInfo_v2_t {
+                pid: p.pid,
+                usedGpuMemory: p.used,
+                gpuInstanceId: p.gpu_instance,
+                computeInstanceId: p.compute_instance,
+            };
+            out.put_at(at, entry)
+        })
+    })
+}
+
+fn processes_v1(
+    name: &str,
+    device: Handle,
+    list: List,
+    count: Out<c_uint>,
+    out: Out<sys::nvmlProcessInfo_v1_t>,
+) -> Return {
+    on_device(name, device, |view, d| {
+        let listed = device::processes(view, &d, list)?;
+        room(count, out, listed.len())?;
+        listed
+            .iter()
+            .enumerate()
+            .try_for_each(|(at, p)| out.put_at(at, sys::nvmlProcessInfo_v1_t { pid: p.pid, usedGpuMemory: p.used }))
+    })
+}
+
+fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) -> Return {
+    call(name, |view| {
+        if data.is_null() {
+            return Err(Code::INVALID_ARGUMENT);
+        }
+        let event = events::wait(view, set, Duration::from_millis(milliseconds.into()))?;
+        let device = handle(Object::Device(event.gpu));
+        data.put(sys::nvmlEventData_t {
+            // A handle is a number in this library, and a pointer that nobody follows outside it.
+            device: std::ptr::without_provenance_mut(device),
+            eventType: events::bit(event.kind),
+            eventData: if event.kind == EventKind::Xid { event.data } else { 0 },
+            gpuInstanceId: event.gpu_instance.unwrap_or(NO_INSTANCE),
+            computeInstanceId: event.compute_instance.unwrap_or(NO_INSTANCE),
+        })
+    })
+}
+
+/// Whether a handle is a MIG device's; what a call about no machine needs.
+fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
+    guarded(|| {
+        let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        out.put(uuid.starts_with("MIG-").into())
+    })
+}
+
+exports! {
+    nvmlDeviceIsMigDeviceHandle(device: Handle, out: Out<c_uint>) |_own| is_mig(device, out);
+}

@@ -1,0 +1,185 @@
+//! What a device says about itself, and who uses it.
+
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{ComputeMode, DeviceRef, Machine, Process, ProcessKind, State};
+
+use crate::library::{Code, Handle, Object, Result, View, handle};
+
+/// No instance: the process or event is about a whole GPU.
+pub(crate) const NO_INSTANCE: u32 = u32::MAX;
+
+/// A device's memory in bytes, as NVML counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Memory {
+    pub(crate) total: u64,
+    pub(crate) reserved: u64,
+    pub(crate) used: u64,
+    pub(crate) free: u64,
+}
+
+/// What is used on a device now.
+pub(crate) fn memory(view: &View, device: &DeviceRef<'_>) -> Result<Memory> {
+    let (total, usable) = (device.nvml_memory(), device.cuda_memory());
+    let used = view.state.used(&view.machine.processes()?, device.uuid()).min(usable);
+    Ok(Memory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
+}
+
+/// The product name; a MIG device adds its profile.
+pub(crate) fn name(device: &DeviceRef<'_>) -> String {
+    let profile = device.mig.and_then(|(gi, ci)| device.model.compute_profile(gi.profile, ci.profile));
+    match profile {
+        Some(profile) => format!("{} MIG {}", device.model.name, profile.name),
+        None => device.model.name.clone(),
+    }
+}
+
+/// `NVML_DEVICE_ARCH_…`.
+pub(crate) fn architecture(name: &str) -> u32 {
+    match name {
+        "Turing" => sys::NVML_DEVICE_ARCH_TURING,
+        "Ampere" => sys::NVML_DEVICE_ARCH_AMPERE,
+        "Ada" => sys::NVML_DEVICE_ARCH_ADA,
+        "Hopper" => sys::NVML_DEVICE_ARCH_HOPPER,
+        "Blackwell" => sys::NVML_DEVICE_ARCH_BLACKWELL,
+        _ => sys::NVML_DEVICE_ARCH_UNKNOWN,
+    }
+}
+
+pub(crate) fn compute_mode(mode: ComputeMode) -> sys::nvmlComputeMode_t {
+    match mode {
+        ComputeMode::Default => sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_DEFAULT,
+        ComputeMode::Prohibited => sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_PROHIBITED,
+        ComputeMode::ExclusiveProcess => sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
+    }
+}
+
+/// The reverse; `EXCLUSIVE_THREAD` is no longer supported by any driver.
+pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<ComputeMode> {
+    match mode {
+        sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_DEFAULT => Ok(ComputeMode::Default),
+        sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_PROHIBITED => Ok(ComputeMode::Prohibited),
+        sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_PROCESS => Ok(ComputeMode::ExclusiveProcess),
+        sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_THREAD => Err(Code::NOT_SUPPORTED),
+        _ => Err(Code::INVALID_ARGUMENT),
+    }
+}
+
+/// The GPU's handle. A lost GPU has none.
+pub(crate) fn gpu_handle(view: &View, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
+    let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
+    view.gpu(&gpu.uuid)?;
+    Ok(handle(Object::Device(gpu.uuid.clone())))
+}
+
+/// The handle of a GPU or MIG device.
+pub(crate) fn handle_by_uuid(view: &View, uuid: &str) -> Result<Handle> {
+    let device = view.state.device(uuid).ok_or(Code::NOT_FOUND)?;
+    view.gpu(&device.gpu.uuid)?;
+    Ok(handle(Object::Device(uuid.to_owned())))
+}
+
+/// Whether a PCI address as a caller writes it, with a domain of 4 or 8 digits, is this one.
+pub(crate) fn same_bus_id(pci: sim_machine::Pci, text: &str) -> bool {
+    pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
+}
+
+/// Which processes a list is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum List {
+    /// All compute processes: MPS clients and servers too.
+    Compute,
+    /// MPS clients.
+    Mps,
+    /// Graphics processes.
+    Graphics,
+}
+
+/// A process as NVML lists it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Listed {
+    pub(crate) pid: u32,
+    pub(crate) used: u64,
+    pub(crate) gpu_instance: u32,
+    pub(crate) compute_instance: u32,
+}
+
+/// The processes on a device, each once with all its memory there. A GPU's list has those in its MIG devices too. Processes
+/// that this one's PID namespace does not see are left out.
+pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: List) -> Result<Vec<Listed>> {
+    let mut listed: Vec<Listed> = Vec::new();
+    for process in view.machine.processes()? {
+        let wanted = match list {
+            List::Compute => process.kind != ProcessKind::Graphics,
+            List::Mps => process.kind == ProcessKind::MpsClient,
+            List::Graphics => process.kind == ProcessKind::Graphics,
+        };
+        let Some(place) = view.state.device(&process.device) else { continue };
+        let inside = place.uuid() == device.uuid() || (device.mig.is_none() && place.gpu.uuid == device.gpu.uuid);
+        if !wanted || !inside {
+            continue;
+        }
+        let Some(pid) = view.machine.visible_pid(&process) else { continue };
+        let (gpu_instance, compute_instance) = place.mig.map_or((NO_INSTANCE, NO_INSTANCE), |(gi, ci)| (gi.id, ci.id));
+        let same =
+            |l: &&mut Listed| (l.pid, l.gpu_instance, l.compute_instance) == (pid, gpu_instance, compute_instance);
+        match listed.iter_mut().find(same) {
+            Some(entry) => entry.used += process.used,
+            None => listed.push(Listed { pid, used: process.used, gpu_instance, compute_instance }),
+        }
+    }
+    Ok(listed)
+}
+
+/// Processes on a GPU or in its MIG devices.
+pub(crate) fn on_gpu(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<Process>> {
+    let here = |p: &Process| state.device(&p.device).is_some_and(|d| d.gpu.uuid == gpu);
+    Ok(machine.processes()?.into_iter().filter(here).collect())
+}
+
+/// Percent of time that kernels run: what was set, or more with each process that may launch some.
+pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
+    if let Some(percent) = device.gpu.utilization {
+        return Ok(percent.min(100));
+    }
+    let programs = on_gpu(&view.machine, &view.state, &device.gpu.uuid)?;
+    let programs = programs.iter().filter(|p| p.kind != ProcessKind::MpsServer).count();
+    Ok(u32::try_from(programs * 20).unwrap_or(100).min(100))
+}
+
+/// Milliwatts, between idle and the limit as the utilization is.
+pub(crate) fn power(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
+    let (limit, idle) = device.model.power_watts;
+    Ok((idle + limit.saturating_sub(idle) * utilization(view, device)? / 100) * 1000)
+}
+
+/// A list such as `0-3,8` as words of bits, the least significant first; empty: the first `all` bits.
+pub(crate) fn bits(list: &str, words: usize, all: usize) -> Vec<u64> {
+    let mut set = vec![0_u64; words];
+    let mut add = |bit: usize| {
+        if let Some(word) = set.get_mut(bit / 64) {
+            *word |= 1 << (bit % 64);
+        }
+    };
+    if list.is_empty() {
+        (0..all).for_each(&mut add);
+    }
+    for part in list.split(',') {
+        let (from, to) = part.split_once('-').unwrap_or((part, part));
+        if let (Ok(from), Ok(to)) = (from.trim().parse::<usize>(), to.trim().parse::<usize>()) {
+            (from..=to.min(words * 64)).for_each(&mut add);
+        }
+    }
+    set
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bits;
+
+    #[test]
+    fn cpu_lists_become_words_of_bits() {
+        assert_eq!(bits("0-3,65", 2, 0), [0b1111, 0b10]);
+        assert_eq!(bits("", 1, 2), [0b11]);
+        assert_eq!(bits("0-9999999,x,", 1, 0), [u64::MAX]);
+    }
+}

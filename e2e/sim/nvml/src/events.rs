@@ -1,0 +1,109 @@
+//! Event sets.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{Event, EventKind, State};
+
+use crate::library::{Code, Handle, Object, Result, View, handle, object};
+
+/// All that a recent driver supports on a data-centre GPU.
+pub(crate) const SUPPORTED: u64 = sys::nvmlEventTypeAll as u64;
+
+#[derive(Debug, Default)]
+struct Set {
+    /// What is wanted, by GPU, and the last event before it was.
+    registered: HashMap<String, (u64, u64)>,
+    /// Events up to this one were delivered.
+    seen: u64,
+}
+
+static SETS: Mutex<Option<(u64, HashMap<u64, Set>)>> = Mutex::new(None);
+
+fn sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, Set>)>> {
+    SETS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes an empty set.
+pub(crate) fn create() -> Handle {
+    let mut sets = sets();
+    let (last, sets) = sets.get_or_insert_default();
+    *last += 1;
+    sets.insert(*last, Set::default());
+    handle(Object::EventSet(*last))
+}
+
+/// Forgets a set.
+pub(crate) fn free(set: Handle) -> Result<()> {
+    with(set, |_| ())?;
+    let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
+    if let Some((_, sets)) = sets().as_mut() {
+        sets.remove(&number);
+    }
+    Ok(())
+}
+
+/// Adds a GPU's events to a set.
+pub(crate) fn register(view: &View, gpu: &str, types: u64, set: Handle) -> Result<()> {
+    if types & !SUPPORTED != 0 {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    with(set, |set| {
+        set.registered.entry(gpu.to_owned()).or_insert((0, view.state.last_id)).0 |= types;
+    })
+}
+
+/// Waits for the next event of a set.
+pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let state = view.machine.snapshot()?;
+        let next = with(set, |set| {
+            let next = next(set, &state);
+            if let Some(event) = &next {
+                set.seen = event.seq;
+            }
+            // What is still to be told goes before the news that the GPU is gone.
+            next.map(Ok).or_else(|| lost(set, &state).then_some(Err(Code::GPU_IS_LOST)))
+        })?;
+        if let Some(next) = next {
+            return next;
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Code::TIMEOUT);
+        }
+        view.machine.wait_change(state.generation, left)?;
+    }
+}
+
+fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
+    let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
+    let mut sets = sets();
+    let set = sets.as_mut().and_then(|(_, sets)| sets.get_mut(&number)).ok_or(Code::INVALID_ARGUMENT)?;
+    Ok(body(set))
+}
+
+fn next(set: &Set, state: &State) -> Option<Event> {
+    let wanted = |e: &&Event| {
+        let asked = set.registered.get(&e.gpu).is_some_and(|(types, after)| e.seq > *after && types & bit(e.kind) != 0);
+        asked && e.seq > set.seen
+    };
+    state.events.iter().find(wanted).cloned()
+}
+
+fn lost(set: &Set, state: &State) -> bool {
+    state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))
+}
+
+/// `nvmlEventType…`.
+pub(crate) fn bit(kind: EventKind) -> u64 {
+    u64::from(match kind {
+        EventKind::Xid => sys::nvmlEventTypeXidCriticalError,
+        EventKind::SingleBitEcc => sys::nvmlEventTypeSingleBitEccError,
+        EventKind::DoubleBitEcc => sys::nvmlEventTypeDoubleBitEccError,
+        EventKind::MigConfigChange => sys::nvmlEventMigConfigChange,
+    })
+}

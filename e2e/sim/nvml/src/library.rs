@@ -1,0 +1,228 @@
+//! The library's own state: who has it initialised, and what its handles stand for.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{DeviceRef, Gpu, Machine, MigError, Model, State};
+
+/// One of NVML's return codes other than success.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Code(pub(crate) sys::nvmlReturn_t);
+
+impl Code {
+    pub(crate) const UNINITIALIZED: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_UNINITIALIZED);
+    pub(crate) const INVALID_ARGUMENT: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT);
+    pub(crate) const NOT_SUPPORTED: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED);
+    pub(crate) const NO_PERMISSION: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_NO_PERMISSION);
+    pub(crate) const NOT_FOUND: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND);
+    pub(crate) const INSUFFICIENT_SIZE: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE);
+    pub(crate) const DRIVER_NOT_LOADED: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_DRIVER_NOT_LOADED);
+    pub(crate) const TIMEOUT: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_TIMEOUT);
+    pub(crate) const FUNCTION_NOT_FOUND: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND);
+    pub(crate) const GPU_IS_LOST: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST);
+    pub(crate) const VERSION_MISMATCH: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+    pub(crate) const UNKNOWN: Self = Self(sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN);
+}
+
+impl From<sim_machine::Error> for Code {
+    fn from(_: sim_machine::Error) -> Self {
+        Self::UNKNOWN
+    }
+}
+
+impl From<MigError> for Code {
+    fn from(error: MigError) -> Self {
+        match error {
+            MigError::NotSupported => Self::NOT_SUPPORTED,
+            MigError::InvalidArgument => Self::INVALID_ARGUMENT,
+            MigError::InsufficientResources => Self(sys::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES),
+            MigError::InUse => Self(sys::nvmlReturn_enum_NVML_ERROR_IN_USE),
+            MigError::NotFound => Self::NOT_FOUND,
+            MigError::ResetRequired => Self(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED),
+        }
+    }
+}
+
+pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
+
+/// What a handle stands for. Names, not places: a handle outlives what it names, and says then that it is gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Object {
+    /// A GPU or a MIG device, by UUID.
+    Device(String),
+    /// A GPU instance: the GPU's UUID, the id.
+    GpuInstance(String, u32),
+    /// A compute instance: the GPU's UUID, the GPU instance's id, the id.
+    ComputeInstance(String, u32, u32),
+    /// An event set, by its number.
+    EventSet(u64),
+}
+
+/// A handle as it crosses the ABI: never an address, so a wrong one is found out and hurts nobody.
+pub(crate) type Handle = usize;
+
+#[derive(Debug)]
+struct Library {
+    users: usize,
+    machine: Option<Machine>,
+    objects: Vec<Object>,
+}
+
+static LIBRARY: Mutex<Library> = Mutex::new(Library { users: 0, machine: None, objects: Vec::new() });
+
+// Handles are not small, so that a forgotten zero or a count taken for one does not pass for valid.
+const FIRST_HANDLE: usize = 0x4e56_0000;
+
+fn library() -> MutexGuard<'static, Library> {
+    LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `nvmlInit`: each needs its `nvmlShutdown`.
+pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
+    guarded(|| {
+        // Opened afresh by the first: another machine may be there by now.
+        let known = library().machine.clone();
+        let machine = match known {
+            Some(machine) => machine,
+            None => Machine::open_default().map_err(|e| match e {
+                sim_machine::Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+                    Code::DRIVER_NOT_LOADED
+                }
+                _ => Code::UNKNOWN,
+            })?,
+        };
+        inject(&machine, name, None)?;
+        if !machine.snapshot()?.driver.present {
+            return Err(Code::DRIVER_NOT_LOADED);
+        }
+        let mut library = library();
+        library.users += 1;
+        library.machine = Some(machine);
+        Ok(())
+    })
+}
+
+/// `nvmlShutdown`.
+pub(crate) fn shutdown() -> sys::nvmlReturn_t {
+    guarded(|| {
+        let mut library = library();
+        library.users = library.users.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
+        if library.users == 0 {
+            library.machine = None;
+        }
+        Ok(())
+    })
+}
+
+/// The handle of an object; the same object has the same handle.
+pub(crate) fn handle(object: Object) -> Handle {
+    let mut library = library();
+    let at = library.objects.iter().position(|o| *o == object).unwrap_or_else(|| {
+        library.objects.push(object);
+        library.objects.len() - 1
+    });
+    FIRST_HANDLE + at * 16
+}
+
+/// What a handle stands for.
+pub(crate) fn object(handle: Handle) -> Result<Object> {
+    let offset = handle.checked_sub(FIRST_HANDLE).filter(|o| o % 16 == 0).ok_or(Code::INVALID_ARGUMENT)?;
+    library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
+}
+
+/// The machine as one call sees it.
+#[derive(Debug)]
+pub(crate) struct View {
+    pub(crate) machine: Machine,
+    pub(crate) state: Arc<State>,
+}
+
+impl View {
+    fn new(name: &str, device: Option<&str>) -> Result<Self> {
+        let machine = library().machine.clone().ok_or(Code::UNINITIALIZED)?;
+        inject(&machine, name, device)?;
+        let state = machine.snapshot()?;
+        if !state.driver.present {
+            return Err(Code::UNKNOWN);
+        }
+        Ok(Self { machine, state })
+    }
+
+    /// A GPU of the machine that is not lost.
+    pub(crate) fn gpu(&self, uuid: &str) -> Result<(&Gpu, &Model)> {
+        let gpu = self.state.gpus.iter().find(|g| g.uuid == uuid).ok_or(Code::NOT_FOUND)?;
+        if gpu.lost {
+            return Err(Code::GPU_IS_LOST);
+        }
+        Ok((gpu, self.state.model(gpu)?))
+    }
+}
+
+fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
+    match machine.injected(name, device)? {
+        // A fault says which code; one that NVML does not have is the caller's to see through.
+        Some(code) => Err(Code(code.unsigned_abs())),
+        None => Ok(()),
+    }
+}
+
+/// Runs a call's body; what it does wrong never unwinds into C.
+pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
+    // What a panic leaves half-done is in this library's tables, whose locks are taken poisoned or not: each holds
+    // whole entries only.
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
+        Ok(Err(code)) => code.0,
+        Err(_) => Code::UNKNOWN.0,
+    }
+}
+
+/// Runs a call about the machine.
+pub(crate) fn call(name: &str, body: impl FnOnce(&View) -> Result<()>) -> sys::nvmlReturn_t {
+    guarded(|| body(&View::new(name, None)?))
+}
+
+/// Runs a call about a GPU or MIG device.
+pub(crate) fn on_device(
+    name: &str,
+    device: Handle,
+    body: impl FnOnce(&View, DeviceRef<'_>) -> Result<()>,
+) -> sys::nvmlReturn_t {
+    guarded(|| {
+        let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let view = View::new(name, Some(&uuid))?;
+        let device = view.state.device(&uuid).ok_or(Code::NOT_FOUND)?;
+        view.gpu(&device.gpu.uuid)?;
+        body(&view, device)
+    })
+}
+
+/// Runs a call that a MIG device does not have.
+pub(crate) fn on_gpu(
+    name: &str,
+    device: Handle,
+    body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,
+) -> sys::nvmlReturn_t {
+    on_device(name, device, |view, device| match device.mig {
+        None => body(view, device.gpu, device.model),
+        Some(_) => Err(Code::NOT_SUPPORTED),
+    })
+}
+
+/// Runs a call that changes a GPU: for root only.
+pub(crate) fn as_root(
+    name: &str,
+    device: Handle,
+    body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,
+) -> sys::nvmlReturn_t {
+    on_gpu(name, device, |view, gpu, model| {
+        permitted()?;
+        body(view, gpu, model)
+    })
+}
+
+/// Only root may change a GPU.
+pub(crate) fn permitted() -> Result<()> {
+    if rustix::process::geteuid().is_root() { Ok(()) } else { Err(Code::NO_PERMISSION) }
+}

@@ -1,0 +1,136 @@
+//! MIG through NVML: handles of instances, and changes to them.
+
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{
+    ComputeInstance, ComputeProfile, EventKind, Gpu, GpuInstance, GpuProfile, Machine, Model, Placement, State,
+};
+
+use crate::device;
+use crate::library::{Code, Handle, Object, Result, View, handle, object};
+
+/// A GPU's MIG devices in NVML's order: by GPU instance, then by compute instance.
+pub(crate) fn devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
+    gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(move |ci| (gi, ci))).collect()
+}
+
+/// How many MIG devices the GPU can have; 0 with MIG off.
+pub(crate) fn max_devices(gpu: &Gpu, model: &Model) -> u32 {
+    if gpu.mig { model.gpu_profiles.iter().map(|p| p.instances).max().unwrap_or(0) } else { 0 }
+}
+
+/// A GPU instance profile by NVML's index. An index that NVML has but not this model is not supported; others are wrong.
+pub(crate) fn profile_by_index(model: &Model, index: u32) -> Result<&GpuProfile> {
+    if index >= sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    model.gpu_profiles.iter().find(|p| p.index == index).ok_or(Code::NOT_SUPPORTED)
+}
+
+/// A GPU instance profile by its id.
+pub(crate) fn profile_by_id(model: &Model, id: u32) -> Result<&GpuProfile> {
+    if !model.mig_capable() {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    model.gpu_profile(id).ok_or(Code::INVALID_ARGUMENT)
+}
+
+/// A compute instance profile by NVML's index, in a GPU instance.
+pub(crate) fn compute_profile_by_index(
+    model: &Model,
+    gi: &GpuInstance,
+    index: u32,
+    engine: u32,
+) -> Result<ComputeProfile> {
+    if index >= sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT || engine >= sys::NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_COUNT {
+        return Err(Code::INVALID_ARGUMENT);
+    }
+    model.compute_profiles(gi.profile).into_iter().find(|p| p.index == index).ok_or(Code::NOT_SUPPORTED)
+}
+
+/// A compute instance profile by its id, in a GPU instance.
+pub(crate) fn compute_profile_by_id(model: &Model, gi: &GpuInstance, id: u32) -> Result<ComputeProfile> {
+    model.compute_profile(gi.profile, id).ok_or(Code::INVALID_ARGUMENT)
+}
+
+/// The GPU and the id that a GPU instance's handle stands for.
+pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
+    match object(instance)? {
+        Object::GpuInstance(gpu, id) => Ok((gpu, id)),
+        _ => Err(Code::INVALID_ARGUMENT),
+    }
+}
+
+/// The GPU, the GPU instance and the id that a compute instance's handle stands for.
+pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
+    match object(instance)? {
+        Object::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
+        _ => Err(Code::INVALID_ARGUMENT),
+    }
+}
+
+/// A GPU instance as it is now.
+pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &'v Model, &'v GpuInstance)> {
+    let (gpu, model) = view.gpu(gpu)?;
+    let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
+    Ok((gpu, model, found))
+}
+
+/// Switches MIG mode. What NVML returns says whether the request was taken, the second code whether it holds already.
+pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
+    view.machine.update(|state| {
+        let busy = !device::on_gpu(&view.machine, state, uuid)?.is_empty();
+        let (gpu, model) = target(state, uuid)?;
+        let activation = match gpu.set_mig_mode(&model, on, busy) {
+            Ok(()) => sys::nvmlReturn_enum_NVML_SUCCESS,
+            Err(sim_machine::MigError::NotSupported) => return Err(Code::NOT_SUPPORTED),
+            Err(later) => Code::from(later).0,
+        };
+        state.push_event(uuid, EventKind::MigConfigChange, 0, None);
+        Ok(activation)
+    })
+}
+
+/// Makes a GPU instance.
+pub(crate) fn create(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
+    let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
+    Ok(handle(Object::GpuInstance(uuid.to_owned(), id)))
+}
+
+/// Destroys a GPU instance.
+pub(crate) fn destroy(view: &View, uuid: &str, id: u32) -> Result<()> {
+    change(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
+}
+
+/// Makes a compute instance.
+pub(crate) fn create_compute(view: &View, uuid: &str, gi: u32, profile: u32, at: Option<Placement>) -> Result<Handle> {
+    let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
+    Ok(handle(Object::ComputeInstance(uuid.to_owned(), gi, id)))
+}
+
+/// Destroys a compute instance that no process is in.
+pub(crate) fn destroy_compute(view: &View, uuid: &str, gi: u32, id: u32) -> Result<()> {
+    // Processes join under the same lock, so none can come in between.
+    view.machine.update(|state| {
+        let processes = view.machine.alive_in(state);
+        let (gpu, _) = target(state, uuid)?;
+        gpu.destroy_compute_instance(gi, id, |uuid| processes.iter().any(|p| p.device == uuid))?;
+        state.push_event(uuid, EventKind::MigConfigChange, 0, None);
+        Ok(())
+    })
+}
+
+/// Changes a GPU's instances, and says so by an event.
+fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
+    machine.update(|state| {
+        let (gpu, model) = target(state, uuid)?;
+        let done = change(gpu, &model)?;
+        state.push_event(uuid, EventKind::MigConfigChange, 0, None);
+        Ok(done)
+    })
+}
+
+fn target<'s>(state: &'s mut State, uuid: &str) -> Result<(&'s mut Gpu, Model)> {
+    let model = state.model(state.gpu(uuid)?)?.clone();
+    let gpu = state.gpu_mut(uuid)?;
+    if gpu.lost { Err(Code::GPU_IS_LOST) } else { Ok((gpu, model)) }
+}

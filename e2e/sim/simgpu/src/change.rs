@@ -1,0 +1,238 @@
+//! Changes to the machine.
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use sim_machine::{
+    ComputeMode, ContextKind, Effect, Error, EventKind, Fault, Gpu, Machine, MigError, Model, Placement, State,
+};
+
+use crate::Command;
+
+/// Applies one of the plain changes.
+pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
+    machine.update(|state| match command {
+        Command::Xid { gpu, code, instance } => {
+            let uuid = state.gpu(&gpu)?.uuid.clone();
+            state.push_event(&uuid, EventKind::Xid, code, instance);
+            Ok(())
+        }
+        Command::Ecc { gpu, uncorrected, corrected } => ecc(state, &gpu, corrected, uncorrected),
+        Command::Lose { gpu } => with(state, &gpu, |g, _| {
+            g.lost = true;
+            Ok(())
+        }),
+        Command::Restore { gpu } => with(state, &gpu, |g, _| {
+            g.lost = false;
+            Ok(())
+        }),
+        Command::Reset { gpu } => {
+            let busy = !on(machine, state, &gpu)?.is_empty();
+            with(state, &gpu, |g, _| {
+                ensure!(!busy || g.lost, "GPU {} is in use by processes", g.index);
+                g.reset();
+                Ok(())
+            })?;
+            // What a lost GPU still had, a reset ends.
+            let gone = on(machine, state, &gpu)?;
+            state.processes.retain(|p| !gone.contains(&p.id));
+            Ok(())
+        }
+        Command::Fail { call, gpu, code, count } => fault(state, call, gpu, Effect::Code(code), count),
+        Command::Hang { call, gpu, seconds, count } => fault(state, call, gpu, Effect::Hang(seconds), count),
+        Command::Clear { ids } => {
+            if let Some(unknown) = ids.iter().find(|id| state.faults.iter().all(|f| f.id != **id)) {
+                bail!("there is no fault {unknown}");
+            }
+            state.faults.retain(|f| !ids.is_empty() && !ids.contains(&f.id));
+            Ok(())
+        }
+        Command::Set { gpu, values } => {
+            let busy = !on(machine, state, &gpu)?.is_empty();
+            with(state, &gpu, |g, model| values.iter().try_for_each(|v| set(g, model, v, busy)))
+        }
+        Command::Driver { present, version, cuda } => {
+            let driver = &mut state.driver;
+            driver.present = present.unwrap_or(driver.present);
+            driver.version = version.unwrap_or_else(|| driver.version.clone());
+            driver.cuda = cuda.unwrap_or(driver.cuda);
+            Ok(())
+        }
+        Command::Reboot => {
+            state.reboot();
+            Ok(())
+        }
+        other => Err(anyhow!("{other:?} is not a plain change")),
+    })
+}
+
+/// The numbers of the contexts on a GPU and in its MIG devices.
+fn on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
+    let uuid = &state.gpu(gpu)?.uuid;
+    let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
+    Ok(machine.alive_in(state).into_iter().filter(|p| here(&p.device)).map(|p| p.id).collect())
+}
+
+fn with(state: &mut State, gpu: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<()>) -> Result<()> {
+    let model = state.model(state.gpu(gpu)?)?.clone();
+    change(state.gpu_mut(gpu)?, &model)
+}
+
+fn ecc(state: &mut State, gpu: &str, corrected: u64, uncorrected: u64) -> Result<()> {
+    let gpu = state.gpu_mut(gpu)?;
+    gpu.ecc = [gpu.ecc[0] + corrected, gpu.ecc[1] + uncorrected];
+    let uuid = gpu.uuid.clone();
+    if corrected > 0 {
+        state.push_event(&uuid, EventKind::SingleBitEcc, 0, None);
+    }
+    if uncorrected > 0 {
+        state.push_event(&uuid, EventKind::DoubleBitEcc, 0, None);
+    }
+    Ok(())
+}
+
+fn fault(state: &mut State, call: String, gpu: Option<String>, effect: Effect, remaining: Option<u32>) -> Result<()> {
+    let gpu = gpu.map(|name| device(state, &name)).transpose()?;
+    if let Effect::Hang(Some(seconds)) = effect {
+        ensure!(seconds.is_finite() && seconds >= 0.0, "{seconds} is no time");
+    }
+    let id = state.next_id();
+    state.faults.push(Fault { id, call, gpu, effect, remaining });
+    println!("fault {id}");
+    Ok(())
+}
+
+/// The UUID of a GPU or MIG device.
+fn device(state: &State, name: &str) -> Result<String, Error> {
+    match state.device(name) {
+        Some(device) => Ok(device.uuid().to_owned()),
+        None => Ok(state.gpu(name)?.uuid.clone()),
+    }
+}
+
+fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
+    let (key, value) = change.split_once('=').with_context(|| format!("{change} is not KEY=VALUE"))?;
+    match key {
+        "compute-mode" => {
+            ensure!(!gpu.mig, "a GPU in MIG mode has no other compute mode than DEFAULT");
+            gpu.compute_mode = match value.to_ascii_uppercase().replace('-', "_").as_str() {
+                "DEFAULT" => ComputeMode::Default,
+                "EXCLUSIVE_PROCESS" => ComputeMode::ExclusiveProcess,
+                "PROHIBITED" => ComputeMode::Prohibited,
+                _ => bail!("compute-mode is DEFAULT, EXCLUSIVE_PROCESS or PROHIBITED, not {value}"),
+            };
+        }
+        "mig" => match gpu.set_mig_mode(model, switch(key, value)?, busy) {
+            Err(later @ (MigError::InUse | MigError::ResetRequired)) => println!("pending: {later}"),
+            other => other.with_context(|| format!("MIG on {}", model.name))?,
+        },
+        "mig-needs-reset" => gpu.mig_needs_reset = switch(key, value)?,
+        "persistence" => gpu.persistence = switch(key, value)?,
+        "numa" => gpu.numa_node = number(key, value)?,
+        "cpus" => value.clone_into(&mut gpu.cpus),
+        "temperature" => gpu.temperature = number(key, value)?,
+        "utilization" => gpu.utilization = number(key, value)?,
+        _ => bail!(
+            "{key}: known are compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature and utilization"
+        ),
+    }
+    Ok(())
+}
+
+fn switch(key: &str, value: &str) -> Result<bool> {
+    match value {
+        "on" | "true" | "1" => Ok(true),
+        "off" | "false" | "0" => Ok(false),
+        _ => bail!("{key} is on or off, not {value}"),
+    }
+}
+
+fn number(key: &str, value: &str) -> Result<Option<u32>> {
+    if value.is_empty() {
+        return Ok(None);
+    }
+    value.parse().map(Some).with_context(|| format!("{key} is a number, not {value}"))
+}
+
+/// NVML's return codes that are worth injecting, by name, or any number.
+pub(crate) fn code(text: &str) -> Result<i32, String> {
+    let name = text.to_ascii_uppercase();
+    let name = name.strip_prefix("NVML_ERROR_").unwrap_or(&name);
+    let code = match name {
+        "UNINITIALIZED" => 1,
+        "INVALID_ARGUMENT" => 2,
+        "NOT_SUPPORTED" => 3,
+        "NO_PERMISSION" => 4,
+        "NOT_FOUND" => 6,
+        "INSUFFICIENT_SIZE" => 7,
+        "DRIVER_NOT_LOADED" => 9,
+        "TIMEOUT" => 10,
+        "IRQ_ISSUE" => 11,
+        "LIBRARY_NOT_FOUND" => 12,
+        "FUNCTION_NOT_FOUND" => 13,
+        "GPU_IS_LOST" => 15,
+        "RESET_REQUIRED" => 16,
+        "OPERATING_SYSTEM" => 17,
+        "LIB_RM_VERSION_MISMATCH" => 18,
+        "IN_USE" => 19,
+        "MEMORY" => 20,
+        "NO_DATA" => 21,
+        "INSUFFICIENT_RESOURCES" => 23,
+        "UNKNOWN" => 999,
+        _ => return name.parse().map_err(|_| format!("{text} is no code of NVML's")),
+    };
+    Ok(code)
+}
+
+/// `1,0` as GPU instance and compute instance.
+pub(crate) fn instance(text: &str) -> Result<(u32, u32), String> {
+    let parts = text.split_once(',').and_then(|(gi, ci)| Some((gi.parse().ok()?, ci.parse().ok()?)));
+    parts.ok_or_else(|| format!("{text} is not GI,CI"))
+}
+
+/// Makes a MIG device.
+pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32>) -> Result<String> {
+    machine.update(|state| {
+        let model = state.model(state.gpu(gpu)?)?.clone();
+        let found = model.gpu_profiles.iter().find(|p| p.name == profile);
+        let found = found.with_context(|| format!("{} has no profile {profile}", model.name))?;
+        let at = at.map(|start| Placement { start, size: found.size });
+        let whole = model.compute_profiles(found.id).into_iter().find(|c| c.slices == found.slices);
+        let whole = whole.context("the profile has no compute instance")?;
+        let gpu = state.gpu_mut(gpu)?;
+        let refused = format!("cannot make {profile} on GPU {}", gpu.index);
+        let gi = gpu.create_gpu_instance(&model, found.id, at).context(refused)?;
+        let ci = gpu.create_compute_instance(&model, gi, whole.id, None)?;
+        let made = gpu.instances.iter().filter(|i| i.id == gi).flat_map(|i| &i.compute).find(|c| c.id == ci);
+        let (made, uuid) = (made.map(|c| c.uuid.clone()).unwrap_or_default(), gpu.uuid.clone());
+        state.push_event(&uuid, EventKind::MigConfigChange, 0, None);
+        Ok(made)
+    })
+}
+
+/// Destroys a MIG device and its GPU instance.
+pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
+    machine.update(|state| {
+        let device = state.device(uuid).with_context(|| format!("there is no {uuid}"))?;
+        let (gi, ci) = device.mig.with_context(|| format!("{uuid} is no MIG device"))?;
+        let (gpu, gi, ci) = (device.gpu.uuid.clone(), gi.id, ci.id);
+        let processes = machine.alive_in(state);
+        let busy = |uuid: &str| processes.iter().any(|p| p.device == uuid);
+        let target = state.gpu_mut(&gpu)?;
+        target.destroy_compute_instance(gi, ci, busy).with_context(|| format!("cannot destroy {uuid}"))?;
+        target.destroy_gpu_instance(gi).with_context(|| format!("cannot destroy the GPU instance of {uuid}"))?;
+        state.push_event(&gpu, EventKind::MigConfigChange, 0, None);
+        Ok(())
+    })
+}
+
+/// Holds a context until killed.
+pub(crate) fn hold(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
+    let uuid = device(&*machine.snapshot()?, gpu)?;
+    let kind = if graphics { ContextKind::Graphics } else { ContextKind::Compute };
+    let context = machine.open_context(&uuid, kind, memory << 20)?;
+    println!("holding {memory} MiB of {uuid}");
+    loop {
+        context.check()?;
+        let seen = machine.snapshot()?.generation;
+        machine.wait_change(seen, std::time::Duration::from_secs(3600))?;
+    }
+}
