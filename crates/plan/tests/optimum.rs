@@ -1,0 +1,273 @@
+//! The planner beside an exact solver, on small random clusters of A100s.
+//!
+//! The solver knows nothing of the planner's: it tries every set of pods on every node, with the places of NVIDIA's guide written down here.
+use std::collections::BTreeMap;
+
+use cleave_plan::device::Mode;
+use cleave_plan::snapshot::{Gpu, Node, Pod, Slice};
+use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
+
+/// Profile, memory slices, places: an A100 of 40 GB.
+const PROFILES: [(&str, u32, &[u32]); 5] = [
+    ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
+    ("2g.10gb", 2, &[0, 2, 4]),
+    ("3g.20gb", 4, &[0, 4]),
+    ("4g.20gb", 4, &[0]),
+    ("7g.40gb", 8, &[0]),
+];
+
+/// Numbers that look random and are the same in every run (SplitMix64).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: u32) -> u32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        u32::try_from((mixed ^ (mixed >> 31)) % u64::from(end)).expect("below a u32")
+    }
+
+    fn one_in(&mut self, chance: u32) -> bool {
+        self.below(chance) == 0
+    }
+
+    fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
+        &all[self.below(u32::try_from(all.len()).expect("few")) as usize]
+    }
+}
+
+/// What a campaign varies.
+#[derive(Clone, Copy)]
+struct Campaign {
+    priorities: u32,
+    zones: bool,
+    /// Pods that ask for two or three slices.
+    several: bool,
+    /// Nodes with little CPU.
+    scarce: bool,
+}
+
+fn bits(size: u32, start: u32) -> u32 {
+    ((1 << size) - 1) << start
+}
+
+fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
+    let mut slices = Vec::new();
+    let mut taken = 0;
+    for _ in 0..numbers.below(6) {
+        let (name, size, places) = numbers.of(&PROFILES);
+        let start = *numbers.of(places);
+        if taken & bits(*size, start) == 0 {
+            taken |= bits(*size, start);
+            slices.push(Slice {
+                placement: Some(start),
+                resource: format!("nvidia.com/mig-{name}"),
+                in_use: numbers.one_in(3),
+                count: 1,
+                profile: None,
+                pod: None,
+            });
+        }
+    }
+    Gpu {
+        uuid: format!("GPU-{node}-{index}"),
+        index,
+        model: "NVIDIA A100-SXM4-40GB".to_owned(),
+        memory: Quantity::mebibytes(40_960),
+        mode: Mode::Mig,
+        slices,
+        ..Gpu::default()
+    }
+}
+
+fn instance(seed: u64, campaign: Campaign) -> Snapshot {
+    let mut numbers = Numbers(seed);
+    let nodes = (0..1 + numbers.below(4)).map(|node| {
+        let gpus = 1 + numbers.below(2);
+        Node {
+            name: format!("n{node}"),
+            labels: BTreeMap::from([("zone".to_owned(), (*numbers.of(&["a", "b"])).to_owned())]),
+            allocatable: BTreeMap::from([(
+                "cpu".to_owned(),
+                Quantity::whole(if campaign.scarce { 2 + u64::from(numbers.below(6)) } else { 64 }),
+            )]),
+            gpus: (0..gpus).map(|index| gpu(&mut numbers, node, index)).collect(),
+            ..Node::default()
+        }
+    });
+    let nodes = nodes.collect();
+    let pods = (0..2 + numbers.below(11)).map(|pod| {
+        let (name, _, _) = numbers.of(&PROFILES);
+        let count = if campaign.several && numbers.one_in(3) { 2 + numbers.below(2) } else { 1 };
+        let mut requests = BTreeMap::from([
+            (format!("nvidia.com/mig-{name}"), Quantity::whole(u64::from(count))),
+            ("cpu".to_owned(), Quantity::whole(1 + u64::from(numbers.below(2)))),
+        ]);
+        if campaign.several && numbers.one_in(6) {
+            let (other, _, _) = numbers.of(&PROFILES);
+            requests.insert(format!("nvidia.com/mig-{other}"), Quantity::whole(1));
+        }
+        let mut selector = BTreeMap::new();
+        if campaign.zones && numbers.one_in(2) {
+            selector.insert("zone".to_owned(), (*numbers.of(&["a", "b"])).to_owned());
+        }
+        Pod {
+            name: format!("p{pod}"),
+            priority: i32::try_from(numbers.below(campaign.priorities)).expect("few") * 100,
+            requests,
+            node_selector: selector,
+            ..Pod::default()
+        }
+    });
+    Snapshot { nodes, pods: pods.collect() }
+}
+
+/// Whether these slices fit beside those in use, by trying every place.
+fn fits(taken: &mut [u32], wanted: &[usize]) -> bool {
+    let Some((&profile, rest)) = wanted.split_first() else { return true };
+    let (_, size, places) = PROFILES[profile];
+    for gpu in 0..taken.len() {
+        for &start in places {
+            if taken[gpu] & bits(size, start) == 0 {
+                taken[gpu] |= bits(size, start);
+                let done = fits(taken, rest);
+                taken[gpu] &= !bits(size, start);
+                if done {
+                    return true;
+                }
+            }
+        }
+    }
+    false
+}
+
+fn profiles(pod: &Pod) -> Vec<usize> {
+    let mut wanted = Vec::new();
+    for (at, (name, _, _)) in PROFILES.iter().enumerate() {
+        let count = pod.requests.get(&format!("nvidia.com/mig-{name}")).and_then(Quantity::count).unwrap_or(0);
+        wanted.extend(std::iter::repeat_n(at, usize::try_from(count).expect("few")));
+    }
+    wanted
+}
+
+fn cpu(pod: &Pod) -> u64 {
+    pod.requests["cpu"].milli().expect("a number")
+}
+
+/// Sets of pods that a node can run, as a table over all sets.
+fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
+    let in_use = |gpu: &Gpu| {
+        let of = |slice: &Slice| {
+            let name = slice.resource.trim_start_matches("nvidia.com/mig-");
+            let (_, size, _) = PROFILES.iter().find(|(known, _, _)| *known == name).expect("known");
+            bits(*size, slice.placement.expect("placed"))
+        };
+        gpu.slices.iter().filter(|slice| slice.in_use).map(of).fold(0, |mask, bits| mask | bits)
+    };
+    let mut taken: Vec<u32> = node.gpus.iter().map(in_use).collect();
+    let mut table = vec![false; 1 << pods.len()];
+    table[0] = true;
+    for set in 1..table.len() {
+        let members: Vec<usize> = (0..pods.len()).filter(|pod| set & (1 << pod) != 0).collect();
+        let mut wanted: Vec<usize> = members.iter().flat_map(|&pod| profiles(&pods[pod])).collect();
+        // The large ones first, which fail early.
+        wanted.sort_unstable_by(|a, b| b.cmp(a));
+        let total: u32 = wanted.iter().map(|&profile| PROFILES[profile].1).sum();
+        let free: u32 = taken.iter().map(|mask| 8 - mask.count_ones()).sum();
+        table[set] = members.iter().all(|pod| table[set & !(1 << pod)])
+            && members.iter().all(|&pod| pods[pod].node_selector.iter().all(|(key, value)| node.labels.get(key) == Some(value)))
+            && members.iter().map(|&pod| cpu(&pods[pod])).sum::<u64>() <= node.allocatable["cpu"].milli().expect("a number")
+            && total <= free
+            && fits(&mut taken, &wanted);
+    }
+    table
+}
+
+fn levels(snapshot: &Snapshot) -> Vec<i32> {
+    let mut levels: Vec<i32> = snapshot.pods.iter().map(|pod| pod.priority).collect();
+    levels.sort_unstable_by(|a, b| b.cmp(a));
+    levels.dedup();
+    levels
+}
+
+/// Pods bound by priority, the highest first: the most that is possible.
+fn optimum(snapshot: &Snapshot) -> Vec<usize> {
+    let sets = 1 << snapshot.pods.len();
+    let mut reachable = vec![false; sets];
+    reachable[0] = true;
+    for node in &snapshot.nodes {
+        let here = runnable(node, &snapshot.pods);
+        let mut next = vec![false; sets];
+        for set in 0..sets {
+            let mut part = set;
+            loop {
+                if here[part] && reachable[set & !part] {
+                    next[set] = true;
+                    break;
+                }
+                if part == 0 {
+                    break;
+                }
+                part = (part - 1) & set;
+            }
+        }
+        reachable = next;
+    }
+    let levels = levels(snapshot);
+    let counts = |set: usize| -> Vec<usize> {
+        let of = |level: &i32| {
+            snapshot.pods.iter().enumerate().filter(|(pod, one)| set & (1 << pod) != 0 && one.priority == *level).count()
+        };
+        levels.iter().map(of).collect()
+    };
+    (0..sets).filter(|&set| reachable[set]).map(counts).max().expect("nothing is always possible")
+}
+
+fn bound(snapshot: &Snapshot, plan: &Plan) -> Vec<usize> {
+    let of = |level: &i32| {
+        let is = |name: &str| snapshot.pods.iter().any(|pod| pod.name == name && pod.priority == *level);
+        plan.placements.iter().filter(|placement| is(&placement.pod)).count()
+    };
+    levels(snapshot).iter().map(of).collect()
+}
+
+fn campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
+    let (mut equal, mut top, mut ours, mut best) = (0, 0, 0, 0);
+    for seed in 0..instances {
+        let snapshot = instance(seed, campaign);
+        let planned = plan(&snapshot, &Policy::default());
+        assert_eq!(check(&snapshot, &planned.plan), [], "{name} {seed}");
+        let (bound, optimum) = (bound(&snapshot, &planned.plan), optimum(&snapshot));
+        assert!(bound <= optimum, "{name} {seed}: {bound:?} beats the exact solver's {optimum:?}");
+        equal += u64::from(bound == optimum);
+        top += u64::from(bound[0] == optimum[0]);
+        ours += bound.iter().sum::<usize>();
+        best += optimum.iter().sum::<usize>();
+    }
+    println!(
+        "{name}: {equal} of {instances} instances as the exact solver binds, {top} of {instances} in the top priority; {ours} of {best} pods"
+    );
+    (equal, top)
+}
+
+#[test]
+fn small_clusters_are_bound_as_an_exact_solver_binds() {
+    let zones_and_priorities = Campaign { priorities: 3, zones: true, several: false, scarce: false };
+    let (equal, top) = campaign("mixed profiles, priorities and zones", 1000, zones_and_priorities);
+    assert!(equal >= 990, "{equal} of 1000");
+    assert_eq!(top, 1000, "a pod of the top priority that could run does not");
+}
+
+#[test]
+fn other_kinds_of_small_clusters_are_too() {
+    let plain = Campaign { priorities: 1, zones: false, several: false, scarce: false };
+    for (name, kind) in [
+        ("equal priority", plain),
+        ("two priorities", Campaign { priorities: 2, ..plain }),
+        ("zones", Campaign { zones: true, ..plain }),
+        ("several slices a pod, little CPU", Campaign { priorities: 2, zones: true, several: true, scarce: true }),
+    ] {
+        let (equal, top) = campaign(name, 250, kind);
+        assert!(equal >= 248 && top == 250, "{name}: {equal} and {top} of 250");
+    }
+}
