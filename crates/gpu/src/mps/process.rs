@@ -1,0 +1,208 @@
+//! Child processes and orphans: every process that ends below this one is reaped, and who waits for it is told.
+//!
+//! The MPS server is the daemon's child, so it becomes this process's when the daemon dies before it: as a subreaper (or pid 1) one has to
+//! reap whatever comes. That would take the exit status away from tokio's own children, so none are used: all are started here.
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::Stdio;
+use std::rc::Rc;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, WaitStatus};
+use tokio::net::unix::pipe;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use super::seqpacket::watched;
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Exit {
+    Status(i32),
+    Signal(i32),
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Status(status) => write!(f, "status {status}"),
+            Self::Signal(signal) => write!(f, "signal {signal}"),
+        }
+    }
+}
+
+/// Every child that was started here and has not ended.
+#[derive(Debug, Default)]
+pub(crate) struct Children {
+    waited: RefCell<BTreeMap<u32, watch::Sender<Option<Exit>>>>,
+}
+
+/// A child. Dropping it leaves the process alone.
+#[derive(Debug)]
+pub(crate) struct Child {
+    pub(crate) pid: u32,
+    exit: watch::Receiver<Option<Exit>>,
+}
+
+impl Children {
+    /// Starts to reap. Must run on a `LocalSet`, once in a process.
+    pub(crate) fn start() -> io::Result<Rc<Self>> {
+        rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+        let children = Rc::new(Self::default());
+        let reaper = Rc::clone(&children);
+        let mut ended = signal(SignalKind::child())?;
+        tokio::task::spawn_local(async move {
+            loop {
+                reaper.reap();
+                if ended.recv().await.is_none() {
+                    break;
+                }
+            }
+        });
+        Ok(children)
+    }
+
+    fn reap(&self) {
+        while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
+            let Some(exit) = exit(status) else { continue };
+            let waiting =
+                u32::try_from(pid.as_raw_nonzero().get()).ok().and_then(|pid| self.waited.borrow_mut().remove(&pid));
+            if let Some(waiting) = waiting {
+                waiting.send_replace(Some(exit));
+            } else {
+                tracing::debug!(pid = pid.as_raw_nonzero(), %exit, "reaped an orphan");
+            }
+        }
+    }
+
+    /// Starts a process with stdout and stderr in one pipe, without stdin.
+    pub(crate) fn spawn(&self, command: &mut std::process::Command) -> io::Result<(Child, pipe::Receiver)> {
+        let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        rustix::io::ioctl_fionbio(&reader, true)?;
+        let reader = pipe::Receiver::from_owned_fd(reader)?;
+        command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+        let child = command.spawn();
+        // The command keeps copies of the pipe's other end: without this the pipe would never end.
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        // Nothing is awaited between the start and this: the reaper cannot come in between.
+        let pid = child?.id();
+        let (sender, exit) = watch::channel(None);
+        self.waited.borrow_mut().insert(pid, sender);
+        Ok((Child { pid, exit }, reader))
+    }
+}
+
+fn exit(status: WaitStatus) -> Option<Exit> {
+    let signal = status.terminating_signal().map(Exit::Signal);
+    signal.or_else(|| status.exit_status().map(Exit::Status))
+}
+
+impl Child {
+    /// Waits for its end; as often as one likes.
+    pub(crate) async fn exited(&self) -> Exit {
+        let mut exit = self.exit.clone();
+        match exit.wait_for(Option::is_some).await {
+            Ok(exit) => exit.unwrap_or(Exit::Status(0)),
+            // The reaper is gone, so is this process soon.
+            Err(_) => std::future::pending().await,
+        }
+    }
+
+    /// Kills it, unless it has ended: until it is reaped, its pid is nobody else's.
+    pub(crate) fn kill(&self) {
+        if self.exit.borrow().is_some() {
+            return;
+        }
+        if let Some(pid) = raw(self.pid) {
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+fn raw(pid: u32) -> Option<Pid> {
+    Pid::from_raw(i32::try_from(pid).ok()?)
+}
+
+/// A hold on a process: says when it has ended, whoever has its pid by then.
+#[derive(Debug)]
+pub(crate) struct Hold(OwnedFd);
+
+impl Hold {
+    /// `None`: there is no such process, or none that can be held.
+    pub(crate) fn of(pid: u32) -> Option<Self> {
+        rustix::process::pidfd_open(raw(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
+    }
+
+    /// Whether it has ended. Never waits.
+    pub(crate) fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
+    fn kill(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.0, Signal::KILL);
+    }
+
+    /// Waits for its end; false when it has not come in time.
+    async fn ended(&self, within: Duration) -> bool {
+        let Ok(fd) = self.0.try_clone().and_then(watched) else { return self.has_ended() };
+        timeout(within, fd.readable()).await.is_ok()
+    }
+}
+
+/// Daemons and servers of MPS whose pipe directory is `pipe`: ours, or left by an earlier MPS host.
+pub(crate) fn of_pipe(pipe: &Path) -> Vec<(u32, Hold)> {
+    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
+    processes
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|&pid| is_of_pipe(pid, pipe))
+        // Held first, then looked at once more: the pid may have become somebody else's in between.
+        .filter_map(|pid| Some((pid, Hold::of(pid)?)))
+        .filter(|&(pid, _)| is_of_pipe(pid, pipe))
+        .collect()
+}
+
+fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
+    let read = |what: &str| std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
+    if !read("comm").starts_with(b"nvidia-cuda-mps") {
+        return false;
+    }
+    let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_encoded_bytes()].concat();
+    read("environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
+}
+
+/// Kills what is left of MPS in a pipe directory. Returns how many there were.
+pub(crate) async fn clear(pipe: &Path) -> usize {
+    let left = of_pipe(pipe);
+    for (pid, hold) in &left {
+        tracing::warn!(pid, pipe = %pipe.display(), "killing what is left of an MPS daemon");
+        hold.kill();
+    }
+    for (pid, hold) in &left {
+        if !hold.ended(Duration::from_secs(5)).await {
+            tracing::error!(pid, "does not end after SIGKILL");
+        }
+    }
+    left.len()
+}
+
+/// Whether a process is stopped, by a signal or a debugger: it answers nobody until it is continued.
+pub(crate) fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The second field is the name in parentheses, which may hold anything.
+    let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
+    state.is_some_and(|state| state.starts_with(['T', 't']))
+}
+
+/// The user whose process it is.
+pub(crate) fn owner(pid: u32) -> Option<u32> {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())
+}

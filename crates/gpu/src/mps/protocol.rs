@@ -1,0 +1,385 @@
+//! The MPS control protocol (v2, as driver 580 speaks it): what passes over `control` and `control_privileged`, as bytes and text.
+//!
+//! Nothing here does I/O. On connect the daemon sends [`HELLO`]; the other side answers [`CREDENTIALS`] with `SCM_CREDENTIALS`, then its
+//! [`Kind`]. A client is sent [`DESCRIPTOR`] with a socket to the server, talks to the server, and ends with 4 bytes, the `CUresult` of that.
+//! An administrator sends [`commands`] and reads replies until [`END_OF_REPLIES`]; each line of output is a packet of its own.
+use std::fmt;
+
+/// The daemon's greeting.
+pub(crate) const HELLO: &[u8] = b"OUTBHELL\0";
+/// Comes with the sender's credentials.
+pub(crate) const CREDENTIALS: &[u8] = b"OUTBCRED\0";
+/// Comes with a descriptor.
+pub(crate) const DESCRIPTOR: &[u8] = b"OUTBCUFD\0";
+/// Ends the replies to an administrator.
+pub(crate) const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
+/// Ends an administrator's commands.
+const END_OF_COMMANDS: [u8; 8] = 0_u64.to_le_bytes();
+/// `CUDA_SUCCESS`: the last word of a client whose connection to the server stands.
+pub(crate) const DONE: [u8; 4] = 0_u32.to_le_bytes();
+/// No packet of the protocol is longer.
+pub(crate) const LONGEST: usize = 8 * 1024;
+
+/// What a new client says to the server, on the socket that came with [`DESCRIPTOR`]; credentials go with the first.
+///
+/// The server takes in one client at a time and waits for these without a deadline; where they never come, because the client died in
+/// between, driver 580's server takes in no client ever again. Saying them in the client's place heals it, whichever of them it had said.
+pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
+
+/// Who connects to `control`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A CUDA program.
+    Client,
+    /// Somebody with commands.
+    Administrator,
+    /// Something that this protocol does not know.
+    Unknown,
+}
+
+impl Kind {
+    /// What the packet after the credentials says.
+    pub(crate) fn parse(packet: &[u8]) -> Self {
+        match <[u8; 4]>::try_from(packet).map(u32::from_le_bytes) {
+            Ok(2) => Self::Client,
+            Ok(4) => Self::Administrator,
+            _ => Self::Unknown,
+        }
+    }
+
+    /// The packet that says it.
+    pub(crate) fn packet(self) -> [u8; 4] {
+        let word: u32 = match self {
+            Self::Client => 2,
+            Self::Administrator => 4,
+            Self::Unknown => 0,
+        };
+        word.to_le_bytes()
+    }
+}
+
+/// A command of the v2 shell. Displayed, it is one line: nothing that came from outside can add another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Command {
+    ServerList,
+    ServerStatus(u32),
+    StartServer { uid: u32 },
+    ShutdownServer(u32),
+    SetThreads { server: u32, percent: u8 },
+    SetMemory { server: u32, mib: Option<u64> },
+    GetMemory { server: u32 },
+    SetDefaultThreads(u8),
+    SetDefaultMemory(u64),
+    GetDefaultThreads,
+    GetDefaultMemory,
+    Clients(u32),
+    Terminate { server: u32, client: u32 },
+    Quit { seconds: u32 },
+}
+
+impl fmt::Display for Command {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Device 0: a daemon sees the one device that it was started for.
+        match self {
+            Self::ServerList => write!(f, "get_server_list"),
+            Self::ServerStatus(server) => write!(f, "get_server_status {server}"),
+            Self::StartServer { uid } => write!(f, "start_server -uid {uid}"),
+            Self::ShutdownServer(server) => write!(f, "shutdown_server {server}"),
+            Self::SetThreads { server, percent } => write!(f, "set_active_thread_percentage {server} {percent}"),
+            // Only 0 takes a limit away again.
+            Self::SetMemory { server, mib: None } => write!(f, "set_device_pinned_mem_limit {server} 0 0"),
+            Self::SetMemory { server, mib: Some(mib) } => write!(f, "set_device_pinned_mem_limit {server} 0 {mib}M"),
+            Self::GetMemory { server } => write!(f, "get_device_pinned_mem_limit {server} 0"),
+            Self::SetDefaultThreads(percent) => write!(f, "set_default_active_thread_percentage {percent}"),
+            Self::SetDefaultMemory(mib) => write!(f, "set_default_device_pinned_mem_limit 0 {mib}M"),
+            Self::GetDefaultThreads => write!(f, "get_default_active_thread_percentage"),
+            Self::GetDefaultMemory => write!(f, "get_default_device_pinned_mem_limit 0"),
+            Self::Clients(server) => write!(f, "get_client_list {server}"),
+            Self::Terminate { server, client } => write!(f, "terminate_client {server} {client}"),
+            Self::Quit { seconds } => write!(f, "quit -t {seconds}"),
+        }
+    }
+}
+
+/// The packets that ask for a command, after the kind.
+pub(crate) fn commands(command: &Command) -> [Vec<u8>; 3] {
+    let text = format!("{command}\n\0").into_bytes();
+    let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
+    [length.to_vec(), text, END_OF_COMMANDS.to_vec()]
+}
+
+/// One packet of a reply.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Reply {
+    /// Output.
+    Text(String),
+    /// There is no more.
+    End,
+}
+
+impl Reply {
+    /// `None`: not of this protocol.
+    pub(crate) fn parse(packet: &[u8]) -> Option<Self> {
+        if packet == END_OF_REPLIES {
+            return Some(Self::End);
+        }
+        let text = packet.strip_prefix(&0_u32.to_le_bytes())?;
+        let text = text.split(|&byte| byte == 0).next().unwrap_or_default();
+        Some(Self::Text(String::from_utf8_lossy(text).into_owned()))
+    }
+}
+
+/// What the daemon printed where something else was expected.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the MPS control daemon answered {0:?}")]
+pub(crate) struct Unexpected(pub(crate) String);
+
+/// A list of pids: of servers, or of a server's clients.
+pub(crate) fn pids(output: &str) -> Result<Vec<u32>, Unexpected> {
+    let pids: Result<Vec<u32>, _> = output.split_whitespace().map(str::parse).collect();
+    pids.map_err(|_| Unexpected(output.to_owned()))
+}
+
+/// `get_server_status`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ServerState {
+    Initializing,
+    Active,
+    Fault,
+    /// There is no such server.
+    Gone,
+}
+
+/// Reads the answer to `get_server_status`.
+pub(crate) fn server_state(output: &str) -> Result<ServerState, Unexpected> {
+    match output.trim() {
+        "INITIALIZING" => Ok(ServerState::Initializing),
+        "ACTIVE" => Ok(ServerState::Active),
+        "FAULT" => Ok(ServerState::Fault),
+        other if is_not_found(other) => Ok(ServerState::Gone),
+        other => Err(Unexpected(other.to_owned())),
+    }
+}
+
+/// Whether a command about a server says that there is none.
+pub(crate) fn is_not_found(output: &str) -> bool {
+    output.contains("not found")
+}
+
+/// Whether the percentage that is now in force, as `set_` and `get_…active_thread_percentage` print it, is `percent`.
+pub(crate) fn is_percentage(output: &str, percent: u8) -> bool {
+    output.trim().parse::<f64>().is_ok_and(|printed| (printed - f64::from(percent)).abs() < 0.05)
+}
+
+/// Whether a memory limit, as `get_…device_pinned_mem_limit` prints it, is `mib`.
+///
+/// The daemon prints whole MiB below 1 GiB, and above it GiB rounded down; no limit is no output.
+pub(crate) fn is_memory(output: &str, mib: Option<u64>) -> bool {
+    let output = output.trim();
+    let Some(mib) = mib else { return output.is_empty() };
+    let number = |unit: char| output.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
+    match (number('M'), number('G')) {
+        (Some(printed), _) => printed == mib,
+        (_, Some(printed)) => printed == mib / 1024,
+        _ => false,
+    }
+}
+
+/// What `terminate_client` came to: `Ok` when the client's contexts are gone.
+pub(crate) fn terminated(output: &str) -> Result<(), Unexpected> {
+    match output.lines().last().map(str::trim) {
+        Some("0") => Ok(()),
+        _ => Err(Unexpected(output.to_owned())),
+    }
+}
+
+/// What a line that the daemon or its server prints says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum LogEvent {
+    /// `NEW SERVER 9: Ready`.
+    ServerReady(u32),
+    /// `Server 9 exited with status 1`.
+    ServerExited { server: u32, status: i32 },
+    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server says that it handles one.
+    Fault { client: Option<u32> },
+    /// `Client {PID: 9, Context ID: 0} connected`.
+    ClientConnected(u32),
+    /// `Client process 9 disconnected`.
+    ClientGone(u32),
+    /// `CUDA MPS Control binary version: 13000`.
+    Version(u32),
+    /// Somebody asked the daemon something: the supervisor itself does, often.
+    Chatter,
+    /// Anything else.
+    Other,
+}
+
+/// A line of the daemon's output: `[2026-11-21 10:38:36.269 Control   402] text`.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct LogLine<'a> {
+    /// `Control`, `Server` or `Other`; empty for a line without the prefix.
+    pub(crate) source: &'a str,
+    /// Who wrote it.
+    pub(crate) pid: Option<u32>,
+    pub(crate) text: &'a str,
+    pub(crate) event: LogEvent,
+}
+
+/// Reads one line; every line is one.
+pub(crate) fn log_line(line: &str) -> LogLine<'_> {
+    let (source, pid, text) = prefix(line).unwrap_or(("", None, line.trim()));
+    LogLine { source, pid, text, event: event(text) }
+}
+
+fn prefix(line: &str) -> Option<(&str, Option<u32>, &str)> {
+    let (inside, text) = line.trim().strip_prefix('[')?.split_once(']')?;
+    let mut words = inside.split_whitespace().skip(2);
+    let source = words.next()?;
+    Some((source, words.next().and_then(|pid| pid.parse().ok()), text.trim()))
+}
+
+fn event(text: &str) -> LogEvent {
+    let number = |text: &str| text.parse().ok();
+    let pid_of =
+        |text: &str| text.strip_prefix("Client {PID: ").and_then(|rest| number(rest.split([',', '}']).next()?));
+    let between = |before: &str, after: &str| text.strip_prefix(before).and_then(|rest| rest.strip_suffix(after));
+    let parsed = if let Some(server) = between("NEW SERVER ", ": Ready") {
+        number(server).map(LogEvent::ServerReady)
+    } else if let Some((server, status)) =
+        between("Server ", "").and_then(|rest| rest.split_once(" exited with status "))
+    {
+        number(server).and_then(|server| Some(LogEvent::ServerExited { server, status: status.parse().ok()? }))
+    } else if text.contains("fatal GPU error") {
+        Some(LogEvent::Fault { client: pid_of(text) })
+    } else if text.starts_with("Client {") && text.ends_with("} connected") {
+        pid_of(text).map(LogEvent::ClientConnected)
+    } else if let Some(client) = between("Client process ", " disconnected") {
+        number(client).map(LogEvent::ClientGone)
+    } else if let Some(version) = between("CUDA MPS Control binary version: ", "") {
+        number(version).map(LogEvent::Version)
+    } else if is_chatter(text) {
+        Some(LogEvent::Chatter)
+    } else {
+        None
+    };
+    parsed.unwrap_or(LogEvent::Other)
+}
+
+fn is_chatter(text: &str) -> bool {
+    ["Accepting connection...", "NEW UI", "UI closed", "User did not send valid credentials", ""].contains(&text)
+        || text.starts_with("Cmd:")
+        // The answer to a command is printed as well.
+        || text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.')
+        || ["ACTIVE", "INITIALIZING"].contains(&text)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_command_is_framed_as_the_command_line_tool_frames_it() {
+        let [length, text, end] = commands(&Command::ServerList);
+        assert_eq!(length, [0x11, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(text, b"get_server_list\n\0");
+        assert_eq!(end, [0; 8]);
+    }
+
+    #[test]
+    fn replies_end_with_a_one() {
+        assert_eq!(Reply::parse(b"\0\0\0\x00100.0"), Some(Reply::Text("100.0".into())));
+        assert_eq!(Reply::parse(&[1, 0, 0, 0, 0, 0, 0, 0]), Some(Reply::End));
+        assert_eq!(Reply::parse(b"OUTB"), None);
+        assert_eq!(Reply::parse(b""), None);
+    }
+
+    #[test]
+    fn the_kinds_are_told_apart() {
+        assert_eq!(Kind::parse(&[2, 0, 0, 0]), Kind::Client);
+        assert_eq!(Kind::parse(&[4, 0, 0, 0]), Kind::Administrator);
+        for packet in [&[3, 0, 0, 0][..], &[2, 0, 0], &[2, 0, 0, 0, 0], &[]] {
+            assert_eq!(Kind::parse(packet), Kind::Unknown);
+        }
+    }
+
+    #[test]
+    fn a_limit_is_read_back_as_the_daemon_prints_it() {
+        // As measured: set to, printed.
+        for (mib, printed) in [(512, "512M"), (100, "100M"), (1024, "1G"), (1536, "1G"), (7678, "7G"), (10239, "9G")] {
+            assert!(is_memory(printed, Some(mib)), "{mib} {printed}");
+        }
+        assert!(is_memory("", None));
+        assert!(!is_memory("", Some(512)));
+        assert!(!is_memory("8G", None));
+        assert!(!is_memory("8G", Some(7678)));
+        assert!(is_percentage("20.0", 20) && is_percentage("100.0", 100));
+        assert!(!is_percentage("33.5", 33) && !is_percentage("", 20) && !is_percentage("Server 9 not found", 9));
+    }
+
+    #[test]
+    fn states_and_lists_are_read_strictly() {
+        assert_eq!(server_state("FAULT"), Ok(ServerState::Fault));
+        assert_eq!(server_state("Server 999999 not found"), Ok(ServerState::Gone));
+        assert!(server_state("").is_err());
+        assert_eq!(pids(""), Ok(vec![]));
+        assert_eq!(pids("579\n580"), Ok(vec![579, 580]));
+        assert!(pids("Server 9 not found").is_err());
+        assert_eq!(terminated("0"), Ok(()));
+        assert!(terminated("Invalid process 999999!\n1").is_err());
+        assert!(terminated("201").is_err());
+        assert!(terminated("").is_err());
+    }
+
+    #[test]
+    fn the_lines_that_matter_are_understood() {
+        let event = |text: &str| log_line(&format!("[2026-11-21 10:38:36.269 Server   402] {text}")).event;
+        assert_eq!(event("NEW SERVER 423: Ready"), LogEvent::ServerReady(423));
+        assert_eq!(event("Server 423 exited with status 0"), LogEvent::ServerExited { server: 423, status: 0 });
+        assert_eq!(event("Client {PID: 436, Context ID: 0} connected"), LogEvent::ClientConnected(436));
+        assert_eq!(event("Client process 436 disconnected"), LogEvent::ClientGone(436));
+        assert_eq!(
+            event("Client {PID: 579, Context: 1} encountered a fatal GPU error."),
+            LogEvent::Fault { client: Some(579) }
+        );
+        assert_eq!(event("Server is handling a fatal GPU error."), LogEvent::Fault { client: None });
+        assert_eq!(event("CUDA MPS Control binary version: 13000"), LogEvent::Version(13000));
+        assert_eq!(event("Cmd:get_server_list"), LogEvent::Chatter);
+        assert_eq!(event("Server has started"), LogEvent::Other);
+        let line = log_line("[2026-11-21 10:38:36.269 Control   402] NEW UI");
+        assert_eq!((line.source, line.pid, line.text), ("Control", Some(402), "NEW UI"));
+        assert_eq!(log_line("An instance of this daemon is already running").source, "");
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_break_a_parser(bytes: Vec<u8>, text: String) {
+            let _ = Reply::parse(&bytes);
+            let _ = Kind::parse(&bytes);
+            let _ = (pids(&text), server_state(&text), terminated(&text));
+            let _ = (is_percentage(&text, 20), is_memory(&text, Some(1)));
+            let _ = log_line(&text);
+            let _ = log_line(&String::from_utf8_lossy(&bytes));
+        }
+
+        #[test]
+        fn a_line_cut_anywhere_is_still_a_line(cut in 0_usize..90) {
+            let line = "[2026-11-21 10:38:36.269 Server   402] Client {PID: 579, Context: 1} encountered a fatal GPU error.";
+            let _ = log_line(line.get(..cut).unwrap_or(line));
+        }
+
+        #[test]
+        fn a_command_is_one_line(server: u32, percent: u8, mib: u64) {
+            for command in [
+                Command::SetThreads { server, percent },
+                Command::SetMemory { server, mib: Some(mib) },
+                Command::Terminate { server, client: server },
+            ] {
+                let [length, text, _] = commands(&command);
+                prop_assert_eq!(length, u64::try_from(text.len()).unwrap().to_le_bytes());
+                prop_assert_eq!(text.iter().filter(|&&byte| byte == b'\n' || byte == 0).count(), 2);
+            }
+        }
+    }
+}
