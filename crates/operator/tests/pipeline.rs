@@ -1,0 +1,575 @@
+//! Policies and nodes in, desired nodes and told statuses out: the steps that need no cluster, as one.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
+
+use std::collections::BTreeMap;
+
+use cleave_api::gpunode::{
+    AllocationStatus, GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, MpsStatus,
+    SliceStatus, StepStatus,
+};
+use cleave_api::sharingpolicy::{SharingPolicy, SharingPolicyStatus};
+use cleave_operator::apply::{self, changes};
+use cleave_operator::plan::{Plan, plan};
+use cleave_operator::read::{Agent, Node, Observed};
+use cleave_operator::status::{Telling, Told, event, updates};
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
+use kube::core::error_boundary::InvalidObject;
+
+fn uuid(node: &str, index: u32) -> String {
+    let digit = node.len() % 10;
+    format!("GPU-0000000{digit}-0000-0000-0000-00000000000{index}")
+}
+
+fn gpu(node: &str, index: u32, model: &str, memory_mib: u64) -> GpuStatus {
+    GpuStatus {
+        uuid: uuid(node, index),
+        index,
+        model: model.to_owned(),
+        memory_mib,
+        mode: "Whole".to_owned(),
+        slices: vec![SliceStatus {
+            device: uuid(node, index),
+            resource: "nvidia.com/gpu".to_owned(),
+            total: 1,
+            ..SliceStatus::default()
+        }],
+        health: Health { healthy: true, ..Health::default() },
+        ..GpuStatus::default()
+    }
+}
+
+/// A cluster that a test writes down.
+#[derive(Default)]
+struct World {
+    observed: Observed,
+    told: Told,
+}
+
+impl World {
+    fn node(mut self, name: &str, labels: &[(&str, &str)], gpus: Vec<GpuStatus>) -> Self {
+        let object = GpuNode {
+            metadata: ObjectMeta { name: Some(name.to_owned()), generation: Some(1), ..ObjectMeta::default() },
+            spec: GpuNodeSpec::default(),
+            status: Some(GpuNodeStatus {
+                observed_generation: 1,
+                agent_version: "0.1.0".to_owned(),
+                gpus,
+                ..GpuNodeStatus::default()
+            }),
+        };
+        let node = Node {
+            uid: format!("uid-of-{name}"),
+            labels: labels.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect(),
+            agent: Some(Agent { ready: true }),
+            gpu_node: Some(Ok(object)),
+        };
+        self.observed.nodes.insert(name.to_owned(), node);
+        self
+    }
+
+    /// Four GPUs of 80 GB.
+    fn four(self, name: &str) -> Self {
+        let gpus = (0..4).map(|index| gpu(name, index, "NVIDIA H100 80GB HBM3", 81_559)).collect();
+        self.node(name, &[], gpus)
+    }
+
+    fn policy(mut self, name: &str, spec: &str) -> Self {
+        self.set_policy(name, spec);
+        self
+    }
+
+    fn set_policy(&mut self, name: &str, spec: &str) {
+        let age = self.observed.policies.len();
+        let indented: String = spec.lines().map(|line| format!("  {line}\n")).collect();
+        let text = format!(
+            "apiVersion: cleave.dev/v1alpha1\nkind: SharingPolicy\nmetadata:\n  name: {name}\n  generation: 1\n  \
+             resourceVersion: \"{age}\"\n  creationTimestamp: \"2026-01-01T00:00:{age:02}Z\"\nspec:\n{indented}"
+        );
+        let policy: SharingPolicy = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+        self.observed.policies.insert(name.to_owned(), Ok(policy));
+    }
+
+    fn malformed(mut self, name: &str) -> Self {
+        let metadata = ObjectMeta { name: Some(name.to_owned()), generation: Some(2), ..ObjectMeta::default() };
+        let error = "unknown variant `Sliced`".to_owned();
+        self.observed.policies.insert(name.to_owned(), Err(InvalidObject { error, metadata }));
+        self
+    }
+
+    fn object(&mut self, node: &str) -> &mut GpuNode {
+        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()) {
+            Some(Ok(object)) => object,
+            _ => panic!("{node} has no GpuNode"),
+        }
+    }
+
+    fn gpu(&mut self, node: &str, index: usize) -> &mut GpuStatus {
+        &mut self.object(node).status.as_mut().unwrap().gpus[index]
+    }
+
+    fn plan(&self) -> Plan {
+        plan(&self.observed)
+    }
+
+    /// The operator has written what it planned.
+    fn write(&mut self) -> Plan {
+        let plan = self.plan();
+        for change in changes(&plan, &self.observed) {
+            let object = self.object(&change.node);
+            object.spec = change.spec;
+            object.metadata.generation = object.metadata.generation.map(|generation| generation + 1);
+        }
+        plan
+    }
+
+    /// The agents have done all that was written.
+    fn serve(&mut self) {
+        let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
+        for name in names {
+            let object = self.object(&name);
+            let (spec, generation) = (object.spec.clone(), object.metadata.generation);
+            let status = object.status.as_mut().unwrap();
+            status.observed_generation = generation.unwrap();
+            status.plan_id = spec.plan_id;
+            status.steps.clear();
+            for desired in spec.gpus {
+                let Some(gpu) = status.gpus.iter_mut().find(|gpu| gpu.uuid == desired.uuid) else { continue };
+                if let Some(mps) = desired.partition.mps {
+                    gpu.mode = "Mps".to_owned();
+                    let slices = mps.slices.iter().map(|slices| SliceStatus {
+                        device: gpu.uuid.clone(),
+                        resource: slices.resource.clone(),
+                        total: slices.count,
+                        ..SliceStatus::default()
+                    });
+                    gpu.slices = slices.collect();
+                }
+            }
+        }
+    }
+
+    /// The statuses that are told, all of them; afterwards the policies say so.
+    fn tell(&mut self) -> BTreeMap<String, SharingPolicyStatus> {
+        let plan = self.plan();
+        for update in updates(&plan, &self.observed, &self.told, at(0)) {
+            if let Some(Ok(policy)) = self.observed.policies.get_mut(&update.policy) {
+                policy.status = Some(update.status);
+            }
+        }
+        let policies = self.observed.policies.iter();
+        policies.filter_map(|(name, policy)| Some((name.clone(), policy.as_ref().ok()?.status.clone()?))).collect()
+    }
+
+    fn condition(&mut self, policy: &str, type_: &str) -> Condition {
+        let told = self.tell();
+        let status = told.get(policy).unwrap_or_else(|| panic!("{policy} is told nothing"));
+        status.conditions.iter().find(|condition| condition.type_ == type_).unwrap().clone()
+    }
+
+    #[track_caller]
+    fn says(&mut self, policy: &str, type_: &str, status: &str, reason: &str, part: &str) {
+        let condition = self.condition(policy, type_);
+        assert_eq!((condition.status.as_str(), condition.reason.as_str()), (status, reason), "{}", condition.message);
+        assert!(condition.message.contains(part), "{part:?} is not in {:?}", condition.message);
+    }
+}
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(second).unwrap()
+}
+
+const TEN: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
+
+#[test]
+fn ten_shares_of_each_gpu_with_limits_of_k_shares() {
+    let world = World::default().four("n1").policy("ten", TEN);
+    let plan = world.plan();
+    let spec = &plan.nodes["n1"];
+    assert_eq!(spec.gpus.len(), 4);
+    assert_eq!(spec.plan_id.len(), 16);
+    let first = &spec.gpus[0];
+    assert_eq!((first.uuid.as_str(), first.policy.as_deref()), (uuid("n1", 0).as_str(), Some("ten")));
+    let mps = first.partition.mps.as_ref().unwrap();
+    assert!(mps.multi_user);
+    let slices = &mps.slices[0];
+    assert_eq!((slices.resource.as_str(), slices.count, slices.first), ("nvidia.com/gpu-mps", 10, 0));
+    assert_eq!(slices.threads, [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]);
+    let whole = 81_559 - 128;
+    assert_eq!(slices.memory_mib.len(), 10);
+    assert_eq!((slices.memory_mib[0], slices.memory_mib[4], slices.memory_mib[9]), (whole / 10, whole / 2, whole));
+}
+
+#[test]
+fn shares_by_memory_are_as_many_as_fit_and_as_large_as_asked() {
+    let world =
+        World::default().four("n1").policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
+    let plan = world.plan();
+    let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
+    assert_eq!((slices.count, slices.memory_mib[0], slices.memory_mib[6]), (7, 10_240, 71_680));
+    assert!(slices.threads.is_empty());
+    // Never more than MPS can serve.
+    let world = World::default().four("n1").policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
+    let plan = world.plan();
+    let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
+    assert_eq!((slices.count, slices.memory_mib.len()), (48, 0));
+}
+
+#[test]
+fn each_process_gets_its_part_where_clients_are_split() {
+    let spec = "mode: Mps\nmps:\n  unitMemory: 10Gi\n  clients:\n    max: 4\n    split: true";
+    let plan = World::default().four("n1").policy("split", spec).plan();
+    let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
+    assert_eq!((slices.max_clients, slices.memory_mib[0], slices.memory_mib[1]), (Some(4), 2560, 5120));
+}
+
+#[test]
+fn gpus_of_no_policy_are_whole_and_each_gpu_has_its_own_mode() {
+    let world = World::default()
+        .four("n1")
+        .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN}"))
+        .policy("turns", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
+        .policy("whole", "gpus:\n  indices: [2]\nmode: Whole\nenforcement: Evict");
+    let plan = world.plan();
+    let [mps, turns, whole, nobody] = plan.nodes["n1"].gpus.as_slice() else { panic!("not four GPUs") };
+    assert!(mps.partition.mps.is_some());
+    let slicing = turns.partition.time_slicing.as_ref().unwrap();
+    assert_eq!((slicing.resource.as_str(), slicing.replicas), ("nvidia.com/gpu.shared", 4));
+    assert_eq!(whole.partition.whole.as_ref().unwrap().resource, "nvidia.com/gpu");
+    assert_eq!(whole.policy.as_deref(), Some("whole"));
+    assert_eq!(nobody.partition.whole, whole.partition.whole);
+    assert_eq!(nobody.policy, None);
+}
+
+#[test]
+fn a_mig_layout_lies_where_nvml_says_and_its_instances_can_be_shared() {
+    let mut a100 = gpu("n1", 0, "NVIDIA A100-SXM4-80GB", 81_920);
+    let profile = |name: &str, size, starts: &[u32], memory_mib| MigProfileStatus {
+        name: name.to_owned(),
+        size,
+        starts: starts.to_vec(),
+        memory_mib,
+        ..MigProfileStatus::default()
+    };
+    a100.mig = Some(MigStatus {
+        profiles: vec![profile("1g.10gb+me", 1, &[0, 1, 2, 3, 4, 5, 6], 9728), profile("3g.40gb", 4, &[0, 4], 40_192)],
+        ..MigStatus::default()
+    });
+    let world = World::default().node("n1", &[], vec![a100, gpu("n1", 1, "Tesla T4", 15_360)]);
+    let mut world = world.policy("cut", "mode: Mig\nmig:\n  layout: [1g.10gb+me, 3g.40gb]");
+    let plan = world.write();
+    let instances = plan.nodes["n1"].gpus[0].partition.mig.as_ref().unwrap();
+    let told: Vec<(&str, u32, &str)> = instances
+        .iter()
+        .map(|instance| {
+            (instance.profile.as_str(), instance.start, instance.partition.whole.as_ref().unwrap().resource.as_str())
+        })
+        .collect();
+    assert_eq!(told, [("3g.40gb", 0, "nvidia.com/mig-3g.40gb"), ("1g.10gb+me", 4, "nvidia.com/mig-1g.10gb.me")]);
+    assert!(plan.nodes["n1"].gpus[1].partition.whole.is_some(), "a T4 stays whole");
+    world.says("cut", "Accepted", "True", "Accepted", "");
+    world.says("cut", "Ready", "False", "MigNotSupported", "GPU 1 of n1: it cannot do MIG");
+
+    world.set_policy(
+        "cut",
+        "gpus:\n  models: [A100]\nmode: Mig\nmig:\n  layout: [3g.40gb]\n  sharing:\n    mps:\n      units: 4",
+    );
+    let plan = world.plan();
+    let mps = plan.nodes["n1"].gpus[0].partition.mig.as_ref().unwrap()[0].partition.mps.clone().unwrap();
+    assert_eq!(mps.slices[0].resource, "nvidia.com/mig-3g.40gb.shared");
+    assert_eq!(mps.slices[0].memory_mib[3], 40_192 - 128);
+    assert_eq!(mps.compute_mode, cleave_api::sharingpolicy::ComputeMode::Default);
+
+    world.set_policy("cut", "gpus:\n  models: [A100]\nmode: Mig\nmig:\n  layout: [3g.40gb, 3g.40gb, 1g.10gb+me]");
+    world.says("cut", "Accepted", "False", "LayoutNotPossible", "do not fit on it together");
+}
+
+#[test]
+fn the_more_specific_policy_wins_and_the_loser_is_told_by_whom() {
+    let mut world =
+        World::default().four("n1").policy("all", TEN).policy("first", "gpus:\n  indices: [0]\nmode: Whole");
+    world.write();
+    world.serve();
+    assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("first"));
+    world.says("all", "Conflict", "True", "Overridden", "first has GPU 0 of n1");
+    world.says("all", "Ready", "True", "Ready", "3 GPUs of n1 are shared as the policy says");
+    world.says("first", "Conflict", "False", "NoConflict", "");
+    let told = world.tell();
+    assert_eq!((told["all"].gpus, told["all"].nodes, told["all"].total), (3, 1, 30));
+
+    let mut world = World::default().four("n1").policy("older", TEN).policy("younger", "mode: Whole");
+    assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("older"));
+    world.says("younger", "Ready", "False", "Overridden", "all GPUs that it selects follow other policies: older");
+}
+
+#[test]
+fn a_policy_that_can_mean_nothing_says_what_there_is() {
+    let mut world = World::default()
+        .node("n1", &[("zone", "a")], vec![gpu("n1", 0, "NVIDIA L4", 23_034), gpu("n1", 1, "NVIDIA L4", 23_034)])
+        .policy("model", "gpus:\n  models: [A1000]\nmode: Whole")
+        .policy("uuid", "gpus:\n  uuids: [GPU-ffffffff-0000-0000-0000-000000000000]\nmode: Whole")
+        .policy("index", "gpus:\n  indices: [7]\nmode: Whole")
+        .policy("nowhere", "nodeSelector:\n  zone: b\nmode: Whole")
+        .policy("large", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  unitMemory: 40Gi");
+    world.says(
+        "model",
+        "Accepted",
+        "False",
+        "UnknownModel",
+        "no GPU of the selected nodes is A1000; they have NVIDIA L4 (2)",
+    );
+    world.says("uuid", "Accepted", "False", "UnknownGpu", "GPU-ffffffff");
+    world.says("index", "Accepted", "False", "NoGpuMatches", "no GPU is in all lists");
+    world.says("nowhere", "Ready", "False", "NoNodeMatches", "no node has all labels");
+    world.says("large", "Accepted", "False", "GpuTooSmall", "GPU 0 of n1: it has 22906 MiB, and a share is 40960 MiB");
+    assert!(world.plan().nodes["n1"].gpus[0].partition.whole.is_some());
+}
+
+#[test]
+fn a_model_may_yet_be_on_a_node_that_has_not_reported() {
+    let mut world = World::default().four("n1").four("n2").policy("model", "gpus:\n  models: [A1000]\nmode: Whole");
+    world.object("n2").status = None;
+    world.says("model", "Accepted", "True", "Accepted", "");
+    world.says("model", "Ready", "False", "AgentNotReporting", "n2");
+    let plan = world.plan();
+    assert!(!plan.nodes.contains_key("n2"), "what a silent node shall be is not touched");
+    world.observed.nodes.get_mut("n2").unwrap().gpu_node = None;
+    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "an object is made for the agent to report in");
+    world.observed.nodes.get_mut("n2").unwrap().agent = None;
+    assert!(!world.plan().nodes.contains_key("n2"), "none is made where no agent runs");
+}
+
+#[test]
+fn gpus_in_use_are_waited_for_by_the_names_of_their_pods() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    world.write();
+    world.says("p", "Ready", "False", "Applying", "n1 is being told");
+    world.serve();
+    world.says("p", "Ready", "True", "Ready", "");
+    world.set_policy("p", "mode: Mps\nmps:\n  units: 5");
+    world.write();
+    let id = uuid("n1", 2);
+    let object = world.object("n1");
+    let generation = object.metadata.generation.unwrap();
+    let status = object.status.as_mut().unwrap();
+    status.observed_generation = generation;
+    status.steps = vec![
+        StepStatus { gpu: uuid("n1", 0), result: "Done".into(), ..StepStatus::default() },
+        StepStatus { gpu: id.clone(), result: "Waiting".into(), message: "in use".into(), ..StepStatus::default() },
+    ];
+    for (index, gpu) in status.gpus.iter_mut().enumerate() {
+        if index != 2 {
+            gpu.slices[0].total = 5;
+        }
+    }
+    let holds = |pod: &str| AllocationStatus { pod: pod.to_owned(), device: id.clone(), ..AllocationStatus::default() };
+    world.gpu("n1", 2).allocations = vec![holds("team/b"), holds("team/a"), holds("team/b")];
+    world.says(
+        "p",
+        "Ready",
+        "False",
+        "WaitingForPods",
+        "GPU 2 of n1 is in use and waits for the end of team/a, team/b",
+    );
+}
+
+#[test]
+fn what_the_agent_refuses_or_cannot_do_is_told_first() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    world.write();
+    let object = world.object("n1");
+    let generation = object.metadata.generation.unwrap();
+    let status = object.status.as_mut().unwrap();
+    status.observed_generation = generation;
+    let step = |index, result: &str, message: &str| StepStatus {
+        gpu: uuid("n1", index),
+        action: "serve 10 nvidia.com/gpu-mps".into(),
+        result: result.into(),
+        message: message.into(),
+    };
+    status.steps = vec![step(0, "Waiting", ""), step(1, "Failed", "NVML: Insufficient Permissions")];
+    world.says("p", "Ready", "False", "ApplyFailed", "GPU 1 of n1: NVML: Insufficient Permissions");
+    world.says("p", "Ready", "False", "ApplyFailed", "GPU 0 of n1 waits: serve 10 nvidia.com/gpu-mps");
+    world.says("p", "Ready", "False", "ApplyFailed", "GPU 2 of n1 is being cut");
+}
+
+#[test]
+fn a_sick_gpu_and_an_agent_that_is_away_are_told() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    world.write();
+    world.serve();
+    world.gpu("n1", 3).health = Health { healthy: false, reason: "XidError".into(), message: "XID 79".into() };
+    world.says("p", "Ready", "False", "GpuUnhealthy", "GPU 3 of n1 is not healthy: XID 79");
+    world.gpu("n1", 3).health.healthy = true;
+    world.gpu("n1", 0).mps =
+        vec![MpsStatus { state: "BackOff".into(), message: "exited with 1".into(), ..MpsStatus::default() }];
+    world.says(
+        "p",
+        "Ready",
+        "False",
+        "GpuUnhealthy",
+        "the MPS daemon of GPU 0 of n1 is in state BackOff: exited with 1",
+    );
+    world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: false });
+    world.says("p", "Ready", "False", "AgentNotReporting", "the agent of n1 is not ready");
+}
+
+#[test]
+fn a_slip_in_a_policy_recuts_nothing() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    world.write();
+    let before = world.object("n1").spec.clone();
+    // It became malformed, then invalid (stored under an older definition), then one that its GPUs cannot serve, then one by demand.
+    let malformed = World { observed: world.observed.clone(), told: Told::new() }.malformed("p");
+    assert_eq!(malformed.plan().nodes["n1"], before);
+    for spec in [
+        "mode: Mps\nmps:\n  units: 49",
+        "mode: Mps",
+        "mode: Mps\nmps:\n  unitMemory: 500Gi",
+        "mode: Mig\nmig:\n  layout: [1g.10gb]",
+        "mode: Auto",
+        "mode: Mps\nmps:\n  sizes: Dynamic",
+    ] {
+        world.set_policy("p", spec);
+        assert_eq!(world.plan().nodes["n1"], before, "{spec}");
+        assert!(changes(&world.plan(), &world.observed).is_empty(), "{spec}");
+    }
+    world.says("p", "Ready", "False", "NotPlanned", "mps.sizes: Dynamic shares GPUs by what pods ask for");
+    // Taken away, it is another matter.
+    world.observed.policies.clear();
+    assert!(world.plan().nodes["n1"].gpus.iter().all(|gpu| gpu.partition.whole.is_some()));
+}
+
+#[test]
+fn a_malformed_object_stops_nobody_and_is_told_once() {
+    let mut world = World::default().four("n1").four("node22").malformed("broken").policy("p", TEN);
+    let metadata = ObjectMeta { name: Some("node22".into()), ..ObjectMeta::default() };
+    world.observed.nodes.get_mut("node22").unwrap().gpu_node =
+        Some(Err(InvalidObject { error: "no field".into(), metadata }));
+    let plan = world.plan();
+    assert_eq!(plan.nodes["n1"].gpus.len(), 4);
+    assert!(!plan.nodes.contains_key("node22"), "what a malformed object says is unknown, so it is left alone");
+    let told = updates(&plan, &world.observed, &world.told, at(0));
+    let broken = told.iter().find(|update| update.policy == "broken").unwrap();
+    let accepted = &broken.status.conditions[0];
+    assert_eq!((accepted.status.as_str(), accepted.reason.as_str()), ("False", "Malformed"));
+    assert!(accepted.message.contains("unknown variant `Sliced`"), "{}", accepted.message);
+    assert_eq!(broken.status.observed_generation, 2);
+    world.told.insert("broken".into(), Telling { from: None, status: broken.status.clone() });
+    assert!(updates(&plan, &world.observed, &world.told, at(9)).iter().all(|update| update.policy != "broken"));
+}
+
+#[test]
+fn an_invalid_policy_says_which_field_and_why() {
+    let mut world = World::default()
+        .four("n1")
+        .policy("p", "mode: Mps\nmps:\n  units: 49")
+        .policy("q", "mode: Auto\ndynamic:\n  idle: soon");
+    world.says("p", "Accepted", "False", "Invalid", "mps.units is 49: it must be from 1 to 48");
+    world.says("q", "Accepted", "False", "Invalid", "dynamic.idle is \"soon\": it must be a duration");
+}
+
+#[test]
+fn what_is_written_once_is_not_written_again() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    assert_eq!(changes(&world.plan(), &world.observed).len(), 1);
+    world.write();
+    assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::Change>::new());
+    world.tell();
+    assert!(updates(&world.plan(), &world.observed, &world.told, at(60)).is_empty());
+}
+
+#[test]
+fn a_status_is_not_told_twice_while_the_watch_lags() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    let first = updates(&world.plan(), &world.observed, &world.told, at(0)).remove(0);
+    world.told.insert("p".into(), Telling { from: first.from, status: first.status });
+    assert!(updates(&world.plan(), &world.observed, &world.told, at(1)).is_empty());
+    // The watch brings something else: it is judged by what it says.
+    if let Some(Ok(policy)) = world.observed.policies.get_mut("p") {
+        policy.metadata.resource_version = Some("later".into());
+    }
+    assert_eq!(updates(&world.plan(), &world.observed, &world.told, at(2)).len(), 1);
+}
+
+#[test]
+fn a_condition_keeps_its_time_until_its_status_turns() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    world.tell();
+    let time = |world: &World, second| {
+        let update = updates(&world.plan(), &world.observed, &world.told, at(second)).remove(0);
+        update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().last_transition_time.0
+    };
+    world.write();
+    world.gpu("n1", 0).slices[0].in_use = 1;
+    assert_eq!(time(&world, 60), at(0), "still not ready");
+    world.serve();
+    assert_eq!(time(&world, 60), at(60));
+}
+
+#[test]
+fn a_driver_that_is_away_does_not_wipe_the_spec() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    world.write();
+    world.object("n1").status.as_mut().unwrap().gpus.clear();
+    assert!(!world.plan().nodes.contains_key("n1"));
+    // A node that never had any is told so: its agent waits for nothing.
+    let world = World::default().node("n1", &[], Vec::new()).policy("p", TEN);
+    assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
+}
+
+#[test]
+fn nodes_without_gpus_are_told_when_there_is_nothing_else() {
+    let mut world = World::default().node("n1", &[], Vec::new()).policy("p", TEN);
+    world.says("p", "Ready", "False", "NoGpu", "n1");
+    let mut world = world.four("n2");
+    world.write();
+    world.serve();
+    world.says("p", "Ready", "True", "Ready", "4 GPUs of n2");
+}
+
+#[test]
+fn the_same_cluster_gives_the_same_plan_whatever_order_gpus_are_reported_in() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    let plan = world.plan();
+    world.object("n1").status.as_mut().unwrap().gpus.reverse();
+    assert_eq!(world.plan().nodes, plan.nodes);
+    let other = World::default().four("n1").policy("p", "mode: Mps\nmps:\n  units: 9").plan();
+    assert_ne!(other.nodes["n1"].plan_id, plan.nodes["n1"].plan_id);
+}
+
+#[test]
+fn reservations_are_left_as_they_are() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    let held =
+        cleave_api::gpunode::Reservation { resource: "nvidia.com/gpu-mps".into(), units: 2, device: uuid("n1", 0) };
+    world.object("n1").spec.reservations = vec![held.clone()];
+    assert_eq!(world.plan().nodes["n1"].reservations, [held]);
+}
+
+#[test]
+fn events_tell_of_what_a_person_waits_for_or_must_act_on() {
+    let condition = |type_: &str, status: &str, reason: &str| Condition {
+        type_: type_.into(),
+        status: status.into(),
+        reason: reason.into(),
+        message: "m".repeat(5000),
+        observed_generation: None,
+        last_transition_time: k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(at(0)),
+    };
+    for (type_, status, reason, told) in [
+        ("Ready", "True", "Ready", true),
+        ("Ready", "False", "WaitingForPods", true),
+        ("Ready", "False", "Applying", false),
+        ("Ready", "False", "Invalid", false),
+        ("Accepted", "False", "Invalid", true),
+        ("Accepted", "True", "Accepted", false),
+        ("Conflict", "True", "Overridden", true),
+        ("Conflict", "False", "NoConflict", false),
+    ] {
+        let event = event(&condition(type_, status, reason));
+        assert_eq!(event.is_some(), told, "{type_} {status} {reason}");
+        // The API server refuses notes above 1 KiB.
+        assert!(event.is_none_or(|event| event.note.unwrap().len() <= 1024));
+    }
+}
