@@ -6,17 +6,17 @@ use cleave_api::crds::files;
 
 /// Prints the custom resource definitions as YAML: `cleave crds | kubectl apply --server-side -f -`.
 #[derive(Debug, clap::Args)]
-pub struct CrdsArgs {
+pub(crate) struct CrdsArgs {
     /// Write them to this directory, one file each.
     #[arg(long, value_name = "DIR", conflicts_with = "check")]
-    pub write: Option<PathBuf>,
+    write: Option<PathBuf>,
     /// Compare them with this directory, and fail where they differ.
     #[arg(long, value_name = "DIR")]
-    pub check: Option<PathBuf>,
+    check: Option<PathBuf>,
 }
 
 /// Prints, writes or compares the definitions.
-pub fn run(args: &CrdsArgs) -> Result<()> {
+pub(crate) fn run(args: &CrdsArgs) -> Result<()> {
     let files = files()?;
     if let Some(dir) = &args.write {
         for (name, text) in &files {
