@@ -360,15 +360,22 @@ func tryLock(path string) (*os.File, error) {
 		}
 		return nil, err
 	}
-	// A lock on a file that its holder has removed keeps nobody out.
-	locked, err := file.Stat()
-	if err == nil {
-		if current, statErr := os.Stat(path); statErr == nil && os.SameFile(locked, current) {
-			return file, nil
-		}
+	// A lock on a file that its holder has removed meanwhile keeps nobody out.
+	if !isAt(file, path) {
+		file.Close()
+		return nil, nil
 	}
-	file.Close()
-	return nil, err
+	return file, nil
+}
+
+// isAt tells whether the open file is the one that has the path now.
+func isAt(file *os.File, path string) bool {
+	opened, err := file.Stat()
+	if err != nil {
+		return false
+	}
+	current, err := os.Stat(path)
+	return err == nil && os.SameFile(opened, current)
 }
 
 // progress prints lines with the time since the command began.

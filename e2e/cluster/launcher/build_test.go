@@ -240,3 +240,25 @@ func TestLockOnARemovedFileKeepsNobodyOut(t *testing.T) {
 		t.Errorf("two have it: %v, %v", file, err)
 	}
 }
+
+func TestRemovedFileIsNotAtItsPath(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	file, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	if !isAt(file, path) {
+		t.Error("it is not where it was made")
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if isAt(file, path) {
+		t.Error("it is removed, and at its path")
+	}
+	write(t, path, "another")
+	if isAt(file, path) {
+		t.Error("another has its path")
+	}
+}

@@ -37,9 +37,21 @@ type cluster struct {
 	built    binaries
 }
 
-// lock keeps other commands from changing the cluster.
+// lock keeps other commands from changing the cluster. Where there is none in the
+// end, unlocking removes the lock's file too.
 func (c *cluster) lock(ctx context.Context) (func(), error) {
-	return lockFile(ctx, c.layout.lockPath(), func() { c.progress.printf("waiting for another command on this cluster") })
+	path := c.layout.lockPath()
+	unlock, err := lockFile(ctx, path, func() { c.progress.printf("waiting for another command on this cluster") })
+	if err != nil {
+		return nil, err
+	}
+	return func() {
+		if _, err := os.Stat(c.layout.dir); errors.Is(err, fs.ErrNotExist) {
+			_ = os.Remove(path)
+			_ = os.Remove(defaultPlace) // fails while other clusters are in it
+		}
+		unlock()
+	}, nil
 }
 
 func (c *cluster) mustExist() error {

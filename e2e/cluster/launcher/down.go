@@ -28,13 +28,6 @@ func (c *cluster) down(ctx context.Context) error {
 	if len(found) > 0 {
 		return fmt.Errorf("something is left:\n%s", strings.Join(found, "\n"))
 	}
-	if err := os.Remove(c.layout.lockPath()); err != nil {
-		return err
-	}
-	// The default place, if no other cluster's lock is there.
-	if err := os.Remove(defaultPlace); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTEMPTY) {
-		return err
-	}
 	c.progress.printf("the cluster is gone")
 	return nil
 }

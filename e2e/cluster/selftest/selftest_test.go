@@ -133,7 +133,7 @@ func machine(t *testing.T) string {
 		{"sh", "-c", "iptables-save | grep -v '^#' | sed 's/\\[.*//'"},
 		{"sh", "-c", "cut -d' ' -f 5 /proc/self/mountinfo | sort"},
 		{"sh", "-c", "ls /sys/class/net"},
-		{"sh", "-c", "ls -d /etc/cni /etc/cdi /var/run/cdi /run/containerd /var/lib/kubelet /var/lib/containerd /opt/cni /opt/simgpu 2>/dev/null || true"},
+		{"sh", "-c", "ls -d /etc/cni /etc/cdi /var/run/cdi /run/containerd /var/lib/kubelet /var/lib/containerd /opt/cni /opt/simgpu /var/lib/cleave-e2e/* 2>/dev/null || true"},
 		{"sh", "-c", "cat /proc/sys/vm/overcommit_memory /proc/sys/kernel/panic /proc/sys/kernel/panic_on_oops /proc/sys/net/ipv4/ip_forward"},
 		{"sh", "-c", "find /sys/fs/cgroup -maxdepth 3 -type d -name '*cleave-e2e*' -o -maxdepth 3 -type d -name kubepods"},
 	} {
@@ -198,6 +198,9 @@ func TestCluster(t *testing.T) {
 			t.Errorf("the machine before:\n%s\nand after:\n%s", before, after)
 		}
 		cluster(t, "down") // again, of nothing
+		if _, err := os.Stat(state + ".lock"); err == nil {
+			t.Error("the lock's file is there")
+		}
 	})
 }
 
