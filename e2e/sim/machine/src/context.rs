@@ -38,7 +38,7 @@ pub struct Context {
     device: String,
     lease: String,
     // Locked as long as the context lives: that is how the others see that it does.
-    _lease: File,
+    held: File,
 }
 
 impl Machine {
@@ -87,7 +87,7 @@ impl Machine {
             flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io("lock", &path)(e.into()))?;
             let entry = Process { id, kind, device: device.clone(), used, pid, name, lease: Some(lease.clone()) };
             state.processes.push(entry);
-            Ok(Context { machine: self.clone(), id, boot, device, lease, _lease: file })
+            Ok(Context { machine: self.clone(), id, boot, device, lease, held: file })
         })
     }
 }
@@ -171,7 +171,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // Where this fails, letting go of the lease says the same.
+        // A child that was forked meanwhile holds the same lock: it is opened, not only closed.
+        let _ = flock(&self.held, FlockOperation::Unlock);
+        // Where this fails, letting go of the lease has said the same.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);
@@ -260,7 +262,7 @@ mod tests {
     }
 
     fn mode(machine: &Machine, mode: ComputeMode) {
-        machine.update(|s| Ok::<_, Error>(s.gpus[0].compute_mode = mode)).unwrap();
+        machine.change(|s| s.gpus[0].compute_mode = mode).unwrap();
     }
 
     #[test]
@@ -329,7 +331,7 @@ mod tests {
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
         // As the kernel does it when the owner is killed: the lock goes, and nothing else is told.
-        flock(&context._lease, FlockOperation::Unlock).unwrap();
+        flock(&context.held, FlockOperation::Unlock).unwrap();
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
     }
@@ -338,7 +340,7 @@ mod tests {
     fn nothing_opens_on_a_lost_gpu_and_what_is_open_is_told() {
         let (_dir, machine, gpu) = machine("T4");
         let context = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
-        machine.update(|s| Ok::<_, Error>(s.gpus[0].lost = true)).unwrap();
+        machine.change(|s| s.gpus[0].lost = true).unwrap();
         assert!(matches!(context.check(), Err(ContextError::Lost(_))));
         assert!(matches!(machine.open_context(&gpu, ContextKind::Compute, 0), Err(ContextError::Lost(_))));
         assert!(matches!(machine.open_context("GPU-x", ContextKind::Compute, 0), Err(ContextError::InvalidDevice(_))));
@@ -369,7 +371,7 @@ mod tests {
     fn a_reboot_ends_contexts_and_an_old_context_does_not_end_a_new_one() {
         let (_dir, machine, gpu) = machine("T4");
         let old = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
-        machine.update(|s| Ok::<_, Error>(s.reboot())).unwrap();
+        machine.change(State::reboot).unwrap();
         assert!(matches!(old.allocate(1), Err(ContextError::Destroyed)));
         let new = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         drop(old);

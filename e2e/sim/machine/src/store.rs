@@ -127,6 +127,14 @@ impl Machine {
         Ok(result)
     }
 
+    /// The same, for a change that cannot be refused.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> Result<T, Error> {
+        self.update(|state| Ok(change(state)))
+    }
+
     /// Waits until the state is newer than `since`, or the time is over; returns the state's generation.
     ///
     /// # Errors
@@ -345,7 +353,7 @@ mod tests {
                 scope.spawn(|| {
                     let own = Machine::open(dir.path()).unwrap();
                     for _ in 0..50 {
-                        own.update(|s| Ok::<_, Error>(s.next_id())).unwrap();
+                        own.change(State::next_id).unwrap();
                     }
                 });
             }
@@ -359,7 +367,7 @@ mod tests {
         let other = Machine::open(dir.path()).unwrap();
         let first = machine.snapshot().unwrap();
         assert!(Arc::ptr_eq(&first, &machine.snapshot().unwrap()));
-        other.update(|s| Ok::<_, Error>(s.gpus[0].lost = true)).unwrap();
+        other.change(|s| s.gpus[0].lost = true).unwrap();
         assert!(machine.snapshot().unwrap().gpus[0].lost);
     }
 
@@ -382,7 +390,7 @@ mod tests {
         fs::write(dir.path().join(GENERATION), (now + 1).to_le_bytes()).unwrap();
         fs::write(dir.path().join("state.json.new"), "{").unwrap();
         assert_eq!(machine.snapshot().unwrap().generation, now);
-        machine.update(|s| Ok::<_, Error>(s.gpus[0].lost = true)).unwrap();
+        machine.change(|s| s.gpus[0].lost = true).unwrap();
         assert!(Machine::open(dir.path()).unwrap().snapshot().unwrap().gpus[0].lost);
     }
 
@@ -403,7 +411,7 @@ mod tests {
         let writer = Machine::open(dir.path()).unwrap();
         thread::scope(|scope| {
             let waiter = scope.spawn(|| machine.wait_change(seen, Duration::from_secs(60)));
-            writer.update(|s| Ok::<_, Error>(s.next_id())).unwrap();
+            writer.change(State::next_id).unwrap();
             assert_eq!(waiter.join().unwrap().unwrap(), seen + 1);
         });
     }
@@ -421,7 +429,7 @@ mod tests {
     #[test]
     fn a_counted_fault_hits_so_many_calls_and_no_more() {
         let (_dir, machine) = machine();
-        machine.update(|s| Ok::<_, Error>(fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2)))).unwrap();
+        machine.change(|s| fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2))).unwrap();
         let hit = |call| machine.injected(call, None).unwrap();
         assert_eq!(hit("nvmlDeviceGetName"), None);
         assert_eq!(
@@ -452,7 +460,7 @@ mod tests {
     #[test]
     fn a_hanging_call_goes_on_when_the_fault_is_cleared() {
         let (dir, machine) = machine();
-        let id = machine.update(|s| Ok::<_, Error>(fault(s, "nvmlInit", Effect::Hang(None), Some(1)))).unwrap();
+        let id = machine.change(|s| fault(s, "nvmlInit", Effect::Hang(None), Some(1))).unwrap();
         thread::scope(|scope| {
             let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().injected("nvmlInit_v2", None));
             // It hangs once it has used up the fault's one call.
@@ -463,7 +471,7 @@ mod tests {
             }
             assert!(!hanging.is_finished());
             assert_eq!(machine.injected("nvmlInit_v2", None).unwrap(), None);
-            machine.update(|s| Ok::<_, Error>(s.faults.retain(|f| f.id != id))).unwrap();
+            machine.change(|s| s.faults.retain(|f| f.id != id)).unwrap();
             assert_eq!(hanging.join().unwrap().unwrap(), None);
         });
     }

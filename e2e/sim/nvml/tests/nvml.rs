@@ -1,0 +1,543 @@
+//! The built library as nvml-wrapper loads the real one.
+//!
+//! NVML is one per process, and so is the machine that it shows: each test runs again as a process of its own, with a
+//! machine of its own.
+
+// Creating MIG instances is in nvml-wrapper-sys only, as raw functions.
+#![allow(unsafe_code)]
+// A test says by a panic what it did not find.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::{ComputeMode, EccCounter, MemoryError, TemperatureSensor};
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::event::EventData;
+use nvml_wrapper::structs::device::MigMode;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use nvml_wrapper_sys::bindings as sys;
+use sim_machine::{ContextKind, Description, Effect, EventKind, Fault, GpuDescription, Machine, STATE_ENV, State};
+
+/// Runs a test's body in a process of its own, on a machine with these GPUs.
+fn alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
+    if std::env::var_os(STATE_ENV).is_some() {
+        return body(&Machine::open_default().unwrap());
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), numa_node: Some(1), ..GpuDescription::default() };
+    let gpus = gpus.iter().map(gpu).collect();
+    Machine::init(dir.path(), &Description { name: "test".to_owned(), gpus, ..Description::default() }).unwrap();
+    let output = this(name).env(STATE_ENV, dir.path()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// This program again, for one of its tests.
+fn this(name: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", name, "--include-ignored", "--nocapture"]);
+    command
+}
+
+/// A process that holds memory of a GPU until killed.
+struct Holder(Child);
+
+impl Holder {
+    fn new(machine: &Machine, device: &str) -> Self {
+        let before = machine.processes().unwrap().len();
+        let mut command = this("holder");
+        let child = command.env("HOLD", device).stdout(Stdio::null()).spawn().unwrap();
+        until(machine, |_| machine.processes().unwrap().len() > before);
+        Self(child)
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Waits for a condition that comes with a change of the state.
+fn until(machine: &Machine, done: impl Fn(&State) -> bool) {
+    for _ in 0..1000 {
+        let state = machine.snapshot().unwrap();
+        if done(&state) {
+            return;
+        }
+        machine.wait_change(state.generation, Duration::from_secs(60)).unwrap();
+    }
+    panic!("the condition never came");
+}
+
+#[test]
+#[ignore = "the other process of the tests about processes"]
+fn holder() {
+    let device = std::env::var("HOLD").unwrap();
+    let machine = Machine::open_default().unwrap();
+    let _context = machine.open_context(&device, ContextKind::Compute, 300 << 20).unwrap();
+    loop {
+        std::thread::park();
+    }
+}
+
+fn library() -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so")
+}
+
+fn load() -> Result<Nvml, NvmlError> {
+    Nvml::builder().lib_path(library().as_os_str()).init()
+}
+
+fn nvml() -> Nvml {
+    load().unwrap()
+}
+
+fn change(machine: &Machine, change: impl FnOnce(&mut State)) {
+    machine.change(change).unwrap();
+}
+
+/// Calls a raw function.
+macro_rules! raw {
+    ($nvml:expr, $name:ident($($argument:expr),*)) => {
+        // SAFETY: the arguments are handles of this library, plain numbers, and pointers to variables that live
+        // through the call and are as large as NVML asks.
+        unsafe { $nvml.lib().$name($($argument),*) }
+    };
+}
+
+fn handle(device: &Device<'_>) -> sys::nvmlDevice_t {
+    // SAFETY: the handle is used for calls to the library it comes from only, while that is loaded.
+    unsafe { device.handle() }
+}
+
+fn create(nvml: &Nvml, gpu: &Device<'_>, profile: u32, at: Option<(u32, u32)>) -> Result<sys::nvmlGpuInstance_t, u32> {
+    let mut made = std::ptr::null_mut();
+    let code = match at {
+        None => raw!(nvml, nvmlDeviceCreateGpuInstance(handle(gpu), profile, &raw mut made)),
+        Some((start, size)) => {
+            let at = sys::nvmlGpuInstancePlacement_t { start, size };
+            raw!(nvml, nvmlDeviceCreateGpuInstanceWithPlacement(handle(gpu), profile, &raw const at, &raw mut made))
+        }
+    };
+    if code == 0 { Ok(made) } else { Err(code) }
+}
+
+fn create_compute(nvml: &Nvml, gi: sys::nvmlGpuInstance_t, profile: u32) -> Result<sys::nvmlComputeInstance_t, u32> {
+    let mut made = std::ptr::null_mut();
+    match raw!(nvml, nvmlGpuInstanceCreateComputeInstance(gi, profile, &raw mut made)) {
+        0 => Ok(made),
+        code => Err(code),
+    }
+}
+
+fn set_mig(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
+    let mut activation = 99;
+    let code = raw!(nvml, nvmlDeviceSetMigMode(handle(gpu), on, &raw mut activation));
+    (code, activation)
+}
+
+#[test]
+fn inventory() {
+    alone("inventory", &["H200-141", "T4", "L4", "A30"], |machine| {
+        let nvml = nvml();
+        let state = machine.snapshot().unwrap();
+        assert_eq!(nvml.device_count().unwrap(), 4);
+        assert_eq!(nvml.sys_driver_version().unwrap(), "580.159.04");
+        assert_eq!(nvml.sys_nvml_version().unwrap(), "13.580.159.04");
+        assert_eq!(nvml.sys_cuda_driver_version().unwrap(), 13000);
+        let sms = [132, 40, 58, 56];
+        for (index, sms) in (0..).zip(sms) {
+            let device = nvml.device_by_index(index).unwrap();
+            let known = &state.gpus[index as usize];
+            assert_eq!(device.uuid().unwrap(), known.uuid);
+            assert_eq!(device.name().unwrap(), known.model);
+            assert_eq!((device.index().unwrap(), device.minor_number().unwrap()), (index, index));
+            let per_sm = match device.cuda_compute_capability().unwrap() {
+                c if (c.major, c.minor) == (7, 5) || (c.major, c.minor) == (8, 0) => 64,
+                _ => 128,
+            };
+            assert_eq!(device.num_cores().unwrap() / per_sm, sms);
+            assert_eq!(device.memory_affinity(1, 0.try_into().unwrap()).unwrap(), [0b10]);
+            let pci = device.pci_info().unwrap();
+            assert_eq!(pci.bus_id, known.pci.bus_id());
+            assert_eq!(nvml.device_by_pci_bus_id(pci.bus_id).unwrap().index().unwrap(), index);
+            assert_eq!(nvml.device_by_uuid(known.uuid.as_str()).unwrap().index().unwrap(), index);
+            assert!(device.power_usage().unwrap() <= device.enforced_power_limit().unwrap());
+            assert!(device.temperature(TemperatureSensor::Gpu).unwrap() < 90);
+        }
+        let h200 = nvml.device_by_index(0).unwrap();
+        let memory = h200.memory_info().unwrap();
+        assert_eq!((memory.total >> 20, memory.free >> 20, memory.used), (143_771, 143_155, 0));
+        assert_eq!(memory.total, memory.free + memory.reserved);
+        assert_eq!(h200.mig_mode().unwrap(), MigMode { current: 0, pending: 0 });
+        assert_eq!(h200.mig_device_count().unwrap(), 0);
+        let none = NvmlError::NotSupported;
+        assert_eq!(nvml.device_by_index(1).unwrap().mig_mode().unwrap_err().to_string(), none.to_string());
+        assert!(matches!(h200.numa_node_id(), Err(NvmlError::NotSupported)));
+        assert!(matches!(nvml.device_by_index(4), Err(NvmlError::InvalidArg)));
+        assert!(matches!(nvml.device_by_uuid("GPU-x"), Err(NvmlError::NotFound)));
+    });
+}
+
+#[test]
+fn a_full_sized_profile_gives_the_sms_of_a_hopper() {
+    alone("a_full_sized_profile_gives_the_sms_of_a_hopper", &["H200-141", "T4"], |_| {
+        let nvml = nvml();
+        let h200 = nvml.device_by_index(0).unwrap();
+        let info = h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_7_SLICE).unwrap();
+        assert_eq!((info.id, info.multiprocessor_count, info.memory_size_mb), (0, 132, 143_360));
+        let info = h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_1_SLICE_REV2).unwrap();
+        assert_eq!((info.id, info.multiprocessor_count, info.instance_count, info.memory_size_mb), (15, 26, 4, 33_280));
+        assert!(matches!(h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_8_SLICE), Err(NvmlError::NotSupported)));
+        assert!(matches!(h200.profile_info(17), Err(NvmlError::InvalidArg)));
+        // nvml-wrapper 0.13 forgets the length of its list, and returns none.
+        let (mut list, mut count) = ([zeroed::<sys::nvmlGpuInstancePlacement_t>(); 8], 0);
+        let none = std::ptr::null_mut();
+        assert_eq!(
+            raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle(&h200), 15, none, &raw mut count)),
+            0
+        );
+        assert_eq!(count, 4, "a null list asks how many");
+        let to = list.as_mut_ptr();
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle(&h200), 15, to, &raw mut count)), 0);
+        assert_eq!(list[..4].iter().map(|p| (p.start, p.size)).collect::<Vec<_>>(), [(0, 2), (2, 2), (4, 2), (6, 2)]);
+        // With MIG off, as many as on an empty GPU.
+        let mut capacity = 0;
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceRemainingCapacity(handle(&h200), 9, &raw mut capacity)), 0);
+        assert_eq!(capacity, 2);
+        let mut named = zeroed::<sys::nvmlGpuInstanceProfileInfo_v3_t>();
+        named.version = u32::try_from(size_of_val(&named)).unwrap() | 3 << 24;
+        let at = std::ptr::from_mut(&mut named).cast();
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceProfileInfoV(handle(&h200), 7, at)), 0);
+        let name: String = named.name.iter().take_while(|c| **c != 0).map(|c| char::from(c.cast_unsigned())).collect();
+        assert_eq!((name.as_str(), named.id, named.capabilities), ("MIG 1g.18gb+me", 20, 0));
+        named.version = 1;
+        let at = std::ptr::from_mut(&mut named).cast();
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceProfileInfoV(handle(&h200), 7, at)), 25);
+        assert!(matches!(nvml.device_by_index(1).unwrap().profile_info(0), Err(NvmlError::NotSupported)));
+    });
+}
+
+fn zeroed<T>() -> T {
+    // SAFETY: used for NVML's structures only, which are integers and arrays of them: zero is a value of each.
+    unsafe { std::mem::zeroed() }
+}
+
+#[test]
+fn mig_instances_are_made_used_and_destroyed() {
+    alone("mig_instances_are_made_used_and_destroyed", &["H100-80"], |machine| {
+        let nvml = nvml();
+        let mut gpu = nvml.device_by_index(0).unwrap();
+        assert_eq!(create(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
+        assert_eq!(set_mig(&nvml, &gpu, 1), (0, 0));
+        assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 1 });
+        assert_eq!(gpu.mig_device_count().unwrap(), 7);
+        assert!(matches!(gpu.mig_device_by_index(0), Err(NvmlError::NotFound)));
+
+        let gi = create(&nvml, &gpu, 9, Some((4, 4))).unwrap();
+        assert_eq!(create(&nvml, &gpu, 9, Some((4, 4))).unwrap_err(), 23, "taken");
+        assert_eq!(create(&nvml, &gpu, 9, Some((2, 4))).unwrap_err(), 2, "no placement of the profile");
+        assert_eq!(create(&nvml, &gpu, 0, None).unwrap_err(), 23, "no room for the whole");
+        assert_eq!(create(&nvml, &gpu, 77, None).unwrap_err(), 2, "no such profile");
+        let mut info = zeroed::<sys::nvmlGpuInstanceInfo_t>();
+        assert_eq!(raw!(nvml, nvmlGpuInstanceGetInfo(gi, &raw mut info)), 0);
+        assert_eq!((info.id, info.profileId, info.placement.start, info.placement.size), (2, 9, 4, 4));
+        let (mut list, mut count) = ([std::ptr::null_mut(); 7], 0);
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstances(handle(&gpu), 9, list.as_mut_ptr(), &raw mut count)), 0);
+        assert_eq!((count, list[0]), (1, gi));
+
+        let mut profile = zeroed::<sys::nvmlComputeInstanceProfileInfo_t>();
+        assert_eq!(raw!(nvml, nvmlGpuInstanceGetComputeInstanceProfileInfo(gi, 2, 0, &raw mut profile)), 0);
+        assert_eq!((profile.id, profile.multiprocessorCount, profile.instanceCount), (2, 60, 1));
+        let ci = create_compute(&nvml, gi, profile.id).unwrap();
+        assert_eq!(create_compute(&nvml, gi, 0).unwrap_err(), 23);
+        let mig = gpu.mig_device_by_index(0).unwrap();
+        let uuid = mig.uuid().unwrap();
+        assert!(uuid.starts_with("MIG-") && mig.mig_is_mig_device_handle().unwrap());
+        assert_eq!(mig.name().unwrap(), "NVIDIA H100 80GB HBM3 MIG 3g.40gb");
+        assert_eq!(mig.mig_parent_device().unwrap().uuid().unwrap(), gpu.uuid().unwrap());
+        let attributes = mig.attributes().unwrap();
+        assert_eq!((attributes.multiprocessor_count, attributes.memory_size_mb), (60, 40_448));
+        assert_eq!(nvml.device_by_uuid(uuid.as_str()).unwrap().index().unwrap(), 0);
+        assert!(matches!(mig.minor_number(), Err(NvmlError::NotSupported)));
+        assert!(matches!(gpu.attributes(), Err(NvmlError::NotSupported)));
+        assert!(gpu.set_compute_mode(ComputeMode::ExclusiveProcess).is_err());
+
+        let mut user = Holder::new(machine, &uuid);
+        let listed = mig.running_compute_processes().unwrap();
+        assert_eq!((listed.len(), listed[0].pid), (1, user.0.id()));
+        let on_gpu = gpu.running_compute_processes().unwrap();
+        assert_eq!((on_gpu[0].gpu_instance_id, on_gpu[0].compute_instance_id), (Some(2), Some(0)));
+        assert_eq!(mig.memory_info().unwrap().used >> 20, 300);
+        assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 19, "in use by a process");
+        assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 19, "in use by a compute instance");
+        assert_eq!(set_mig(&nvml, &gpu, 0), (0, 19), "pending: in use");
+        assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 0 });
+        user.kill();
+        assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 0);
+        assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 0);
+        assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 6);
+        assert!(matches!(mig.uuid(), Err(NvmlError::NotFound)));
+        assert_eq!(set_mig(&nvml, &gpu, 0), (0, 0));
+    });
+}
+
+#[test]
+fn handles_that_are_none_are_refused() {
+    alone("handles_that_are_none_are_refused", &["A100-40"], |_| {
+        let nvml = nvml();
+        let gpu = handle(&nvml.device_by_index(0).unwrap());
+        let mut out = 0;
+        for wrong in [0_usize, 1, 4096, gpu.addr() + 16, gpu.addr() + 1, usize::MAX] {
+            let device = std::ptr::without_provenance_mut(wrong);
+            assert_eq!(raw!(nvml, nvmlDeviceGetIndex(device, &raw mut out)), 2, "{wrong}");
+        }
+        assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gpu.cast())), 2, "a GPU is no GPU instance");
+        assert_eq!(raw!(nvml, nvmlDeviceGetIndex(gpu, std::ptr::null_mut())), 2);
+        let mut name = [0; 4];
+        assert_eq!(raw!(nvml, nvmlDeviceGetName(gpu, name.as_mut_ptr(), 4)), 7, "too short");
+        assert_eq!(raw!(nvml, nvmlDeviceGetSupportedClocksThrottleReasons(gpu, std::ptr::null_mut())), 3);
+    });
+}
+
+fn xid_of(event: &EventData<'_>) -> u64 {
+    match event.event_data {
+        Some(XidError::Value(code)) => code,
+        Some(XidError::Unknown) | None => panic!("no XID"),
+    }
+}
+
+fn next_xid(set: &EventSet<'_>) -> u64 {
+    xid_of(&set.wait(60_000).unwrap())
+}
+
+#[test]
+fn an_event_names_the_mig_device_it_is_about() {
+    alone("an_event_names_the_mig_device_it_is_about", &["A30"], |machine| {
+        let nvml = nvml();
+        let gpu = handle(&nvml.device_by_index(0).unwrap());
+        let mut set = std::ptr::null_mut();
+        assert_eq!(raw!(nvml, nvmlEventSetCreate(&raw mut set)), 0);
+        assert_eq!(raw!(nvml, nvmlDeviceRegisterEvents(gpu, 1 << 40, set)), 3, "no such event");
+        assert_eq!(raw!(nvml, nvmlDeviceRegisterEvents(gpu, 8, set)), 0);
+        let uuid = machine.snapshot().unwrap().gpus[0].uuid.clone();
+        change(machine, |s| s.push_event(&uuid, EventKind::Xid, 94, Some((3, 0))));
+        change(machine, |s| s.push_event(&uuid, EventKind::Xid, 79, None));
+        let mut data = zeroed::<sys::nvmlEventData_t>();
+        let mut next = || {
+            assert_eq!(raw!(nvml, nvmlEventSetWait_v2(set, &raw mut data, 60_000)), 0);
+            assert_eq!((data.device, data.eventType), (gpu, 8));
+            (data.eventData, data.gpuInstanceId, data.computeInstanceId)
+        };
+        assert_eq!(next(), (94, 3, 0));
+        assert_eq!(next(), (79, u32::MAX, u32::MAX));
+        assert_eq!(raw!(nvml, nvmlEventSetWait_v2(set, &raw mut data, 0)), 10);
+        assert_eq!(raw!(nvml, nvmlEventSetFree(set)), 0);
+        assert_eq!(raw!(nvml, nvmlEventSetWait_v2(set, &raw mut data, 0)), 2, "freed");
+    });
+}
+
+#[test]
+fn events_reach_those_who_asked_for_them() {
+    alone("events_reach_those_who_asked_for_them", &["H100-80", "H100-80"], |machine| {
+        let nvml = nvml();
+        let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
+        let xid = |gpu: usize, code: u64| change(machine, |s| s.push_event(&uuids[gpu], EventKind::Xid, code, None));
+        xid(0, 1);
+        let first = nvml.device_by_index(0).unwrap();
+        let second = nvml.device_by_index(1).unwrap();
+        assert!(first.supported_event_types().unwrap().contains(EventTypes::CRITICAL_XID_ERROR));
+        let set = nvml.create_event_set().unwrap();
+        let set = first.register_events(EventTypes::CRITICAL_XID_ERROR, set).unwrap();
+        xid(1, 2);
+        let ecc = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
+        let set = second.register_events(ecc, set).unwrap();
+        assert!(matches!(set.wait(20), Err(NvmlError::Timeout)), "what came before is not told");
+        xid(0, 79);
+        change(machine, |s| s.push_event(&uuids[0], EventKind::DoubleBitEcc, 0, None));
+        change(machine, |s| s.push_event(&uuids[1], EventKind::DoubleBitEcc, 0, None));
+        change(machine, |s| s.push_event(&uuids[1], EventKind::Xid, 94, Some((3, 0))));
+        let got = set.wait(60_000).unwrap();
+        assert_eq!((got.device.uuid().unwrap(), xid_of(&got)), (uuids[0].clone(), 79));
+        let got = set.wait(60_000).unwrap();
+        assert_eq!(got.device.uuid().unwrap(), uuids[1]);
+        assert_eq!(got.event_type, EventTypes::DOUBLE_BIT_ECC_ERROR);
+        assert_eq!(next_xid(&set), 94);
+        // One that comes while waiting.
+        std::thread::scope(|scope| {
+            scope.spawn(|| xid(0, 31));
+            assert_eq!(next_xid(&set), 31);
+        });
+        // The last word of a GPU comes before the news that it is gone.
+        xid(1, 79);
+        change(machine, |s| s.gpus[1].lost = true);
+        assert_eq!(next_xid(&set), 79);
+        assert!(matches!(set.wait(60_000), Err(NvmlError::GpuLost)));
+        change(machine, |s| s.gpus[1].lost = false);
+        assert!(matches!(set.wait(0), Err(NvmlError::Timeout)));
+    });
+}
+
+#[test]
+fn one_lost_gpu_is_one_lost_gpu() {
+    alone("one_lost_gpu_is_one_lost_gpu", &["A100-80", "A100-80"], |machine| {
+        let nvml = nvml();
+        let (lost, well) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
+        let uuid = lost.uuid().unwrap();
+        change(machine, |s| s.gpus[0].lost = true);
+        assert!(matches!(lost.uuid(), Err(NvmlError::GpuLost)));
+        assert!(matches!(lost.memory_info(), Err(NvmlError::GpuLost)));
+        assert!(matches!(lost.running_compute_processes(), Err(NvmlError::GpuLost)));
+        assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
+        assert!(matches!(nvml.device_by_uuid(uuid.as_str()), Err(NvmlError::GpuLost)));
+        assert_eq!(set_mig(&nvml, &lost, 1).0, 15);
+        assert_eq!(nvml.device_count().unwrap(), 2);
+        well.memory_info().unwrap();
+        // A program that starts now sees the same.
+        drop(nvml);
+        let nvml = self::nvml();
+        assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
+        change(machine, |s| s.gpus[0].lost = false);
+        assert_eq!(nvml.device_by_index(0).unwrap().uuid().unwrap(), uuid);
+    });
+}
+
+#[test]
+fn processes_are_listed_with_their_memory_and_go_when_killed() {
+    alone("processes_are_listed_with_their_memory_and_go_when_killed", &["H200-141"], |machine| {
+        let nvml = nvml();
+        let gpu = nvml.device_by_index(0).unwrap();
+        let uuid = gpu.uuid().unwrap();
+        assert!(gpu.running_compute_processes().unwrap().is_empty());
+        let mut other = Holder::new(machine, &uuid);
+        let server = machine.open_context(&uuid, ContextKind::MpsServer, 66 << 20).unwrap();
+        let client = machine.register_client(&uuid, other.0.id(), 274 << 20).unwrap();
+        let listed = |list: Vec<nvml_wrapper::struct_wrappers::device::ProcessInfo>| {
+            let mib = |u| match u {
+                UsedGpuMemory::Used(bytes) => bytes >> 20,
+                UsedGpuMemory::Unavailable => panic!("no memory"),
+            };
+            let mut list: Vec<_> = list.into_iter().map(|p| (p.pid, mib(p.used_gpu_memory))).collect();
+            list.sort_unstable();
+            list
+        };
+        let mut expected = [(std::process::id(), 66), (other.0.id(), 574)];
+        expected.sort_unstable();
+        assert_eq!(listed(gpu.running_compute_processes().unwrap()), expected);
+        assert_eq!(listed(gpu.running_compute_processes_v2().unwrap()), expected);
+        assert_eq!(listed(gpu.mps_running_compute_processes().unwrap()), [(other.0.id(), 274)]);
+        assert!(gpu.running_graphics_processes().unwrap().is_empty());
+        assert_eq!(gpu.memory_info().unwrap().used >> 20, 640);
+        let (mut count, mut few) = (1, [zeroed::<sys::nvmlProcessInfo_v2_t>(); 1]);
+        let code =
+            raw!(nvml, nvmlDeviceGetComputeRunningProcesses_v3(handle(&gpu), &raw mut count, few.as_mut_ptr().cast()));
+        assert_eq!((code, count), (7, 2), "too little room: how much is needed");
+        other.kill();
+        assert_eq!(listed(gpu.running_compute_processes().unwrap()), [(std::process::id(), 66)]);
+        assert!(gpu.mps_running_compute_processes().unwrap().is_empty());
+        assert_eq!(gpu.memory_info().unwrap().used >> 20, 66);
+        drop((client, server));
+        assert!(gpu.running_compute_processes().unwrap().is_empty());
+    });
+}
+
+#[test]
+fn what_one_process_sets_the_others_see() {
+    alone("what_one_process_sets_the_others_see", &["H200-141"], |machine| {
+        let nvml = nvml();
+        let mut gpu = nvml.device_by_index(0).unwrap();
+        gpu.set_compute_mode(ComputeMode::ExclusiveProcess).unwrap();
+        assert_eq!(machine.snapshot().unwrap().gpus[0].compute_mode, sim_machine::ComputeMode::ExclusiveProcess);
+        let _holder = Holder::new(machine, &gpu.uuid().unwrap());
+        assert!(machine.open_context(&gpu.uuid().unwrap(), ContextKind::Compute, 0).is_err());
+        change(machine, |s| s.gpus[0].compute_mode = sim_machine::ComputeMode::Prohibited);
+        assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Prohibited);
+        change(machine, |s| s.gpus[0].ecc = [3, 1]);
+        let errors = |kind| gpu.total_ecc_errors(kind, EccCounter::Volatile).unwrap();
+        assert_eq!((errors(MemoryError::Corrected), errors(MemoryError::Uncorrected)), (3, 1));
+    });
+}
+
+#[test]
+fn only_root_changes_a_gpu() {
+    alone("only_root_changes_a_gpu", &["H100-80"], |_| {
+        let nvml = nvml();
+        let mut gpu = nvml.device_by_index(0).unwrap();
+        if rustix::process::geteuid().is_root() {
+            // Of this thread alone, as the kernel does it; what it was set for ends with this process.
+            rustix::thread::set_thread_res_uid(
+                rustix::process::Uid::from_raw(1000),
+                rustix::process::Uid::from_raw(1000),
+                rustix::process::Uid::ROOT,
+            )
+            .unwrap();
+        }
+        assert!(matches!(gpu.set_compute_mode(ComputeMode::Prohibited), Err(NvmlError::NoPermission)));
+        assert_eq!(set_mig(&nvml, &gpu, 1).0, 4);
+        assert_eq!(create(&nvml, &gpu, 0, None).unwrap_err(), 4);
+        assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Default);
+    });
+}
+
+#[test]
+fn injected_errors_and_hangs_come_before_the_answer() {
+    alone("injected_errors_and_hangs_come_before_the_answer", &["T4", "T4"], |machine| {
+        let nvml = nvml();
+        let (one, two) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
+        let gpu = Some(one.uuid().unwrap());
+        let inject = |id: u64, call: &str, gpu: Option<String>, effect, remaining| {
+            change(machine, |s| s.faults.push(Fault { id, call: call.to_owned(), gpu, effect, remaining }));
+        };
+        inject(1, "nvmlDeviceGetUUID", gpu, Effect::Code(999), Some(1));
+        two.uuid().unwrap();
+        assert!(matches!(one.uuid(), Err(NvmlError::Unknown)));
+        one.uuid().unwrap();
+        inject(2, "nvmlDeviceGetName", None, Effect::Hang(None), Some(1));
+        std::thread::scope(|scope| {
+            let hanging = scope.spawn(|| one.name().unwrap());
+            until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
+            // The library is not held meanwhile: others go on.
+            two.memory_info().unwrap();
+            assert!(!hanging.is_finished());
+            change(machine, |s| s.faults.clear());
+            assert_eq!(hanging.join().unwrap(), "Tesla T4");
+        });
+        inject(3, "nvmlInit*", None, Effect::Code(18), None);
+        assert!(matches!(load(), Err(NvmlError::LibRmVersionMismatch)));
+    });
+}
+
+#[test]
+fn without_a_driver_there_is_no_nvml() {
+    alone("without_a_driver_there_is_no_nvml", &[], |machine| {
+        assert_eq!(nvml().device_count().unwrap(), 0, "a driver, and no GPU");
+        change(machine, |s| s.driver.present = false);
+        assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
+        std::fs::remove_dir_all(machine.dir()).unwrap();
+        assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
+        std::fs::create_dir(machine.dir()).unwrap();
+    });
+}
+
+#[test]
+fn after_the_last_shutdown_nothing_answers() {
+    alone("after_the_last_shutdown_nothing_answers", &["T4"], |_| {
+        let (one, two) = (nvml(), nvml());
+        drop(one);
+        assert_eq!(two.device_count().unwrap(), 1);
+        assert_eq!(raw!(two, nvmlShutdown()), 0);
+        assert!(matches!(two.device_count(), Err(NvmlError::Uninitialized)));
+        assert_eq!(raw!(two, nvmlShutdown()), 1);
+    });
+}

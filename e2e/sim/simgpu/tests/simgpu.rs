@@ -1,0 +1,193 @@
+//! The command as a person or a test calls it.
+
+// A test says by a panic what it did not find.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use sim_machine::{ComputeMode, Effect, EventKind, Machine};
+
+/// A machine's directory and the command for it.
+struct Simgpu(tempfile::TempDir);
+
+impl Simgpu {
+    fn new(arguments: &[&str]) -> Self {
+        let simgpu = Self(tempfile::tempdir().unwrap());
+        simgpu.ok(&[&["init"], arguments].concat());
+        simgpu
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_simgpu"));
+        command.arg("--state").arg(self.0.path()).args(arguments);
+        command
+    }
+
+    fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.command(arguments).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// What it says when it refuses, having changed nothing.
+    fn refused(&self, arguments: &[&str]) -> String {
+        let before = self.machine().snapshot().unwrap().generation;
+        let output = self.command(arguments).output().unwrap();
+        assert!(!output.status.success(), "{arguments:?}");
+        assert_eq!(self.machine().snapshot().unwrap().generation, before, "{arguments:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    fn machine(&self) -> Machine {
+        Machine::open(self.0.path()).unwrap()
+    }
+}
+
+/// Ended with the test.
+struct Held(Child);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+fn hold(simgpu: &Simgpu, device: &str) -> Held {
+    let machine = simgpu.machine();
+    let before = machine.processes().unwrap().len();
+    let command = simgpu.command(&["hold", device, "--memory", "700"]).stdout(Stdio::null()).spawn();
+    let held = Held(command.unwrap());
+    for _ in 0..100 {
+        let seen = machine.snapshot().unwrap().generation;
+        if machine.processes().unwrap().len() > before {
+            return held;
+        }
+        machine.wait_change(seen, Duration::from_secs(60)).unwrap();
+    }
+    panic!("it never held {device}");
+}
+
+#[test]
+fn a_machine_is_made_as_told() {
+    let simgpu = Simgpu::new(&["--gpus", "4xH100-80", "--gpus", "T4", "--gpus", "2xL4", "--machine", "node-1"]);
+    let state = simgpu.machine().snapshot().unwrap();
+    let models: Vec<&str> = state.gpus.iter().map(|g| g.model.as_str()).collect();
+    let h100 = "NVIDIA H100 80GB HBM3";
+    assert_eq!(models, [h100, h100, h100, h100, "Tesla T4", "NVIDIA L4", "NVIDIA L4"]);
+    let other = Simgpu::new(&["--gpus", "T4", "--machine", "node-2"]);
+    assert_ne!(other.machine().snapshot().unwrap().gpus[0].uuid, state.gpus[0].uuid);
+    let shown = simgpu.ok(&["show"]);
+    assert!(state.gpus.iter().all(|g| shown.contains(&g.uuid)), "{shown}");
+    assert!(simgpu.refused(&["init", "--gpus", "3xH900"]).contains("H900"));
+    assert!(simgpu.refused(&["init", "--gpus", "99999999999xT4"]).contains("too many"));
+}
+
+#[test]
+fn a_file_describes_what_options_cannot() {
+    let simgpu = Simgpu::new(&[]);
+    let file = simgpu.0.path().join("machine.json");
+    let text = r#"{"name":"numa","gpus":[{"model":"A30","uuid":"GPU-a","numaNode":1},{"model":"Own"}],
+        "models":[{"name":"Own","architecture":"Hopper","computeCapability":[9,0],"sms":4,"coresPerSm":128,"memoryMib":100,
+        "cudaMemoryMib":90,"memoryBusWidth":64,"pciDeviceId":1,"pciSubsystemId":2,"powerWatts":[10,5]}]}"#;
+    std::fs::write(&file, text).unwrap();
+    simgpu.ok(&["init", "--file", file.to_str().unwrap()]);
+    let state = simgpu.machine().snapshot().unwrap();
+    assert_eq!((state.gpus[0].uuid.as_str(), state.gpus[0].numa_node), ("GPU-a", Some(1)));
+    assert_eq!(state.model(&state.gpus[1]).unwrap().sms, 4);
+    std::fs::write(&file, r#"{"name":"x","gpu":[]}"#).unwrap();
+    assert!(simgpu.refused(&["init", "--file", file.to_str().unwrap()]).contains("unknown field"));
+}
+
+#[test]
+fn faults_are_injected_and_cleared() {
+    let simgpu = Simgpu::new(&["--gpus", "2xT4"]);
+    simgpu.ok(&["fail", "nvmlDeviceGetUUID", "--gpu", "1", "--code", "gpu_is_lost", "--count", "3"]);
+    let second = simgpu.ok(&["hang", "nvmlEventSetWait", "--seconds", "2.5"]);
+    simgpu.ok(&["fail", "mps:start", "--code", "7"]);
+    let state = simgpu.machine().snapshot().unwrap();
+    assert_eq!(state.faults[0].gpu.as_ref(), Some(&state.gpus[1].uuid));
+    let seen: Vec<_> = state.faults.iter().map(|f| (f.effect, f.remaining)).collect();
+    assert_eq!(seen, [(Effect::Code(15), Some(3)), (Effect::Hang(Some(2.5)), None), (Effect::Code(7), None)]);
+    assert!(simgpu.ok(&["show"]).contains("nvmlEventSetWait hangs for 2.5 s"));
+    simgpu.ok(&["clear", second.trim().strip_prefix("fault ").unwrap()]);
+    assert_eq!(simgpu.machine().snapshot().unwrap().faults.len(), 2);
+    simgpu.ok(&["clear"]);
+    assert!(simgpu.machine().snapshot().unwrap().faults.is_empty());
+    assert!(simgpu.refused(&["clear", "77"]).contains("no fault 77"));
+    assert!(simgpu.refused(&["fail", "x", "--code", "NONSENSE"]).contains("NONSENSE"));
+    assert!(simgpu.refused(&["fail", "x", "--gpu", "7"]).contains("no GPU 7"));
+    assert!(simgpu.refused(&["hang", "x", "--seconds=-1"]).contains("no time"));
+}
+
+#[test]
+fn events_and_lost_gpus() {
+    let simgpu = Simgpu::new(&["--gpus", "2xH100-80"]);
+    simgpu.ok(&["xid", "0", "79"]);
+    simgpu.ok(&["xid", "1", "94", "--instance", "3,0"]);
+    simgpu.ok(&["ecc", "1", "--uncorrected", "2"]);
+    simgpu.ok(&["lose", "0"]);
+    let state = simgpu.machine().snapshot().unwrap();
+    let seen: Vec<_> = state.events.iter().map(|e| (e.kind, e.data, e.gpu_instance)).collect();
+    assert_eq!(seen, [(EventKind::Xid, 79, None), (EventKind::Xid, 94, Some(3)), (EventKind::DoubleBitEcc, 0, None)]);
+    assert_eq!((state.gpus[0].lost, state.gpus[1].ecc), (true, [0, 2]));
+    assert!(simgpu.ok(&["show"]).contains("LOST"));
+    simgpu.ok(&["restore", "0"]);
+    assert!(!simgpu.machine().snapshot().unwrap().gpus[0].lost);
+    assert!(simgpu.refused(&["xid", "9", "79"]).contains("no GPU 9"));
+}
+
+#[test]
+fn settings_of_a_gpu() {
+    let simgpu = Simgpu::new(&["--gpus", "H100-80"]);
+    simgpu.ok(&["set", "0", "compute-mode=exclusive-process", "temperature=91", "numa=1", "cpus=0-3"]);
+    let gpu = simgpu.machine().snapshot().unwrap().gpus[0].clone();
+    assert_eq!((gpu.compute_mode, gpu.temperature, gpu.numa_node), (ComputeMode::ExclusiveProcess, Some(91), Some(1)));
+    // All or nothing: the first of the two is not kept.
+    assert!(simgpu.refused(&["set", "0", "temperature=50", "speed=9"]).contains("speed"));
+    assert_eq!(simgpu.machine().snapshot().unwrap().gpus[0].temperature, Some(91));
+    simgpu.ok(&["driver", "--present", "false", "--version", "570.1"]);
+    let state = simgpu.machine().snapshot().unwrap();
+    assert_eq!((state.driver.present, state.driver.version.as_str()), (false, "570.1"));
+    assert!(simgpu.ok(&["show"]).contains("not loaded"));
+}
+
+#[test]
+fn processes_are_listed_and_protect_what_they_use() {
+    let simgpu = Simgpu::new(&["--gpus", "A100-40"]);
+    simgpu.ok(&["set", "0", "mig=on"]);
+    let uuid = simgpu.ok(&["mig", "create", "0", "3g.20gb", "--at", "0"]).trim().to_owned();
+    assert!(simgpu.refused(&["mig", "create", "0", "3g.20gb", "--at", "0"]).contains("insufficient resources"));
+    assert!(simgpu.refused(&["mig", "create", "0", "9g.90gb"]).contains("no profile"));
+    let held = hold(&simgpu, &uuid);
+    let listed: serde_json::Value = serde_json::from_str(&simgpu.ok(&["processes", "-o", "json"])).unwrap();
+    assert_eq!((&listed[0]["visiblePid"], &listed[0]["used"]), (&held.0.id().into(), &(700_u64 << 20).into()));
+    assert!(simgpu.refused(&["mig", "destroy", &uuid]).contains("in use"));
+    assert!(simgpu.refused(&["reset", "0"]).contains("in use"));
+    drop(held);
+    assert_eq!(simgpu.ok(&["processes", "-o", "json"]).trim(), "[]");
+    simgpu.ok(&["mig", "destroy", &uuid]);
+    simgpu.ok(&["set", "0", "mig=off"]);
+    assert!(simgpu.ok(&["show"]).contains("Default\n"));
+}
+
+#[test]
+fn a_reboot_ends_what_runs() {
+    let simgpu = Simgpu::new(&["--gpus", "T4"]);
+    let mut held = hold(&simgpu, "0");
+    simgpu.ok(&["reboot"]);
+    assert!(!held.0.wait().unwrap().success());
+    assert!(simgpu.machine().processes().unwrap().is_empty());
+}
+
+#[test]
+fn without_a_machine_it_says_how_to_make_one() {
+    let none = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-machine-here");
+    let output = Command::new(env!("CARGO_BIN_EXE_simgpu")).arg("--state").arg(&none).arg("show").output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && text.contains("simgpu init"), "{text}");
+    let models = Command::new(env!("CARGO_BIN_EXE_simgpu")).arg("models").output().unwrap();
+    assert!(String::from_utf8(models.stdout).unwrap().contains("NVIDIA H200"));
+}
