@@ -3,6 +3,7 @@
 //! Shares under MPS, and turns where it can be, are of one GPU. `Allocate` answers from what is served; a daemon that is away is no reason
 //! to refuse, since the container's start waits for it.
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 
 use cleave_api::gpunode::Reservation;
 use cleave_kubelet::{ContainerResponse, DeviceNode, Mount, PreferredRequest};
@@ -60,7 +61,10 @@ pub fn allocation_id(resource: &str, ids: &[String]) -> String {
         hash.update([0]);
         hash.update(id);
     }
-    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    hash.finalize().iter().take(16).fold(String::with_capacity(32), |mut digits, byte| {
+        let _ = write!(digits, "{byte:02x}");
+        digits
+    })
 }
 
 /// The pools of one resource, with what is needed to choose among them.
@@ -228,7 +232,7 @@ impl Handover {
         match self.strategy {
             DeviceListStrategy::Envvar => {}
             DeviceListStrategy::Cdi => {
-                response.cdi_names = allocation.devices.iter().map(|uuid| cdi::name(uuid)).collect()
+                response.cdi_names = allocation.devices.iter().map(|uuid| cdi::name(uuid)).collect();
             }
             DeviceListStrategy::DeviceNodes => {
                 let paths: BTreeSet<&String> =

@@ -83,6 +83,10 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
+    /// Take the spec from this file, once, and speak to no API server: for benchmarks and a node without a cluster.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub spec_file: Option<PathBuf>,
+
     /// Where /metrics, /healthz and /readyz are served.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,

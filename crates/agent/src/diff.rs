@@ -2,18 +2,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
+use cleave_api::names::{STEP_DONE, STEP_REFUSED, STEP_WAITING};
 use cleave_gpu::nvml::Gpu;
 
 use crate::hardware::Hardware;
 use crate::layout::{Layout, Wanted, parse_id, wanted};
 use crate::usage::Usage;
-
-/// Results of a step, as a `GpuNode` writes them.
-mod result {
-    pub(super) const DONE: &str = "Done";
-    pub(super) const WAITING: &str = "Waiting";
-    pub(super) const REFUSED: &str = "Refused";
-}
 
 /// Most pods that a step names.
 const NAMED: usize = 8;
@@ -29,7 +23,7 @@ pub struct Decision {
     pub applied: bool,
 }
 
-/// Decides for each GPU by itself. `usage` is none while the kubelet has not said who holds what: then nothing that is served goes.
+/// Decides for each GPU by itself; a GPU of the spec that the node does not have is left out. `usage` is none while the kubelet has not said who holds what: then nothing that is served goes.
 pub fn decide(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,
@@ -57,15 +51,15 @@ pub fn decide(
         match shall {
             Ok(Wanted { layout, missing, note }) => {
                 if !missing.is_empty() {
-                    decision.step(gpu, &layout, result::WAITING, missing.join("; "));
+                    decision.step(gpu, &layout, STEP_WAITING, missing.join("; "));
                     decision.applied = false;
                 }
                 let blockers = blockers(gpu, before, &layout, usage);
                 match (before, blockers) {
                     (Some(before), _) if *before == layout => {}
-                    (_, Ok(())) => decision.step(gpu, &layout, result::DONE, note),
+                    (_, Ok(())) => decision.step(gpu, &layout, STEP_DONE, note),
                     (_, Err(why)) => {
-                        decision.step(gpu, &layout, result::WAITING, why);
+                        decision.step(gpu, &layout, STEP_WAITING, why);
                         decision.applied = false;
                         decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
                         continue;
@@ -77,22 +71,13 @@ pub fn decide(
                 decision.steps.push(StepStatus {
                     gpu: gpu.uuid.clone(),
                     action: "apply the spec".into(),
-                    result: result::REFUSED.into(),
+                    result: STEP_REFUSED.into(),
                     message: why,
                 });
                 decision.applied = false;
                 decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             }
         }
-    }
-    for uuid in specs.into_keys() {
-        decision.applied = false;
-        decision.steps.push(StepStatus {
-            gpu: uuid.to_owned(),
-            action: "apply the spec".into(),
-            result: result::REFUSED.into(),
-            message: "this node has no such GPU".into(),
-        });
     }
     decision
 }
@@ -284,7 +269,7 @@ mod tests {
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let bad = spec(vec![mps_spec("GPU-a", 49), mps_spec("GPU-x", 10)]);
         let decision = decide(&hardware, Some(&bad), &old.layouts, Some(&nobody()));
-        assert_eq!(results(&decision), [("GPU-a", "Refused"), ("GPU-x", "Refused")]);
+        assert_eq!(results(&decision), [("GPU-a", "Refused")], "GPU-x is not this node's");
         assert_eq!(decision.layouts, old.layouts);
         let twice = spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-a", 5)]);
         assert!(decide(&hardware, Some(&twice), &old.layouts, Some(&nobody())).steps[0].message.contains("twice"));

@@ -63,6 +63,8 @@ impl Hardware {
 pub struct Book {
     driver: Driver,
     gpus: BTreeMap<String, Entry>,
+    /// The GPUs are those of an earlier boot: what NVML does not list was taken out of the machine.
+    earlier_boot: bool,
 }
 
 #[derive(Debug)]
@@ -76,9 +78,9 @@ struct Entry {
 
 impl Book {
     /// Starts with the GPUs of a checkpoint, which count as healthy until NVML says otherwise: pods may start before it has answered.
-    pub fn remembering(gpus: Vec<Gpu>) -> Self {
+    pub fn remembering(gpus: Vec<Gpu>, same_boot: bool) -> Self {
         let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry { gpu, lost: None, xid: None });
-        Self { driver: Driver::Unknown, gpus: gpus.into_iter().map(entry).collect() }
+        Self { driver: Driver::Unknown, gpus: gpus.into_iter().map(entry).collect(), earlier_boot: !same_boot }
     }
 
     /// Takes in what NVML answered.
@@ -97,6 +99,9 @@ impl Book {
         let Inventory { driver, gpus } = inventory;
         self.driver = Driver::Present(driver);
         let seen: Vec<String> = gpus.values().flatten().map(|gpu| gpu.uuid.clone()).collect();
+        if std::mem::take(&mut self.earlier_boot) && gpus.values().all(Result::is_ok) {
+            self.gpus.retain(|uuid, _| seen.contains(uuid));
+        }
         for (uuid, entry) in &mut self.gpus {
             if !seen.contains(uuid) {
                 let why = gpus.get(&entry.gpu.index).and_then(|gpu| gpu.as_ref().err()).map(|error| chain(error));
@@ -165,6 +170,7 @@ mod tests {
     use super::*;
     use crate::layout::tests::gpu;
 
+    #[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
     fn inventory(gpus: Vec<(u32, Result<Gpu, NvmlError>)>) -> Result<Inventory, NvmlError> {
         Ok(Inventory { driver: "580.159".into(), gpus: gpus.into_iter().collect() })
     }
@@ -201,7 +207,7 @@ mod tests {
     #[test]
     fn an_xid_ends_after_a_quiet_time_and_a_second_one_starts_it_anew() {
         let start = Instant::now();
-        let mut book = Book::remembering(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)]);
+        let mut book = Book::remembering(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], true);
         book.xid("GPU-a", 48, start);
         book.xid("GPU-none", 48, start);
         assert_eq!(reason(&book.hardware(start), "GPU-a"), "XidError");
@@ -213,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_goes_takes_every_gpu_and_a_driver_that_comes_brings_them() {
-        let mut book = Book::remembering(vec![gpu("GPU-a", 0)]);
+        let mut book = Book::remembering(vec![gpu("GPU-a", 0)], true);
         assert!(
             book.hardware(Instant::now()).gpus["GPU-a"].health.healthy,
             "the checkpoint is believed until NVML answers"
@@ -224,5 +230,17 @@ mod tests {
         assert_eq!(hardware.driver, Driver::Missing("the NVIDIA driver is not loaded".into()));
         book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]));
         assert!(book.hardware(Instant::now()).gpus["GPU-a"].health.healthy);
+    }
+
+    #[test]
+    fn after_a_reboot_a_gpu_that_is_not_there_was_taken_out() {
+        let listed = || inventory(vec![(0, Ok(gpu("GPU-a", 0)))]);
+        let checkpoint = || vec![gpu("GPU-a", 0), gpu("GPU-b", 1)];
+        let mut book = Book::remembering(checkpoint(), false);
+        book.observe(listed());
+        assert_eq!(book.hardware(Instant::now()).gpus.len(), 1);
+        let mut book = Book::remembering(checkpoint(), true);
+        book.observe(listed());
+        assert_eq!(reason(&book.hardware(Instant::now()), "GPU-b"), "GpuLost");
     }
 }

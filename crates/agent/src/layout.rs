@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{GpuSpec, MigPartition, MpsPartition, Partition, TimeSlicedPartition, Whole};
-use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
+use cleave_api::names::{MODE_MIG, MODE_MPS, MODE_TIMESLICING, MODE_WHOLE, RESOURCE_GPU, mig_resource};
 use cleave_api::sharingpolicy::{ComputeMode, Interval};
 use cleave_gpu::mps::wire;
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance};
@@ -28,10 +28,10 @@ impl Mode {
     /// As a `GpuNode` writes it.
     pub const fn as_str(self) -> &'static str {
         match self {
-            Self::Whole => "Whole",
-            Self::Mps => "Mps",
-            Self::TimeSlicing => "TimeSlicing",
-            Self::Mig => "Mig",
+            Self::Whole => MODE_WHOLE,
+            Self::Mps => MODE_MPS,
+            Self::TimeSlicing => MODE_TIMESLICING,
+            Self::Mig => MODE_MIG,
         }
     }
 }
@@ -191,10 +191,8 @@ fn whole_pool(device: &str, resource: String) -> Pool {
 
 /// MIG instances that somebody else made, each whole.
 fn existing_instances(mig: &Mig) -> Wanted {
-    let pools = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).map(|instance| {
-        // `+` is not allowed in a resource name; NVIDIA's plugin writes `mig-1g.10gb.me` too.
-        whole_pool(&instance.uuid, format!("{RESOURCE_MIG_PREFIX}{}", instance.profile.replace('+', ".")))
-    });
+    let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty());
+    let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
     Layout { pools: pools.collect(), ..empty(Mode::Mig) }.into()
 }
 
@@ -230,6 +228,9 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         let resource = named(&slices.resource)?;
         if let Some(wrong) = slices.threads.iter().find(|&&percent| Percent::new(percent).is_err()) {
             return Err(format!("{wrong} is not a thread percentage from 1 to 100"));
+        }
+        if slices.max_clients == Some(0) {
+            return Err(format!("{resource}: shares with at most 0 clients could never run anything"));
         }
         if slices.memory_mib.contains(&0) {
             return Err("0 MiB is not a memory limit".into());
@@ -386,6 +387,7 @@ pub(crate) mod tests {
         assert!(slices(&|s| s.count = 49).contains("49 MPS shares"));
         assert!(slices(&|s| s.threads[1] = 0).contains("0 is not a thread percentage"));
         assert!(slices(&|s| s.threads[1] = 101).contains("101"));
+        assert!(slices(&|s| s.max_clients = Some(0)).contains("at most 0 clients"));
         assert!(slices(&|s| s.memory_mib[0] = 0).contains("0 MiB"));
         assert!(slices(&|s| s.memory_mib.truncate(3)).contains("limits for fewer"));
         assert!(slices(&|s| s.resource = "gpu".into()).contains("not the name of an extended resource"));

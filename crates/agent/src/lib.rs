@@ -1,20 +1,506 @@
 //! The node agent: observe, diff, act, report.
+//!
+//! One task, the main loop, owns what is known of the node ([`node::Node`]); the others bring it what they see and take from it what
+//! follows. Everything that decides is pure, and is in modules without I/O: [`layout`], [`diff`], [`allocate`], [`usage`], [`hardware`],
+//! [`node`], [`status`].
+//!
+//! ```text
+//!  NVML, on its own threads ── inventory, XIDs ──┐                     ┌─▶ Plugins (kubelet crate): lists in the open streams
+//!  MPS host: status.json, its life ──────────────┤                     ├─▶ desired.json, checkpoint, CDI specification: one writer thread
+//!  kubelet: PodResources, when something changed ┼─ Input ▶ main loop ─┤
+//!  API server: the node's own GpuNode ───────────┤                     ├─▶ GpuNode.status and events, when the API server answers
+//!  kubelet: Allocate, answered from the table ───┘                     └─▶ /metrics, /healthz, /readyz
+//! ```
+//!
+//! `Allocate` and `GetPreferredAllocation` are answered from [`serve::Table`] under a lock that nobody holds across an await; the main loop
+//! is told afterwards. The first lists come from the checkpoint, before NVML, PodResources and the API server have answered.
 pub mod allocate;
 pub mod args;
 pub mod cdi;
+pub mod checkpoint;
 pub mod diff;
 mod files;
 pub mod hardware;
+pub mod http;
 pub mod layout;
+pub mod metrics;
+pub mod mps;
+pub mod node;
+pub mod report;
+pub mod serve;
+pub mod status;
 pub mod usage;
 
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use cleave_gpu::mps::wire::{Desired, Paths};
+use cleave_gpu::nvml::{EventWatch, GpuEvent, Inventory, Nvml, NvmlError, Search, Worker};
+use cleave_kubelet::{Config, HeldDevices, Plugins, PluginsState, PodResources, Resource, ResourceName};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
 pub use args::AgentArgs;
+
+use crate::allocate::Handover;
+use crate::args::DeviceListStrategy;
+use crate::checkpoint::Store;
+use crate::http::Pulse;
+use crate::metrics::Metrics;
+use crate::node::{Node, Object, Occurrence, Turn};
+use crate::serve::{Counter, Served, Table};
+
+/// Between inventories; an event asks for one at once.
+const INVENTORY: Duration = Duration::from_secs(10);
+/// How long an inventory may take. Eight GPUs answer within a second; a driver that hangs takes minutes.
+const INVENTORY_DEADLINE: Duration = Duration::from_secs(20);
+/// How long after an allocation the kubelet lists its pod, most often.
+const LISTED: Duration = Duration::from_millis(300);
+/// How long the kubelet may take for its list.
+const LIST_DEADLINE: Duration = Duration::from_secs(5);
+/// The main loop turns at least so often: times run out without an input.
+const TURN: Duration = Duration::from_secs(5);
+/// Between attempts to write files.
+const WRITE_AGAIN: Duration = Duration::from_secs(1);
+
+/// What the main loop is told.
+enum Input {
+    Inventory(Result<Inventory, NvmlError>),
+    Event(GpuEvent),
+    Object(Object),
+    Mps(mps::View),
+    Held(Result<Vec<HeldDevices>, String>, Instant),
+    KubeletStarted,
+}
+
+/// What is written to files.
+#[derive(Clone, Default)]
+struct Written {
+    desired: Desired,
+    checkpoint: Vec<u8>,
+    nodes: BTreeMap<String, Vec<String>>,
+    /// Whether folders of allocations that are over may go: not before it is known which are.
+    sweep: bool,
+}
 
 /// Runs the agent until it is told to stop.
 ///
 /// # Errors
-/// When it cannot go on: another agent holds the node's lock, or a task that must not end has ended.
-#[allow(clippy::unused_async, reason = "the signature comes before the body")]
+/// When it cannot go on: a path that cannot work, or a task that must not end has ended.
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
-    anyhow::bail!("the agent of {} cannot run yet", args.node_name)
+    // Another provider may have been installed by whoever runs this; the first one stays.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let args = Arc::new(args);
+    let now = Instant::now();
+    let metrics = Metrics::new();
+    let link = mps::Link::new(Paths::new(&args.run_dir));
+    let store = Store::new(&args.state_dir);
+    let (mut node, allocations) = remember(&args, &store, &link, now);
+    node.mps(link.look());
+    if let Some(path) = &args.spec_file {
+        node.object(Object::Present(1, report::spec_of_file(path)?));
+    }
+    for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
+        // After a reboot the run directory is empty, and the kubelet starts its containers again without asking anew.
+        if let Err(error) = link.make_folder(id) {
+            tracing::warn!(%error, ids = ?allocation.ids, "cannot make the folder of an allocation");
+        }
+    }
+    let table = Table { allocations, ..Table::default() };
+    let counter = Arc::new(Counter::new(table, Handover::new(&args), link.clone(), metrics.clone()));
+    let plugins = Plugins::start(&Config::new(&args.device_plugin_dir))?;
+
+    let (inputs, received) = mpsc::channel(64);
+    let (pulse, pulses) = watch::channel(Pulse { turned: now, unready: Some("starting".into()) });
+    let (written, to_write) = watch::channel(Written::default());
+    let (status, statuses) = watch::channel(None);
+    let (occurrences, to_tell) = mpsc::channel(64);
+    let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0 });
+    let (look, looks) = watch::channel(());
+    let main = Main {
+        node,
+        counter: Arc::clone(&counter),
+        plugins,
+        served: BTreeMap::new(),
+        args: Arc::clone(&args),
+        metrics: metrics.clone(),
+        pulse,
+        written,
+        status,
+        occurrences,
+        listing,
+        look,
+    };
+    let plugin_states = main.plugins.state();
+
+    let mut tasks = JoinSet::new();
+    let search = Search {
+        library: args.nvml_library.clone(),
+        host_root: args.host_root.clone(),
+        driver_root: args.driver_root.clone(),
+    };
+    // The first to be polled: it serves what the checkpoint says before anything else is waited for.
+    tasks.spawn(main.run(received));
+    tasks.spawn(watch_hardware(search, inputs.clone(), looks));
+    tasks.spawn(watch_mps(link.clone(), inputs.clone()));
+    tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
+    tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone()));
+    tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
+    tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
+    if args.spec_file.is_none() {
+        tasks.spawn(speak_to_the_api(args.node_name.clone(), inputs, statuses, to_tell, metrics));
+    } else {
+        drop((inputs, statuses, to_tell));
+    }
+    // All of them go on for ever: whichever ends first says why the agent does.
+    match tasks.join_next().await {
+        Some(Ok(result)) => result,
+        Some(Err(error)) => Err(error).context("a task of the agent failed"),
+        None => Ok(()),
+    }
+}
+
+/// The node as the last agent left it.
+fn remember(args: &AgentArgs, store: &Store, link: &mps::Link, now: Instant) -> (Node, usage::Allocations) {
+    let boot_id =
+        std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default();
+    let checkpoint = store.load().unwrap_or_else(|error| {
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "the checkpoint is no help; what runs is learned from the kubelet"
+        );
+        match store.put_aside() {
+            Ok(path) => tracing::info!(path = %path.display(), "it is kept"),
+            Err(error) => tracing::warn!(%error, "it cannot be kept"),
+        }
+        None
+    });
+    let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
+    Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now)
+}
+
+/// The main loop: the only one that decides.
+struct Main {
+    node: Node,
+    counter: Arc<Counter>,
+    plugins: Plugins,
+    served: BTreeMap<ResourceName, Arc<Served>>,
+    args: Arc<AgentArgs>,
+    metrics: Metrics,
+    pulse: watch::Sender<Pulse>,
+    written: watch::Sender<Written>,
+    status: watch::Sender<Option<cleave_api::GpuNodeStatus>>,
+    occurrences: mpsc::Sender<Occurrence>,
+    listing: watch::Sender<Listing>,
+    look: watch::Sender<()>,
+}
+
+impl Main {
+    async fn run(mut self, mut inputs: mpsc::Receiver<Input>) -> anyhow::Result<()> {
+        let counter = Arc::clone(&self.counter);
+        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+        loop {
+            self.turn();
+            tokio::select! {
+                // Cancel-safe: a message that is not taken stays in the channel.
+                input = inputs.recv() => match input {
+                    Some(input) => self.take(input),
+                    None => anyhow::bail!("nobody tells the main loop anything any more"),
+                },
+                // Cancel-safe: a notification that is not taken stays.
+                () = counter.given.notified() => self.listing.send_modify(|listing| listing.given += 1),
+                // Cancel-safe: a signal that is not taken is seen by the next call.
+                _ = terminate.recv() => {
+                    tracing::info!("told to stop");
+                    self.plugins.shutdown().await;
+                    return Ok(());
+                }
+                () = tokio::time::sleep(TURN) => {}
+            }
+            // What came meanwhile is one turn.
+            while let Ok(input) = inputs.try_recv() {
+                self.take(input);
+            }
+        }
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::Inventory(answer) => {
+                if let Err(error) = &answer {
+                    self.metrics.error("nvml");
+                    tracing::warn!(error = error as &dyn std::error::Error, "NVML does not say what GPUs there are");
+                }
+                self.node.inventory(answer);
+            }
+            Input::Event(GpuEvent::Xid { uuid, xid, gpu_instance }) => {
+                let counts = !self.args.ignore_xids.contains(&xid);
+                tracing::warn!(gpu = uuid, xid, gpu_instance, counts, "XID");
+                if counts {
+                    self.metrics.xid(&uuid);
+                    self.node.xid(&uuid, xid, Instant::now());
+                    self.look.send_replace(());
+                }
+            }
+            Input::Event(GpuEvent::Look) => self.look.send_replace(()),
+            Input::Object(object) => self.node.object(object),
+            Input::Mps(view) => self.node.mps(view),
+            Input::Held(answer, asked) => {
+                let over = self.node.held(answer, asked, &mut self.counter.table().allocations);
+                if over > 0 {
+                    tracing::info!(over, "allocations that no pod holds any more");
+                }
+            }
+            Input::KubeletStarted => self.node.kubelet_started(Instant::now()),
+        }
+    }
+
+    /// Looks at all that is known, and hands on what follows.
+    fn turn(&mut self) {
+        let now = Instant::now();
+        let mut table = self.counter.table();
+        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep } =
+            self.node.turn(&mut table, now);
+        let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
+        table.nodes = match self.args.device_list_strategy {
+            DeviceListStrategy::Envvar => BTreeMap::new(),
+            DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => cdi::device_nodes(&gpus, &self.args.host_root),
+        };
+        let nodes = table.nodes.clone();
+        drop(table);
+        self.serve(lists);
+        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep });
+        self.metrics.node(&status);
+        self.status.send_if_modified(|last| {
+            let changed = last.as_ref() != Some(&status);
+            if changed {
+                *last = Some(status);
+            }
+            changed
+        });
+        for occurrence in occurrences {
+            tracing::info!(warning = occurrence.warning, reason = occurrence.reason, note = occurrence.note, "event");
+            if self.occurrences.try_send(occurrence).is_err() {
+                self.metrics.error("event-dropped");
+            }
+        }
+        self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, list_every) != list_every);
+        self.pulse.send_replace(Pulse { turned: now, unready });
+    }
+
+    /// Brings the lists to the open streams; the set of resources changes only where a name comes or goes.
+    fn serve(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
+        let before: Vec<ResourceName> = self.served.keys().cloned().collect();
+        self.served.retain(|name, _| lists.contains_key(name));
+        for (name, devices) in lists {
+            if let Some(served) = self.served.get(&name) {
+                served.update(devices);
+            } else {
+                let served = Served::new(name.as_str().to_owned(), Arc::clone(&self.counter), devices);
+                self.served.insert(name, Arc::new(served));
+            }
+        }
+        if !self.served.keys().eq(before.iter()) {
+            let resources =
+                self.served.iter().map(|(name, served)| (name.clone(), Arc::clone(served) as Arc<dyn Resource>));
+            self.plugins.set(resources.collect());
+        }
+    }
+
+    fn write(&self, next: Written) {
+        self.written.send_if_modified(|last| {
+            let Written { desired, checkpoint, nodes, sweep } = &next;
+            let changed = last.desired != *desired
+                || last.checkpoint != *checkpoint
+                || last.nodes != *nodes
+                || last.sweep != *sweep;
+            if changed {
+                *last = next;
+            }
+            changed
+        });
+    }
+}
+
+/// The driver may hang: its calls are on a thread of their own, and its events on another.
+async fn watch_hardware(
+    search: Search,
+    inputs: mpsc::Sender<Input>,
+    mut look: watch::Receiver<()>,
+) -> anyhow::Result<()> {
+    let of_worker = search.clone();
+    let open = move || Nvml::open(&of_worker).map(|nvml| Box::new(nvml) as Box<dyn cleave_gpu::nvml::Gpus>);
+    let worker = Worker::start(Box::new(open)).context("cannot start the NVML thread")?;
+    let (_watch, mut events) = EventWatch::start(search).context("cannot start the NVML event thread")?;
+    let forward = async {
+        while let Some(event) = events.recv().await {
+            if inputs.send(Input::Event(event)).await.is_err() {
+                break;
+            }
+        }
+    };
+    let inventory = async {
+        loop {
+            let answer = worker.call(INVENTORY_DEADLINE, |gpus| gpus.inventory()).await;
+            if inputs.send(Input::Inventory(answer)).await.is_err() {
+                break;
+            }
+            tokio::select! {
+                // Cancel-safe: a change that is not taken is seen by the next call.
+                _ = look.changed() => {}
+                () = tokio::time::sleep(INVENTORY) => {}
+            }
+        }
+    };
+    tokio::join!(forward, inventory);
+    Ok(())
+}
+
+async fn watch_mps(link: mps::Link, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
+    let (sender, mut views) = watch::channel(link.look());
+    let forward = async {
+        while views.changed().await.is_ok() {
+            let view = views.borrow_and_update().clone();
+            if inputs.send(Input::Mps(view)).await.is_err() {
+                break;
+            }
+        }
+    };
+    tokio::select! {
+        // Neither ends before the agent does.
+        () = link.follow(&sender) => {}
+        () = forward => {}
+    }
+    Ok(())
+}
+
+/// When the kubelet is asked who holds what.
+#[derive(Debug, Clone, Copy)]
+struct Listing {
+    /// Between two questions.
+    every: Duration,
+    /// Allocations given out: after each, it is asked soon.
+    given: u64,
+}
+
+/// Asks the kubelet who holds what.
+async fn watch_pods(
+    socket: PathBuf,
+    inputs: mpsc::Sender<Input>,
+    mut listing: watch::Receiver<Listing>,
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let pods = PodResources::new(&socket, LIST_DEADLINE)?;
+    loop {
+        let asked = Instant::now();
+        let answer = pods.list().await.map_err(|error| {
+            metrics.error("pod-resources");
+            hardware::chain(&error)
+        });
+        if inputs.send(Input::Held(answer, asked)).await.is_err() {
+            return Ok(());
+        }
+        let every = listing.borrow_and_update().every;
+        tokio::select! {
+            // Cancel-safe: a change that is not taken is seen by the next call.
+            _ = listing.changed() => tokio::time::sleep(LISTED).await,
+            () = tokio::time::sleep(every) => {}
+        }
+    }
+}
+
+/// Notices that the kubelet started: it registers plugins anew, and does not know its pods yet.
+async fn watch_kubelet(mut states: watch::Receiver<PluginsState>, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
+    let mut seen: u64 = 0;
+    while states.changed().await.is_ok() {
+        let most =
+            states.borrow_and_update().resources.values().map(|state| state.registrations).max().unwrap_or_default();
+        if most > seen {
+            seen = most;
+            if inputs.send(Input::KubeletStarted).await.is_err() {
+                break;
+            }
+        }
+    }
+    anyhow::bail!("the device plugins' manager has ended")
+}
+
+/// Writes files on a thread where a disk may take its time; what fails is tried again.
+async fn write_files(
+    args: Arc<AgentArgs>,
+    store: Store,
+    link: mps::Link,
+    mut wanted: watch::Receiver<Written>,
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let mut done = Written::default();
+    loop {
+        let next = wanted.borrow_and_update().clone();
+        let (args, store, link, before) = (Arc::clone(&args), store.clone(), link.clone(), done.clone());
+        let written =
+            tokio::task::spawn_blocking(move || write_once(&args, &store, &link, &before, &next).map(|()| next));
+        match written.await.context("the writer failed")? {
+            Ok(written) => done = written,
+            Err(error) => {
+                metrics.error("files");
+                tracing::error!(%error, "cannot write what the MPS host and the next agent must know; trying again");
+                tokio::time::sleep(WRITE_AGAIN).await;
+                continue;
+            }
+        }
+        if wanted.changed().await.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+fn write_once(
+    args: &AgentArgs,
+    store: &Store,
+    link: &mps::Link,
+    before: &Written,
+    next: &Written,
+) -> std::io::Result<()> {
+    if next.desired != before.desired {
+        link.write_desired(&next.desired)?;
+    }
+    if next.checkpoint != before.checkpoint {
+        store.save(&next.checkpoint)?;
+    }
+    if next.sweep {
+        link.sweep_folders(|id| next.desired.allocations.contains_key(id));
+    }
+    if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
+        cdi::write(args, &next.nodes)?;
+    }
+    Ok(())
+}
+
+async fn speak_to_the_api(
+    name: String,
+    inputs: mpsc::Sender<Input>,
+    statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
+    occurrences: mpsc::Receiver<Occurrence>,
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let client = report::connect(&metrics).await;
+    let (server, seen) = watch::channel(report::Server::default());
+    let (objects, mut read) = mpsc::channel(4);
+    let forward = async {
+        while let Some(object) = read.recv().await {
+            if inputs.send(Input::Object(object)).await.is_err() {
+                break;
+            }
+        }
+    };
+    tokio::join!(
+        report::follow(client.clone(), name.clone(), objects, server, metrics.clone()),
+        report::write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
+        report::write_events(client, name, occurrences, seen, metrics),
+        forward,
+    );
+    Ok(())
 }

@@ -1,0 +1,133 @@
+//! What Prometheus is told.
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cleave_api::gpunode::GpuNodeStatus;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Answer {
+    resource: String,
+    outcome: Outcome,
+}
+
+/// How a call of the kubelet ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum Outcome {
+    /// Given out.
+    Granted,
+    /// Refused.
+    Refused,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Slices {
+    device: String,
+    resource: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfGpu {
+    gpu: String,
+    model: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfDevice {
+    device: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Kind {
+    reason: String,
+}
+
+/// Metrics of the agent; a handle to share.
+#[derive(Debug, Clone, Default)]
+pub struct Metrics {
+    allocations: Family<Answer, Counter>,
+    total: Family<Slices, Gauge>,
+    in_use: Family<Slices, Gauge>,
+    unhealthy: Family<Slices, Gauge>,
+    gpu_healthy: Family<OfGpu, Gauge>,
+    restarts: Family<OfDevice, Gauge>,
+    clients: Family<OfDevice, Gauge>,
+    xids: Family<OfDevice, Counter>,
+    errors: Family<Kind, Counter>,
+    registry: Arc<Mutex<Registry>>,
+}
+
+impl Metrics {
+    /// Registered under `cleave_agent`.
+    pub fn new() -> Self {
+        let metrics = Self::default();
+        let mut registry = Registry::with_prefix("cleave_agent");
+        registry.register("allocations", "Allocate calls of the kubelet", metrics.allocations.clone());
+        registry.register("slices", "Slices that the kubelet is told of", metrics.total.clone());
+        registry.register("slices_in_use", "Slices that containers hold", metrics.in_use.clone());
+        registry.register("slices_unhealthy", "Slices told as Unhealthy", metrics.unhealthy.clone());
+        registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
+        registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
+        registry.register("mps_clients", "Clients of the allocations of a device", metrics.clients.clone());
+        registry.register("xids", "XIDs that count, by GPU", metrics.xids.clone());
+        registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
+        *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
+        metrics
+    }
+
+    /// A call of `Allocate`.
+    pub fn allocate(&self, resource: &str, outcome: Outcome) {
+        self.allocations.get_or_create(&Answer { resource: resource.to_owned(), outcome }).inc();
+    }
+
+    /// An XID that counts.
+    pub fn xid(&self, gpu: &str) {
+        self.xids.get_or_create(&OfDevice { device: gpu.to_owned() }).inc();
+    }
+
+    /// Something that will be tried again.
+    pub fn error(&self, reason: &'static str) {
+        self.errors.get_or_create(&Kind { reason: reason.to_owned() }).inc();
+    }
+
+    /// The node as its status says it; what is not in it any more is gone.
+    pub fn node(&self, status: &GpuNodeStatus) {
+        for family in [&self.total, &self.in_use, &self.unhealthy] {
+            family.clear();
+        }
+        self.gpu_healthy.clear();
+        self.restarts.clear();
+        self.clients.clear();
+        for gpu in &status.gpus {
+            let of_gpu = OfGpu { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
+            self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
+            for slices in &gpu.slices {
+                let label = Slices { device: slices.device.clone(), resource: slices.resource.clone() };
+                self.total.get_or_create(&label).inc_by(i64::from(slices.total));
+                self.in_use.get_or_create(&label).inc_by(i64::from(slices.in_use));
+                self.unhealthy.get_or_create(&label).inc_by(i64::from(slices.unhealthy));
+            }
+            for daemon in &gpu.mps {
+                self.restarts
+                    .get_or_create(&OfDevice { device: daemon.device.clone() })
+                    .set(i64::from(daemon.restarts));
+            }
+            for allocation in &gpu.allocations {
+                self.clients
+                    .get_or_create(&OfDevice { device: allocation.device.clone() })
+                    .inc_by(i64::from(allocation.clients));
+            }
+        }
+    }
+
+    /// The text of `/metrics`.
+    pub fn encode(&self) -> Result<String, std::fmt::Error> {
+        let mut text = String::new();
+        encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))?;
+        Ok(text)
+    }
+}

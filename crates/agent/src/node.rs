@@ -1,0 +1,474 @@
+//! The node as the agent knows it, and what follows from it: one value that inputs change, and one function that says what to do. Pure:
+//! the time is an argument, and nothing is read or written.
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use cleave_api::GpuNodeSpec;
+use cleave_api::gpunode::{GpuNodeStatus, StepStatus};
+use cleave_api::names::{STEP_DONE, STEP_WAITING};
+use cleave_gpu::mps::wire::{self, DaemonState, Desired};
+use cleave_gpu::nvml::{Inventory, NvmlError};
+use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
+
+use crate::allocate::{Allocation, MpsLimits, allocation_id};
+use crate::checkpoint::Checkpoint;
+use crate::diff::{Decision, decide};
+use crate::hardware::{Book, Hardware, KnownGpu};
+use crate::layout::{Kind, Layout, Pool};
+use crate::mps;
+use crate::serve::Table;
+use crate::status::{self, Facts};
+use crate::usage::{Allocations, Usage};
+
+/// How long after a start of the kubelet, or of this process, the kubelet's list may lack pods that run: it hears of them one by one.
+pub const SETTLE: Duration = Duration::from_secs(30);
+
+/// Between the kubelet's lists while a change waits for pods to end, while slices are in use, and while none are.
+const LIST_WAITING: Duration = Duration::from_secs(1);
+const LIST_IN_USE: Duration = Duration::from_secs(5);
+const LIST_IDLE: Duration = Duration::from_secs(30);
+
+/// Desired files whose hash is remembered: more than the MPS host can be behind.
+const REMEMBERED: usize = 64;
+
+/// The node's `GpuNode`, as the API server has it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Object {
+    /// Not heard of yet.
+    #[default]
+    Unknown,
+    /// There is none: the operator makes it.
+    Missing,
+    /// It is not what the definition says.
+    Malformed(String),
+    /// Its spec, and the generation of that.
+    Present(i64, GpuNodeSpec),
+}
+
+/// Something that happened, for an `Event`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Occurrence {
+    /// A warning, or good news.
+    pub warning: bool,
+    /// One word.
+    pub reason: &'static str,
+    /// A sentence.
+    pub note: String,
+}
+
+/// What to do.
+#[derive(Debug)]
+pub struct Turn {
+    /// Devices by resource.
+    pub lists: BTreeMap<ResourceName, DeviceList>,
+    /// What the MPS host shall run.
+    pub desired: Desired,
+    /// What the next agent has to know.
+    pub checkpoint: Checkpoint,
+    /// What the API server is told, its times left out.
+    pub status: GpuNodeStatus,
+    /// What has happened since the last turn.
+    pub occurrences: Vec<Occurrence>,
+    /// Why the agent is not ready, if so.
+    pub unready: Option<String>,
+    /// How often the kubelet is to be asked who holds what.
+    pub list_every: Duration,
+    /// Folders of allocations that are not wanted may go.
+    pub sweep: bool,
+}
+
+/// The node as the agent knows it.
+#[derive(Debug)]
+pub struct Node {
+    boot_id: String,
+    grace: Duration,
+    book: Book,
+    inventoried: bool,
+    object: Object,
+    /// The last spec that was sound, which outlives the API server and the object.
+    spec: Option<(i64, GpuNodeSpec)>,
+    held: Option<Vec<HeldDevices>>,
+    held_error: Option<String>,
+    kubelet_since: Instant,
+    view: mps::View,
+    layouts: BTreeMap<String, Layout>,
+    /// Daemons of an agent whose checkpoint is lost, until it is known that nobody uses them.
+    adopted: BTreeMap<String, wire::Daemon>,
+    adopted_allocations: BTreeMap<String, wire::Allocation>,
+    steps: Vec<StepStatus>,
+    doors: Acknowledged,
+    /// What was told of daemons, by device.
+    told: BTreeMap<String, Told>,
+    /// GPUs whose failure was told.
+    failed: BTreeSet<String>,
+}
+
+/// What was told of a daemon.
+#[derive(Debug, Clone, Copy, Default)]
+enum Told {
+    /// Nothing: it starts, or this process does.
+    #[default]
+    New,
+    /// That it serves, with so many restarts behind it.
+    Serving(u32),
+    /// That it does not.
+    Troubled,
+}
+
+/// Which desired files the MPS host has acted upon.
+#[derive(Debug, Default)]
+struct Acknowledged {
+    last: Desired,
+    sequence: u64,
+    hashes: VecDeque<(u64, String)>,
+    changed: BTreeMap<String, u64>,
+    acted: u64,
+}
+
+impl Acknowledged {
+    /// Takes in what shall run now.
+    fn wants(&mut self, desired: &Desired) {
+        if *desired != self.last || self.sequence == 0 {
+            self.sequence += 1;
+            for (device, daemon) in &desired.daemons {
+                if self.last.daemons.get(device) != Some(daemon) {
+                    self.changed.insert(device.clone(), self.sequence);
+                }
+            }
+            self.changed.retain(|device, _| desired.daemons.contains_key(device));
+            self.hashes.push_back((self.sequence, desired.hash()));
+            if self.hashes.len() > REMEMBERED {
+                self.hashes.pop_front();
+            }
+            self.last = desired.clone();
+        }
+    }
+
+    /// Takes in what the MPS host says it acted upon.
+    fn acted(&mut self, hash: &str) {
+        if let Some((sequence, _)) = self.hashes.iter().rev().find(|(_, known)| known == hash) {
+            self.acted = self.acted.max(*sequence);
+        }
+    }
+
+    /// Whether the daemon runs as it shall, and not as it should have before.
+    fn knows(&self, device: &str) -> bool {
+        self.changed.get(device).is_none_or(|sequence| self.acted >= *sequence)
+    }
+}
+
+impl Node {
+    /// As a checkpoint left it; without one, as the last desired file of the MPS host lets it be known.
+    pub fn start(
+        boot_id: String,
+        grace: Duration,
+        checkpoint: Option<Checkpoint>,
+        last_desired: Option<Desired>,
+        now: Instant,
+    ) -> (Self, Allocations) {
+        let found = checkpoint.is_some();
+        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, .. } =
+            checkpoint.unwrap_or_default();
+        let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
+        let node = Self {
+            book: Book::remembering(gpus, written_in == boot_id),
+            boot_id,
+            grace,
+            inventoried: false,
+            object: Object::Unknown,
+            spec: spec.map(|spec| (generation, spec)),
+            held: None,
+            held_error: None,
+            kubelet_since: now,
+            view: mps::View::default(),
+            layouts,
+            adopted: adopted.daemons,
+            adopted_allocations: adopted.allocations,
+            steps: Vec::new(),
+            doors: Acknowledged::default(),
+            told: BTreeMap::new(),
+            failed: BTreeSet::new(),
+        };
+        (node, Allocations::remembering(allocations, now))
+    }
+
+    /// NVML answered.
+    pub fn inventory(&mut self, answer: Result<Inventory, NvmlError>) {
+        self.inventoried = true;
+        self.book.observe(answer);
+    }
+
+    /// An XID that says something about the GPU.
+    pub fn xid(&mut self, uuid: &str, xid: u64, now: Instant) {
+        self.book.xid(uuid, xid, now);
+    }
+
+    /// The API server's word on the `GpuNode`.
+    pub fn object(&mut self, object: Object) {
+        match &object {
+            // Not planned yet: the operator has not seen what GPUs there are. What is served stays, and nothing is served whole for a moment.
+            Object::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
+            Object::Present(generation, spec) => self.spec = Some((*generation, spec.clone())),
+            Object::Unknown | Object::Missing | Object::Malformed(_) => {}
+        }
+        self.object = object;
+    }
+
+    /// The MPS host was looked at.
+    pub fn mps(&mut self, view: mps::View) {
+        self.view = view;
+    }
+
+    /// The kubelet started.
+    pub fn kubelet_started(&mut self, now: Instant) {
+        self.kubelet_since = now;
+    }
+
+    /// The kubelet's list, asked at `asked`; returns what allocations were over.
+    pub fn held(
+        &mut self,
+        answer: Result<Vec<HeldDevices>, String>,
+        asked: Instant,
+        allocations: &mut Allocations,
+    ) -> usize {
+        let rows = match answer {
+            Ok(rows) => rows,
+            Err(error) => {
+                self.held_error = Some(error);
+                return 0;
+            }
+        };
+        self.held_error = None;
+        let settling = asked.saturating_duration_since(self.kubelet_since) < SETTLE;
+        let rows = match self.held.take() {
+            // A pod that the kubelet has not heard of yet is not gone.
+            Some(before) if settling => {
+                let mut all: BTreeSet<HeldDevices> = before.into_iter().collect();
+                all.extend(rows);
+                all.into_iter().collect()
+            }
+            _ => rows,
+        };
+        for row in &rows {
+            self.adopt(row, allocations, asked);
+        }
+        let over = if settling { 0 } else { allocations.collect(&rows, asked, self.grace).len() };
+        self.held = Some(rows);
+        over
+    }
+
+    /// An allocation of an agent whose checkpoint is lost: the kubelet knows its ids, the MPS host its limits.
+    fn adopt(&mut self, row: &HeldDevices, allocations: &mut Allocations, now: Instant) {
+        let id = allocation_id(&row.resource, &row.ids);
+        let Some(wire::Allocation { device, threads, memory_mib, max_clients }) = self.adopted_allocations.remove(&id)
+        else {
+            return;
+        };
+        if allocations.get(&id).is_none() {
+            let mut ids = row.ids.clone();
+            ids.sort_unstable();
+            let limits = MpsLimits { threads, memory_mib, max_clients };
+            let resource = row.resource.clone();
+            allocations.give(Allocation { resource, ids, devices: vec![device], mps: Some(limits) }, now);
+        }
+    }
+
+    /// What follows from all that. Brings the table up to date.
+    pub fn turn(&mut self, table: &mut Table, now: Instant) -> Turn {
+        let hardware = self.book.hardware(now);
+        let usage = self.held.as_ref().map(|rows| Usage::new(rows, &table.allocations));
+        let spec = self.spec.as_ref().map(|(_, spec)| spec);
+        table.reservations = spec.map(|spec| spec.reservations.clone()).unwrap_or_default();
+        let Decision { layouts, steps, applied } = decide(&hardware, spec, &self.layouts, usage.as_ref());
+        self.remember(steps, layouts != self.layouts);
+        self.layouts = layouts;
+        self.let_go(usage.as_ref());
+
+        table.pools.clear();
+        for pool in self.layouts.values().flat_map(|layout| &layout.pools) {
+            table.pools.entry(pool.resource.clone()).or_default().push(pool.clone());
+        }
+
+        let desired = self.desired(&table.allocations);
+        self.doors.wants(&desired);
+        self.doors.acted(&self.view.status.desired);
+        let lists = self.lists(&hardware);
+        let occurrences = self.occurrences(&hardware);
+        let status = status::build(&Facts {
+            hardware: &hardware,
+            inventoried: self.inventoried,
+            object: &self.object,
+            spec: self.spec.as_ref(),
+            applied,
+            layouts: &self.layouts,
+            lists: &lists,
+            usage: usage.as_ref(),
+            held: self.held.as_deref().unwrap_or_default(),
+            held_error: self.held_error.as_deref(),
+            allocations: &table.allocations,
+            view: &self.view,
+            steps: &self.steps,
+            boot_id: &self.boot_id,
+        });
+        let checkpoint = Checkpoint {
+            boot_id: self.boot_id.clone(),
+            generation: self.spec.as_ref().map_or(0, |(generation, _)| *generation),
+            spec: self.spec.as_ref().map(|(_, spec)| spec.clone()),
+            gpus: hardware.by_index().into_iter().map(|known| known.gpu.clone()).collect(),
+            layouts: self.layouts.clone(),
+            allocations: table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect(),
+        };
+        let unready = self.unready(&desired);
+        let list_every = if self.steps.iter().any(|step| step.result == STEP_WAITING) {
+            LIST_WAITING
+        } else if usage.as_ref().is_some_and(Usage::is_empty) {
+            LIST_IDLE
+        } else {
+            LIST_IN_USE
+        };
+        let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
+        Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep }
+    }
+
+    /// What is done stays told until the next change; what waits or is refused is as it is now.
+    fn remember(&mut self, steps: Vec<StepStatus>, changed: bool) {
+        if changed && steps.iter().any(|step| step.result == STEP_DONE) {
+            self.steps = steps;
+            return;
+        }
+        self.steps.retain(|old| old.result == STEP_DONE && !steps.iter().any(|new| new.gpu == old.gpu));
+        self.steps.extend(steps);
+    }
+
+    /// Lets daemons of a lost checkpoint go that are wanted anyway, or that nobody uses.
+    fn let_go(&mut self, usage: Option<&Usage>) {
+        let Some(usage) = usage else { return };
+        self.adopted.retain(|device, _| {
+            let used = usage.of(&BTreeSet::from([device.as_str()])).next().is_some();
+            let wanted = self.layouts.values().any(|layout| layout.daemons.contains_key(device));
+            used && !wanted
+        });
+        self.adopted_allocations.retain(|_, allocation| self.adopted.contains_key(&allocation.device));
+    }
+
+    fn desired(&self, allocations: &Allocations) -> Desired {
+        let mut daemons = self.adopted.clone();
+        for layout in self.layouts.values() {
+            daemons.extend(layout.daemons.iter().map(|(device, daemon)| (device.clone(), daemon.clone())));
+        }
+        let mut doors = self.adopted_allocations.clone();
+        for (id, allocation) in allocations.iter() {
+            if let (Some(limits), Some(device)) = (allocation.mps, allocation.devices.first()) {
+                let MpsLimits { threads, memory_mib, max_clients } = limits;
+                doors.insert(id.clone(), wire::Allocation { device: device.clone(), threads, memory_mib, max_clients });
+            }
+        }
+        Desired { version: wire::VERSION, daemons, allocations: doors }
+    }
+
+    fn lists(&self, hardware: &Hardware) -> BTreeMap<ResourceName, DeviceList> {
+        let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
+        for (uuid, layout) in &self.layouts {
+            let Some(known) = hardware.gpus.get(uuid) else { continue };
+            for pool in &layout.pools {
+                let Ok(name) = ResourceName::parse(&pool.resource) else { continue };
+                let healthy = self.can_serve(known, pool).is_ok();
+                let device =
+                    |id: String| Some(Device { id: DeviceId::parse(&id).ok()?, healthy, numa: known.gpu.numa });
+                lists.entry(name).or_default().extend(pool.ids().filter_map(device));
+            }
+        }
+        lists
+    }
+
+    /// Whether slices of this pool can be given out now, and why not.
+    fn can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
+        if !known.health.healthy {
+            return Err(known.health.message.clone());
+        }
+        match pool.kind {
+            Kind::Mps { .. } => status::daemon_trouble(&self.view, &pool.device).and_then(|()| {
+                if self.doors.knows(&pool.device) {
+                    Ok(())
+                } else {
+                    Err("the MPS host has not read its last settings yet".into())
+                }
+            }),
+            Kind::Whole | Kind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
+                // Its compute mode is not put back before its end.
+                Some(_) if self.view.alive => Err("its MPS daemon has not ended yet".into()),
+                _ => Ok(()),
+            },
+        }
+    }
+
+    /// What is worth an event: daemons that went and came, GPUs that failed and recovered. Each once.
+    fn occurrences(&mut self, hardware: &Hardware) -> Vec<Occurrence> {
+        let mut found = Vec::new();
+        for (uuid, known) in &hardware.gpus {
+            if known.health.healthy == self.failed.contains(uuid) {
+                if known.health.healthy {
+                    self.failed.remove(uuid);
+                    found.push(recovered(format!("GPU {uuid} is healthy again")));
+                } else {
+                    self.failed.insert(uuid.clone());
+                    found.push(warning("GpuUnhealthy", format!("GPU {uuid}: {}", known.health.message)));
+                }
+            }
+        }
+        let devices: BTreeSet<String> =
+            self.layouts.values().flat_map(|layout| layout.daemons.keys().cloned()).collect();
+        self.told.retain(|device, _| devices.contains(device));
+        for device in devices {
+            let daemon = self.view.status.daemons.get(&device);
+            let restarts = daemon.map_or(0, |daemon| daemon.restarts);
+            let failing =
+                daemon.is_some_and(|daemon| !matches!(daemon.state, DaemonState::Starting | DaemonState::Active));
+            let ended = |why: &str| warning("MpsUnavailable", format!("shares of {device}: {why}"));
+            let back = || recovered(format!("shares of {device}: the MPS daemon serves again, with its limits"));
+            let told = self.told.get(&device).copied().unwrap_or_default();
+            let next = match (told, status::daemon_trouble(&self.view, &device)) {
+                (Told::Serving(before), Ok(())) if restarts > before => {
+                    // It was back before it was seen to be gone.
+                    found.extend([ended("the MPS daemon ended"), back()]);
+                    Told::Serving(restarts)
+                }
+                (Told::Troubled, Ok(())) => {
+                    found.push(back());
+                    Told::Serving(restarts)
+                }
+                (Told::New | Told::Serving(_), Ok(())) => Told::Serving(restarts),
+                (Told::Serving(_), Err(why)) => {
+                    found.push(ended(&why));
+                    Told::Troubled
+                }
+                (Told::New, Err(why)) if failing => {
+                    found.push(ended(&why));
+                    Told::Troubled
+                }
+                // Starting is no trouble, and trouble is told once.
+                (told @ (Told::New | Told::Troubled), Err(_)) => told,
+            };
+            self.told.insert(device, next);
+        }
+        found
+    }
+
+    fn unready(&self, desired: &Desired) -> Option<String> {
+        if !self.inventoried {
+            return Some("NVML has not answered yet".into());
+        }
+        if !desired.daemons.is_empty() && !self.view.alive {
+            return Some("the MPS host does not answer".into());
+        }
+        None
+    }
+}
+
+fn warning(reason: &'static str, note: String) -> Occurrence {
+    Occurrence { warning: true, reason, note }
+}
+
+fn recovered(note: String) -> Occurrence {
+    Occurrence { warning: false, reason: "Recovered", note }
+}
