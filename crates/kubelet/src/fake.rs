@@ -63,6 +63,8 @@ pub struct Endpoint {
     pub message_bytes: usize,
     /// Lists received since the directory was made.
     pub lists: usize,
+    /// When the last list came.
+    pub listed: Option<Instant>,
 }
 
 impl Endpoint {
@@ -134,11 +136,13 @@ impl FakeKubelet {
         Ok(kubelet)
     }
 
-    /// Starts it again after [`stop`](Self::stop).
-    pub fn run(&mut self) -> io::Result<()> {
+    /// Starts it again after [`stop`](Self::stop). When its socket was made.
+    pub fn run(&mut self) -> io::Result<Instant> {
         self.clean()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
-        self.listen(bound)
+        let at = Instant::now();
+        self.listen(bound)?;
+        Ok(at)
     }
 
     /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening at it, as a slow machine does.
@@ -166,7 +170,7 @@ impl FakeKubelet {
     }
 
     /// Stops and starts it.
-    pub fn restart(&mut self) -> io::Result<()> {
+    pub fn restart(&mut self) -> io::Result<Instant> {
         self.stop();
         self.run()
     }
@@ -385,11 +389,13 @@ impl Shared {
         if let Ok(stream) = client.list_and_watch(wire::Empty {}).await {
             let mut stream = stream.into_inner();
             while let Ok(Some(list)) = stream.message().await {
+                let at = Instant::now();
                 self.seen.send_modify(|seen| {
                     let endpoint = seen.endpoints.entry(resource.clone()).or_default();
                     endpoint.message_bytes = prost::Message::encoded_len(&list);
                     endpoint.devices = list.devices;
                     endpoint.lists += 1;
+                    endpoint.listed = Some(at);
                 });
             }
         }

@@ -1,4 +1,5 @@
 //! `cleave-bench`: measures Cleave beside published figures or a competitor, in one run.
+mod kubelet;
 mod trace;
 
 use clap::Parser;
@@ -11,12 +12,15 @@ use clap::Parser;
     arg_required_else_help = true
 )]
 enum Cli {
+    /// A device plugin as the kubelet sees it.
+    Kubelet(kubelet::Args),
     /// Placement policies on a public GPU trace.
     Trace(trace::Args),
 }
 
 fn main() -> anyhow::Result<()> {
     match Cli::parse() {
+        Cli::Kubelet(args) => kubelet::run(&args),
         Cli::Trace(args) => trace::run(&args),
     }
 }

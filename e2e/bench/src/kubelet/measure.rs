@@ -1,0 +1,412 @@
+//! The cases, each against one running plugin.
+use std::future::Future;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use cleave_kubelet::proto::v1beta1 as wire;
+use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use super::occupancy::{Churn, fits_on_one, gpu, random_free, spread};
+use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, work};
+use super::report::{Figure, Report, Sorted};
+
+/// Calls that are not counted: caches and the connection's windows settle.
+const WARM_UP: usize = 50;
+
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts and KiB of a few million")]
+fn count(value: impl TryInto<u64>) -> f64 {
+    value.try_into().map_or(f64::NAN, |value: u64| value as f64)
+}
+
+/// From the start of the process to its registration and first list, and from SIGTERM to its end.
+pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Report) -> Result<()> {
+    const CASE: &str = "start and stop";
+    let (mut registers, mut lists, mut exits) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..times {
+        let plugin = launcher.start().await?;
+        let seen = plugin.kubelet.seen().borrow().clone();
+        let registered = seen.registrations.iter().find(|r| r.request.resource_name == plugin.resource);
+        registers.push(registered.context("no registration")?.at.duration_since(plugin.started));
+        let listed = plugin.endpoint().listed.context("no list")?;
+        lists.push(listed.duration_since(plugin.started));
+        exits.push(plugin.terminate().await?);
+    }
+    for (what, durations, published, goal) in [
+        ("exec → Register", registers, (8.9, 9.9), Some(9.0)),
+        ("exec → first ListAndWatch", lists, (10.4, 11.4), None),
+        ("SIGTERM → exit", exits, (8.3, 18.0), None),
+    ] {
+        let sorted = Sorted::of(durations);
+        report.add(
+            Figure::new(CASE, format!("{what}, p50"), sorted.quantile(0.5), "ms").published(published.0).at_most(goal),
+        );
+        report.add(Figure::new(CASE, format!("{what}, max"), sorted.quantile(1.0), "ms").published(published.1));
+    }
+    Ok(())
+}
+
+/// Memory now.
+pub(super) fn memory(
+    plugin: &Plugin,
+    when: &str,
+    published: Option<(f64, f64, f64)>,
+    report: &mut Report,
+) -> Result<()> {
+    const CASE: &str = "memory and idle work";
+    let memory = memory_of(plugin.pid()?)?;
+    let (rss, pss, anonymous) = published.map_or((None, None, None), |(r, p, a)| (Some(r), Some(p), Some(a)));
+    let goal = f64::from(12 << 10);
+    report
+        .add(Figure::new(CASE, format!("resident {when}"), count(memory.resident), "KiB").published(rss).at_most(goal));
+    report.add(Figure::new(CASE, format!("proportional {when}"), count(memory.proportional), "KiB").published(pss));
+    report.add(
+        Figure::new(CASE, format!("anonymous {when}"), count(memory.anonymous), "KiB")
+            .published(anonymous)
+            .at_most(anonymous),
+    );
+    Ok(())
+}
+
+/// Memory and work while nothing happens.
+pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -> Result<()> {
+    const CASE: &str = "memory and idle work";
+    // The start is over when the first list is out, but for what is freed after it.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let before = work(plugin.pid()?)?;
+    tokio::time::sleep(over).await;
+    let after = work(plugin.pid()?)?;
+    memory(plugin, "idle", Some((20_708.0, 19_440.0, 3_168.0)), report)?;
+    let per_minute = 60.0 / over.as_secs_f64();
+    let time = milliseconds(after.time.saturating_sub(before.time)) * per_minute;
+    let switches = count(after.switches.saturating_sub(before.switches)) * per_minute;
+    report.add(Figure::new(CASE, "processor time per idle minute", time, "ms").published(1.1));
+    report.add(Figure::new(CASE, "context switches per idle minute", switches, "").published(38.0));
+    report.add(Figure::new(CASE, "threads", count(after.threads), "").published(8.0));
+    Ok(())
+}
+
+/// How long each of so many calls took, one after the other. What they answer is checked by `check`.
+async fn timed<T, F: Future<Output = Result<T, Status>>>(
+    times: usize,
+    mut call: impl FnMut(usize) -> F,
+    mut check: impl FnMut(usize, T) -> Result<()>,
+) -> Result<Sorted> {
+    let mut durations = Vec::with_capacity(times);
+    for number in 0..times + WARM_UP {
+        let future = call(number);
+        let start = Instant::now();
+        let answer = future.await?;
+        let took = start.elapsed();
+        check(number, answer)?;
+        if number >= WARM_UP {
+            durations.push(took);
+        }
+    }
+    Ok(Sorted::of(durations))
+}
+
+fn latency(
+    case: &'static str,
+    what: &str,
+    sorted: &Sorted,
+    published: (f64, f64),
+    goals: (Option<f64>, Option<f64>),
+    report: &mut Report,
+) {
+    let microseconds = |quantile| sorted.quantile(quantile) * 1e3;
+    report.add(
+        Figure::new(case, format!("{what}, p50"), microseconds(0.5), "µs").published(published.0).at_most(goals.0),
+    );
+    report.add(
+        Figure::new(case, format!("{what}, p99"), microseconds(0.99), "µs").published(published.1).at_most(goals.1),
+    );
+}
+
+fn allocate_request(ids: &[&str]) -> wire::AllocateRequest {
+    let devices_ids = ids.iter().map(ToString::to_string).collect();
+    wire::AllocateRequest { container_requests: vec![wire::ContainerAllocateRequest { devices_ids }] }
+}
+
+fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredAllocationRequest> {
+    Ok(wire::PreferredAllocationRequest {
+        container_requests: vec![wire::ContainerPreferredAllocationRequest {
+            available_device_i_ds: available.iter().map(ToString::to_string).collect(),
+            must_include_device_i_ds: Vec::new(),
+            allocation_size: i32::try_from(size)?,
+        }],
+    })
+}
+
+fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String>> {
+    let mut containers = response.container_responses;
+    ensure!(containers.len() == 1, "{} answers for one container", containers.len());
+    Ok(containers.swap_remove(0).device_i_ds)
+}
+
+/// Latency of what the kubelet calls for each pod, beside a call that does nothing.
+pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut Report) -> Result<()> {
+    const CASE: &str = "calls, one after the other on one connection";
+    let endpoint = plugin.endpoint();
+    let all = endpoint.healthy();
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
+
+    let floor = timed(
+        times,
+        |_| {
+            let mut client = client.clone();
+            async move { client.get_device_plugin_options(wire::Empty {}).await }
+        },
+        |_, _| Ok(()),
+    )
+    .await?;
+    latency(CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
+
+    for (units, published, goals) in [(1, (72.0, 198.0), (Some(72.0), Some(198.0))), (5, (70.0, 238.0), (None, None))] {
+        let requests: Vec<_> = (0..times + WARM_UP)
+            .map(|_| {
+                let of = gpu(all[rng.usize(..all.len())]);
+                let mut ids: Vec<&str> = all.iter().copied().filter(|id| gpu(id) == of).collect();
+                rng.shuffle(&mut ids);
+                ids.truncate(units);
+                allocate_request(&ids)
+            })
+            .collect();
+        let sorted = timed(
+            times,
+            |number| {
+                let (mut client, request) = (client.clone(), requests[number].clone());
+                async move { client.allocate(request).await }
+            },
+            |_, answer| {
+                let answers = answer.into_inner().container_responses.len();
+                ensure!(answers == 1, "{answers} answers for one container");
+                Ok(())
+            },
+        )
+        .await?;
+        let what =
+            if units == 1 { "Allocate, 1 unit".to_owned() } else { format!("Allocate, {units} units of one GPU") };
+        latency(CASE, &what, &sorted, published, goals, report);
+    }
+
+    for (units, published, goal) in
+        [(1, (128.0, 568.0), None), (2, (167.0, 757.0), None), (5, (205.0, 754.0), Some(205.0 / 2.0))]
+    {
+        let mut shuffled = all.clone();
+        let requests = (0..times + WARM_UP).map(|_| {
+            rng.shuffle(&mut shuffled);
+            preferred_request(&shuffled, units)
+        });
+        let requests = requests.collect::<Result<Vec<_>>>()?;
+        let mut answers = std::collections::BTreeSet::new();
+        let mut split = 0;
+        let sorted = timed(
+            times,
+            |number| {
+                let (mut client, request) = (client.clone(), requests[number].clone());
+                async move { client.get_preferred_allocation(request).await }
+            },
+            |_, answer| {
+                let ids = only_answer(answer.into_inner())?;
+                ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
+                split += usize::from(spread(ids.iter().map(String::as_str)) > 1);
+                answers.insert(ids);
+                Ok(())
+            },
+        )
+        .await?;
+        let what = format!("GetPreferredAllocation, {units} of {}", all.len());
+        latency(CASE, &what, &sorted, published, (goal, None), report);
+        let different = count(answers.len().saturating_sub(1));
+        report.add(Figure::new(CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
+        // `packed`; `distributed` splits each of them.
+        report.add(Figure::new(CASE, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
+    }
+    Ok(())
+}
+
+/// The GPUs and shares of a plugin, for labels.
+fn shape(all: &[&str]) -> (usize, String) {
+    let gpus = spread(all.iter().copied());
+    (gpus, format!("{gpus} GPUs × {}", all.len() / gpus.max(1)))
+}
+
+/// A published figure that holds for one number of GPUs.
+fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
+    match gpus {
+        4 => Some(four),
+        8 => Some(eight),
+        _ => None,
+    }
+}
+
+async fn preferred(client: &mut DevicePluginClient<Channel>, free: &[&str], units: usize) -> Result<Vec<String>> {
+    let ids = only_answer(client.get_preferred_allocation(preferred_request(free, units)?).await?.into_inner())?;
+    ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
+    Ok(ids)
+}
+
+/// Five units on random occupancies where one GPU could hold them.
+pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, report: &mut Report) -> Result<()> {
+    const CASE: &str = "splits";
+    const UNITS: usize = 5;
+    let endpoint = plugin.endpoint();
+    let all = endpoint.healthy();
+    let (gpus, shape) = shape(&all);
+    let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let (mut could, mut split) = (0, 0);
+    for _ in 0..states {
+        let free = random_free(&all, &mut rng);
+        if !fits_on_one(&free, UNITS) {
+            continue;
+        }
+        could += 1;
+        let ids = preferred(&mut client, &free, UNITS).await?;
+        split += usize::from(spread(ids.iter().map(String::as_str)) > 1);
+    }
+    let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");
+    let percent = 100.0 * count(split) / count(could).max(1.0);
+    report.add(Figure::new(CASE, label, percent, "%").published(for_gpus(gpus, 79.0, 97.3)).at_most(0.0));
+    Ok(())
+}
+
+/// Pods that come and go. A pod is placed where the plugin prefers, also where no GPU alone can hold it, as published.
+pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
+    const CASE: &str = "splits";
+    let endpoint = plugin.endpoint();
+    let all = endpoint.healthy();
+    let (gpus, shape) = shape(&all);
+    let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
+    let mut churn = Churn::new(&all, seed);
+    // Of pods of 2 and of 5: placed, split, split though one GPU had room, and granted by Allocate though split.
+    let mut tally = [[0_usize; 4]; 2];
+    for _ in 0..arrivals {
+        let (units, Some(free)) = churn.arrive() else { continue };
+        let ids = preferred(&mut client, &free, units).await?;
+        ensure!(churn.place(&ids), "a device was preferred that is not free: {ids:?}");
+        let texts: Vec<&str> = ids.iter().map(String::as_str).collect();
+        let is_split = spread(texts.iter().copied()) > 1;
+        let granted = client.allocate(allocate_request(&texts)).await;
+        if !is_split {
+            granted.with_context(|| format!("Allocate refused {ids:?}"))?;
+        } else if let Some(tally) = tally.get_mut(usize::from(units == 5)) {
+            tally[1] += 1;
+            tally[2] += usize::from(fits_on_one(&free, units));
+            tally[3] += usize::from(granted.is_ok());
+        }
+        if units > 1 {
+            tally[usize::from(units == 5)][0] += 1;
+        }
+    }
+    let used = 100.0 * churn.utilisation();
+    let label = format!("{shape}, churn of {arrivals} arrivals");
+    report.add(Figure::new(CASE, format!("{label}: used"), used, "%").published(for_gpus(gpus, 62.0, 69.0)));
+    let published = [
+        (for_gpus(gpus, 40.0, 59.0), None),
+        (for_gpus(gpus, 100.0 * 786.0 / 931.0, 100.0 * 869.0 / 940.0), for_gpus(gpus, 745.0, 827.0)),
+    ];
+    for ((units, [placed, split, avoidable, granted]), (split_published, avoidable_published)) in
+        [2, 5].into_iter().zip(tally).zip(published)
+    {
+        let label = format!("{label}: {units} units");
+        let percent = 100.0 * count(split) / count(placed).max(1.0);
+        report.add(Figure::new(CASE, format!("{label} split, of {placed}"), percent, "%").published(split_published));
+        report.add(
+            Figure::new(CASE, format!("{label} split though one GPU had room"), count(avoidable), "")
+                .published(avoidable_published)
+                .at_most(0.0),
+        );
+        report.add(Figure::new(CASE, format!("{label} granted over two GPUs"), count(granted), "").at_most(0.0));
+    }
+    Ok(())
+}
+
+/// The length of a list.
+pub(super) fn message(plugin: &Plugin, report: &mut Report) {
+    let endpoint = plugin.endpoint();
+    let published = match endpoint.devices.len() {
+        8 => Some(424.0),
+        40 => Some(2240.0),
+        80 => Some(4480.0),
+        384 => Some(21808.0),
+        _ => None,
+    };
+    let what = format!("ListAndWatch of {} devices", endpoint.devices.len());
+    report.add(Figure::new("messages", what, count(endpoint.message_bytes), "B").published(published));
+}
+
+/// From the creation of kubelet.sock to the registration, when the kubelet starts again.
+pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Report) -> Result<()> {
+    const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
+    let mut durations = Vec::new();
+    for _ in 0..times {
+        let before = plugin.kubelet.seen().borrow().registrations.len();
+        plugin.kubelet.stop();
+        let created = plugin.kubelet.run().context("kubelet.sock")?;
+        plugin.served().await?;
+        let resource = plugin.resource.clone();
+        let seen = plugin.kubelet.seen().borrow().clone();
+        let registered = seen.registrations[before..].iter().find(|r| r.request.resource_name == resource);
+        durations.push(registered.context("no registration")?.at.duration_since(created));
+    }
+    let slow = durations.iter().filter(|duration| **duration >= Duration::from_millis(50)).count();
+    let sorted = Sorted::of(durations);
+    let label = format!("kubelet.sock made anew {times} times → Register");
+    report.add(Figure::new(CASE, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
+    report.add(Figure::new(CASE, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0));
+    // 6 of 20 on an idle machine, 16 of 20 on a busy one.
+    report.add(Figure::new(CASE, format!("{label}, not within 50 ms"), count(slow), "").published(22.0).at_most(0.0));
+    Ok(())
+}
+
+/// From a registration that is refused to the next.
+pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<()> {
+    const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
+    let before = plugin.kubelet.seen().borrow().registrations.len();
+    plugin.kubelet.stop();
+    plugin.kubelet.refuse(1);
+    plugin.kubelet.run().context("kubelet.sock")?;
+    plugin.served().await?;
+    let seen = plugin.kubelet.seen().borrow().clone();
+    let of_resource = seen.registrations[before..].iter().filter(|r| r.request.resource_name == plugin.resource);
+    let at: Vec<Instant> = of_resource.map(|r| r.at).collect();
+    ensure!(at.len() == 2, "{} registrations where the first is refused", at.len());
+    let waited = at[1].duration_since(at[0]);
+    report.add(
+        Figure::new(CASE, "Register refused → Register", milliseconds(waited), "ms")
+            .published(30_100.0)
+            .at_most(2000.0),
+    );
+    Ok(())
+}
+
+/// From the deletion of the plugin's own socket to an answer at one that the kubelet knows.
+pub(super) async fn deleted_socket(plugin: &Plugin, report: &mut Report) -> Result<()> {
+    const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
+    let socket = plugin.kubelet.directory().join(plugin.endpoint().socket);
+    std::fs::remove_file(&socket).context("the plugin's socket")?;
+    let deleted = Instant::now();
+    let answered = async {
+        loop {
+            let socket = plugin.kubelet.directory().join(plugin.endpoint().socket);
+            if tokio::net::UnixStream::connect(socket).await.is_ok() {
+                return deleted.elapsed();
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let took = tokio::time::timeout(DEADLINE, answered).await.context("the deleted socket is not noticed")?;
+    // Published: not within the 20 s that were watched.
+    report.add(
+        Figure::new(CASE, "own socket deleted → answers again", milliseconds(took), "ms").published(f64::INFINITY),
+    );
+    Ok(())
+}

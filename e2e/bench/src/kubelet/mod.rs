@@ -1,0 +1,119 @@
+//! `cleave-bench kubelet`: a fake kubelet over real unix sockets, and a device plugin in a process of its own.
+//!
+//! The plugin is any program given after `--`, such as the agent on simulated GPUs. Without one it is this program again, serving MPS shares
+//! of GPUs that nobody has: the kubelet's protocol and the agent's choice of devices, but no NVML.
+mod measure;
+mod occupancy;
+mod process;
+mod report;
+mod synthetic;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use report::Report;
+
+/// Measures a device plugin as the kubelet sees it, beside NVIDIA's.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The resource that is asked for.
+    #[arg(long, default_value = "nvidia.com/gpu-mps")]
+    resource: String,
+    /// Starts of the process.
+    #[arg(long, default_value_t = 20)]
+    starts: usize,
+    /// Calls of each kind.
+    #[arg(long, default_value_t = 2000)]
+    calls: usize,
+    /// Times that kubelet.sock is made anew.
+    #[arg(long, default_value_t = 40)]
+    restarts: usize,
+    /// Random occupancies for the split rate.
+    #[arg(long, default_value_t = 1000)]
+    states: usize,
+    /// Arrivals under churn.
+    #[arg(long, default_value_t = 4000)]
+    arrivals: usize,
+    /// Seconds of idleness over which processor time is counted.
+    #[arg(long, default_value_t = 10)]
+    idle: u64,
+    /// Seed of occupancies, arrivals and the order of ids.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// How to print.
+    #[arg(short, long, value_enum, default_value_t = Output::Table)]
+    output: Output,
+    /// Serves synthetic shares in this directory, instead of measuring.
+    #[arg(long, hide = true, value_name = "DIR")]
+    serve: Option<PathBuf>,
+    /// Synthetic GPUs.
+    #[arg(long, hide = true, default_value_t = 8)]
+    gpus: u32,
+    /// Shares of each.
+    #[arg(long, hide = true, default_value_t = 10)]
+    units: u32,
+    /// The plugin to start. It finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`, `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`,
+    /// `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`; `{dir}` in an argument is the directory above them, new for each start.
+    #[arg(last = true)]
+    command: Vec<String>,
+}
+
+/// How the figures are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    /// For people.
+    Table,
+    /// For programs.
+    Json,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    // One thread, as the agent has: on two cores, the kubelet and the plugin have one each.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("a runtime")?;
+    if let Some(directory) = &args.serve {
+        return runtime.block_on(synthetic::serve(directory, &args.resource, args.gpus, args.units));
+    }
+    let report = runtime.block_on(measure_all(args))?;
+    match args.output {
+        Output::Table => print!("{report}"),
+        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+    }
+    Ok(())
+}
+
+async fn measure_all(args: &Args) -> Result<Report> {
+    let is_synthetic = args.command.is_empty();
+    let launcher = |gpus, units| {
+        if is_synthetic {
+            process::Launcher::synthetic(&args.resource, gpus, units)
+        } else {
+            Ok(process::Launcher::command(&args.resource, &args.command))
+        }
+    };
+    let mut report = Report::new(if is_synthetic { "synthetic GPUs".to_owned() } else { args.command.join(" ") });
+    let main = launcher(args.gpus, args.units)?;
+    measure::starts(&main, args.starts, &mut report).await?;
+    {
+        let mut plugin = main.start().await?;
+        measure::idle(&plugin, Duration::from_secs(args.idle), &mut report).await?;
+        measure::calls(&plugin, args.calls, args.seed, &mut report).await?;
+        measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
+        measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
+        measure::message(&plugin, &mut report);
+        measure::memory(&plugin, "after these calls", None, &mut report)?;
+        measure::restarts(&mut plugin, args.restarts, &mut report).await?;
+        measure::refusal(&mut plugin, &mut report).await?;
+        measure::deleted_socket(&plugin, &mut report).await?;
+        measure::memory(&plugin, "after the restarts", None, &mut report)?;
+    }
+    if is_synthetic {
+        let plugin = launcher(4, 10)?.start().await?;
+        measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
+        measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
+        for (gpus, units) in [(8, 1), (8, 5), (8, 48)] {
+            measure::message(&launcher(gpus, units)?.start().await?, &mut report);
+        }
+    }
+    Ok(report)
+}

@@ -1,0 +1,151 @@
+//! Which shares are free, and who comes and goes. Pure but for the random numbers, whose seed is given.
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Which GPU a share is of: what is before its number.
+pub(super) fn gpu(id: &str) -> &str {
+    id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
+}
+
+/// How many GPUs these shares are of.
+pub(super) fn spread<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
+    ids.into_iter().map(gpu).collect::<BTreeSet<_>>().len()
+}
+
+/// Whether one GPU has so many of these shares.
+pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
+    let mut count: BTreeMap<&str, usize> = BTreeMap::new();
+    free.iter().any(|id| {
+        let count = count.entry(gpu(id)).or_default();
+        *count += 1;
+        *count >= units
+    })
+}
+
+/// Some of these shares: of each GPU a number drawn evenly from none to all, and which ones drawn too. In random order.
+pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
+    let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
+    for id in all {
+        by_gpu.entry(gpu(id)).or_default().push(id);
+    }
+    let mut free = Vec::new();
+    for mut ids in by_gpu.into_values() {
+        rng.shuffle(&mut ids);
+        ids.truncate(rng.usize(..=ids.len()));
+        free.extend(ids);
+    }
+    rng.shuffle(&mut free);
+    free
+}
+
+/// What a pod asks for, in equal parts: 1, 1, 2, 5.
+const SIZES: [usize; 4] = [1, 1, 2, 5];
+
+/// Pods that come one by one, and leave after some more have come.
+pub(super) struct Churn<'a> {
+    free: BTreeSet<&'a str>,
+    total: usize,
+    /// Shares held, by the arrival before which they are given back.
+    leaving: BTreeMap<usize, Vec<&'a str>>,
+    longest: usize,
+    arrivals: usize,
+    used: usize,
+    rng: fastrand::Rng,
+}
+
+impl<'a> Churn<'a> {
+    /// On these shares. The mean lifetime follows their number: 12.5 arrivals on 40 shares, which uses about two thirds.
+    pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
+        Self {
+            free: all.iter().copied().collect(),
+            total: all.len(),
+            leaving: BTreeMap::new(),
+            longest: all.len() * 24 / 40,
+            arrivals: 0,
+            used: 0,
+            rng: fastrand::Rng::with_seed(seed),
+        }
+    }
+
+    /// The next pod's size, and the free shares in random order; nothing to choose from if it does not fit in all.
+    pub(super) fn arrive(&mut self) -> (usize, Option<Vec<&'a str>>) {
+        self.arrivals += 1;
+        let staying = self.leaving.split_off(&(self.arrivals + 1));
+        let left = std::mem::replace(&mut self.leaving, staying);
+        self.free.extend(left.into_values().flatten());
+        self.used += self.total - self.free.len();
+        let size = self.rng.choice(SIZES).unwrap_or(1);
+        if self.free.len() < size {
+            return (size, None);
+        }
+        let mut free: Vec<_> = self.free.iter().copied().collect();
+        self.rng.shuffle(&mut free);
+        (size, Some(free))
+    }
+
+    /// Gives the pod these shares. Whether they were free, and not twice the same.
+    pub(super) fn place(&mut self, ids: &[String]) -> bool {
+        let held: Vec<_> = ids.iter().filter_map(|id| self.free.take(id.as_str())).collect();
+        let sound = held.len() == ids.len();
+        let lifetime = self.rng.usize(1..=self.longest.max(1));
+        self.leaving.entry(self.arrivals + lifetime).or_default().extend(held);
+        sound
+    }
+
+    /// The mean part of the shares that was in use.
+    pub(super) fn utilisation(&self) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "counts of a few million")]
+        let (used, all) = (self.used as f64, (self.arrivals * self.total) as f64);
+        used / all.max(1.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shares(gpus: usize, units: usize) -> Vec<String> {
+        (0..gpus).flat_map(|gpu| (0..units).map(move |unit| format!("GPU-{gpu}::{unit}"))).collect()
+    }
+
+    #[test]
+    fn a_request_fits_where_one_gpu_has_it_all() {
+        let free = ["a::0", "b::0", "a::1", "b::7"];
+        assert!(fits_on_one(&free, 2));
+        assert!(!fits_on_one(&free, 3));
+        assert_eq!(spread(free), 2);
+        assert_eq!(spread(["a::0", "a::1"]), 1);
+    }
+
+    #[test]
+    fn random_occupancy_is_the_same_for_the_same_seed_and_covers_all_counts() {
+        let all = shares(4, 10);
+        let all: Vec<&str> = all.iter().map(String::as_str).collect();
+        let draw = || {
+            let mut rng = fastrand::Rng::with_seed(1);
+            (0..1000).map(|_| random_free(&all, &mut rng)).collect::<Vec<_>>()
+        };
+        let states = draw();
+        assert_eq!(states, draw());
+        let on_first = |free: &Vec<&str>| free.iter().filter(|id| gpu(id) == "GPU-0").count();
+        let counts: BTreeSet<_> = states.iter().map(on_first).collect();
+        assert_eq!(counts, (0..=10).collect());
+        assert!(states.iter().all(|free| free.iter().collect::<BTreeSet<_>>().len() == free.len()));
+    }
+
+    #[test]
+    fn churn_gives_back_what_it_handed_out_and_notices_what_was_not_free() {
+        let all = shares(4, 10);
+        let all: Vec<&str> = all.iter().map(String::as_str).collect();
+        let mut churn = Churn::new(&all, 1);
+        let mut placed = 0;
+        for _ in 0..2000 {
+            let (size, Some(free)) = churn.arrive() else { continue };
+            let ids: Vec<String> = free[..size].iter().map(ToString::to_string).collect();
+            assert!(churn.place(&ids));
+            placed += size;
+            assert!(!churn.place(&ids[..1]), "it is held");
+        }
+        assert!(placed > 40 * 10, "shares come back");
+        assert!((0.5..0.8).contains(&churn.utilisation()), "{}", churn.utilisation());
+    }
+}

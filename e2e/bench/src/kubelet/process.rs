@@ -1,0 +1,175 @@
+//! Starts a device plugin in a process of its own, with a fake kubelet around it.
+use std::fs::File;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakePodResources, Seen};
+use tokio::process::{Child, Command};
+
+/// For anything that the plugin has to do. NVIDIA's tries again after 30 s.
+pub(super) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// How to start a plugin.
+pub(super) struct Launcher {
+    resource: String,
+    program: PathBuf,
+    args: Vec<String>,
+}
+
+/// A running plugin and its kubelet.
+pub(super) struct Plugin {
+    pub(super) kubelet: FakeKubelet,
+    pub(super) resource: String,
+    /// When the process was started.
+    pub(super) started: Instant,
+    child: Child,
+    log: PathBuf,
+    _pods: FakePodResources,
+    _folder: tempfile::TempDir,
+}
+
+impl Launcher {
+    /// This program, serving synthetic GPUs.
+    pub(super) fn synthetic(resource: &str, gpus: u32, units: u32) -> Result<Self> {
+        let args = ["kubelet", "--resource", resource, "--serve", "{dir}/device-plugins"].map(str::to_owned);
+        let sizes = ["--gpus".to_owned(), gpus.to_string(), "--units".to_owned(), units.to_string()];
+        Ok(Self {
+            resource: resource.to_owned(),
+            program: std::env::current_exe().context("this program's path")?,
+            args: args.into_iter().chain(sizes).collect(),
+        })
+    }
+
+    /// Any program. The command is not empty.
+    pub(super) fn command(resource: &str, command: &[String]) -> Self {
+        Self { resource: resource.to_owned(), program: PathBuf::from(&command[0]), args: command[1..].to_vec() }
+    }
+
+    /// Starts it, and waits until the kubelet has its devices.
+    pub(super) async fn start(&self) -> Result<Plugin> {
+        let folder = tempfile::Builder::new().prefix("cleave-bench").tempdir().context("a folder")?;
+        let at = |name: &str| folder.path().join(name);
+        let (plugins, pods) = (at("device-plugins"), at("pod-resources/kubelet.sock"));
+        for name in ["device-plugins", "pod-resources", "run", "state", "cdi"] {
+            std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a folder")?;
+        }
+        let kubelet = FakeKubelet::start(&plugins).context("a fake kubelet")?;
+        let pod_resources = FakePodResources::start(&pods).context("fake PodResources")?;
+        let log = at("log");
+        let output = File::create(&log).context("a log")?;
+        let dir = folder.path().to_str().context("a path in UTF-8")?;
+        let mut command = Command::new(&self.program);
+        command
+            .args(self.args.iter().map(|arg| arg.replace("{dir}", dir)))
+            .env("CLEAVE_DEVICE_PLUGIN_DIR", &plugins)
+            .env("CLEAVE_POD_RESOURCES_SOCKET", &pods)
+            .env("CLEAVE_RUN_DIR", at("run"))
+            .env("CLEAVE_STATE_DIR", at("state"))
+            .env("CLEAVE_CDI_DIR", at("cdi"))
+            .env("NODE_NAME", "bench")
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().context("a log")?)
+            .stderr(output)
+            .kill_on_drop(true);
+        let started = Instant::now();
+        let child = command.spawn().with_context(|| format!("cannot start {}", self.program.display()))?;
+        let resource = self.resource.clone();
+        let mut plugin = Plugin { kubelet, resource, started, child, log, _pods: pod_resources, _folder: folder };
+        plugin.served().await?;
+        Ok(plugin)
+    }
+}
+
+impl Plugin {
+    pub(super) fn pid(&self) -> Result<u32> {
+        self.child.id().context("the plugin has ended")
+    }
+
+    pub(super) fn endpoint(&self) -> Endpoint {
+        self.kubelet.seen().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
+    }
+
+    /// Waits until the kubelet has devices of the resource.
+    pub(super) async fn served(&mut self) -> Result<Seen> {
+        let resource = self.resource.clone();
+        let what = format!("devices of {resource}");
+        self.sees(&what, |seen| seen.endpoints.get(&resource).is_some_and(|e| !e.healthy().is_empty())).await
+    }
+
+    /// Waits until the kubelet sees what is wanted.
+    pub(super) async fn sees(&mut self, what: &str, condition: impl FnMut(&Seen) -> bool) -> Result<Seen> {
+        let ended = tokio::select! {
+            seen = self.kubelet.once(DEADLINE, condition) => match seen {
+                Some(seen) => return Ok(seen),
+                None => format!("the kubelet did not see {what} within {DEADLINE:?}"),
+            },
+            status = self.child.wait() => format!("the plugin ended: {}", status?),
+        };
+        bail!("{ended}\n{}", tail(&self.log))
+    }
+
+    /// Asks the process to end, and waits for it. How long that took.
+    pub(super) async fn terminate(mut self) -> Result<Duration> {
+        let pid = i32::try_from(self.pid()?).ok().and_then(rustix::process::Pid::from_raw).context("a process id")?;
+        let asked = Instant::now();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).context("SIGTERM")?;
+        tokio::time::timeout(DEADLINE, self.child.wait()).await.context("the plugin does not end on SIGTERM")??;
+        Ok(asked.elapsed())
+    }
+}
+
+/// The last lines that the plugin wrote.
+fn tail(log: &Path) -> String {
+    let text = std::fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+/// Memory of a process, KiB.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Memory {
+    pub(super) resident: u64,
+    pub(super) anonymous: u64,
+    pub(super) proportional: u64,
+}
+
+pub(super) fn memory(pid: u32) -> Result<Memory> {
+    let read =
+        |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).with_context(|| format!("{file} of {pid}"));
+    let (status, rollup) = (read("status")?, read("smaps_rollup")?);
+    let of = |text: &str, key: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(key)?.split_whitespace().next()?.parse().ok());
+        value.with_context(|| format!("no {key} of {pid}"))
+    };
+    Ok(Memory {
+        resident: of(&status, "VmRSS:")?,
+        anonymous: of(&status, "RssAnon:")?,
+        proportional: of(&rollup, "Pss:")?,
+    })
+}
+
+/// Processor time and switches of all threads of a process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Work {
+    pub(super) time: Duration,
+    pub(super) switches: u64,
+    pub(super) threads: usize,
+}
+
+pub(super) fn work(pid: u32) -> Result<Work> {
+    let mut work = Work { time: Duration::ZERO, switches: 0, threads: 0 };
+    for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {
+        let path = task?.path();
+        let schedstat = std::fs::read_to_string(path.join("schedstat")).context("schedstat")?;
+        let run: u64 = schedstat.split_whitespace().next().and_then(|ns| ns.parse().ok()).context("schedstat")?;
+        work.time += Duration::from_nanos(run);
+        let status = std::fs::read_to_string(path.join("status")).context("status")?;
+        let switches = status.lines().filter(|line| line.contains("voluntary_ctxt_switches:"));
+        work.switches += switches.filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok()).sum::<u64>();
+        work.threads += 1;
+    }
+    Ok(work)
+}

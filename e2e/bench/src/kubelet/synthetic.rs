@@ -1,0 +1,94 @@
+//! A plugin without hardware: the kubelet's protocol and the agent's choice of devices, for GPUs that nobody has.
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use cleave_agent::AgentArgs;
+use cleave_agent::allocate::{Handover, View, grant, prefer};
+use cleave_agent::layout::{Kind, Pool};
+use cleave_kubelet::{
+    Config, ContainerResponse, Device, DeviceId, DeviceList, Options, Plugins, PreferredRequest, Refusal, Resource,
+    ResourceName,
+};
+use tokio::sync::watch;
+
+/// MiB of a synthetic GPU.
+const MEMORY: u64 = 143_771;
+
+struct Shares {
+    resource: String,
+    pools: Vec<Pool>,
+    devices: watch::Sender<Arc<DeviceList>>,
+    handover: Handover,
+    nodes: BTreeMap<String, Vec<String>>,
+}
+
+#[derive(Parser)]
+struct Agent {
+    #[command(flatten)]
+    args: AgentArgs,
+}
+
+impl Shares {
+    fn new(resource: &str, gpus: u32, units: u32) -> Result<Self> {
+        let kind = Kind::Mps {
+            memory_mib: (1..=u64::from(units)).map(|k| MEMORY * k / u64::from(units)).collect(),
+            threads: (1..=units).map(|k| u8::try_from(100 * k / units)).collect::<Result<_, _>>()?,
+            max_clients: None,
+        };
+        let pool = |gpu: u32| Pool {
+            device: format!("GPU-00000000-0000-4000-8000-{gpu:012x}"),
+            resource: resource.to_owned(),
+            first: 0,
+            count: units,
+            kind: kind.clone(),
+        };
+        let pools: Vec<Pool> = (0..gpus).map(pool).collect();
+        let ids = pools.iter().flat_map(Pool::ids);
+        let devices: DeviceList =
+            ids.map(|id| Ok(Device { id: DeviceId::parse(&id)?, healthy: true, numa: None })).collect::<Result<_>>()?;
+        let agent = Agent::try_parse_from(["agent", "--node-name", "bench"])?;
+        Ok(Self {
+            resource: resource.to_owned(),
+            pools,
+            devices: watch::Sender::new(Arc::new(devices)),
+            handover: Handover::new(&agent.args),
+            nodes: BTreeMap::new(),
+        })
+    }
+
+    fn view(&self) -> View<'_> {
+        View { resource: &self.resource, pools: &self.pools, reservations: &[] }
+    }
+}
+
+impl Resource for Shares {
+    fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
+        self.devices.subscribe()
+    }
+
+    fn options(&self) -> Options {
+        Options { pre_start: true, preferred: true }
+    }
+
+    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+        Ok(prefer(&self.view(), request))
+    }
+
+    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
+        let allocation = grant(&self.view(), ids).map_err(Refusal::Invalid)?;
+        Ok(self.handover.response(&allocation, &self.nodes))
+    }
+}
+
+pub(super) async fn serve(directory: &Path, resource: &str, gpus: u32, units: u32) -> Result<()> {
+    let shares: Arc<dyn Resource> = Arc::new(Shares::new(resource, gpus, units)?);
+    let plugins = Plugins::start(&Config::new(directory))?;
+    plugins.set(BTreeMap::from([(ResourceName::parse(resource)?, shares)]));
+    let terminate = tokio::signal::unix::SignalKind::terminate();
+    tokio::signal::unix::signal(terminate).context("cannot wait for SIGTERM")?.recv().await;
+    plugins.shutdown().await;
+    Ok(())
+}
