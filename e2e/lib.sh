@@ -7,6 +7,9 @@ demo_dir=$root/target/demo
 driver_dir=$demo_dir/driver
 cluster=$root/e2e/cluster/cluster
 namespace=cleave-system
+# CLEAVE_PROFILE=dev builds faster and runs slower: for working on the code, not for figures.
+profile=${CLEAVE_PROFILE:-release}
+programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -30,19 +33,18 @@ prerequisites() {
 # The product, the simulated hardware and the test programs, in release.
 build() {
   say "Building Cleave and the simulated hardware"
-  (cd "$root" && cargo build --release --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p cleave-client -p cleave-bench)
+  (cd "$root" && cargo build --profile "$profile" --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p cleave-client -p cleave-bench)
 }
 
 # The simulated driver, as the nodes see it under /opt/simgpu.
 driver() {
-  local release=$root/target/release
   mkdir -p "$driver_dir/lib" "$driver_dir/bin"
   # Renamed into place: a running program keeps the file it has.
   put() { cp "$1" "$2.new" && chmod 755 "$2.new" && mv "$2.new" "$2"; }
-  put "$release/libnvidia_ml.so" "$driver_dir/lib/libnvidia-ml.so.1"
-  put "$release/nvidia-cuda-mps-control" "$driver_dir/bin/nvidia-cuda-mps-control"
-  put "$release/nvidia-cuda-mps-server" "$driver_dir/bin/nvidia-cuda-mps-server"
-  put "$release/simgpu" "$driver_dir/bin/simgpu"
+  put "$programs/libnvidia_ml.so" "$driver_dir/lib/libnvidia-ml.so.1"
+  put "$programs/nvidia-cuda-mps-control" "$driver_dir/bin/nvidia-cuda-mps-control"
+  put "$programs/nvidia-cuda-mps-server" "$driver_dir/bin/nvidia-cuda-mps-server"
+  put "$programs/simgpu" "$driver_dir/bin/simgpu"
 }
 
 # image TAG OPTION… : builds an image and imports it on all nodes, unless its content is there already.
@@ -59,9 +61,8 @@ image() {
 
 images() {
   say "Building and importing the images"
-  local release=$root/target/release
-  image localhost/cleave:dev --ldd --add "$release/cleave:/usr/bin/cleave:755" --entrypoint /usr/bin/cleave
-  image localhost/cleave-client:dev --ldd --shell --add "$release/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
+  image localhost/cleave:dev --ldd --add "$programs/cleave:/usr/bin/cleave:755" --entrypoint /usr/bin/cleave
+  image localhost/cleave-client:dev --ldd --shell --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }
 
 # cluster_up NODES: the cluster, its nodes' simulated GPUs, and target/demo/env.
