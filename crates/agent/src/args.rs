@@ -83,9 +83,10 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
-    /// Take the spec from this file, once, and speak to no API server: for benchmarks and a node without a cluster.
-    #[arg(long, value_name = "FILE", hide = true)]
-    pub spec_file: Option<PathBuf>,
+    /// Speak to no API server: read the spec from DIR/spec.json as it changes, write DIR/status.json, add events to DIR/events.jsonl. For
+    /// benchmarks, tests, and a node without a cluster.
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub offline: Option<PathBuf>,
 
     /// Where /metrics, /healthz and /readyz are served.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]

@@ -26,6 +26,7 @@ pub mod layout;
 pub mod metrics;
 pub mod mps;
 pub mod node;
+mod offline;
 pub mod report;
 pub mod serve;
 pub mod status;
@@ -100,9 +101,9 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let store = Store::new(&args.state_dir);
     let (mut node, allocations) = remember(&args, &store, &link, now);
     node.mps(link.look());
-    if let Some(path) = &args.spec_file {
-        node.object(Object::Present(1, report::spec_of_file(path)?));
-    }
+    let offline = args.offline.clone().map(offline::Folder::new);
+    let spec = offline.as_ref().map(|folder| folder.read(1));
+    node.object(spec.clone().unwrap_or_default());
     for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
         // After a reboot the run directory is empty, and the kubelet starts its containers again without asking anew.
         if let Err(error) = link.make_folder(id) {
@@ -150,11 +151,10 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone()));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
-    if args.spec_file.is_none() {
-        tasks.spawn(speak_to_the_api(args.node_name.clone(), inputs, statuses, to_tell, metrics));
-    } else {
-        drop((inputs, statuses, to_tell));
-    }
+    match (offline, spec) {
+        (Some(folder), Some(spec)) => tasks.spawn(stay_offline(folder, spec, inputs, statuses, to_tell)),
+        _ => tasks.spawn(speak_to_the_api(args.node_name.clone(), inputs, statuses, to_tell, metrics)),
+    };
     // All of them go on for ever: whichever ends first says why the agent does.
     match tasks.join_next().await {
         Some(Ok(result)) => result,
@@ -479,6 +479,26 @@ fn write_once(
     Ok(())
 }
 
+async fn stay_offline(
+    folder: offline::Folder,
+    spec: Object,
+    inputs: mpsc::Sender<Input>,
+    statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
+    occurrences: mpsc::Receiver<Occurrence>,
+) -> anyhow::Result<()> {
+    let (objects, read) = mpsc::channel(4);
+    tokio::join!(folder.follow(spec, objects), folder.write(statuses, occurrences), forward_objects(read, inputs));
+    Ok(())
+}
+
+async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs: mpsc::Sender<Input>) {
+    while let Some(object) = objects.recv().await {
+        if inputs.send(Input::Object(object)).await.is_err() {
+            return;
+        }
+    }
+}
+
 async fn speak_to_the_api(
     name: String,
     inputs: mpsc::Sender<Input>,
@@ -488,19 +508,12 @@ async fn speak_to_the_api(
 ) -> anyhow::Result<()> {
     let client = report::connect(&metrics).await;
     let (server, seen) = watch::channel(report::Server::default());
-    let (objects, mut read) = mpsc::channel(4);
-    let forward = async {
-        while let Some(object) = read.recv().await {
-            if inputs.send(Input::Object(object)).await.is_err() {
-                break;
-            }
-        }
-    };
+    let (objects, read) = mpsc::channel(4);
     tokio::join!(
         report::follow(client.clone(), name.clone(), objects, server, metrics.clone()),
         report::write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
         report::write_events(client, name, occurrences, seen, metrics),
-        forward,
+        forward_objects(read, inputs),
     );
     Ok(())
 }

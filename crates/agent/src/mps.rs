@@ -304,6 +304,7 @@ mod tests {
             // One that breaks off, one that lies, and one that answers.
             for answer in [&b""[..], b"{\"result\":\"what\"}\n", b"{\"result\":\"done\"}\n"] {
                 let (mut stream, _) = listener.accept().await.unwrap();
+                BufReader::new(&mut stream).read_until(b'\n', &mut Vec::new()).await.unwrap();
                 stream.write_all(answer).await.unwrap();
             }
         };

@@ -1,9 +1,9 @@
 //! The API server: the node's own `GpuNode` is read, its status and events are written. Nothing here holds up what the kubelet is answered.
 use std::time::Duration;
 
+use cleave_api::GpuNode;
 use cleave_api::gpunode::GpuNodeStatus;
 use cleave_api::names::AGENT_MANAGER;
-use cleave_api::{GpuNode, GpuNodeSpec};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
@@ -200,11 +200,4 @@ fn reference(api_version: String, kind: String, name: &str, uid: Option<String>)
         uid,
         ..ObjectReference::default()
     }
-}
-
-/// A spec from a file, for a node without a cluster.
-pub fn spec_of_file(path: &std::path::Path) -> anyhow::Result<GpuNodeSpec> {
-    use anyhow::Context;
-    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_slice(&text).with_context(|| format!("{} is not the spec of a GpuNode in JSON", path.display()))
 }

@@ -1,0 +1,92 @@
+//! Files in place of the API server, for benchmarks, tests, and a node without a cluster.
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cleave_api::gpunode::GpuNodeStatus;
+use tokio::sync::{mpsc, watch};
+use tokio::time::sleep;
+
+use crate::files::write_atomically;
+use crate::node::{Object, Occurrence};
+
+/// Between looks at the spec.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A folder with a spec, a status and events.
+#[derive(Debug, Clone)]
+pub(crate) struct Folder(PathBuf);
+
+impl Folder {
+    /// This folder, which must be there.
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// The spec as it is now; its generation counts changes.
+    pub(crate) fn read(&self, generation: i64) -> Object {
+        match fs::read(self.0.join("spec.json")) {
+            Err(_) => Object::Missing,
+            Ok(text) => match serde_json::from_slice(&text) {
+                Ok(spec) => Object::Present(generation, spec),
+                Err(error) => Object::Malformed(error.to_string()),
+            },
+        }
+    }
+
+    /// Follows the spec for ever.
+    pub(crate) async fn follow(&self, first: Object, objects: mpsc::Sender<Object>) {
+        let (mut last, mut generation) = (first, 1);
+        loop {
+            sleep(LOOK).await;
+            let next = match (self.read(generation), &last) {
+                (Object::Present(_, spec), Object::Present(_, before)) if spec != *before => {
+                    Object::Present(generation + 1, spec)
+                }
+                (next, _) => next,
+            };
+            if next != last {
+                if let Object::Present(of, _) = &next {
+                    generation = *of;
+                }
+                if objects.send(next.clone()).await.is_err() {
+                    return;
+                }
+                last = next;
+            }
+        }
+    }
+
+    /// Writes the status as it changes, and events as they come, for ever.
+    pub(crate) async fn write(
+        &self,
+        mut statuses: watch::Receiver<Option<GpuNodeStatus>>,
+        mut occurrences: mpsc::Receiver<Occurrence>,
+    ) {
+        loop {
+            let written = tokio::select! {
+                // Cancel-safe: a change that is not taken is seen by the next call.
+                changed = statuses.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
+                    write_atomically(&self.0.join("status.json"), &text)
+                }
+                // Cancel-safe: a message that is not taken stays in the channel.
+                occurrence = occurrences.recv() => match occurrence {
+                    Some(Occurrence { warning, reason, note }) => {
+                        let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note });
+                        let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("events.jsonl"));
+                        file.and_then(|mut file| writeln!(file, "{line}"))
+                    }
+                    None => return,
+                },
+            };
+            if let Err(error) = written {
+                tracing::warn!(%error, folder = %self.0.display(), "cannot write");
+            }
+        }
+    }
+}
