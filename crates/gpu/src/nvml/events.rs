@@ -46,9 +46,8 @@ impl EventWatch {
         let stop = Arc::new(AtomicBool::new(false));
         let (events, receiver) = mpsc::channel(CAPACITY);
         let stopped = Arc::clone(&stop);
-        thread::Builder::new().name("nvml-events".into()).stack_size(128 << 10).spawn(move || {
-            watch(&search, &events, &stopped);
-        })?;
+        // NVML is not frugal with its stack: the default size, of which only touched pages count.
+        thread::Builder::new().name("nvml-events".into()).spawn(move || watch(&search, &events, &stopped))?;
         Ok((Self { stop }, receiver))
     }
 }
