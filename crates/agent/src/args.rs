@@ -79,7 +79,8 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
 
-    /// Seconds for which an allocation is kept although the kubelet lists no pod that holds it: a pod being admitted is not listed yet.
+    /// Seconds for which an allocation is kept although the kubelet lists no pod that holds it: a pod being admitted is not listed yet, and
+    /// a kubelet or agent that has just started hears of its pods one by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 

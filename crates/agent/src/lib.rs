@@ -134,6 +134,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         occurrences,
         listing,
         look,
+        steps: Vec::new(),
+        kubelet_answers: true,
     };
     let plugin_states = main.plugins.state();
 
@@ -196,6 +198,9 @@ struct Main {
     occurrences: mpsc::Sender<Occurrence>,
     listing: watch::Sender<Listing>,
     look: watch::Sender<()>,
+    /// What was logged.
+    steps: Vec<cleave_api::gpunode::StepStatus>,
+    kubelet_answers: bool,
 }
 
 impl Main {
@@ -249,6 +254,15 @@ impl Main {
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
             Input::Held(answer, asked) => {
+                if answer.is_ok() != std::mem::replace(&mut self.kubelet_answers, answer.is_ok()) {
+                    match &answer {
+                        Ok(_) => tracing::info!("the kubelet says again who holds what"),
+                        Err(error) => tracing::warn!(
+                            error,
+                            "the kubelet does not say who holds what; nothing that is served goes"
+                        ),
+                    }
+                }
                 let over = self.node.held(answer, asked, &mut self.counter.table().allocations);
                 if over > 0 {
                     tracing::info!(over, "allocations that no pod holds any more");
@@ -274,6 +288,10 @@ impl Main {
         self.serve(lists);
         self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep });
         self.metrics.node(&status);
+        for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
+            tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
+        }
+        self.steps.clone_from(&status.steps);
         self.status.send_if_modified(|last| {
             let changed = last.as_ref() != Some(&status);
             if changed {

@@ -20,9 +20,6 @@ use crate::serve::Table;
 use crate::status::{self, Facts};
 use crate::usage::{Allocations, Usage};
 
-/// How long after a start of the kubelet, or of this process, the kubelet's list may lack pods that run: it hears of them one by one.
-pub const SETTLE: Duration = Duration::from_secs(30);
-
 /// Between the kubelet's lists while a change waits for pods to end, while slices are in use, and while none are.
 const LIST_WAITING: Duration = Duration::from_secs(1);
 const LIST_IN_USE: Duration = Duration::from_secs(5);
@@ -81,6 +78,7 @@ pub struct Turn {
 #[derive(Debug)]
 pub struct Node {
     boot_id: String,
+    /// How long what the kubelet does not list is kept.
     grace: Duration,
     book: Book,
     inventoried: bool,
@@ -239,9 +237,10 @@ impl Node {
             }
         };
         self.held_error = None;
-        let settling = asked.saturating_duration_since(self.kubelet_since) < SETTLE;
+        // A kubelet that has just started hears of its pods one by one; so it was, for all that a process that has just started knows.
+        let settling = asked.saturating_duration_since(self.kubelet_since) < self.grace;
         let rows = match self.held.take() {
-            // A pod that the kubelet has not heard of yet is not gone.
+            // What it does not list is not gone.
             Some(before) if settling => {
                 let mut all: BTreeSet<HeldDevices> = before.into_iter().collect();
                 all.extend(rows);

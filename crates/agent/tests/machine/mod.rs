@@ -1,0 +1,317 @@
+//! A node without a cluster: simulated GPUs, the agent and the MPS host as processes of their own, a fake kubelet. All of it goes when it
+//! is dropped.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use cleave_api::GpuNodeSpec;
+use cleave_api::gpunode::{GpuNodeStatus, GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlicedPartition};
+use cleave_gpu::mps::wire;
+use cleave_kubelet::HeldDevices;
+use cleave_kubelet::fake::{FakeKubelet, FakePodResources, Seen};
+use serde_json::Value;
+
+/// Longer than anything here takes, on a machine that is busy with something else.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
+pub(crate) const SLICED: &str = "nvidia.com/gpu-timeslice";
+pub(crate) const WHOLE: &str = "nvidia.com/gpu";
+
+/// The folder of the programs that the tests start. They are other packages' and are built here, so that they are never old ones.
+fn programs() -> &'static Path {
+    static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAMS.get_or_init(|| {
+        let packages = ["cleave", "sim-nvml", "sim-mps", "simgpu", "cleave-client"];
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.arg("build").args(packages.iter().flat_map(|package| ["--package", package]));
+        assert!(cargo.stderr(Stdio::null()).status().unwrap().success(), "the programs cannot be built");
+        // target/debug/deps/<test>
+        std::env::current_exe().unwrap().ancestors().nth(2).unwrap().to_owned()
+    })
+}
+
+/// A node.
+pub(crate) struct Machine {
+    folder: tempfile::TempDir,
+    pub(crate) uuids: Vec<String>,
+    pub(crate) kubelet: FakeKubelet,
+    pub(crate) pods: FakePodResources,
+    library: PathBuf,
+    agent: Option<Child>,
+    host: Option<Child>,
+}
+
+impl Machine {
+    /// With these GPUs, and nothing running but the kubelet.
+    pub(crate) fn new(gpus: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for name in ["plugins", "spec", "sim"] {
+            fs::create_dir(path(name)).unwrap();
+        }
+        let kubelet = FakeKubelet::start(&path("plugins")).unwrap();
+        let pods = FakePodResources::start(&path("pods.sock")).unwrap();
+        let library = programs().join("libnvidia_ml.so");
+        let mut machine = Self { folder, uuids: Vec::new(), kubelet, pods, library, agent: None, host: None };
+        let mut arguments = vec!["init"];
+        arguments.extend(gpus.iter().flat_map(|gpu| ["--gpus", gpu]));
+        machine.simgpu(&arguments);
+        let shown: Value = serde_json::from_str(&machine.simgpu(&["show", "--output", "json"])).unwrap();
+        machine.uuids =
+            shown["gpus"].as_array().unwrap().iter().map(|gpu| gpu["uuid"].as_str().unwrap().to_owned()).collect();
+        machine
+    }
+
+    /// With the agent and the MPS host.
+    pub(crate) fn running(gpus: &[&str], spec: impl FnOnce(&[String]) -> Vec<GpuSpec>) -> Self {
+        let mut machine = Self::new(gpus);
+        let spec = spec(&machine.uuids);
+        machine.want("first", spec);
+        machine.start_host();
+        machine.start_agent(&[]);
+        machine
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The NVML library that programs started from now on are given.
+    pub(crate) fn library(&mut self, path: PathBuf) -> PathBuf {
+        std::mem::replace(&mut self.library, path)
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(programs().join(program));
+        command.env("SIMGPU_STATE", self.path("sim")).env("SIM_MPS_SERVER_START_MS", "0").stdin(Stdio::null());
+        command
+    }
+
+    /// The command that changes the simulated GPUs.
+    pub(crate) fn simgpu(&self, arguments: &[&str]) -> String {
+        let output = self.command("simgpu").args(arguments).output().unwrap();
+        assert!(output.status.success(), "simgpu {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn log(&self, name: &str) -> File {
+        File::options().create(true).append(true).open(self.path(name)).unwrap()
+    }
+
+    pub(crate) fn start_agent(&mut self, more: &[&str]) {
+        let mut command = self.command("cleave");
+        command.args([
+            "--log",
+            "info,cleave_agent=debug",
+            "agent",
+            "--node-name",
+            "node",
+            "--metrics-addr",
+            "127.0.0.1:0",
+        ]);
+        command
+            .args(["--allocation-grace", "1"])
+            .arg("--run-dir")
+            .arg(self.path("run"))
+            .arg("--state-dir")
+            .arg(self.path("state"));
+        command
+            .arg("--device-plugin-dir")
+            .arg(self.path("plugins"))
+            .arg("--pod-resources-socket")
+            .arg(self.path("pods.sock"));
+        command.arg("--nvml-library").arg(&self.library).arg("--offline").arg(self.path("spec")).args(more);
+        self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
+    }
+
+    pub(crate) fn start_host(&mut self) {
+        let mut command = self.command("cleave");
+        command.args(["mps-host", "--mps-control"]).arg(programs().join("nvidia-cuda-mps-control"));
+        command.arg("--nvml-library").arg(&self.library).arg("--run-dir").arg(self.path("run"));
+        self.host = Some(command.stdout(self.log("host.log")).stderr(self.log("host.log")).spawn().unwrap());
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill_agent(&mut self) {
+        kill(&mut self.agent);
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill_host(&mut self) {
+        kill(&mut self.host);
+    }
+
+    pub(crate) fn agent_runs(&mut self) -> bool {
+        self.agent.as_mut().unwrap().try_wait().unwrap().is_none()
+    }
+
+    /// What the operator would write.
+    pub(crate) fn want(&self, plan: &str, gpus: Vec<GpuSpec>) {
+        let spec = GpuNodeSpec { plan_id: plan.into(), gpus, reservations: Vec::new() };
+        let beside = self.path("spec/spec.json.new");
+        fs::write(&beside, serde_json::to_vec(&spec).unwrap()).unwrap();
+        fs::rename(beside, self.path("spec/spec.json")).unwrap();
+    }
+
+    /// What the agent says, once that is so.
+    pub(crate) async fn status(&self, what: &str, condition: impl Fn(&GpuNodeStatus) -> bool) -> GpuNodeStatus {
+        let read = || serde_json::from_slice(&fs::read(self.path("spec/status.json")).ok()?).ok();
+        self.until(what, || read().filter(&condition)).await
+    }
+
+    /// What the agent wants of the MPS host.
+    pub(crate) fn desired(&self) -> Option<wire::Desired> {
+        serde_json::from_slice(&fs::read(self.path("run/mps/desired.json")).ok()?).ok()
+    }
+
+    /// What the MPS host says.
+    pub(crate) fn host_status(&self) -> Option<wire::Status> {
+        serde_json::from_slice(&fs::read(self.path("run/mps/status.json")).ok()?).ok()
+    }
+
+    /// Reasons of events so far.
+    pub(crate) fn events(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.path("spec/events.jsonl")).unwrap_or_default();
+        let reason = |line: &str| serde_json::from_str::<Value>(line).unwrap()["reason"].as_str().unwrap().to_owned();
+        text.lines().map(reason).collect()
+    }
+
+    /// What the kubelet sees, once that is so.
+    pub(crate) async fn seen(&self, what: &str, condition: impl Fn(&Seen) -> bool) -> Seen {
+        match self.kubelet.once(DEADLINE, condition).await {
+            Some(seen) => seen,
+            None => self.fail(what),
+        }
+    }
+
+    /// The kubelet could hand out exactly so many of a resource.
+    pub(crate) async fn healthy(&self, resource: &str, count: usize) -> Seen {
+        let condition =
+            |seen: &Seen| seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy().len() == count);
+        self.seen(&format!("{count} healthy {resource}"), condition).await
+    }
+
+    /// Waits for a condition.
+    pub(crate) async fn until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+        let end = Instant::now() + DEADLINE;
+        while Instant::now() < end {
+            if let Some(found) = condition() {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        self.fail(what)
+    }
+
+    fn fail(&self, what: &str) -> ! {
+        let log = |name: &str| fs::read_to_string(self.path(name)).unwrap_or_default();
+        let seen: Vec<_> = self
+            .kubelet
+            .seen()
+            .borrow()
+            .endpoints
+            .iter()
+            .map(|(name, e)| (name.clone(), e.devices.len(), e.healthy().len()))
+            .collect();
+        panic!(
+            "never: {what}\nkubelet: {seen:?}\n--- agent\n{}\n--- MPS host\n{}\n--- status\n{}",
+            log("agent.log"),
+            log("host.log"),
+            log("spec/status.json")
+        );
+    }
+
+    /// A program with what a container would get.
+    pub(crate) fn client(
+        &self,
+        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
+        more: &[&str],
+    ) -> Value {
+        let mut command = self.command("cleave-client");
+        for (name, value) in &response.envs {
+            let mount = response.mounts.iter().find(|mount| mount.container_path == *value);
+            command.env(name, mount.map_or(value, |mount| &mount.host_path));
+        }
+        let output = command.args(more).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        serde_json::from_str(text.lines().next().unwrap_or_default()).unwrap_or(Value::Null)
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.kill_agent();
+        if let Some(host) = &mut self.host {
+            // By SIGTERM it ends its daemons too.
+            let pid = rustix::process::Pid::from_child(host);
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+            let _ = host.wait();
+        }
+    }
+}
+
+fn kill(child: &mut Option<Child>) {
+    if let Some(mut child) = child.take() {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
+
+/// Kills another process, as root on the node would.
+pub(crate) fn kill_pid(pid: u32) {
+    let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
+pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
+    HeldDevices {
+        namespace: "ns".into(),
+        pod: pod.into(),
+        container: "c".into(),
+        resource: resource.into(),
+        ids: ids.to_vec(),
+    }
+}
+
+pub(crate) fn ids(uuid: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
+    numbers.into_iter().map(|number| format!("{uuid}::{number}")).collect()
+}
+
+pub(crate) fn mps(uuid: &str, units: u32) -> GpuSpec {
+    let slices = MpsSlices {
+        resource: MPS.into(),
+        count: units,
+        first: 0,
+        memory_mib: (1..=units).map(|k| 10_000 * u64::from(k) / u64::from(units)).collect(),
+        threads: (1..=units).map(|k| u8::try_from(100 * k / units).unwrap()).collect(),
+        max_clients: None,
+    };
+    let partition = MpsPartition {
+        multi_user: true,
+        compute_mode: cleave_api::sharingpolicy::ComputeMode::ExclusiveProcess,
+        slices: vec![slices],
+    };
+    spec(uuid, Partition { mps: Some(partition), ..Partition::default() })
+}
+
+pub(crate) fn sliced(uuid: &str, replicas: u32) -> GpuSpec {
+    let partition = TimeSlicedPartition {
+        resource: SLICED.into(),
+        replicas,
+        interval: cleave_api::sharingpolicy::Interval::Default,
+    };
+    spec(uuid, Partition { time_slicing: Some(partition), ..Partition::default() })
+}
+
+fn spec(uuid: &str, partition: Partition) -> GpuSpec {
+    GpuSpec {
+        uuid: uuid.into(),
+        policy: None,
+        enforcement: cleave_api::sharingpolicy::Enforcement::default(),
+        partition,
+    }
+}

@@ -1,0 +1,280 @@
+//! The agent as a process, between a fake kubelet, the MPS host, and simulated GPUs and MPS.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
+mod machine;
+
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, sliced};
+
+#[tokio::test]
+async fn one_node_serves_whole_gpus_shares_and_turns_at_once_and_a_share_is_bound_by_its_limits() {
+    let machine = Machine::running(&["3xH200"], |gpus| vec![mps(&gpus[0], 10), sliced(&gpus[1], 4)]);
+    let [first, second, third] = [0, 1, 2].map(|gpu| machine.uuids[gpu].clone());
+    machine.healthy(MPS, 10).await;
+    machine.healthy(SLICED, 4).await;
+    machine.healthy(WHOLE, 1).await;
+
+    let chosen = machine
+        .kubelet
+        .preferred(MPS, &ids(&first, 0..10).iter().map(String::as_str).collect::<Vec<_>>(), &[], 3)
+        .await
+        .unwrap();
+    assert_eq!(chosen, ids(&first, 0..3));
+    let given = machine.kubelet.allocate(MPS, &chosen.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    machine.kubelet.pre_start(MPS, &chosen.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    let seen = machine.client(&given, &[]);
+    assert_eq!(
+        (seen["viaMps"].as_bool(), seen["sms"].as_u64(), seen["limitMiB"].as_u64()),
+        (Some(true), Some(38), Some(3000)),
+        "{seen}"
+    );
+    assert_eq!(seen["uuid"], first);
+
+    let turn = machine.kubelet.allocate(SLICED, &[&format!("{second}::1")]).await.unwrap();
+    assert_eq!(turn.envs.get("NVIDIA_VISIBLE_DEVICES"), Some(&second));
+    assert!(turn.mounts.is_empty() && !turn.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"));
+    let whole = machine.kubelet.allocate(WHOLE, &[&format!("{third}::0")]).await.unwrap();
+    assert_eq!(machine.client(&whole, &[])["sms"].as_u64(), Some(132));
+
+    machine.pods.hold(&[held("p", MPS, &chosen)]);
+    let status = machine.status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
+    let gpu = &status.gpus[0];
+    assert_eq!(
+        (gpu.allocations[0].pod.as_str(), gpu.allocations[0].sms, gpu.allocations[0].memory_mib),
+        ("ns/p", Some(38), Some(3000))
+    );
+    assert_eq!(gpu.slices[0].total, 10);
+    assert_eq!(status.gpus.iter().map(|gpu| gpu.mode.as_str()).collect::<Vec<_>>(), ["Mps", "TimeSlicing", "Whole"]);
+}
+
+#[tokio::test]
+async fn what_cannot_be_granted_is_refused_with_a_sentence_and_disturbs_nothing() {
+    let machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
+    machine.healthy(MPS, 8).await;
+    let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
+    for (wrong, says) in [
+        (vec![a.as_str(), b.as_str()], "cannot be shares of 2 GPUs"),
+        (vec![a.as_str(), a.as_str()], "is there twice"),
+        (vec!["GPU-none::0"], "is not a device of"),
+        (vec![], "at least one"),
+    ] {
+        let refusal = machine.kubelet.allocate(MPS, &wrong).await.unwrap_err();
+        assert!(refusal.message().contains(says), "{refusal:?}");
+    }
+    machine.kubelet.allocate(MPS, &[&a]).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_change_of_an_idle_gpu_happens_in_the_open_stream_and_one_in_use_waits_for_its_pod() {
+    let machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
+    let before = machine.healthy(MPS, 20).await;
+    let used = ids(&machine.uuids[0], [7]);
+    machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
+    machine.pods.hold(&[held("train", MPS, &used)]);
+    machine.want("second", vec![mps(&machine.uuids[0], 5), mps(&machine.uuids[1], 5)]);
+    machine.healthy(MPS, 15).await;
+    let status =
+        machine.status("waiting", |status| status.steps.iter().any(|step| step.message.contains("ns/train"))).await;
+    assert_eq!(status.plan_id, "", "the node is not as planned");
+    assert_eq!(status.steps.iter().find(|step| step.gpu == machine.uuids[0]).unwrap().result, "Waiting");
+    machine.pods.hold(&[]);
+    let after = machine.healthy(MPS, 10).await;
+    machine.status("applied", |status| status.plan_id == "second").await;
+    assert_eq!(after.registrations.len(), before.registrations.len(), "nothing was registered again");
+    // A resource that nothing serves any more ends; another begins.
+    machine.want("third", vec![]);
+    machine.healthy(WHOLE, 2).await;
+    machine
+        .seen("the end of the shares", |seen| seen.endpoints.get(MPS).is_none_or(|endpoint| !endpoint.connected))
+        .await;
+    machine.until("the end of the daemons", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    let show = machine.simgpu(&["show"]);
+    assert!(!show.contains("Exclusive"), "the compute mode was put back: {show}");
+}
+
+#[tokio::test]
+async fn a_killed_agent_comes_back_to_the_same_ids_allocations_and_daemons() {
+    let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
+    machine.healthy(MPS, 10).await;
+    let uuid = machine.uuids[0].clone();
+    let used = ids(&uuid, [2, 3]);
+    let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
+    machine.kubelet.allocate(MPS, &wanted).await.unwrap();
+    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
+    machine.pods.hold(&[held("p", MPS, &used)]);
+    let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
+    let desired = machine.desired().unwrap();
+    machine
+        .until("the checkpoint", || {
+            fs::read_to_string(machine.path("state/agent.json")).ok()?.contains(&used[0]).then_some(())
+        })
+        .await;
+
+    for round in ["with its checkpoint", "with a damaged one", "with one of a newer version", "with none"] {
+        machine.kill_agent();
+        machine.seen("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+        let checkpoint = machine.path("state/agent.json");
+        match round {
+            "with a damaged one" => fs::write(&checkpoint, "{\"version\":1,").unwrap(),
+            "with one of a newer version" => fs::write(&checkpoint, "{\"version\":99}").unwrap(),
+            "with none" => fs::remove_file(&checkpoint).unwrap(),
+            _ => {}
+        }
+        // No API server either: the spec comes back later.
+        fs::rename(machine.path("spec/spec.json"), machine.path("spec/kept.json")).unwrap();
+        machine.start_agent(&[]);
+        if round == "with its checkpoint" {
+            let seen = machine
+                .seen(round, |seen| seen.endpoints[MPS].connected && !seen.endpoints[MPS].devices.is_empty())
+                .await;
+            assert_eq!(seen.endpoints[MPS].healthy().len(), 10, "never below what runs");
+        }
+        fs::rename(machine.path("spec/kept.json"), machine.path("spec/spec.json")).unwrap();
+        machine.seen(round, |seen| seen.endpoints[MPS].connected).await;
+        machine.healthy(MPS, 10).await;
+        machine
+            .status(round, |status| status.gpus[0].allocations.first().is_some_and(|row| row.memory_mib == Some(2000)))
+            .await;
+        assert_eq!(machine.desired().unwrap(), desired, "{round}");
+        assert_eq!(machine.host_status().unwrap().daemons[&uuid].pid, daemon, "{round}: the daemon was not touched");
+    }
+}
+
+#[tokio::test]
+async fn shares_are_unhealthy_while_their_daemon_is_away_and_events_say_so() {
+    let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
+    machine.healthy(MPS, 8).await;
+    let uuid = machine.uuids[0].clone();
+    let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
+    kill_pid(pid);
+    let changes = machine.kubelet.seen().borrow().endpoints[MPS].lists;
+    machine
+        .seen("the end", |seen| seen.endpoints[MPS].lists > changes || seen.endpoints[MPS].healthy().len() == 4)
+        .await;
+    machine.healthy(MPS, 8).await;
+    machine.until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
+    machine.until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
+
+    machine.kill_host();
+    machine.healthy(MPS, 0).await;
+    let status = machine.status("unhealthy", |status| !status.gpus[0].health.healthy).await;
+    assert_eq!(status.gpus[0].health.reason, "MpsUnavailable");
+    machine.start_host();
+    machine.healthy(MPS, 8).await;
+}
+
+#[tokio::test]
+async fn a_container_starts_when_its_door_is_open_and_not_before() {
+    let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
+    machine.healthy(MPS, 4).await;
+    machine.kill_host();
+    let id = format!("{}::0", machine.uuids[0]);
+    machine.kubelet.allocate(MPS, &[&id]).await.unwrap();
+    let allocation = machine.until("the allocation", || machine.desired()?.allocations.keys().next().cloned()).await;
+    let wanted = [id.as_str()];
+    let mut start = Box::pin(machine.kubelet.pre_start(MPS, &wanted));
+    let door = machine.path("run/alloc").join(&allocation).join("control");
+    tokio::select! {
+        early = &mut start => panic!("without an MPS host: {early:?}"),
+        () = machine.until("the folder", || door.parent()?.is_dir().then_some(())) => {}
+    }
+    drop(start);
+    machine.start_host();
+    machine.kubelet.pre_start(MPS, &[&id]).await.unwrap();
+    assert!(door.exists());
+}
+
+#[tokio::test]
+async fn an_allocation_that_no_pod_holds_goes_with_its_folder() {
+    let machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
+    machine.healthy(MPS, 4).await;
+    let [kept, gone] = [0, 1].map(|n| format!("{}::{n}", machine.uuids[0]));
+    machine.pods.hold(&[held("p", MPS, std::slice::from_ref(&kept))]);
+    for id in [&kept, &gone] {
+        machine.kubelet.allocate(MPS, &[id]).await.unwrap();
+        machine.kubelet.pre_start(MPS, &[id]).await.unwrap();
+    }
+    let folders = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
+    assert_eq!(folders(), Some(2));
+    machine.until("one folder", || (folders()? == 1).then_some(())).await;
+    assert_eq!(machine.desired().unwrap().allocations.len(), 1);
+    machine.kubelet.pre_start(MPS, &[&kept]).await.unwrap();
+}
+
+#[tokio::test]
+async fn one_lost_gpu_is_one_lost_gpu_and_comes_back() {
+    let machine = Machine::running(&["3xH200"], |gpus| vec![sliced(&gpus[1], 4)]);
+    machine.healthy(SLICED, 4).await;
+    machine.healthy(WHOLE, 2).await;
+    machine.simgpu(&["lose", "1"]);
+    machine.simgpu(&["xid", "1", "79"]);
+    machine.healthy(SLICED, 0).await;
+    let status = machine.status("lost", |status| !status.gpus[1].health.healthy).await;
+    assert!(status.gpus[0].health.healthy && status.gpus[2].health.healthy);
+    machine.healthy(WHOLE, 2).await;
+    machine.kubelet.allocate(WHOLE, &[&format!("{}::0", machine.uuids[2])]).await.unwrap();
+    machine.simgpu(&["restore", "1"]);
+    machine.healthy(SLICED, 4).await;
+    machine.until("the events", || (machine.events() == ["GpuUnhealthy", "Recovered"]).then_some(())).await;
+}
+
+#[tokio::test]
+async fn an_xid_of_a_program_says_nothing_and_one_of_the_gpu_takes_all_its_slices() {
+    let machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
+    machine.healthy(SLICED, 8).await;
+    machine.simgpu(&["xid", "0", "13"]);
+    machine.simgpu(&["xid", "1", "48"]);
+    let seen = machine.healthy(SLICED, 4).await;
+    assert!(seen.endpoints[SLICED].healthy().iter().all(|id| id.starts_with(machine.uuids[0].as_str())));
+    let status = machine.status("the XID", |status| status.gpus[1].health.reason == "XidError").await;
+    assert!(status.gpus[1].health.message.contains("XID 48"));
+}
+
+#[tokio::test]
+async fn a_driver_that_hangs_holds_nobody_up() {
+    let machine = Machine::running(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
+    machine.healthy(SLICED, 4).await;
+    machine.simgpu(&["hang", "nvmlDeviceGetCount", "--seconds", "3600"]);
+    machine.simgpu(&["xid", "0", "13"]);
+    let id = format!("{}::0", machine.uuids[0]);
+    machine.kubelet.allocate(SLICED, &[&id]).await.unwrap();
+    machine.kubelet.pre_start(SLICED, &[&id]).await.unwrap();
+    let status = machine.status("the driver's silence", |status| !status.gpus[0].health.healthy).await;
+    assert_eq!(status.gpus[0].health.reason, "DriverUnavailable");
+    assert!(
+        status
+            .conditions
+            .iter()
+            .any(|condition| condition.reason == "NoDriver" && condition.message.contains("does not answer"))
+    );
+    machine.simgpu(&["clear"]);
+    machine.healthy(SLICED, 4).await;
+}
+
+#[tokio::test]
+async fn without_a_driver_the_agent_stays_and_serves_when_one_comes() {
+    let mut machine = Machine::new(&["H200"]);
+    machine.want("first", vec![]);
+    let later = machine.path("libnvidia-ml.so.1");
+    let library = machine.library(later.clone());
+    machine.start_agent(&[]);
+    let ready = |status: &cleave_api::GpuNodeStatus| {
+        status.conditions.iter().find(|c| c.type_ == "Ready").unwrap().reason.clone()
+    };
+    let status = machine.status("no driver", |status| ready(status) == "NoDriver").await;
+    assert!(status.conditions[0].message.contains(later.to_str().unwrap()));
+    symlink(library, later).unwrap();
+    machine.healthy(WHOLE, 1).await;
+    machine.status("serving", |status| ready(status) == "Serving").await;
+    assert!(machine.agent_runs());
+}
+
+#[tokio::test]
+async fn a_driver_without_a_gpu_is_told() {
+    let mut machine = Machine::new(&[]);
+    machine.want("first", vec![]);
+    machine.start_agent(&[]);
+    machine.status("no GPU", |status| status.conditions.iter().any(|condition| condition.reason == "NoGpu")).await;
+    assert!(machine.agent_runs());
+}
