@@ -66,7 +66,7 @@ impl Board {
         self.free.get(start..start + self.dimensions).unwrap_or(&[])
     }
 
-    fn has_room(&self, needs: &[(u16, u64)], node: u32) -> bool {
+    pub(crate) fn has_room(&self, needs: &[(u16, u64)], node: u32) -> bool {
         let free = self.free(node);
         needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
     }
@@ -113,11 +113,9 @@ impl Board {
         }
         let mut done = 0;
         for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
-            let slot = self.gpus.get_mut(*gpu as usize);
-            let Some((slot, next)) = slot.and_then(|slot| states.with(*slot, *unit).map(|next| (slot, next))) else {
-                break;
-            };
-            *slot = next;
+            let Some(state) = self.gpus.get_mut(*gpu as usize) else { break };
+            let Some(next) = states.with(*state, *unit) else { break };
+            *state = next;
             done += 1;
         }
         if done < group.units.len() {
@@ -126,7 +124,7 @@ impl Board {
             }
             return false;
         }
-        self.account(&group.needs, spot.node, |free, need| free.saturating_sub(need));
+        self.account(&group.needs, spot.node, u64::saturating_sub);
         if let Some(on) = self.on.get_mut(spot.node as usize) {
             on.push(pod);
         }
@@ -175,6 +173,11 @@ impl Board {
 pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate::model::Group<'a>> {
     let group = (*model.group_of.get(pod as usize)?)?;
     model.groups.get(group as usize)
+}
+
+/// Whether a rule allows a GPU to go from one state to another.
+pub(crate) fn allowed(states: &States, from: StateId, to: StateId, rule: Rule) -> bool {
+    step(states, from, to, rule).is_some()
 }
 
 /// What a step from one state of a GPU to another costs, where the rule allows it.

@@ -37,11 +37,14 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
 struct Judge {
     found: Vec<Violation>,
     /// GPUs given whole.
-    wholly: BTreeSet<String>,
+    wholly: BTreeSet<(String, String)>,
 }
 
 /// One slice, or one of some equal ones.
 type One<'a> = (Option<u32>, &'a str, Option<&'a str>);
+
+/// A node, a GPU of it, and a resource.
+type On<'a> = (&'a str, &'a str, &'a str);
 
 fn ones(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<One<'_>, u64> {
     let mut all = BTreeMap::new();
@@ -221,12 +224,12 @@ impl Judge {
         }
 
         // What is free after the plan, and goes as pods take it.
-        let mut free: BTreeMap<(&str, &str), u64> = BTreeMap::new();
-        let mut slices_of: BTreeMap<&str, &GpuPlan> = BTreeMap::new();
+        let mut free: BTreeMap<On<'_>, u64> = BTreeMap::new();
+        let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {
-            slices_of.insert(&gpu.uuid, gpu);
+            slices_of.insert((&gpu.node, &gpu.uuid), gpu);
             for slice in gpu.slices.iter().filter(|slice| !slice.in_use) {
-                *free.entry((&gpu.uuid, &slice.resource)).or_default() += u64::from(slice.count);
+                *free.entry((&gpu.node, &gpu.uuid, &slice.resource)).or_default() += u64::from(slice.count);
             }
         }
         let nodes: BTreeMap<&str, &Node> = snapshot.nodes.iter().map(|node| (node.name.as_str(), node)).collect();
@@ -269,23 +272,23 @@ impl Judge {
         &mut self,
         pod: &Pod,
         placement: &'p Placement,
-        plans: &BTreeMap<&str, &GpuPlan>,
-        free: &mut BTreeMap<(&'p str, &'p str), u64>,
+        plans: &BTreeMap<(&str, &str), &GpuPlan>,
+        free: &mut BTreeMap<On<'p>, u64>,
     ) {
         let mut got: BTreeMap<&str, u64> = BTreeMap::new();
         for Take { gpu, resource, count } in &placement.takes {
-            let Some(plan) = plans.get(gpu.as_str()).filter(|plan| plan.node == placement.node) else {
+            let Some(plan) = plans.get(&(placement.node.as_str(), gpu.as_str())) else {
                 self.say(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
                 continue;
             };
             *got.entry(resource).or_default() += u64::from(*count);
             if resource == device::WHOLE && plan.slices.is_empty() {
-                if *count != 1 || !self.wholly.insert(gpu.clone()) {
+                if *count != 1 || !self.wholly.insert((placement.node.clone(), gpu.clone())) {
                     self.say(&pod.name, format!("GPU {gpu} is given twice"));
                 }
                 continue;
             }
-            let left = free.get_mut(&(gpu.as_str(), resource.as_str()));
+            let left = free.get_mut(&(placement.node.as_str(), gpu.as_str(), resource.as_str()));
             match left.map(|left| (left.checked_sub(u64::from(*count)), left)) {
                 Some((Some(rest), left)) => *left = rest,
                 _ => self.say(&pod.name, format!("GPU {gpu} has too few free {resource}")),

@@ -439,7 +439,9 @@ impl Class {
             let (memory, compute) = table.part(profile);
             used = Used { memory: used.memory + memory, compute: used.compute + compute };
         };
-        held.iter().for_each(|instance| add(instance.profile));
+        for instance in &held {
+            add(instance.profile);
+        }
         let mut rest: Vec<(Cell, u32)> = free.iter().map(|cell| (*cell, cell.count)).collect();
         for demand in demands {
             let Some(at) = take(&mut rest, demand) else { continue };

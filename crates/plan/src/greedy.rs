@@ -1,8 +1,8 @@
 //! Placements for any number of pods: one after the other, with others moved aside where that makes room.
-use crate::board::{Board, Cost, Rule, Spot, group};
+use crate::board::{Board, Cost, Rule, Spot, allowed, group};
 use crate::model::Model;
 use crate::search::Part;
-use crate::states::States;
+use crate::states::{DemandId, States};
 
 pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
@@ -77,7 +77,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                 offers[at] = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
                 continue;
             }
-            if !moving || !self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) {
+            if !moving || !(self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) || self.move_two(pod, id, rule)) {
                 moving = false;
                 if rule == Rule::Stay {
                     break;
@@ -112,7 +112,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     return false;
                 }
                 let Some(other_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
-                if other_id == id || moved.contains(&other) {
+                if other_id == id || moved.contains(&other) || !self.may_help(id, node, other, other_id, rule) {
                     continue;
                 }
                 let Some(spot) = self.board.at.get(other as usize).cloned().flatten() else { continue };
@@ -141,6 +141,95 @@ impl<'g, 'a> Greedy<'g, 'a> {
             }
         }
         false
+    }
+
+    /// Places a pod by moving two others away from one GPU. All of them are placed afterwards, or nothing has changed.
+    fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
+        let model = self.model;
+        let Some(of) = model.groups.get(id as usize) else { return false };
+        let &[unit] = of.units.as_slice() else { return false };
+        for &node in &of.nodes {
+            let range = model.node(node).map_or(0..0, |node| node.gpus.clone());
+            if !self.board.has_room(&of.needs, node) {
+                continue;
+            }
+            for gpu in range {
+                let pods = self.pods_on(node, gpu);
+                let mut met: Vec<(Option<u32>, Option<u32>)> = Vec::new();
+                for (at, &one) in pods.iter().enumerate() {
+                    for &other in pods.iter().skip(at + 1) {
+                        if self.states.work > self.limit {
+                            return false;
+                        }
+                        let of = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
+                        let pair = (of(one), of(other));
+                        if met.contains(&pair) || pair.0 == Some(id) || pair.1 == Some(id) {
+                            continue;
+                        }
+                        met.push(pair);
+                        if self.swap_two(pod, unit, node, gpu, [one, other], rule) {
+                            return true;
+                        }
+                    }
+                }
+            }
+        }
+        false
+    }
+
+    /// Puts `pod` on a GPU in the place of two others, if those have room elsewhere.
+    fn swap_two(&mut self, pod: u32, unit: DemandId, node: u32, gpu: u32, others: [u32; 2], rule: Rule) -> bool {
+        let model = self.model;
+        // First whether the GPU would have room, by its states alone.
+        let mut state = self.board.gpus.get(gpu as usize).copied();
+        for other in others {
+            let Some(&[other_unit]) = group(model, other).map(|group| group.units.as_slice()) else { return false };
+            state = state.and_then(|state| self.states.without(state, other_unit));
+        }
+        let Some(less) = state else { return false };
+        if !self.states.with(less, unit).is_some_and(|then| allowed(self.states, less, then, rule)) {
+            return false;
+        }
+        let before: Vec<(u32, Spot)> =
+            others.iter().filter_map(|&other| Some((other, self.board.remove(model, self.states, other)?))).collect();
+        if self.board.put(model, self.states, pod, Spot { node, gpus: vec![gpu] }) {
+            let mut settled = Vec::new();
+            for other in others {
+                let id = model.group_of.get(other as usize).copied().flatten();
+                if !id.is_some_and(|id| self.settle(other, id, node, rule)) {
+                    break;
+                }
+                settled.push(other);
+            }
+            if settled.len() == others.len() {
+                return true;
+            }
+            for other in settled {
+                self.board.remove(model, self.states, other);
+            }
+            self.board.remove(model, self.states, pod);
+        }
+        for (other, spot) in before {
+            self.board.put(model, self.states, other, spot);
+        }
+        false
+    }
+
+    /// Whether a pod of group `id` could be on the node if `other` were not. Says no only where that is sure.
+    fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
+        let group = |id: u32| self.model.groups.get(id as usize);
+        let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
+        // Short of CPU: what is missing may not be a GPU at all.
+        if !self.board.has_room(&of.needs, node) {
+            return true;
+        }
+        let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
+        // Not even the GPU that the other would leave has room.
+        let gpu =
+            self.board.at.get(other as usize).and_then(Option::as_ref).and_then(|spot| spot.gpus.first().copied());
+        let state = gpu.and_then(|gpu| self.board.gpus.get(gpu as usize).copied());
+        let Some(less) = state.and_then(|state| self.states.without(state, other_unit)) else { return false };
+        self.states.with(less, unit).is_some_and(|then| allowed(self.states, less, then, rule))
     }
 
     /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway, or on what is left of `from`.

@@ -178,11 +178,6 @@ impl Table {
         self.entries.iter().map(|entry| entry.resource.as_str())
     }
 
-    /// Memory slices of the GPU.
-    pub(crate) const fn slices(&self) -> u32 {
-        self.slices
-    }
-
     /// An instance's part of the GPU's memory slices and compute slices, each in 65,536ths, rounded down.
     pub(crate) fn part(&self, profile: u8) -> (u32, u32) {
         let Some(entry) = self.entries.get(usize::from(profile)) else { return (0, 0) };
@@ -312,7 +307,8 @@ impl Search<'_> {
 }
 
 const fn bits(size: u8, start: u8) -> Mask {
-    (((1_u64 << size) - 1) << start) as Mask
+    // A shift by all of the bits would be none: that size is a case of its own.
+    if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
 /// Most instances of one shape in what `mask` leaves. Intervals of one length: taking the lowest that fits is optimal.
@@ -532,7 +528,7 @@ mod tests {
             assert!(full.contains(&as_counts(counts)), "{counts:?} is a full layout");
         }
         assert_eq!(full.len(), 14, "{full:#?}");
-        assert_eq!(table.slices(), 8);
+        assert_eq!(table.slices, 8);
     }
 
     #[test]
@@ -591,7 +587,7 @@ mod tests {
         let many: Vec<Profile> = (0..40).map(|index| profile(&format!("1g.{index}gb"), 1, &[0])).collect();
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = Table::new(&[]).expect("nothing is valid");
-        assert_eq!((none.slices(), none.room(0)), (0, 0));
+        assert_eq!((none.slices, none.room(0)), (0, 0));
         // 16 of 31 places each: far more ways than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");

@@ -1,4 +1,5 @@
 //! The snapshot made ready for planning: names become numbers, equal things become one, and what makes no sense is set aside.
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::rc::Rc;
@@ -67,6 +68,12 @@ pub(crate) struct Group<'a> {
     /// The least that one takes of a GPU.
     pub(crate) weight: Used,
 }
+
+/// What a pod asks for: of GPUs, with how many of each; and amounts by dimension, in thousandths.
+type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
+
+/// What pods must agree in to be one group.
+type Key<'k> = (Reverse<i32>, &'k Wanted, Constraints<'k>);
 
 /// Resource names and what they are.
 struct Names<'a> {
@@ -185,10 +192,8 @@ impl<'a> Model<'a> {
         // By name; of two nodes with one name the order must still not be the snapshot's.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
-            let uuids = |node: &Node| node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<BTreeSet<_>>();
-            a.name.cmp(&b.name).then_with(|| uuids(a).cmp(&uuids(b)))
+            a.name.cmp(&b.name).then_with(|| in_order(a).cmp(&in_order(b)))
         });
-        let mut uuids = BTreeSet::new();
         let mut classes: BTreeMap<Class, ClassId> = BTreeMap::new();
         let builder = ClassBuilder::new(policy, names, tables);
         for (at, &index) in order.iter().enumerate() {
@@ -203,15 +208,20 @@ impl<'a> Model<'a> {
             };
             let first = as_u32(self.gpus.len());
             let mut gpus: Vec<usize> = (0..node.gpus.len()).collect();
-            gpus.sort_by_key(|&gpu| (node.gpus[gpu].index, &node.gpus[gpu].uuid));
+            gpus.sort_by(|&a, &b| {
+                let (a, b) = (&node.gpus[a], &node.gpus[b]);
+                (a.index, &a.uuid)
+                    .cmp(&(b.index, &b.uuid))
+                    .then_with(|| with_slices_in_order(a).cmp(&with_slices_in_order(b)))
+            });
             for gpu_at in gpus {
                 let gpu = &node.gpus[gpu_at];
                 let table = tables.of.get(index).and_then(|of| of.get(gpu_at));
-                let twice = !uuids.insert(gpu.uuid.as_str());
-                let (class, note) = builder.class(gpu, table, left_out.is_some(), twice);
+                let twice = node.gpus.iter().filter(|other| other.uuid == gpu.uuid).count() > 1;
+                let (class, reason) = builder.class(gpu, table, left_out.is_some(), twice);
                 let next = as_u32(classes.len());
                 let class = *classes.entry(class).or_insert(next);
-                self.gpus.push(GpuModel { gpu, class, note });
+                self.gpus.push(GpuModel { gpu, class, note: reason });
             }
             self.nodes.push(NodeModel { node, gpus: first..as_u32(self.gpus.len()), left_out, free });
         }
@@ -241,7 +251,6 @@ impl<'a> Model<'a> {
     }
 
     fn add_pods(&mut self, snapshot: &'a Snapshot, names: &Names<'_>) {
-        type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
         let mut seen = BTreeSet::new();
         let mut wanted: Vec<Option<Wanted>> = Vec::with_capacity(snapshot.pods.len());
         for (index, pod) in snapshot.pods.iter().enumerate() {
@@ -263,11 +272,10 @@ impl<'a> Model<'a> {
             wanted.iter().flatten().flat_map(|(units, _)| units.iter().map(|unit| unit.0)).collect();
         self.demands = demands.into_iter().take(usize::from(DemandId::MAX)).collect();
 
-        type Key<'k> = (std::cmp::Reverse<i32>, &'k Wanted, Constraints<'k>);
         let mut groups: BTreeMap<Key<'_>, Vec<u32>> = BTreeMap::new();
         for (index, (pod, wanted)) in snapshot.pods.iter().zip(&wanted).enumerate() {
             let Some(wanted) = wanted else { continue };
-            let key = (std::cmp::Reverse(pod.priority), wanted, Constraints::of(pod));
+            let key = (Reverse(pod.priority), wanted, Constraints::of(pod));
             groups.entry(key).or_default().push(as_u32(index));
         }
         for ((_, (units, needs), _), pods) in groups {
@@ -295,7 +303,7 @@ impl<'a> Model<'a> {
     }
 
     /// What a pod takes of GPUs and of the dimensions.
-    fn wanted(&self, pod: &Pod, names: &Names<'_>) -> Result<(Vec<(Demand, u32)>, Vec<(u16, u64)>), String> {
+    fn wanted(&self, pod: &Pod, names: &Names<'_>) -> Result<Wanted, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
@@ -351,6 +359,21 @@ fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
     all.into_iter().collect()
 }
 
+/// A node whose lists are sorted, to be compared with its twin.
+fn in_order(node: &Node) -> Node {
+    let mut node = node.clone();
+    node.gpus = node.gpus.iter().map(with_slices_in_order).collect();
+    node.gpus.sort();
+    node.taints.sort();
+    node
+}
+
+fn with_slices_in_order(gpu: &Gpu) -> Gpu {
+    let mut gpu = gpu.clone();
+    gpu.slices.sort();
+    gpu
+}
+
 pub(crate) fn as_u32(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
@@ -369,7 +392,7 @@ type MigNames = (Vec<(ResourceId, u8)>, Vec<(ResourceId, u8)>);
 impl<'b> ClassBuilder<'b> {
     fn new(policy: &'b Policy, names: &'b Names<'b>, tables: &'b Tables) -> Self {
         let of = |table: &Rc<Table>| {
-            let named = |suffix: &str| {
+            let with = |suffix: &str| {
                 let id = |name: &str| names.get(&format!("{name}{suffix}")).map(|(id, _)| id);
                 table
                     .resources()
@@ -377,7 +400,7 @@ impl<'b> ClassBuilder<'b> {
                     .filter_map(|(name, profile)| Some((id(name)?, profile)))
                     .collect::<Vec<_>>()
             };
-            (named(""), named(device::SHARED_SUFFIX))
+            (with(""), with(device::SHARED_SUFFIX))
         };
         Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
     }
@@ -418,7 +441,7 @@ impl<'b> ClassBuilder<'b> {
                     }
                 }
                 Some(Err(reason)) if gpu.mode == Mode::Mig || gpu.slices.iter().any(of_mig) => {
-                    note = Some(reason.clone())
+                    note = Some(reason.clone());
                 }
                 _ => {}
             }
@@ -434,7 +457,7 @@ impl<'b> ClassBuilder<'b> {
         }
         let out = match (&gpu.left_out, twice) {
             (Some(reason), _) => Some(reason.clone()),
-            (None, true) => Some("another GPU has the same UUID".to_owned()),
+            (None, true) => Some("another GPU of the node has the same UUID".to_owned()),
             (None, false) => None,
         };
         if out.is_some() || node_out {
@@ -480,9 +503,10 @@ impl<'b> ClassBuilder<'b> {
 
     /// Reads what the GPU holds. What cannot be understood stays as it is, and nothing is cut around it.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
-        let mut wrong = None;
+        // Of several complaints one is told, and always the same one.
+        let mut wrong: Option<String> = None;
         let mut wrong_is = |reason: String| {
-            wrong.get_or_insert(reason);
+            wrong = Some(wrong.take().map_or(reason.clone(), |other| other.min(reason)));
         };
         let mut instances = Vec::new();
         for slice in &gpu.slices {
@@ -494,7 +518,7 @@ impl<'b> ClassBuilder<'b> {
                 kind == Kind::Mig || slice.resource.starts_with(device::MIG_PREFIX) || slice.placement.is_some();
             let mut instance = None;
             if of_mig {
-                instance = self.instance(slice, class);
+                instance = Self::instance(slice, class);
                 match instance {
                     Some(instance) => instances.push(instance),
                     None => wrong_is(match slice.placement {
@@ -525,7 +549,7 @@ impl<'b> ClassBuilder<'b> {
         wrong.map_or(Ok(()), Err)
     }
 
-    fn instance(&self, slice: &Slice, class: &Class) -> Option<Instance> {
+    fn instance(slice: &Slice, class: &Class) -> Option<Instance> {
         let shared = class.table.as_ref()?;
         let start = u8::try_from(slice.placement?).ok()?;
         let name = match &slice.profile {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::board::{Board, Rule, Spot, group};
-use crate::cut::{Cell, Class, Kind, Used, WHOLE_GPU};
+use crate::cut::{Cell, Class, Demand, Kind, Used, WHOLE_GPU};
 use crate::device::Family;
 use crate::greedy::Greedy;
 use crate::model::{Model, as_u32};
@@ -194,47 +194,41 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, empty: &Board) {
         }
     }
     model.groups = groups;
-    let weights: Vec<Used> = model.groups.iter().map(|group| weight(model, states, group)).collect();
-    for (group, weight) in model.groups.iter_mut().zip(weights) {
-        group.weight = weight;
+    let least: Vec<Used> = model.demands.iter().map(|demand| least(states, demand)).collect();
+    for group in &mut model.groups {
+        for part in group.units.iter().filter_map(|&unit| least.get(usize::from(unit))) {
+            group.weight.memory = group.weight.memory.saturating_add(part.memory);
+            group.weight.compute = group.weight.compute.saturating_add(part.compute);
+        }
     }
 }
 
-/// The least that one pod takes of GPUs, over all classes of GPUs on the nodes that could take it.
-fn weight(model: &Model<'_>, states: &States, group: &crate::model::Group<'_>) -> Used {
-    let mut classes: Vec<u32> = Vec::new();
-    for node in group.nodes.iter().filter_map(|&node| model.node(node)) {
-        for gpu in node.gpus.clone().filter_map(|gpu| model.gpu(gpu)) {
-            if !classes.contains(&gpu.class) {
-                classes.push(gpu.class);
-            }
-        }
+/// The least part of a GPU that a demand takes, whichever GPU it is.
+fn least(states: &States, demand: &Demand) -> Used {
+    let parts = || states.classes().iter().filter_map(|class| class.weight(demand));
+    Used {
+        memory: parts().map(|part| part.memory).min().unwrap_or(WHOLE_GPU),
+        compute: parts().map(|part| part.compute).min().unwrap_or(WHOLE_GPU),
     }
-    let mut sum = Used::default();
-    for unit in &group.units {
-        let Some(demand) = states.demand(*unit) else { continue };
-        let parts = || classes.iter().filter_map(|&class| states.class(class)?.weight(demand));
-        sum.memory = sum.memory.saturating_add(parts().map(|part| part.memory).min().unwrap_or(WHOLE_GPU));
-        sum.compute = sum.compute.saturating_add(parts().map(|part| part.compute).min().unwrap_or(WHOLE_GPU));
+}
+
+/// The node that stands for all that one is joined with.
+fn find(leader: &mut [u32], of: u32) -> u32 {
+    let mut at = of;
+    while let Some(&next) = leader.get(at as usize)
+        && next != at
+    {
+        at = next;
     }
-    sum
+    if let Some(slot) = leader.get_mut(of as usize) {
+        *slot = at;
+    }
+    at
 }
 
 /// The parts of the cluster between which no pod could choose, each with its groups. Nodes that no pod could use are in none.
 fn parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
-    fn find(leader: &mut [u32], of: u32) -> u32 {
-        let mut at = of;
-        while let Some(&next) = leader.get(at as usize)
-            && next != at
-        {
-            at = next;
-        }
-        if let Some(slot) = leader.get_mut(of as usize) {
-            *slot = at;
-        }
-        at
-    }
     for group in &model.groups {
         for pair in group.nodes.windows(2) {
             let (one, other) = (find(&mut leader, pair[0]), find(&mut leader, pair[1]));

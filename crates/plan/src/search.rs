@@ -148,13 +148,13 @@ pub(crate) fn search(
 
 /// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted by the same pods.
 fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
-    let mut kinds: BTreeMap<(Vec<StateId>, &[u64], Vec<u32>), u32> = BTreeMap::new();
+    let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
     for &node in &part.nodes {
         let wanted_by = |group: &&u32| {
             model.groups.get(**group as usize).is_some_and(|group| group.nodes.binary_search(&node).is_ok())
         };
-        let groups = part.groups.iter().filter(wanted_by).copied().collect();
+        let groups: Vec<u32> = part.groups.iter().filter(wanted_by).copied().collect();
         let next = crate::model::as_u32(kinds.len());
         numbers.push(*kinds.entry((sorted_states(model, board, node), board.free(node), groups)).or_insert(next));
     }

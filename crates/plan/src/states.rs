@@ -19,8 +19,10 @@ struct State {
     /// Sorted.
     demands: Vec<DemandId>,
     packed: Packed,
-    /// By demand, as far as asked.
+    /// With one more, by demand, as far as asked.
     next: Vec<Next>,
+    /// With one less, as far as asked.
+    before: Vec<(DemandId, StateId)>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -35,7 +37,7 @@ enum Next {
 pub(crate) struct States {
     classes: Vec<Class>,
     demands: Vec<Demand>,
-    states: Vec<State>,
+    all: Vec<State>,
     known: BTreeMap<(ClassId, Vec<DemandId>), StateId>,
     /// Look-ups made: the measure by which searches end, since there is no clock.
     pub(crate) work: u64,
@@ -52,7 +54,7 @@ pub(crate) struct Summary {
 
 impl States {
     pub(crate) fn new(classes: Vec<Class>, demands: Vec<Demand>) -> Self {
-        Self { classes, demands, states: Vec::new(), known: BTreeMap::new(), work: 0 }
+        Self { classes, demands, all: Vec::new(), known: BTreeMap::new(), work: 0 }
     }
 
     /// The state of a GPU of this class that no waiting pod is put on.
@@ -67,9 +69,9 @@ impl States {
         }
         let wanted: Vec<Demand> = key.1.iter().filter_map(|&id| self.demands.get(usize::from(id)).copied()).collect();
         let packed = self.classes.get(class as usize)?.pack(&wanted)?;
-        let id = u32::try_from(self.states.len()).ok()?;
+        let id = u32::try_from(self.all.len()).ok()?;
         let next = vec![Next::Unasked; self.demands.len()];
-        self.states.push(State { class, demands: key.1.clone(), packed, next });
+        self.all.push(State { class, demands: key.1.clone(), packed, next, before: Vec::new() });
         self.known.insert(key, id);
         Some(id)
     }
@@ -78,34 +80,39 @@ impl States {
     pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let at = state as usize;
-        match self.states.get(at)?.next.get(usize::from(demand))? {
+        match self.all.get(at)?.next.get(usize::from(demand))? {
             Next::Is(next) => return Some(*next),
             Next::Impossible => return None,
             Next::Unasked => {}
         }
-        let now = self.states.get(at)?;
+        let now = self.all.get(at)?;
         let mut demands = now.demands.clone();
         let place = demands.partition_point(|&other| other <= demand);
         demands.insert(place, demand);
         let next = self.state(now.class, demands);
-        self.states.get_mut(at)?.next[usize::from(demand)] = next.map_or(Next::Impossible, Next::Is);
+        self.all.get_mut(at)?.next[usize::from(demand)] = next.map_or(Next::Impossible, Next::Is);
         next
     }
 
     /// Without one of its demands. What a GPU could serve, it can serve less one.
     pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
-        let now = self.states.get(state as usize)?;
+        let now = self.all.get(state as usize)?;
+        if let Some((_, before)) = now.before.iter().find(|(asked, _)| *asked == demand) {
+            return Some(*before);
+        }
         let mut demands = now.demands.clone();
         let place = demands.iter().position(|&other| other == demand)?;
         demands.remove(place);
-        self.state(now.class, demands)
+        let before = self.state(now.class, demands)?;
+        self.all.get_mut(state as usize)?.before.push((demand, before));
+        Some(before)
     }
 
     /// What a state amounts to. An id that is not of here counts as a full GPU.
     pub(crate) fn summary(&self, state: StateId) -> Summary {
         let full = Summary { changed: true, destroyed: 0, worth: 0, used: Used::default() };
-        self.states.get(state as usize).map_or(full, |state| Summary {
+        self.all.get(state as usize).map_or(full, |state| Summary {
             changed: state.packed.changed,
             destroyed: state.packed.destroyed,
             worth: state.packed.worth,
@@ -115,8 +122,12 @@ impl States {
 
     /// What becomes of the GPU.
     pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &Packed)> {
-        let state = self.states.get(state as usize)?;
+        let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))
+    }
+
+    pub(crate) fn classes(&self) -> &[Class] {
+        &self.classes
     }
 
     pub(crate) fn class(&self, class: ClassId) -> Option<&Class> {

@@ -175,8 +175,11 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
         let total: u32 = wanted.iter().map(|&profile| PROFILES[profile].1).sum();
         let free: u32 = taken.iter().map(|mask| 8 - mask.count_ones()).sum();
         table[set] = members.iter().all(|pod| table[set & !(1 << pod)])
-            && members.iter().all(|&pod| pods[pod].node_selector.iter().all(|(key, value)| node.labels.get(key) == Some(value)))
-            && members.iter().map(|&pod| cpu(&pods[pod])).sum::<u64>() <= node.allocatable["cpu"].milli().expect("a number")
+            && members
+                .iter()
+                .all(|&pod| pods[pod].node_selector.iter().all(|(key, value)| node.labels.get(key) == Some(value)))
+            && members.iter().map(|&pod| cpu(&pods[pod])).sum::<u64>()
+                <= node.allocatable["cpu"].milli().expect("a number")
             && total <= free
             && fits(&mut taken, &wanted);
     }
@@ -216,7 +219,12 @@ fn optimum(snapshot: &Snapshot) -> Vec<usize> {
     let levels = levels(snapshot);
     let counts = |set: usize| -> Vec<usize> {
         let of = |level: &i32| {
-            snapshot.pods.iter().enumerate().filter(|(pod, one)| set & (1 << pod) != 0 && one.priority == *level).count()
+            snapshot
+                .pods
+                .iter()
+                .enumerate()
+                .filter(|(pod, one)| set & (1 << pod) != 0 && one.priority == *level)
+                .count()
         };
         levels.iter().map(of).collect()
     };
