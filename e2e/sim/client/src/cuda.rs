@@ -40,10 +40,10 @@ impl Cuda {
     /// Initialises the library. `control` is where it looks for an MPS daemon; it waits as long as that lets it wait.
     ///
     /// # Errors
-    /// A `CUresult`: there is no device.
+    /// A `CUresult`: there is no device, or the MPS server lets nobody in.
     pub(crate) fn init(control: &Path, given: &Given) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
-        let mps = Mps::attach(control);
+        let mps = Mps::attach(control)?;
         let devices = match (&mps, &machine) {
             (Some(mps), machine) => given.visible_of(mps.devices(), machine.as_ref()),
             (None, Some(machine)) => machine.snapshot().map(|state| given.visible(&state)).unwrap_or_default(),

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sim_mps::handshake::{self, CREDENTIALS, KIND_ADMINISTRATOR, KIND_CLIENT};
+use sim_mps::handshake::{self, CREDENTIALS, Entrance, KIND_ADMINISTRATOR, KIND_CLIENT, Subject};
 use sim_mps::seqpacket::{Connection, Credentials};
 
 use crate::work;
@@ -42,11 +42,22 @@ pub(crate) enum Lie {
     LongCommand,
     /// Opens so many connections, and says nothing on any.
     Flood(usize),
+    /// Is let in by the daemon, says so many of the three words to the server, and is gone.
+    Vanish(usize),
+    /// The same, but stays, and says nothing more.
+    Mute(usize),
+    /// Is let in by the daemon, and shuts its socket to the server down.
+    Shutdown,
+    /// Is let in by the server, and does not tell the daemon.
+    NoLastWord,
+    /// Is let in by the server, and tells the daemon this.
+    LastWord(u32),
 }
 
 /// The lies, as the help lists them.
 pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
-                         administrator-after-client, long-command, flood=N";
+                         administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
+                         no-last-word, last-word=N";
 
 impl FromStr for Lie {
     type Err = String;
@@ -68,6 +79,11 @@ impl FromStr for Lie {
             ("administrator-after-client", None) => Some(Self::AdministratorAfterClient),
             ("long-command", None) => Some(Self::LongCommand),
             ("flood", Some(_)) => number().map(Self::Flood),
+            ("vanish", Some(_)) => number().map(Self::Vanish),
+            ("mute", Some(_)) => number().map(Self::Mute),
+            ("shutdown", None) => Some(Self::Shutdown),
+            ("no-last-word", None) => Some(Self::NoLastWord),
+            ("last-word", Some(value)) => value.parse().ok().map(Self::LastWord),
             _ => None,
         };
         lie.ok_or_else(|| format!("{text:?} is none of: {NAMES}"))
@@ -78,6 +94,19 @@ impl FromStr for Lie {
 /// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word.
 pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
+    let report = |outcome: &str, packets: usize| {
+        work::print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
+    };
+    if let Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown | Lie::NoLastWord | Lie::LastWord(_) = lie {
+        let Ok(entrance) = handshake::knock(control) else {
+            report("closed", 0);
+            return Ok(());
+        };
+        let held = tell_server(entrance, lie)?;
+        let waited = held.first().map_or(Ok((true, 0)), |connection| drain(connection, deadline))?;
+        report(if waited.0 { "closed" } else { "open" }, waited.1);
+        return Ok(());
+    }
     let connections = (0..if let Lie::Flood(count) = lie { count } else { 1 })
         .map(|_| Connection::connect(control))
         .collect::<io::Result<Vec<_>>>()?;
@@ -100,8 +129,44 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
             }
         }
     }
-    work::print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
+    report(outcome, packets);
     Ok(())
+}
+
+/// Lies to the server: what is to be kept open, the daemon first.
+fn tell_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
+    // The server's descriptors would end with this process; taken, they end with the lie.
+    let channel = entrance.channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
+    let Entrance { daemon, server } = entrance;
+    let [first, second] = Subject::Process.words();
+    let say = |words: usize| -> io::Result<()> {
+        for word in 0..words.min(3) {
+            match word {
+                0 => server.send_credentials(CREDENTIALS, handshake::own_credentials())?,
+                1 => server.send(&first)?,
+                _ => server.send(&second)?,
+            }
+        }
+        Ok(())
+    };
+    match lie {
+        Lie::Vanish(words) => {
+            say(words)?;
+            return Ok(Vec::new());
+        }
+        Lie::Mute(words) => say(words)?,
+        Lie::Shutdown => server.shutdown(),
+        Lie::LastWord(word) => {
+            say(3)?;
+            server.recv(64)?;
+            daemon.send(&word.to_le_bytes())?;
+        }
+        _ => {
+            say(3)?;
+            server.recv(64)?;
+        }
+    }
+    Ok(vec![daemon, server, channel])
 }
 
 fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
@@ -138,7 +203,10 @@ fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
         }
         Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
-        Lie::Unread => introduce(own, KIND_CLIENT),
+        // Those that tell the server lies have told the daemon the truth.
+        Lie::Unread | Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown | Lie::NoLastWord | Lie::LastWord(_) => {
+            introduce(own, KIND_CLIENT)
+        }
         Lie::AdministratorAfterClient => {
             introduce(own, KIND_CLIENT)?;
             let text = b"set_default_active_thread_percentage 100\n\0";

@@ -3,23 +3,14 @@
 mod node;
 
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::process::Stdio;
 
-use node::{Client, Node, as_user, is_root, until};
+use node::{Client, Node, answer, as_user, is_root, until};
 use sim_mps::handshake;
+use sim_mps::seqpacket::Connection;
 
 const REFUSED: &str = "privilege";
-
-/// Runs the tool: what it prints.
-fn tool(node: &Node, arguments: &[&str], uid: Option<u32>) -> String {
-    let mut command = node.control();
-    command.args(arguments).stdin(Stdio::null());
-    if let Some(uid) = uid {
-        as_user(&mut command, uid);
-    }
-    String::from_utf8(command.output().unwrap().stdout).unwrap()
-}
 
 #[test]
 fn the_pipe_directory_holds_what_the_real_one_does() {
@@ -63,10 +54,10 @@ fn the_tool_takes_the_privileged_socket_where_it_may() {
         return;
     }
     let node = Node::with_daemon(&[]);
-    assert_eq!(tool(&node, &["set_default_active_thread_percentage", "40"], None), "40.0\n");
-    assert!(tool(&node, &["set_default_active_thread_percentage", "10"], Some(1000)).contains(REFUSED));
-    assert!(tool(&node, &["quit"], Some(1000)).contains(REFUSED));
-    assert_eq!(tool(&node, &["get_default_active_thread_percentage"], Some(1000)), "40.0\n");
+    assert_eq!(node.tool(&["set_default_active_thread_percentage", "40"], None), "40.0\n");
+    assert!(node.tool(&["set_default_active_thread_percentage", "10"], Some(1000)).contains(REFUSED));
+    assert!(node.tool(&["quit"], Some(1000)).contains(REFUSED));
+    assert_eq!(node.tool(&["get_default_active_thread_percentage"], Some(1000)), "40.0\n");
 }
 
 #[test]
@@ -174,16 +165,62 @@ fn lies_are_turned_away_and_hurt_nobody() {
     let node = Node::with_daemon(&[]);
     let running = node.running(&["--hold", "forever"]);
     let privileged = node.socket("control_privileged");
-    for lie in ["kind=7", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command"] {
+    for lie in ["kind=7", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command", "last-word=807"] {
         for extra in [[].as_slice(), &["--socket", privileged.to_str().unwrap()]] {
             let mut liar = node.client(&[["--lie", lie].as_slice(), extra].concat());
             assert_eq!(liar.line()["outcome"], "closed", "{lie}");
         }
     }
-    // Nobody waits for those who say nothing.
-    let _silent: Vec<Client> = ["stall=0", "stall=4", "stall=9", "stall=11", "unread", "flood=100"]
-        .map(|lie| node.client(&["--lie", lie, "--hold", "60"]))
-        .into();
     assert_eq!(node.saw(&[])["viaMps"], true);
     until("only the first is left", || node.client_list(node.server()) == [running.pid()]);
+}
+
+#[test]
+fn whoever_connects_and_says_nothing_stops_the_daemon_for_everybody() {
+    for lie in ["stall=0", "stall=4", "stall=9", "stall=11", "flood=3", "no-last-word"] {
+        let node = Node::with_daemon(&[]);
+        node.server();
+        let served = node.log().matches("Accepting connection").count();
+        let liar = node.client(&["--lie", lie, "--hold", "forever"]);
+        until("the liar is served", || node.log().matches("Accepting connection").count() > served);
+        let asked = node.asking("get_server_list");
+        let mut client = node.client(&[]);
+        // Not a moment's chance: they are behind it in the queue, or in the daemon's, for as long as it stays.
+        assert!(asked.try_recv().is_err() && client.is_silent(), "{lie}");
+        liar.kill(rustix::process::Signal::KILL);
+        assert!(!answer(&asked).is_empty(), "{lie}");
+        assert_eq!(client.line()["viaMps"], true, "{lie}");
+    }
+}
+
+#[test]
+fn a_client_that_is_gone_before_it_spoke_to_the_server_stops_that_for_good() {
+    for lie in ["vanish=0", "vanish=2", "shutdown"] {
+        let node = Node::with_daemon(&[]);
+        let server = node.server();
+        node.client(&["--lie", lie, "--hold", "0.1"]).wait();
+        until("the server has seen it", || node.log().contains("Server") && node.log().contains("valid credentials"));
+        let asked = node.asking(&format!("get_server_status {server}"));
+        until("the command has arrived", || node.log().matches("Cmd:get_server_status").count() > 1);
+        assert!(asked.try_recv().is_err(), "{lie}");
+    }
+}
+
+#[test]
+fn words_said_in_its_place_heal_the_server() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    let entrance = handshake::knock(&node.socket("control")).unwrap();
+    let copy = Connection::from_fd(entrance.server.as_fd().try_clone_to_owned().unwrap());
+    drop(entrance);
+    let asked = node.asking(&format!("get_server_status {server}"));
+    let [first, second] = handshake::Subject::Process.words();
+    copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
+    copy.send(&first).unwrap();
+    copy.send(&second).unwrap();
+    assert_eq!(answer(&asked), "ACTIVE\n");
+    assert_eq!(node.client_list(server), [std::process::id()]);
+    copy.shutdown();
+    until("nothing is left of it", || node.client_list(server).is_empty());
+    assert_eq!(node.saw(&[])["viaMps"], true);
 }

@@ -3,16 +3,11 @@
 mod node;
 
 use std::process::Stdio;
-use std::time::Duration;
 
-use node::{Client, Node, until};
-use rustix::process::{Pid, Signal};
+use node::{Client, Node, answer, until};
+use rustix::process::Signal;
 use sim_machine::{ComputeMode, Effect};
 use sim_mps::seqpacket::Listener;
-
-fn kill(pid: u32, signal: Signal) {
-    rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
-}
 
 #[test]
 fn without_a_daemon_a_program_is_plain_cuda() {
@@ -71,9 +66,9 @@ fn a_daemon_without_a_gpu_runs_and_its_server_does_not() {
 #[test]
 fn a_program_without_a_gpu_finds_no_device() {
     let node = Node::with_daemon(&[]);
-    let mut none = node.program(&[]);
-    none.env("NVIDIA_VISIBLE_DEVICES", "none");
-    let mut client = Client::spawn(none);
+    let mut blind = node.program(&[]);
+    blind.env("NVIDIA_VISIBLE_DEVICES", "none");
+    let mut client = Client::spawn(blind);
     assert_eq!(client.error(), 100);
     assert_eq!(client.wait().code(), Some(100));
 }
@@ -92,7 +87,7 @@ fn a_killed_daemon_takes_its_server_and_clients_and_a_new_one_takes_over() {
 }
 
 #[test]
-fn an_illegal_access_breaks_all_clients_and_new_ones_wait_until_the_last_has_exited() {
+fn an_illegal_access_breaks_all_clients_and_lets_no_new_one_in_until_the_last_has_exited() {
     let node = Node::with_daemon(&[]);
     let mut slow = node.running(&["--hold", "forever", "--linger", "forever"]);
     let mut other = node.running(&["--hold", "forever"]);
@@ -103,14 +98,16 @@ fn an_illegal_access_breaks_all_clients_and_new_ones_wait_until_the_last_has_exi
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     let server = node.server_in_fault();
     let mut late = node.client(&[]);
-    until("the new client is pending", || node.log().contains(&format!("NEW CLIENT {}", late.pid())));
-    assert!(late.is_silent());
+    assert_eq!(late.error(), 807);
+    assert_eq!(late.wait().code(), Some(807 - 3 * 256));
     assert!(node.client_list(server).contains(&slow.pid()));
     slow.kill(Signal::TERM);
-    assert_eq!(late.line()["viaMps"], true);
-    assert_eq!(node.ask(&format!("get_server_status {server}")), "ACTIVE\n");
+    until("the server is ACTIVE again", || node.ask(&format!("get_server_status {server}")) == "ACTIVE\n");
+    assert_eq!(node.saw(&[])["viaMps"], true);
     let log = node.log();
-    assert!(log.contains("Volta MPS: Server is handling a fatal GPU error."), "{log}");
+    let told = format!("Client {{PID: {}, Context: 1}} encountered a fatal GPU error.", culprit.pid());
+    assert!(log.contains(&told), "{log}");
+    assert!(log.contains("Server is handling a fatal GPU error."), "{log}");
     assert!(log.contains("The following clients have a sticky error set:"), "{log}");
     let events = &node.machine.snapshot().unwrap().events;
     assert_eq!(events.iter().map(|event| event.data).collect::<Vec<_>>(), [31]);
@@ -164,14 +161,17 @@ fn a_client_that_is_terminated_or_ends_in_order_harms_nobody() {
     let mut neighbour = node.running(&["--hold", "forever"]);
     let mut terminated = node.busy("1000");
     assert_eq!(node.ask(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
-    assert_eq!(node.client_list(server), [neighbour.pid()]);
     assert_eq!(terminated.error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
+    until("it has left", || node.client_list(server) == [neighbour.pid()]);
+    let lingering = node.busy_with("1000", &["--linger", "forever"]);
+    let terminate = format!("terminate_client {server} {}", lingering.pid());
+    assert_eq!((node.ask(&terminate).as_str(), node.ask(&terminate).as_str()), ("0\n", "201\n"));
+    lingering.kill(Signal::KILL);
     let mut handling = node.busy_with("100", &["--handle-sigterm"]);
     handling.signal(Signal::TERM);
     assert_eq!(handling.wait().code(), Some(0));
     assert!(neighbour.is_silent());
-    assert_ne!(node.ask(&format!("terminate_client {server} 1")), "0\n");
 }
 
 #[test]
@@ -181,16 +181,14 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     let mut neighbour = node.running(&["--hold", "forever"]);
     let mut stopped = node.busy("1000");
     stopped.signal(Signal::STOP);
-    let (socket, pid) = (node.socket("control_privileged"), stopped.pid());
-    let asking = std::thread::spawn(move || {
-        sim_mps::handshake::ask(&socket, &format!("terminate_client {server} {pid}")).unwrap()
-    });
+    let terminated = node.asking(&format!("terminate_client {server} {}", stopped.pid()));
     until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
-    // No other command waits for it.
-    assert_eq!(node.client_list(server).len(), 2);
-    assert!(!asking.is_finished());
+    // Every other command waits for it.
+    let listed = node.asking("get_server_list");
+    assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());
     stopped.signal(Signal::CONT);
-    assert_eq!(asking.join().unwrap().as_deref(), Some("0\n"));
+    assert_eq!(answer(&terminated), "0\n");
+    assert_eq!(answer(&listed), format!("{server}\n"));
     assert_eq!(stopped.error(), 810);
     assert!(neighbour.is_silent());
 }
@@ -234,16 +232,16 @@ fn one_daemon_a_directory_also_in_the_background() {
 }
 
 #[test]
-fn a_command_can_be_made_to_hang_and_the_others_go_on() {
+fn a_command_can_be_made_to_hang_and_the_daemon_with_it() {
     let node = Node::with_daemon(&[]);
-    node.inject("mps:command:get_server_list", Effect::Hang(None), None);
-    let socket = node.socket("control");
-    let asking = std::thread::spawn(move || sim_mps::handshake::ask(&socket, "get_server_list").unwrap());
-    until("the command has arrived", || node.log().contains("Cmd:get_server_list"));
-    assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
-    assert!(!asking.is_finished());
+    node.inject("mps:command:get_server_list", Effect::Hang(None), Some(1));
+    let hanging = node.asking("get_server_list");
+    until("the command hangs", || node.is_used_up());
+    let other = node.asking("get_default_active_thread_percentage");
+    assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
     node.clear();
-    assert_eq!(asking.join().unwrap().as_deref(), Some(""));
+    assert_eq!(answer(&hanging), "");
+    assert_eq!(answer(&other), "100.0\n");
 }
 
 #[test]
@@ -270,14 +268,22 @@ fn another_versions_handshake_is_none_that_a_program_knows() {
 #[test]
 fn a_program_waits_as_long_as_the_daemon_does_not_answer() {
     let node = Node::with_daemon(&[]);
-    node.inject("mps:client", Effect::Hang(None), None);
+    node.inject("mps:client", Effect::Hang(None), Some(1));
     let mut client = node.client(&[]);
-    // The first connection closes at once, the second says who it is.
-    until("the client is at the door", || node.log().matches("Accepting connection").count() >= 3);
-    std::thread::sleep(Duration::from_millis(50));
+    until("the client is at the door", || node.is_used_up());
     assert!(client.is_silent());
     node.clear();
     assert_eq!(client.line()["viaMps"], true);
+}
+
+#[test]
+fn a_lost_gpu_ends_the_server_and_its_clients() {
+    let node = Node::with_daemon(&[]);
+    let mut client = node.running(&["--hold", "forever"]);
+    node.lose_gpu();
+    assert_eq!(client.error(), 806);
+    until("the server has ended", || node.ask("get_server_list").is_empty());
+    assert_eq!(node.saw(&[])["error"], 100);
 }
 
 #[test]
@@ -285,10 +291,10 @@ fn the_server_can_be_killed_again_and_again() {
     let node = Node::with_daemon(&[]);
     for _ in 0..3 {
         let mut client = node.running(&["--hold", "forever"]);
-        kill(node.server(), Signal::KILL);
+        node::kill(node.server(), Signal::KILL);
         assert_eq!(client.error(), 806);
     }
-    assert!(node.log().contains("exited with status 9"));
+    assert!(node.log().contains("exited with status 0"));
 }
 
 #[test]

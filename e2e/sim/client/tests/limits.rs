@@ -3,6 +3,7 @@
 mod node;
 
 use node::{Node, until};
+use sim_mps::client::{Environment, Mps};
 
 const THREADS: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const MEMORY: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
@@ -52,6 +53,38 @@ fn a_change_binds_the_next_client_and_not_the_running_one() {
     assert_eq!(node.saw(&[])["sms"], 104);
     assert_eq!(node.ask(&format!("get_active_thread_percentage {server}")), "80.0\n");
     assert!(running.is_silent());
+}
+
+#[test]
+fn limits_bind_a_process_at_its_first_handshake_and_not_at_each_context() {
+    let node = Node::with_daemon(&[]);
+    let server = node.server();
+    node.ask(&format!("set_active_thread_percentage {server} 20"));
+    let mps = Mps::attach(&node.socket("control")).unwrap().unwrap();
+    node.ask(&format!("set_active_thread_percentage {server} 50"));
+    node.ask(&format!("set_device_pinned_mem_limit {server} 0 8G"));
+    let context = mps.context(&Environment::default(), mps.devices(), 0).unwrap();
+    assert_eq!((context.sms(), context.limit()), (26, None));
+    assert_eq!(node.saw(&[])["sms"], 66);
+}
+
+#[test]
+fn replies_are_those_measured() {
+    let node = Node::with_daemon(&[]);
+    assert_eq!(node.ask("ps"), "Server not found\n");
+    assert_eq!(node.ask("get_server_status 9"), "Server 9 not found\n");
+    assert_eq!(node.ask("frobnicate 1"), "Unknown command \"frobnicate\"\n");
+    let server = node.server();
+    let ask = |command: &str| node.ask(&command.replace("SERVER", &server.to_string()));
+    assert_eq!(ask("set_active_thread_percentage SERVER 20"), "20.0\n");
+    assert_eq!(ask("set_active_thread_percentage SERVER abc"), "20.0\n");
+    assert_eq!(ask("get_device_pinned_mem_limit SERVER 0"), "");
+    for (set, printed) in [("8192M", "8G\n"), ("512M", "512M\n"), ("1536M", "1G\n"), ("0", "")] {
+        assert_eq!(ask(&format!("set_device_pinned_mem_limit SERVER 0 {set}")), "");
+        assert_eq!(ask("get_device_pinned_mem_limit SERVER 0"), printed);
+    }
+    assert!(node.saw(&[])["limitMiB"].is_null());
+    assert_eq!(ask("terminate_client SERVER 9"), "Invalid process 9!\n1\n");
 }
 
 #[test]
@@ -120,8 +153,7 @@ fn a_server_that_was_killed_is_replaced_with_the_defaults_and_without_its_own_se
     node.ask(&format!("set_active_thread_percentage {server} 10"));
     assert_eq!(node.saw(&[])["sms"], 12);
     let mut client = node.running(&["--hold", "forever"]);
-    let pid = rustix::process::Pid::from_raw(i32::try_from(server).unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    node::kill(server, rustix::process::Signal::KILL);
     assert_eq!(client.error(), 806);
     assert_eq!(node.saw(&[])["sms"], 66);
     assert_ne!(node.server(), server);

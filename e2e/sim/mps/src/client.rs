@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::handshake;
+use crate::handshake::{self, Closed, Subject};
 use crate::limits::{self, DeviceName};
 use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, ToContext};
@@ -42,11 +42,18 @@ impl Environment {
     }
 }
 
-/// An MPS daemon with a server behind it.
+/// How often a client tries again whose server died while it was let in: the daemon starts another.
+const RETRIES: u32 = 20;
+const RETRY: Duration = Duration::from_millis(50);
+
+/// An MPS daemon with a server behind it, which this process has introduced itself to.
 #[derive(Debug)]
 pub struct Mps {
     control: PathBuf,
     devices: Vec<Device>,
+    /// Closed when the process ends: that is how the server sees it.
+    channel: Connection,
+    _socket: Connection,
 }
 
 impl Mps {
@@ -55,14 +62,20 @@ impl Mps {
     /// `None` is no error: the program then runs as plain CUDA, unlimited. That was measured for a `control` that is
     /// missing, dead, or accepts and closes; a daemon that closes later in the handshake is taken for the same, being the
     /// worst that can happen.
-    pub fn attach(control: &Path) -> Option<Self> {
-        handshake::probe(control).ok()?;
-        let socket = handshake::knock(control).ok()??;
-        wire::send(&socket, &ToContext::Devices).ok()?;
-        let FromContext::Devices(devices) = wire::recv(&socket).ok()?? else { return None };
-        // The server sees the end without it, too.
-        let _ = wire::send(&socket, &ToContext::Goodbye);
-        Some(Self { control: control.to_owned(), devices })
+    ///
+    /// # Errors
+    /// A `CUresult`, of the server, or that none stays alive for long enough.
+    pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
+        if handshake::probe(control).is_err() {
+            return Ok(None);
+        }
+        let (devices, (channel, socket)) = match enter(control, Subject::Process, &ToContext::Devices) {
+            Ok((FromContext::Devices(devices), entered)) => (devices, entered),
+            Ok(_) | Err(Closed::ByServer) => return Err(CONNECTION_FAILED),
+            Err(Closed::ByDaemon) => return Ok(None),
+            Err(Closed::Refused(code)) => return Err(code),
+        };
+        Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
     /// What the server offers, by ordinal.
@@ -76,18 +89,21 @@ impl Mps {
     /// A `CUresult`.
     pub fn context(&self, environment: &Environment, visible: &[Device], ordinal: usize) -> Result<MpsContext, i32> {
         let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
-        let socket = match handshake::knock(&self.control) {
-            Ok(Some(socket)) => Arc::new(socket),
-            Ok(None) | Err(_) => return Err(CONNECTION_FAILED),
-        };
         let create = ToContext::Create {
             device: device.uuid.clone(),
             threads: environment.threads.as_deref().and_then(limits::percentage),
             command: command_name(),
             namespace: pid_namespace(),
         };
-        wire::send(&socket, &create).map_err(|_| RPC_FAILURE)?;
-        let (sms, limit) = match wire::recv(&socket) {
+        let entered = match handshake::knock(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
+            Ok(entered) => entered,
+            Err(Closed::Refused(code)) => return Err(code),
+            Err(Closed::ByServer) => return Err(RPC_FAILURE),
+            Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
+        };
+        let (channel, socket) = (Arc::new(entered.0), entered.1);
+        wire::send(&channel, &create).map_err(|_| RPC_FAILURE)?;
+        let (sms, limit) = match wire::recv(&channel) {
             Ok(Some(FromContext::Created { sms, limit, .. })) => (sms, limit),
             Ok(Some(FromContext::Error(code) | FromContext::Broken(code))) => return Err(code),
             Ok(_) | Err(_) => return Err(RPC_FAILURE),
@@ -98,30 +114,51 @@ impl Mps {
         let limit = limits::effective_memory(limit, own);
         let overhead = limits::context_overhead(sms);
         if limit.is_some_and(|limit| limit < overhead) {
-            let _ = wire::send(&socket, &ToContext::Goodbye);
+            let _ = wire::send(&channel, &ToContext::Goodbye);
             return Err(OUT_OF_MEMORY);
         }
         let (answers, replies) = mpsc::channel();
         let state = Arc::new(Sticky::default());
-        let reader = (Arc::clone(&socket), Arc::clone(&state));
+        let reader = (Arc::clone(&channel), Arc::clone(&state));
         thread::spawn(move || read(&reader.0, &reader.1, &answers));
-        Ok(MpsContext {
-            socket,
-            replies: Mutex::new(replies),
-            state,
-            device,
-            sms,
-            limit,
-            overhead,
-            allocated: AtomicU64::new(0),
-        })
+        let (replies, allocated) = (Mutex::new(replies), AtomicU64::new(0));
+        Ok(MpsContext { channel, _socket: socket, replies, state, device, sms, limit, overhead, allocated })
     }
+}
+
+impl Drop for Mps {
+    fn drop(&mut self) {
+        // A server that is gone needs no goodbye.
+        let _ = wire::send(&self.channel, &ToContext::Goodbye);
+    }
+}
+
+/// Goes through the handshake and asks a first question; again where the server dies on the way.
+fn enter(
+    control: &Path,
+    subject: Subject,
+    question: &ToContext,
+) -> Result<(FromContext, (Connection, Connection)), Closed> {
+    let once = || {
+        let entered = handshake::knock(control)?.enter(subject)?;
+        wire::send(&entered.0, question).map_err(|_| Closed::ByServer)?;
+        let answer = wire::recv(&entered.0).ok().flatten().ok_or(Closed::ByServer)?;
+        Ok((answer, entered))
+    };
+    for _ in 0..RETRIES {
+        match once() {
+            Err(Closed::ByServer) => thread::sleep(RETRY),
+            other => return other,
+        }
+    }
+    Err(Closed::ByServer)
 }
 
 /// A context that an MPS server serves. It ends in order when dropped; a process that dies ends it without.
 #[derive(Debug)]
 pub struct MpsContext {
-    socket: Arc<Connection>,
+    channel: Arc<Connection>,
+    _socket: Connection,
     replies: Mutex<Receiver<FromContext>>,
     state: Arc<Sticky>,
     device: Device,
@@ -222,7 +259,7 @@ impl MpsContext {
     fn tell(&self, message: &ToContext) -> Result<(), i32> {
         match self.error() {
             Some(code) => Err(code),
-            None => wire::send(&self.socket, message).map_err(|_| self.error().unwrap_or(RPC_FAILURE)),
+            None => wire::send(&self.channel, message).map_err(|_| self.error().unwrap_or(RPC_FAILURE)),
         }
     }
 
@@ -241,8 +278,8 @@ impl MpsContext {
 impl Drop for MpsContext {
     fn drop(&mut self) {
         // A server that is gone needs no goodbye.
-        let _ = wire::send(&self.socket, &ToContext::Goodbye);
-        self.socket.shutdown();
+        let _ = wire::send(&self.channel, &ToContext::Goodbye);
+        self.channel.shutdown();
     }
 }
 

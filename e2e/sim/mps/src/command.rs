@@ -35,12 +35,12 @@ pub enum Command {
     },
     /// The percentage of servers started later.
     GetDefaultThreads,
-    /// Sets it.
-    SetDefaultThreads(f64),
+    /// Sets it; a value that is none leaves it.
+    SetDefaultThreads(Option<f64>),
     /// The percentage of a server's next clients.
     GetThreads(u32),
-    /// Sets it.
-    SetThreads(u32, f64),
+    /// Sets it; a value that is none leaves it.
+    SetThreads(u32, Option<f64>),
     /// The memory limit of servers started later.
     GetDefaultMemory(String),
     /// Sets it.
@@ -71,7 +71,7 @@ pub enum Mistake {
 impl std::fmt::Display for Mistake {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Unknown(name) => write!(f, "Unknown command: {name}"),
+            Self::Unknown(name) => write!(f, "Unknown command \"{name}\""),
             Self::Usage(usage) => write!(f, "Usage: {usage}"),
         }
     }
@@ -129,10 +129,10 @@ impl Command {
                 Self::TerminateClient { server: server.parse().ok()?, client: client.parse().ok()? }
             }
             ("get_default_active_thread_percentage", []) => Self::GetDefaultThreads,
-            ("set_default_active_thread_percentage", [value]) => Self::SetDefaultThreads(limits::percentage(value)?),
+            ("set_default_active_thread_percentage", [value]) => Self::SetDefaultThreads(limits::percentage(value)),
             ("get_active_thread_percentage", [server]) => Self::GetThreads(server.parse().ok()?),
             ("set_active_thread_percentage", [server, value]) => {
-                Self::SetThreads(server.parse().ok()?, limits::percentage(value)?)
+                Self::SetThreads(server.parse().ok()?, limits::percentage(value))
             }
             ("get_default_device_pinned_mem_limit", [device]) => Self::GetDefaultMemory((*device).to_owned()),
             ("set_default_device_pinned_mem_limit", [device, value]) => {
@@ -186,7 +186,8 @@ mod tests {
             ("start_server -uid 1000", Command::StartServer(1000)),
             ("shutdown_server 17 -f", Command::ShutdownServer { server: 17, force: true }),
             ("terminate_client 17 23", Command::TerminateClient { server: 17, client: 23 }),
-            ("  set_active_thread_percentage  17 12.5 ", Command::SetThreads(17, 12.5)),
+            ("  set_active_thread_percentage  17 12.5 ", Command::SetThreads(17, Some(12.5))),
+            ("set_active_thread_percentage 17 x", Command::SetThreads(17, None)),
             ("set_device_pinned_mem_limit 17 0 8G", Command::SetMemory(17, "0".into(), "8G".into())),
             ("ps -p 5", Command::Ps(Some(5))),
             ("quit -t 3", Command::Quit(Some(Duration::from_secs(3)))),
@@ -200,8 +201,7 @@ mod tests {
     fn a_line_that_is_no_command_says_what_is_wrong() {
         assert_eq!(Command::parse(""), Err(Mistake::Unknown(String::new())));
         assert_eq!(Command::parse("lspart"), Err(Mistake::Unknown("lspart".into())));
-        for line in ["get_server_status", "get_server_status abc", "set_default_active_thread_percentage 0", "quit now"]
-        {
+        for line in ["get_server_status", "get_server_status abc", "set_default_active_thread_percentage", "quit now"] {
             assert!(matches!(Command::parse(line), Err(Mistake::Usage(_))), "{line}");
         }
     }

@@ -66,10 +66,19 @@ impl Settings {
         settings
     }
 
-    /// Sets a device's limit, in place of one written for the same name.
+    /// Sets a device's limit, in place of one written for the same name; 0 takes it away.
     pub fn set_memory(&mut self, device: &str, value: &str) {
         self.memory.retain(|limit| limit.device != device);
-        self.memory.push(MemoryLimit { device: device.to_owned(), value: value.to_owned() });
+        if bytes(value) != Some(0) {
+            self.memory.push(MemoryLimit { device: device.to_owned(), value: value.to_owned() });
+        }
+    }
+
+    /// The limit that was set under a name, as the daemon prints it: whole G, rounded down, from 1 G on; else whole M.
+    pub fn printed_memory(&self, device: &str) -> Option<String> {
+        let limit = self.memory.iter().find(|limit| limit.device == device)?;
+        let mib = bytes(&limit.value)? >> 20;
+        Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
     /// The limit that holds for a device, bytes.
@@ -212,5 +221,17 @@ mod tests {
         assert_eq!(settings.memory_of(ONE[0]), Some(2 << 30));
         settings.set_memory("5", "1G");
         assert_eq!(settings.memory_of(ONE[0]), Some(2 << 30));
+        settings.set_memory("0", "0");
+        assert_eq!(settings.memory_of(ONE[0]), Some(4 << 30));
+    }
+
+    #[test]
+    fn a_limit_is_printed_as_was_measured() {
+        for (set, printed) in [("8192M", "8G"), ("512M", "512M"), ("1024M", "1G"), ("1536M", "1G"), ("7678M", "7G")] {
+            let mut settings = Settings::default();
+            settings.set_memory("0", set);
+            assert_eq!(settings.printed_memory("0").as_deref(), Some(printed), "{set}");
+            assert_eq!(settings.printed_memory("1"), None);
+        }
     }
 }

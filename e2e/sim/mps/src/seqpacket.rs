@@ -45,6 +45,9 @@ pub struct Packet {
     pub fd: Option<OwnedFd>,
 }
 
+/// What poll says of a connection whose peer has closed.
+const CLOSED: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP).union(PollFlags::ERR);
+
 /// Which ancillary data a receive makes room for: what there is no room for, the kernel drops.
 enum Room {
     Credentials,
@@ -216,12 +219,37 @@ impl Connection {
         Ok((received.bytes, None, fd))
     }
 
+    /// Waits until there is something to read here; false once `other` has been closed by its peer.
+    pub fn wait_readable_unless_closed(&self, other: &Self) -> bool {
+        loop {
+            let mut fds = [PollFd::new(&self.0, PollFlags::IN), PollFd::new(&other.0, PollFlags::RDHUP)];
+            match rustix::event::poll(&mut fds, None) {
+                Ok(_) if fds[1].revents().intersects(CLOSED) => return false,
+                Ok(_) if !fds[0].revents().is_empty() => return true,
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Waits until the peer has closed.
+    pub fn wait_closed(&self) {
+        let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        while matches!(rustix::event::poll(&mut fds, None), Err(rustix::io::Errno::INTR)) {}
+    }
+
+    /// Whether there is something to read, an end included.
+    pub fn is_readable(&self) -> bool {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+
     /// Whether the peer has closed. Never waits, and reads nothing.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) && fds[0].revents().intersects(gone)
+        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) && fds[0].revents().intersects(CLOSED)
     }
 
     /// Wakes whoever waits on this connection, on both ends, with its end.
@@ -275,6 +303,12 @@ impl Listener {
                 }
             }
         }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

@@ -49,19 +49,20 @@ pub enum ToServer {
         /// The defaults that it starts with.
         settings: Settings,
     },
-    /// A client let in; its socket comes along.
+    /// A client to let in; the socket over which it will introduce itself comes along.
     Client {
         /// The daemon's number of it.
         connection: u64,
-        /// As the daemon's pid namespace sees it.
-        pid: u32,
-        /// Its user.
-        uid: u32,
-        /// The limits that bind it.
+        /// The limits that bind it, if this is its process's first.
         settings: Settings,
     },
     /// The limits of the next clients, for the log.
     Settings(Settings),
+    /// Answered when everything before it is done.
+    Ping {
+        /// Comes back with the answer.
+        request: u64,
+    },
     /// `terminate_client`.
     Terminate {
         /// Comes back with the answer.
@@ -78,12 +79,19 @@ pub enum ToServer {
 pub enum FromServer {
     /// Where it is now.
     Status(Status),
-    /// A client has a context.
+    /// A process has introduced itself.
+    Process {
+        /// The daemon's number of its connection.
+        connection: u64,
+        /// As the server's pid namespace sees it.
+        pid: u32,
+    },
+    /// A process has a context.
     Context {
         /// The daemon's number of its connection.
         connection: u64,
-        /// The context's number within its process.
-        id: u32,
+        /// As the server's pid namespace sees it.
+        pid: u32,
         /// Device UUID.
         device: String,
         /// Inode of the client's pid namespace, as it says itself.
@@ -91,13 +99,13 @@ pub enum FromServer {
         /// The program.
         command: String,
     },
-    /// A client's connection is gone.
+    /// A connection is gone, or came to nothing.
     Left {
         /// The daemon's number of it.
         connection: u64,
     },
-    /// The answer to `terminate_client`: a `CUresult`.
-    Terminated {
+    /// The answer to a request: 0, or a `CUresult`.
+    Answer {
         /// The request's.
         request: u64,
         /// 0 is done.

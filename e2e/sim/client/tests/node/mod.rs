@@ -1,5 +1,6 @@
 //! A simulated machine with one H200, its MPS daemon, and programs on it. All of it goes when it is dropped.
 #![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -70,6 +71,16 @@ impl Node {
         command
     }
 
+    /// Runs `nvidia-cuda-mps-control` with a command, as a user: what it prints.
+    pub(crate) fn tool(&self, arguments: &[&str], uid: Option<u32>) -> String {
+        let mut command = self.control();
+        command.args(arguments).stdin(Stdio::null());
+        if let Some(uid) = uid {
+            as_user(&mut command, uid);
+        }
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    }
+
     fn set_env(&self, command: &mut Command) {
         command
             .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
@@ -103,6 +114,19 @@ impl Node {
     /// An administrator's command over `control_privileged`.
     pub(crate) fn ask(&self, command: &str) -> String {
         handshake::ask(&self.socket("control_privileged"), command).unwrap().unwrap()
+    }
+
+    /// The same, in the background: the answer comes over the channel when there is one.
+    pub(crate) fn asking(&self, command: &str) -> Receiver<String> {
+        let (sender, answer) = mpsc::channel();
+        let (socket, command) = (self.socket("control_privileged"), command.to_owned());
+        thread::spawn(move || {
+            if let Ok(Some(text)) = handshake::ask(&socket, &command) {
+                // Nobody may want it any more.
+                let _ = sender.send(text);
+            }
+        });
+        answer
     }
 
     /// The pid of the one server, started if there is none.
@@ -185,6 +209,20 @@ impl Node {
             Ok::<_, sim_machine::Error>(())
         };
         self.machine.update(add).unwrap();
+    }
+
+    /// Whether each injected fault has hit all the calls that it was meant for.
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
+    }
+
+    /// The GPU falls off the bus.
+    pub(crate) fn lose_gpu(&self) {
+        let lose = |state: &mut sim_machine::State| {
+            state.gpus[0].lost = true;
+            Ok::<_, sim_machine::Error>(())
+        };
+        self.machine.update(lose).unwrap();
     }
 
     /// Clears what was injected.
@@ -298,6 +336,16 @@ impl Drop for Client {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Sends a signal to a process that lives.
+pub(crate) fn kill(pid: u32, signal: Signal) {
+    rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
+}
+
+/// Waits for an answer.
+pub(crate) fn answer(asked: &Receiver<String>) -> String {
+    asked.recv_timeout(DEADLINE).expect("the daemon answers")
 }
 
 /// Waits for a condition.

@@ -1,4 +1,6 @@
 //! An administrator's commands, carried out.
+//!
+//! A command about a server asks the server, and waits for it: one that is busy with a client holds up the daemon.
 
 use std::fs;
 use std::process;
@@ -7,136 +9,193 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Daemon;
+use super::state::Server;
 use crate::command::{Command, HELP};
 use crate::handshake;
 use crate::limits::Settings;
 use crate::seqpacket::Connection;
-use crate::wire::{self, ToServer};
+use crate::server::clients::INVALID_VALUE;
+use crate::wire::{self, Status, ToServer};
 
-/// The answer to a privileged command that came over `control`. That it is refused was measured, the words were not.
-const REFUSED: &str = "Insufficient privilege to execute the command\n";
-/// How long a server that was told to end may take before it is killed.
+/// How long a server that was told to end may take before the daemon goes without it.
 const END: Duration = Duration::from_secs(5);
 /// How often a waiting command looks again.
 const WAITING: Duration = Duration::from_millis(50);
 
+/// The lines of an answer. An error is one, too.
+type Answer = Result<Vec<String>, Vec<String>>;
+
 impl Daemon {
     /// Answers an administrator until it has no more commands.
     pub(super) fn administrator(self: &Arc<Self>, connection: &Connection, privileged: bool) {
+        let mut quit = None;
         loop {
             let line = match handshake::next_command(connection) {
                 Ok(Some(line)) => line,
-                Ok(None) => return,
-                Err(_) => {
-                    self.log("malformed command");
-                    return;
-                }
+                Ok(None) => break,
+                Err(_) => return,
             };
             self.log(&format!("Cmd:{line}"));
-            let command = Command::parse(&line);
-            let text = match &command {
-                Err(mistake) => format!("{mistake}\n"),
-                Ok(command) if command.is_privileged() && !privileged => REFUSED.to_owned(),
-                Ok(command) => match self.injected(&line) {
-                    Some(code) => format!("{code}\n"),
-                    None => self.execute(command),
-                },
+            let lines = match Command::parse(&line) {
+                Err(mistake) => vec![mistake.to_string()],
+                Ok(command) if command.is_privileged() && !privileged => vec![refusal(&line)],
+                Ok(command) => {
+                    let injected = self.faults.injected(&format!("mps:command:{}", name(&line)));
+                    if let (Command::Quit(timeout), None) = (&command, injected) {
+                        quit = Some(*timeout);
+                    }
+                    injected.map_or_else(
+                        || self.execute(&command).unwrap_or_else(|error| error),
+                        |code| vec![code.to_string()],
+                    )
+                }
             };
-            let answered = handshake::reply(connection, &text).is_ok();
-            if let (Ok(Command::Quit(timeout)), true) = (command, privileged) {
-                connection.shutdown();
-                self.quit(timeout);
+            for line in lines {
+                self.log(&line);
+                if handshake::reply(connection, &line).is_err() {
+                    return;
+                }
             }
-            if !answered {
-                return;
-            }
+        }
+        // One that does not wait for the end of the answer still gets what it asked for.
+        let _ = connection.send(&handshake::END_OF_REPLIES);
+        connection.shutdown();
+        if let Some(timeout) = quit {
+            self.quit(timeout);
         }
     }
 
-    fn injected(&self, line: &str) -> Option<i32> {
-        let name = line.split_whitespace().next().unwrap_or_default();
-        self.faults.injected(&format!("mps:command:{name}"))
-    }
-
-    /// Carries a command out: the text of the answer.
-    fn execute(self: &Arc<Self>, command: &Command) -> String {
+    fn execute(self: &Arc<Self>, command: &Command) -> Answer {
+        let one = |line: String| Ok(vec![line]);
         match command {
-            Command::GetServerList => lines(self.lock().servers.keys()),
-            Command::GetServerStatus(pid) => {
-                let state = self.lock();
-                state.servers.get(pid).map_or_else(|| no_server(*pid), |s| format!("{}\n", s.status.word()))
-            }
+            Command::GetServerList => Ok(self.lock().servers.keys().map(u32::to_string).collect()),
+            Command::GetServerStatus(pid) => one(self.of(*pid, |server| server.status.word().to_owned())?),
             Command::StartServer(uid) => self.start_server_for(*uid),
             Command::ShutdownServer { server, force } => self.shutdown_server(*server, *force),
-            Command::GetClientList(pid) => self.lock().client_pids(*pid).map_or_else(|| no_server(*pid), lines),
-            Command::GetDeviceClientList(only) => self.lock().device_clients(*only),
-            Command::Ps(only) => self.lock().table(*only),
-            Command::TerminateClient { server, client } => self.terminate_client(*server, *client),
-            Command::GetDefaultThreads => percentage(&self.lock().defaults),
+            Command::GetClientList(pid) => {
+                self.ask_server(*pid, |request| ToServer::Ping { request })?;
+                let pids = self.lock().client_pids(*pid).ok_or_else(|| no_server(*pid))?;
+                Ok(pids.iter().map(u32::to_string).collect())
+            }
+            Command::GetDeviceClientList(only) => {
+                self.ask_servers()?;
+                Ok(self.lock().device_clients(*only))
+            }
+            Command::Ps(only) => {
+                self.ask_servers()?;
+                Ok(self.lock().table(*only))
+            }
+            Command::TerminateClient { server, client } => {
+                let result = self.ask_server(*server, |request| ToServer::Terminate { request, pid: *client })?;
+                let mut lines = vec![result.to_string()];
+                if result == INVALID_VALUE {
+                    lines.insert(0, format!("Invalid process {client}!"));
+                }
+                Ok(lines)
+            }
+            Command::GetDefaultThreads => one(percentage(&self.lock().defaults)),
             Command::SetDefaultThreads(value) => {
-                let mut state = self.lock();
-                state.defaults.threads = *value;
-                percentage(&state.defaults)
+                let defaults = &mut self.lock().defaults;
+                defaults.threads = value.unwrap_or(defaults.threads);
+                one(percentage(defaults))
             }
-            Command::GetThreads(pid) => {
-                self.lock().servers.get(pid).map_or_else(|| no_server(*pid), |server| percentage(&server.settings))
-            }
+            Command::GetThreads(pid) => one(self.of(*pid, |server| percentage(&server.settings))?),
             Command::SetThreads(pid, value) => {
-                self.set(*pid, |settings| settings.threads = *value).map_or_else(|| no_server(*pid), |s| percentage(&s))
+                let set = |settings: &mut Settings| settings.threads = value.unwrap_or(settings.threads);
+                one(self.set(*pid, set, percentage)?)
             }
-            Command::GetDefaultMemory(device) => memory(&self.lock().defaults, device),
+            Command::GetDefaultMemory(device) => Ok(self.lock().defaults.printed_memory(device).into_iter().collect()),
             Command::SetDefaultMemory(device, value) => {
                 self.lock().defaults.set_memory(device, value);
-                String::new()
+                Ok(Vec::new())
             }
             Command::GetMemory(pid, device) => {
-                let state = self.lock();
-                state.servers.get(pid).map_or_else(|| no_server(*pid), |server| memory(&server.settings, device))
+                Ok(self.of(*pid, |server| server.settings.printed_memory(device))?.into_iter().collect())
             }
             Command::SetMemory(pid, device, value) => {
-                let set = self.set(*pid, |settings| settings.set_memory(device, value));
-                set.map_or_else(|| no_server(*pid), |_| String::new())
+                self.set(*pid, |settings| settings.set_memory(device, value), |_| ())?;
+                Ok(Vec::new())
             }
-            Command::GetDefaultPriority => format!("{}\n", self.lock().defaults.priority),
+            Command::GetDefaultPriority => one(self.lock().defaults.priority.to_string()),
             Command::SetDefaultPriority(value) => {
                 self.lock().defaults.priority = *value;
-                String::new()
+                Ok(Vec::new())
             }
-            Command::Quit(_) => String::new(),
-            Command::Help => HELP.to_owned(),
+            Command::Quit(_) => Ok(Vec::new()),
+            Command::Help => Ok(HELP.lines().map(str::to_owned).collect()),
         }
     }
 
-    /// Changes the limits of a server's next clients: the settings then.
-    fn set(&self, pid: u32, change: impl FnOnce(&mut Settings)) -> Option<Settings> {
+    /// Reads something of a server, once it has answered.
+    fn of<T>(&self, pid: u32, read: impl FnOnce(&Server) -> T) -> Result<T, Vec<String>> {
+        self.ask_server(pid, |request| ToServer::Ping { request })?;
+        self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server(pid))
+    }
+
+    /// Changes the limits of a server's next clients.
+    fn set<T>(
+        &self,
+        pid: u32,
+        change: impl FnOnce(&mut Settings),
+        read: impl FnOnce(&Settings) -> T,
+    ) -> Result<T, Vec<String>> {
+        self.ask_server(pid, |request| ToServer::Ping { request })?;
         let mut state = self.lock();
-        let server = state.servers.get_mut(&pid)?;
+        let server = state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?;
         change(&mut server.settings);
         // For the server's log only: each client's limits travel with it.
         let _ = wire::try_send(&server.link, &ToServer::Settings(server.settings.clone()));
-        Some(server.settings.clone())
+        Ok(read(&server.settings))
     }
 
-    fn start_server_for(self: &Arc<Self>, uid: u32) -> String {
+    /// Asks a server and waits for its answer, however long that takes.
+    fn ask_server(&self, pid: u32, question: impl FnOnce(u64) -> ToServer) -> Result<i32, Vec<String>> {
+        let mut state = self.lock();
+        let request = state.next_number();
+        let server = state.servers.get(&pid).ok_or_else(|| no_server(pid))?;
+        if server.status == Status::Initializing {
+            return Ok(0);
+        }
+        let link = Arc::clone(&server.link);
+        drop(state);
+        wire::send(&link, &question(request)).map_err(|_| no_server(pid))?;
+        state = self.lock();
+        loop {
+            if let Some(result) = state.answers.remove(&request) {
+                return Ok(result);
+            }
+            if !state.servers.contains_key(&pid) {
+                return Err(no_server(pid));
+            }
+            state = self.wait(state, WAITING);
+        }
+    }
+
+    /// Waits until every server has answered; there must be one.
+    fn ask_servers(&self) -> Result<(), Vec<String>> {
+        let pids: Vec<u32> = self.lock().servers.keys().copied().collect();
+        if pids.is_empty() {
+            return Err(vec!["Server not found".to_owned()]);
+        }
+        for pid in pids {
+            self.ask_server(pid, |request| ToServer::Ping { request })?;
+        }
+        Ok(())
+    }
+
+    fn start_server_for(self: &Arc<Self>, uid: u32) -> Answer {
         let mut state = self.lock();
         if let Some((pid, server)) = state.servers.iter().next() {
-            return format!("Server {pid} of user {} already exists\n", server.uid);
+            return Err(vec![format!("Server {pid} of user {} already exists", server.uid)]);
         }
         let uid = if self.config.multi_user { 0 } else { uid };
-        match self.start_server(&mut state, uid) {
-            Ok(_) => String::new(),
-            Err(error) => format!("Failed to start a server: {error}\n"),
-        }
+        let started = self.start_server(&mut state, uid);
+        started.map(|_| Vec::new()).map_err(|error| vec![format!("Failed to start a server: {error}")])
     }
 
-    fn shutdown_server(&self, pid: u32, force: bool) -> String {
+    fn shutdown_server(&self, pid: u32, force: bool) -> Answer {
         let mut state = self.lock();
-        if !state.servers.contains_key(&pid) {
-            return no_server(pid);
-        }
-        if let Some(server) = state.servers.get_mut(&pid) {
-            server.leaving = true;
-        }
+        state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?.leaving = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
             state = self.wait(state, WAITING);
         }
@@ -144,43 +203,17 @@ impl Daemon {
         while state.servers.contains_key(&pid) {
             state = self.wait(state, WAITING);
         }
-        String::new()
-    }
-
-    /// Waits for the client however long it takes: one that is stopped does not answer before it runs again.
-    fn terminate_client(&self, server: u32, client: u32) -> String {
-        let mut state = self.lock();
-        let request = state.next_number();
-        let Some(link) = state.servers.get(&server).map(|server| Arc::clone(&server.link)) else {
-            return no_server(server);
-        };
-        drop(state);
-        if wire::send(&link, &ToServer::Terminate { request, pid: client }).is_err() {
-            return no_server(server);
-        }
-        state = self.lock();
-        loop {
-            if let Some(result) = state.terminated.remove(&request) {
-                return format!("{result}\n");
-            }
-            if !state.servers.contains_key(&server) {
-                return no_server(server);
-            }
-            state = self.wait(state, WAITING);
-        }
+        Ok(Vec::new())
     }
 
     /// Ends the daemon: waits for the clients, no longer than `timeout`, then ends the servers. Does not return.
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
-        let mut state = self.lock();
-        if std::mem::replace(&mut state.quitting, true) {
-            return;
-        }
         for name in ["control", "control_privileged"] {
             // Gone already is what is wanted.
             let _ = fs::remove_file(directory.join(name));
         }
+        let mut state = self.lock();
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         while deadline.is_none_or(|deadline| Instant::now() < deadline)
             && state.servers.values().any(|server| !server.clients.is_empty())
@@ -195,7 +228,7 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait(state, WAITING);
         }
-        // A server that hangs ends when it runs again and finds the daemon gone.
+        // A server that hangs ends when it finds the daemon gone.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }
@@ -206,22 +239,19 @@ impl Daemon {
     }
 }
 
-fn lines<T: ToString>(items: impl IntoIterator<Item = T>) -> String {
-    let mut lines: Vec<String> = items.into_iter().map(|item| item.to_string()).collect();
-    lines.push(String::new());
-    lines.join("\n")
+/// The first word of a command.
+fn name(line: &str) -> &str {
+    line.split_whitespace().next().unwrap_or_default()
+}
+
+fn refusal(line: &str) -> String {
+    format!("Not enough privilege to execute {} command", name(line))
 }
 
 fn percentage(settings: &Settings) -> String {
-    format!("{:.1}\n", settings.threads)
+    format!("{:.1}", settings.threads)
 }
 
-/// The limit as it was set for that name; nothing where none was.
-fn memory(settings: &Settings, device: &str) -> String {
-    let limit = settings.memory.iter().find(|limit| limit.device == device);
-    limit.map_or_else(String::new, |limit| format!("{}\n", limit.value))
-}
-
-fn no_server(pid: u32) -> String {
-    format!("Server {pid} not found\n")
+fn no_server(pid: u32) -> Vec<String> {
+    vec![format!("Server {pid} not found")]
 }

@@ -1,11 +1,16 @@
 //! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
+//!
+//! It serves one connection after the other and waits for each without a deadline, as the real one was seen to: whoever
+//! connects and says nothing stops it for everybody. Only clients for whom there is no server yet are put aside.
 
 mod administrator;
 mod servers;
 mod state;
 
+use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -14,12 +19,14 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use crate::faults::Faults;
 use crate::handshake::{self, Refusal, Visitor};
 use crate::limits::Settings;
 use crate::log::Log;
 use crate::seqpacket::{Connection, Listener};
+use servers::Pending;
 use state::State;
 
 /// What another driver version's daemon might say; no client of this one knows it.
@@ -51,6 +58,8 @@ struct Daemon {
     faults: Faults,
     state: Mutex<State>,
     changed: Condvar,
+    /// Readable after a change of the state.
+    wake: OwnedFd,
 }
 
 /// `-f`: runs until it is told to quit.
@@ -137,63 +146,80 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
     let listeners = [(bind(&control, 0o666)?, false), (bind(&directory.join("control_privileged"), 0o755)?, true)];
 
     let state = Mutex::new(State::new(config.defaults.clone()));
-    let daemon = Arc::new(Daemon { config, log, server_log, faults, state, changed: Condvar::new() });
+    let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let daemon = Daemon { config, log, server_log, faults, state, changed: Condvar::new(), wake };
     daemon.log(&format!("Starting control daemon using socket {}", control.display()));
     let directory = daemon.config.pipe_directory.display();
     daemon.log(&format!("To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={directory}"));
     daemon.log("CUDA MPS Control binary version: 13000");
     ready();
 
-    let mut accepting = Vec::new();
-    for (listener, privileged) in listeners {
-        let daemon = Arc::clone(&daemon);
-        accepting.push(thread::spawn(move || daemon.accept(&listener, privileged)));
-    }
-    for thread in accepting {
-        // Ends with the process: `quit` exits it.
-        let _ = thread.join();
-    }
-    Ok(ExitCode::FAILURE)
+    Arc::new(daemon).serve(&listeners)
 }
 
 impl Daemon {
-    fn accept(self: &Arc<Self>, listener: &Listener, privileged: bool) {
+    /// Serves for ever: `quit` exits the process.
+    fn serve(self: Arc<Self>, listeners: &[(Listener, bool)]) -> anyhow::Result<ExitCode> {
+        let mut pending = VecDeque::new();
         loop {
-            match listener.accept() {
-                Ok(connection) => {
-                    self.log("Accepting connection...");
-                    let daemon = Arc::clone(self);
-                    let attend = move || daemon.attend(&connection, privileged);
-                    if let Err(error) = thread::Builder::new().stack_size(256 << 10).spawn(attend) {
-                        self.log(&format!("cannot attend a connection: {error}"));
+            self.serve_pending(&mut pending);
+            let mut fds: Vec<PollFd<'_>> =
+                listeners.iter().map(|(listener, _)| PollFd::new(listener, PollFlags::IN)).collect();
+            fds.push(PollFd::new(&self.wake, PollFlags::IN));
+            // Those who wait may leave: they are looked at now and then.
+            let timeout = (!pending.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 50_000_000 });
+            match rustix::event::poll(&mut fds, timeout.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error)).context("cannot wait for connections"),
+            }
+            let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
+            if ready.last() == Some(&true) {
+                // Its number does not matter.
+                let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            }
+            for ((listener, privileged), _) in listeners.iter().zip(&ready).filter(|(_, ready)| **ready) {
+                match listener.accept() {
+                    Ok(connection) => {
+                        self.log("Accepting connection...");
+                        pending.extend(self.attend(connection, *privileged));
                     }
-                }
-                Err(error) => {
-                    // Out of descriptors, most likely: those who are connected will leave.
-                    self.log(&format!("cannot accept a connection: {error}"));
-                    thread::sleep(Duration::from_millis(10));
+                    Err(error) => {
+                        // Out of descriptors, most likely: those who are connected will leave.
+                        self.log(&format!("cannot accept a connection: {error}"));
+                        thread::sleep(Duration::from_millis(10));
+                    }
                 }
             }
         }
     }
 
-    fn attend(self: &Arc<Self>, connection: &Connection, privileged: bool) {
+    /// Hears one visitor out: a client that cannot be passed on yet is given back.
+    fn attend(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
         let hello = if self.faults.injected("mps:handshake").is_some() { OTHER_HELLO } else { handshake::HELLO };
-        match handshake::greet(connection, hello) {
+        match handshake::greet(&connection, hello) {
             Ok(Visitor::Client(credentials)) => {
                 if self.faults.injected("mps:client").is_none() {
-                    self.client(connection, credentials);
+                    let failed_before = self.lock().failed_starts;
+                    return self.client(Pending::new(connection, credentials, failed_before));
                 }
             }
             Ok(Visitor::Administrator(_)) => {
                 self.log("NEW UI");
-                self.administrator(connection, privileged);
+                self.administrator(&connection, privileged);
                 self.log("UI closed");
             }
             Err(Refusal::Closed) => self.log("User did not send valid credentials"),
             Err(Refusal::Malformed(what)) => self.log(&format!("User did not send valid credentials: {what}")),
             Err(Refusal::Io(error)) => self.log(&format!("connection failed: {error}")),
         }
+        None
+    }
+
+    /// Says that the state has changed.
+    fn notify(&self) {
+        self.changed.notify_all();
+        // Full only if nobody has looked for very long; then it wakes, too.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
     fn log(&self, text: &str) {

@@ -1,12 +1,12 @@
 //! Letting clients in, and the servers that take them.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, MutexGuard};
 use std::thread;
-use std::time::Duration;
 
 use super::Daemon;
 use super::state::{Choice, Client, ClientContext, Server, State};
@@ -16,60 +16,69 @@ use crate::wire::{self, FromServer, Status, ToServer};
 
 /// How often a server that does not come up is tried again before its client is turned away.
 const START_RETRIES: u32 = 5;
-/// How often a waiting client is looked at: it may have gone.
-const WAITING: Duration = Duration::from_millis(50);
+
+/// A client for whom there is no server yet.
+pub(super) struct Pending {
+    connection: Connection,
+    pid: i32,
+    uid: u32,
+    /// Failed starts before it came.
+    failed_before: u32,
+    /// The log says that it is here.
+    logged: bool,
+}
+
+impl Pending {
+    pub(super) fn new(connection: Connection, credentials: Credentials, failed_before: u32) -> Self {
+        let Credentials { pid, uid, .. } = credentials;
+        Self { connection, pid, uid, failed_before, logged: false }
+    }
+}
 
 impl Daemon {
-    /// Passes a client on to a server, however long that takes.
-    pub(super) fn client(self: &Arc<Self>, connection: &Connection, credentials: Credentials) {
-        let pid = u32::try_from(credentials.pid).unwrap_or(0);
-        match self.admit(connection, pid, credentials.uid) {
-            // The client does not wait for more; it may be gone.
-            Some(server) => {
-                let _ = connection.send_fd(handshake::DESCRIPTOR, server.as_fd());
-                drop(server);
-                let _ = connection.recv(64);
-            }
-            None => self.log(&format!("CLIENT {pid} from user {} is turned away", credentials.uid)),
+    /// Looks again at those who wait, in the order in which they came.
+    pub(super) fn serve_pending(self: &Arc<Self>, pending: &mut VecDeque<Pending>) {
+        for _ in 0..pending.len() {
+            let waits = pending.pop_front().and_then(|client| self.client(client));
+            pending.extend(waits);
         }
     }
 
-    /// The client's socket to a server that has been told of it; `None` when it went, or there will be no server.
-    fn admit(self: &Arc<Self>, visitor: &Connection, pid: u32, uid: u32) -> Option<Connection> {
+    /// Passes a client on to a server and waits for its last word; gives it back where that cannot be done yet.
+    pub(super) fn client(self: &Arc<Self>, mut client: Pending) -> Option<Pending> {
         let mut state = self.lock();
-        let failed_before = state.failed_starts;
-        let mut told = false;
-        let mut tell = |text: &str| {
-            if !std::mem::replace(&mut told, true) {
-                self.log(&format!("NEW CLIENT {pid} from user {uid}: {text}"));
-            }
-        };
-        loop {
-            if state.quitting || visitor.is_closed() || state.failed_starts - failed_before > START_RETRIES {
+        let Pending { pid, uid, .. } = client;
+        if client.connection.is_closed() {
+            return None;
+        }
+        if state.failed_starts - client.failed_before > START_RETRIES {
+            self.log(&format!("CLIENT {pid} from user {uid} is turned away: no server starts"));
+            return None;
+        }
+        match state.choose(uid, self.config.multi_user) {
+            Choice::Enter(server) => {
+                self.log_client(&mut client, "Server already exists");
+                pass_on(state, server, &client.connection);
                 return None;
             }
-            match state.choose(uid, self.config.multi_user) {
-                Choice::Enter(server) => {
-                    if let Some(socket) = enter(&mut state, server, pid, uid) {
-                        tell("Server already exists");
-                        return Some(socket);
-                    }
+            Choice::Start => {
+                let owner = if self.config.multi_user { 0 } else { uid };
+                if let Err(error) = self.start_server(&mut state, owner) {
+                    self.log(&format!("cannot start a server: {error}"));
+                    state.failed_starts += 1;
                 }
-                Choice::Start => {
-                    tell("Server is not ready, push client to pending list");
-                    let owner = if self.config.multi_user { 0 } else { uid };
-                    if let Err(error) = self.start_server(&mut state, owner) {
-                        self.log(&format!("cannot start a server: {error}"));
-                        state.failed_starts += 1;
-                    }
-                }
-                Choice::Replace(server) => {
-                    tell("Server is not ready, push client to pending list");
-                    self.end_server(&mut state, server);
-                }
-                Choice::Wait => tell("Server is not ready, push client to pending list"),
             }
-            state = self.wait(state, WAITING);
+            Choice::Replace(server) => self.end_server(&mut state, server),
+            Choice::Wait => {}
+        }
+        drop(state);
+        self.log_client(&mut client, "Server is not ready, push client to pending list");
+        Some(client)
+    }
+
+    fn log_client(&self, client: &mut Pending, text: &str) {
+        if !std::mem::replace(&mut client.logged, true) {
+            self.log(&format!("NEW CLIENT {} from user {}: {text}", client.pid, client.uid));
         }
     }
 
@@ -104,11 +113,11 @@ impl Daemon {
             status: Status::Initializing,
             settings,
             link: Arc::clone(&link),
-            clients: std::collections::BTreeMap::new(),
+            clients: BTreeMap::new(),
             leaving: false,
         };
         state.servers.insert(pid, server);
-        self.changed.notify_all();
+        self.notify();
         let daemon = Arc::clone(self);
         thread::spawn(move || daemon.watch_server(child, &link));
         Ok(pid)
@@ -119,7 +128,7 @@ impl Daemon {
         if let Some(server) = state.servers.get_mut(&pid) {
             server.leaving = true;
             let _ = wire::send(&server.link, &ToServer::Shutdown);
-            self.changed.notify_all();
+            self.notify();
         }
     }
 
@@ -133,14 +142,15 @@ impl Daemon {
         }
         // It closed its link: it is dead, or about to be.
         let status = child.wait().ok();
-        let status = status.map_or(-1, |status| status.code().or(status.signal()).unwrap_or(-1));
+        // Measured: 0 also for one that was killed.
+        let status = status.and_then(|status| status.code()).unwrap_or(0);
         self.log(&format!("Server {pid} exited with status {status}"));
         let mut state = self.lock();
         state.servers.remove(&pid);
         if !served {
             state.failed_starts += 1;
         }
-        self.changed.notify_all();
+        self.notify();
     }
 
     fn hear(&self, pid: u32, message: FromServer) {
@@ -153,33 +163,47 @@ impl Daemon {
                 }
                 server.status = status;
             }
-            FromServer::Context { connection, id, device, namespace, command } => {
+            FromServer::Process { connection, pid } => {
                 if let Some(client) = server.clients.get_mut(&connection) {
-                    client.context = Some(ClientContext { id, device, namespace, command });
+                    client.pid = Some(pid);
+                }
+            }
+            FromServer::Context { connection, pid, device, namespace, command } => {
+                if let Some(client) = server.clients.get_mut(&connection) {
+                    client.pid = Some(pid);
+                    client.context = Some(ClientContext { device, namespace, command });
                 }
             }
             FromServer::Left { connection } => {
                 server.clients.remove(&connection);
             }
-            FromServer::Terminated { request, result } => {
-                state.terminated.insert(request, result);
+            FromServer::Answer { request, result } => {
+                state.answers.insert(request, result);
             }
         }
-        self.changed.notify_all();
+        self.notify();
     }
 }
 
-/// Tells a server of a client, with the limits that bind it: the client's end of their socket.
-fn enter(state: &mut MutexGuard<'_, State>, server: u32, pid: u32, uid: u32) -> Option<Connection> {
+/// Gives a client its socket to a server and the server the other end, with the limits that hold now.
+fn pass_on(mut state: MutexGuard<'_, State>, server: u32, visitor: &Connection) {
     let connection = state.next_number();
-    let server = state.servers.get_mut(&server)?;
-    let (ours, theirs) = Connection::pair().ok()?;
-    let message = ToServer::Client { connection, pid, uid, settings: server.settings.clone() };
-    let message = serde_json::to_vec(&message).ok()?;
-    // A server that is dead is about to be found so.
-    server.link.send_fd(&message, theirs.as_fd()).ok()?;
-    server.clients.insert(connection, Client { pid, context: None });
-    Some(ours)
+    let Some(server) = state.servers.get_mut(&server) else { return };
+    let Ok((theirs, servers)) = Connection::pair() else { return };
+    let message = ToServer::Client { connection, settings: server.settings.clone() };
+    let Ok(message) = serde_json::to_vec(&message) else { return };
+    // From here on the kernel attests what the client will say, also before the server has looked.
+    if servers.attest().is_err() || visitor.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
+        return;
+    }
+    drop(theirs);
+    server.clients.insert(connection, Client::default());
+    // A server that is dead is about to be found so; its client finds it so, too.
+    let _ = server.link.send_fd(&message, servers.as_fd());
+    drop(servers);
+    drop(state);
+    // The last word, which the real daemon waits for, too.
+    let _ = visitor.recv(64);
 }
 
 /// The server beside this program, else the one that `PATH` finds.

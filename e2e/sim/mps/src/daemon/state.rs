@@ -1,7 +1,6 @@
 //! What the daemon knows of its servers and their clients, and whom it lets in: no I/O.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 use crate::limits::Settings;
@@ -17,10 +16,8 @@ pub(super) struct State {
     pub(super) servers: BTreeMap<u32, Server>,
     /// Servers that ended without ever serving.
     pub(super) failed_starts: u32,
-    /// The daemon is going: nobody is let in.
-    pub(super) quitting: bool,
-    /// Answers to `terminate_client`, by request, until they are fetched.
-    pub(super) terminated: BTreeMap<u64, i32>,
+    /// Answers of servers, by request, until they are fetched.
+    pub(super) answers: BTreeMap<u64, i32>,
     last_number: u64,
 }
 
@@ -37,18 +34,18 @@ pub(super) struct Server {
     pub(super) leaving: bool,
 }
 
-/// One connection that was let in.
-#[derive(Debug)]
+/// One connection that was passed on to a server.
+#[derive(Debug, Default)]
 pub(super) struct Client {
-    pub(super) pid: u32,
-    /// None before it has a context.
+    /// None before it has introduced itself.
+    pub(super) pid: Option<u32>,
+    /// None before it has a context, and for the connection of a process itself.
     pub(super) context: Option<ClientContext>,
 }
 
 /// What `ps` says of a client beside its pid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClientContext {
-    pub(super) id: u32,
     pub(super) device: String,
     pub(super) namespace: u64,
     pub(super) command: String,
@@ -69,14 +66,7 @@ pub(super) enum Choice {
 
 impl State {
     pub(super) fn new(defaults: Settings) -> Self {
-        Self {
-            defaults,
-            servers: BTreeMap::new(),
-            failed_starts: 0,
-            quitting: false,
-            terminated: BTreeMap::new(),
-            last_number: 0,
-        }
+        Self { defaults, servers: BTreeMap::new(), failed_starts: 0, answers: BTreeMap::new(), last_number: 0 }
     }
 
     pub(super) fn next_number(&mut self) -> u64 {
@@ -96,50 +86,55 @@ impl State {
         }
     }
 
-    /// PIDs of a server's clients that have a context, each once.
+    /// PIDs of a server's clients, each once.
     pub(super) fn client_pids(&self, server: u32) -> Option<Vec<u32>> {
         let clients = self.servers.get(&server)?.clients.values();
-        let mut pids: Vec<u32> = clients.filter(|client| client.context.is_some()).map(|client| client.pid).collect();
+        let mut pids: Vec<u32> = clients.filter_map(|client| client.pid).collect();
         pids.sort_unstable();
         pids.dedup();
         Some(pids)
     }
 
-    /// `ps`: a line for each context.
-    pub(super) fn table(&self, only: Option<u32>) -> String {
-        let mut text =
-            format!("{:<10}{:<6}{:<10}{:<19}{:<15}{}\n", "PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND");
-        for (server, client, context) in self.contexts() {
-            if only.is_none_or(|pid| pid == client.pid) {
-                let short: String = context.device.chars().take(17).collect();
-                let ClientContext { id, namespace, command, .. } = context;
-                let _ = writeln!(text, "{:<10}{id:<6}{server:<10}{short:<19}{namespace:<15}{command}", client.pid);
+    /// `ps`: a line for each process with a context.
+    pub(super) fn table(&self, only: Option<u32>) -> Vec<String> {
+        let mut rows: BTreeMap<(u32, u32), &ClientContext> = BTreeMap::new();
+        for (server, pid, context) in self.contexts() {
+            if only.is_none_or(|only| only == pid) {
+                rows.entry((server, pid)).or_insert(context);
             }
         }
-        text
+        let line = |pid: &str, id: &str, server: &str, device: &str, namespace: &str, command: &str| {
+            format!("{pid:<10}{id:<6}{server:<10}{device:<19}{namespace:<15}{command}")
+        };
+        let mut lines = vec![line("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND")];
+        for ((server, pid), context) in rows {
+            let short: String = context.device.chars().take(17).collect();
+            let ClientContext { namespace, command, .. } = context;
+            lines.push(line(&pid.to_string(), "0", &server.to_string(), &short, &namespace.to_string(), command));
+        }
+        lines
     }
 
     /// `get_device_client_list`: each device with the PIDs that use it.
-    pub(super) fn device_clients(&self, only: Option<u32>) -> String {
+    pub(super) fn device_clients(&self, only: Option<u32>) -> Vec<String> {
         let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
-        for (server, client, context) in self.contexts() {
-            if only.is_none_or(|pid| pid == server) {
-                devices.entry(&context.device).or_default().push(client.pid);
+        for (server, pid, context) in self.contexts() {
+            if only.is_none_or(|only| only == server) {
+                devices.entry(&context.device).or_default().push(pid);
             }
         }
-        let mut text = String::new();
-        for (device, mut pids) in devices {
+        let line = |(device, mut pids): (&str, Vec<u32>)| {
             pids.sort_unstable();
             pids.dedup();
             let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
-            let _ = writeln!(text, "{device} {}", pids.join(" "));
-        }
-        text
+            format!("{device} {}", pids.join(" "))
+        };
+        devices.into_iter().map(line).collect()
     }
 
-    fn contexts(&self) -> impl Iterator<Item = (u32, &Client, &ClientContext)> {
-        self.servers.iter().flat_map(|(pid, server)| {
-            server.clients.values().filter_map(|client| Some((*pid, client, client.context.as_ref()?)))
+    fn contexts(&self) -> impl Iterator<Item = (u32, u32, &ClientContext)> {
+        self.servers.iter().flat_map(|(server, known)| {
+            known.clients.values().filter_map(|client| Some((*server, client.pid?, client.context.as_ref()?)))
         })
     }
 }
@@ -153,12 +148,11 @@ mod tests {
         let (link, _) = Connection::pair().unwrap();
         let clients = clients.iter().map(|pid| {
             let context = ClientContext {
-                id: 0,
                 device: "GPU-8f3c1a52-0000-4000-8000-000000000001".into(),
                 namespace: 4_026_531_836,
                 command: "./nbody".into(),
             };
-            (u64::from(*pid), Client { pid: *pid, context: Some(context) })
+            (u64::from(*pid), Client { pid: Some(*pid), context: Some(context) })
         });
         let server = Server {
             uid,
@@ -193,9 +187,8 @@ mod tests {
     #[test]
     fn ps_is_a_table_with_the_short_uuid() {
         let table = with_server(0, Status::Active, &[9741, 9743]).table(Some(9741));
-        let lines: Vec<&str> = table.lines().collect();
         assert_eq!(
-            lines,
+            table,
             [
                 "PID       ID    SERVER    DEVICE             NAMESPACE      COMMAND",
                 "9741      0     6472      GPU-8f3c1a52-0000  4026531836     ./nbody",

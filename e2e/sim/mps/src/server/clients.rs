@@ -1,8 +1,10 @@
 //! What a server knows of its clients, and what happens to them: no I/O.
 //!
 //! The rules are those measured: an illegal access breaks every client; the server is in FAULT until the last of those
-//! has exited; a client that dies with a kernel in flight may break the others; one ended through `terminate_client`
-//! harms nobody.
+//! has exited, and lets nobody in meanwhile; a client that dies with a kernel in flight may break the others; one ended
+//! through `terminate_client` harms nobody.
+//!
+//! A process has one connection for itself and one for each context.
 
 use std::collections::BTreeMap;
 
@@ -17,9 +19,11 @@ pub const NOT_READY: i32 = 807;
 /// The 49th context.
 pub const MAX_CLIENTS_REACHED: i32 = 808;
 /// No such client.
-const INVALID_VALUE: i32 = 1;
+pub const INVALID_VALUE: i32 = 1;
+/// The client has no context.
+pub const INVALID_CONTEXT: i32 = 201;
 
-/// One connection of a client process. Each holds at most one context.
+/// One connection of a client process.
 #[derive(Debug)]
 struct Client {
     pid: u32,
@@ -32,8 +36,10 @@ struct Client {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Let in, no context yet.
-    Connected,
+    /// The process itself.
+    Process,
+    /// For a context, which is not there yet.
+    Reserved,
     /// Has a context.
     Live,
     /// Its context took part in a fatal error: FAULT lasts until it has exited.
@@ -58,7 +64,7 @@ pub enum Effect {
     AskToEnd(u64),
     /// A client's context is no more: give its memory back.
     Release(u64),
-    /// Answer a `terminate_client`: 0 is done.
+    /// Answer a `terminate_client`: 0 is done, [`INVALID_VALUE`] no such client, [`INVALID_CONTEXT`] none to end.
     Answer(u64, i32),
     /// The server's status changed.
     Status(Status),
@@ -82,31 +88,48 @@ impl Clients {
         Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
     }
 
-    /// A client was let in.
-    pub fn connect(&mut self, connection: u64, pid: u32) {
-        let client = Client { pid, stage: Stage::Connected, busy: None, terminating: false };
-        self.connected.insert(connection, client);
+    /// A process introduces itself: whether it is let in, or a `CUresult`.
+    pub fn enter(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
+        self.add(connection, pid, Stage::Process)
     }
 
-    /// Whether a client may have a context now: the number of the context within its process, or a `CUresult`.
-    pub fn may_create(&self, connection: u64) -> Result<u32, i32> {
-        let client = self.connected.get(&connection).filter(|client| client.stage == Stage::Connected);
-        let Some(client) = client else { return Err(INVALID_VALUE) };
+    /// A process wants a context: the context's number within it, from 1, or a `CUresult`.
+    pub fn reserve(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
+        if self.contexts().count() >= MAX_CONTEXTS {
+            return Err(MAX_CLIENTS_REACHED);
+        }
+        let own = self.contexts().filter(|other| other.pid == pid).count();
+        self.add(connection, pid, Stage::Reserved)?;
+        Ok(u32::try_from(own + 1).unwrap_or(u32::MAX))
+    }
+
+    fn add(&mut self, connection: u64, pid: u32, stage: Stage) -> Result<(), i32> {
         if self.status == Status::Fault {
             return Err(NOT_READY);
         }
-        if self.connected.values().filter(|other| other.holds_context()).count() >= MAX_CONTEXTS {
-            return Err(MAX_CLIENTS_REACHED);
-        }
-        let own = self.connected.values().filter(|other| other.pid == client.pid && other.holds_context());
-        Ok(u32::try_from(own.count()).unwrap_or(u32::MAX))
+        self.connected.insert(connection, Client { pid, stage, busy: None, terminating: false });
+        Ok(())
+    }
+
+    fn contexts(&self) -> impl Iterator<Item = &Client> {
+        self.connected.values().filter(|client| client.holds_context() || client.stage == Stage::Reserved)
     }
 
     /// A client has a context.
     pub fn created(&mut self, connection: u64) {
-        if let Some(client) = self.connected.get_mut(&connection) {
+        if let Some(client) = self.connected.get_mut(&connection).filter(|client| client.stage == Stage::Reserved) {
             client.stage = Stage::Live;
         }
+    }
+
+    /// Whether a connection is for a context that is still to be made.
+    pub fn is_reserved(&self, connection: u64) -> bool {
+        self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Reserved)
+    }
+
+    /// Whether a process has any connection.
+    pub fn knows(&self, pid: u32) -> bool {
+        self.connected.values().any(|client| client.pid == pid)
     }
 
     /// Whether a client has a context that works.
@@ -172,7 +195,8 @@ impl Clients {
         if self.connected.values().any(|client| client.pid == pid && client.terminating) {
             self.terminations.push(Termination { request, pid });
         } else {
-            effects.push(Effect::Answer(request, INVALID_VALUE));
+            let result = if self.knows(pid) { INVALID_CONTEXT } else { INVALID_VALUE };
+            effects.push(Effect::Answer(request, result));
         }
         effects
     }
@@ -236,24 +260,30 @@ impl Client {
 mod tests {
     use super::*;
 
-    /// Clients 1 to `count` with a context each, of processes 101 and so on.
+    /// Processes 101 and so on, each with a context on connection 1 and so on.
     fn with(count: u64) -> Clients {
         let mut clients = Clients::new(Rule::from_environment(None, None));
         for connection in 1..=count {
-            clients.connect(connection, 100 + u32::try_from(connection).unwrap());
-            assert_eq!(clients.may_create(connection), Ok(0));
-            clients.created(connection);
+            let pid = 100 + u32::try_from(connection).unwrap();
+            clients.enter(1000 + connection, pid).unwrap();
+            context(&mut clients, connection, pid, 1);
         }
         clients
+    }
+
+    fn context(clients: &mut Clients, connection: u64, pid: u32, number: u32) {
+        assert_eq!(clients.reserve(connection, pid), Ok(number));
+        clients.created(connection);
     }
 
     #[test]
     fn the_49th_context_is_refused_until_another_has_left() {
         let mut clients = with(48);
-        clients.connect(49, 149);
-        assert_eq!(clients.may_create(49), Err(MAX_CLIENTS_REACHED));
+        assert_eq!(clients.enter(2000, 149), Ok(()));
+        assert_eq!(clients.reserve(49, 149), Err(MAX_CLIENTS_REACHED));
         clients.left(7, true);
-        assert_eq!(clients.may_create(49), Ok(0));
+        assert_eq!(clients.reserve(49, 149), Ok(1));
+        assert_eq!(clients.reserve(50, 149), Err(MAX_CLIENTS_REACHED));
     }
 
     #[test]
@@ -262,12 +292,13 @@ mod tests {
         let effects = clients.fault();
         assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
         assert_eq!(clients.broken(), [101, 102, 103]);
-        clients.connect(4, 104);
-        assert_eq!(clients.may_create(4), Err(NOT_READY));
+        assert_eq!(clients.enter(2000, 104), Err(NOT_READY));
+        assert_eq!(clients.reserve(4, 101), Err(NOT_READY));
         assert_eq!(clients.left(1, false), [Effect::Release(1)]);
         assert_eq!(clients.left(3, false), [Effect::Release(3)]);
+        assert_eq!(clients.left(1001, false), []);
         assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
-        assert_eq!(clients.may_create(4), Ok(0));
+        assert_eq!(clients.enter(2000, 104), Ok(()));
     }
 
     #[test]
@@ -294,9 +325,7 @@ mod tests {
         let mut clients = with(1);
         clients.busy(1, 1000.0);
         assert_eq!(clients.left(1, false), [Effect::Release(1)]);
-        clients.connect(2, 102);
-        assert_eq!(clients.may_create(2), Ok(0));
-        clients.created(2);
+        context(&mut clients, 2, 102, 1);
         assert_eq!(clients.busy(2, 0.1), [Effect::Break(2), Effect::Status(Status::Fault)]);
         assert_eq!(clients.left(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
     }
@@ -307,19 +336,20 @@ mod tests {
         clients.busy(1, 1000.0);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
         assert_eq!(clients.ended(1), [Effect::Release(1), Effect::Answer(7, 0)]);
+        assert_eq!(clients.terminate(8, 101), [Effect::Answer(8, INVALID_CONTEXT)]);
         assert_eq!(clients.left(1, false), []);
     }
 
     #[test]
     fn terminate_waits_for_every_context_of_the_process_and_for_no_other() {
         let mut clients = with(2);
-        clients.connect(3, 101);
-        assert_eq!(clients.may_create(3), Ok(1));
-        clients.created(3);
+        context(&mut clients, 3, 101, 2);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
         assert_eq!(clients.ended(1), [Effect::Release(1)]);
         assert_eq!(clients.left(3, false), [Effect::Release(3), Effect::Answer(7, 0), Effect::Answer(8, 0)]);
+        clients.left(1, false);
+        clients.left(1001, false);
         assert_eq!(clients.terminate(9, 101), [Effect::Answer(9, INVALID_VALUE)]);
     }
 

@@ -19,6 +19,7 @@ use sim_machine::{Context, ContextKind, EventKind, Machine, mps_sms};
 
 use crate::breakage::{RULE_ENV, Rule, SEED_ENV};
 use crate::faults::Faults;
+use crate::handshake::{self, Refusal, Subject};
 use crate::limits::{self, CLIENT_MEMORY, DeviceName, SERVER_MEMORY, Settings};
 use crate::log::Log;
 use crate::seqpacket::Connection;
@@ -31,7 +32,7 @@ const START_MS: u64 = 150;
 /// What an illegal access leaves in the kernel log: an MMU fault.
 const XID_MMU_FAULT: u64 = 31;
 const INVALID_DEVICE: i32 = 101;
-const INVALID_CONTEXT: i32 = 201;
+const UNKNOWN: i32 = 999;
 
 /// The program.
 pub fn main() -> ExitCode {
@@ -86,14 +87,17 @@ fn run(log: &Log) -> anyhow::Result<()> {
         link,
         machine,
         devices,
-        inner: Mutex::new(Inner { clients: Clients::new(rule), connections: BTreeMap::new() }),
+        inner: Mutex::new(Inner { clients: Clients::new(rule), connections: BTreeMap::new(), bound: BTreeMap::new() }),
     });
     server.say_settings(&settings);
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(Status::Active))?;
+    let watched = Arc::clone(&server);
+    // The contexts end with the process: whoever waits for the GPU does not see it free before.
+    thread::spawn(move || watched.watch_devices(&own));
+    let watched = Arc::clone(&server);
+    thread::spawn(move || watched.watch_daemon());
     server.serve();
-    // The contexts end with the process: whoever waits for the GPU must not see it before the last client has.
-    drop(own);
     Ok(())
 }
 
@@ -131,33 +135,36 @@ struct Server {
 struct Inner {
     clients: Clients,
     connections: BTreeMap<u64, Entry>,
+    /// Limits by process, as they were when it introduced itself.
+    bound: BTreeMap<u32, Settings>,
 }
 
 /// What the server holds of a connection beside its state.
 struct Entry {
-    socket: Arc<Connection>,
-    settings: Settings,
+    channel: Arc<Connection>,
+    /// The number of its context in its process, from 1; 0 is the process itself.
+    id: u32,
     context: Option<Held>,
 }
 
 /// A client's memory on the machine.
 struct Held {
     memory: Context,
-    id: u32,
     ordinal: usize,
 }
 
 impl Server {
-    /// Serves until the daemon says to end, or is gone.
+    /// Serves until the daemon says to end, or is gone: one thing after the other.
     fn serve(self: &Arc<Self>) {
         while let Ok(Some(packet)) = self.link.recv_fd(wire::LONGEST) {
             match serde_json::from_slice(&packet.data) {
-                Ok(ToServer::Client { connection, pid, settings, .. }) => {
+                Ok(ToServer::Client { connection, settings }) => {
                     if let Some(socket) = packet.fd {
-                        self.let_in(connection, pid, settings, Arc::new(Connection::from_fd(socket)));
+                        self.let_in(connection, settings, Connection::from_fd(socket));
                     }
                 }
                 Ok(ToServer::Settings(settings)) => self.say_settings(&settings),
+                Ok(ToServer::Ping { request }) => self.report(&FromServer::Answer { request, result: 0 }),
                 Ok(ToServer::Terminate { request, pid }) => {
                     let mut inner = self.lock();
                     let effects = inner.clients.terminate(request, pid);
@@ -170,14 +177,60 @@ impl Server {
         self.log("Server is shutting down");
     }
 
-    fn let_in(self: &Arc<Self>, connection: u64, pid: u32, settings: Settings, socket: Arc<Connection>) {
-        let mut inner = self.lock();
-        inner.clients.connect(connection, pid);
-        inner.connections.insert(connection, Entry { socket: Arc::clone(&socket), settings, context: None });
-        drop(inner);
+    /// Ends the server when the daemon is gone, also while it waits for a client.
+    fn watch_daemon(&self) {
+        self.link.wait_closed();
+        std::process::exit(0);
+    }
+
+    /// Ends the server when a device is taken away: a lost GPU, a reboot.
+    fn watch_devices(&self, own: &[Context]) {
+        let mut seen = 0;
+        while let Ok(now) = self.machine.wait_change(seen, Duration::from_secs(60)) {
+            seen = now;
+            if let Some(error) = own.iter().find_map(|context| context.check().err()) {
+                self.log(&format!("Server encountered a fatal exception: {error}. Shutting down"));
+                std::process::exit(1);
+            }
+        }
+    }
+
+    /// Hears a client's introduction, for as long as that takes, and lets it in.
+    fn let_in(self: &Arc<Self>, connection: u64, settings: Settings, socket: Connection) {
+        let channels = socket.attest().and_then(|()| Connection::pair());
+        let Ok((channel, theirs)) = channels else {
+            self.report(&FromServer::Left { connection });
+            return;
+        };
+        let introduced = handshake::receive(&socket, &theirs);
+        drop(theirs);
+        let (subject, pid) = match introduced {
+            Ok((subject, credentials)) => (subject, u32::try_from(credentials.pid).unwrap_or(0)),
+            Err(refusal) => {
+                self.log("User did not send valid credentials");
+                if matches!(refusal, Refusal::Closed) {
+                    // Observed: a server whose client is gone in the middle of this never serves another.
+                    loop {
+                        thread::park();
+                    }
+                }
+                // One that said something else is gone, or will find out.
+                let _ = socket.send(&UNKNOWN.to_le_bytes());
+                self.report(&FromServer::Left { connection });
+                return;
+            }
+        };
+        let channel = Arc::new(channel);
+        let entered = self.enter(connection, subject, pid, settings, &channel);
+        // A client that is gone meanwhile is found so by who attends it.
+        let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
+        if entered.is_err() {
+            self.report(&FromServer::Left { connection });
+            return;
+        }
         let server = Arc::clone(self);
         let spawned = thread::Builder::new().stack_size(256 << 10).spawn(move || {
-            let orderly = server.attend(connection, &socket);
+            let orderly = server.attend(connection, &channel, &socket);
             server.leave(connection, orderly);
         });
         if spawned.is_err() {
@@ -185,14 +238,48 @@ impl Server {
         }
     }
 
+    /// Takes a process or a context in, or says why not.
+    fn enter(
+        &self,
+        connection: u64,
+        subject: Subject,
+        pid: u32,
+        settings: Settings,
+        channel: &Arc<Connection>,
+    ) -> Result<(), i32> {
+        let mut inner = self.lock();
+        let id = match subject {
+            Subject::Process => inner.clients.enter(connection, pid).map(|()| 0),
+            Subject::Context => inner.clients.reserve(connection, pid),
+        }?;
+        inner.bound.entry(pid).or_insert(settings);
+        inner.connections.insert(connection, Entry { channel: Arc::clone(channel), id, context: None });
+        self.log(&format!("Received new client request for {{PID: {pid}, Context ID: {id}}}"));
+        self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} connected"));
+        self.log(&format!("Creating worker thread for client {{PID: {pid}, Context ID: {id}}}"));
+        if subject == Subject::Process {
+            self.report(&FromServer::Process { connection, pid });
+        }
+        Ok(())
+    }
+
     /// One client's requests until it leaves: whether it said goodbye.
-    fn attend(&self, connection: u64, socket: &Connection) -> bool {
+    fn attend(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
+        // What it said before its end still counts, but not for ever.
+        let mut last_words = 64;
         loop {
-            match wire::recv::<ToContext>(socket) {
+            // The end shows on either: one of them may be somebody else's to close.
+            if !channel.wait_readable_unless_closed(socket) {
+                last_words -= 1;
+                if last_words == 0 || !channel.is_readable() {
+                    return false;
+                }
+            }
+            match wire::recv::<ToContext>(channel) {
                 Ok(Some(ToContext::Goodbye)) => return true,
                 Ok(Some(request)) => {
                     if let Some(answer) = self.answer(connection, request)
-                        && wire::send(socket, &answer).is_err()
+                        && wire::send(channel, &answer).is_err()
                     {
                         return false;
                     }
@@ -250,19 +337,19 @@ impl Server {
     ) -> Result<FromContext, i32> {
         let ordinal = self.devices.iter().position(|device| device.offer.uuid == uuid).ok_or(INVALID_DEVICE)?;
         let device = &self.devices[ordinal].offer;
-        let id = inner.clients.may_create(connection)?;
-        let pid = inner.clients.pid(connection).ok_or(INVALID_CONTEXT)?;
-        self.log(&format!("Received new client request for {{PID: {pid}, Context ID: {id}}}"));
+        let pid = inner.clients.pid(connection).ok_or(clients::INVALID_CONTEXT)?;
+        if !inner.clients.is_reserved(connection) {
+            return Err(clients::INVALID_CONTEXT);
+        }
         let memory = self.machine.register_client(uuid, pid, CLIENT_MEMORY).map_err(|error| error.cuda_code())?;
         let free = memory.memory().map_err(|error| error.cuda_code())?.free;
-        let entry = inner.connections.get_mut(&connection).ok_or(INVALID_CONTEXT)?;
-        let sms = mps_sms(device.sms, limits::effective_threads(entry.settings.threads, threads));
-        let limit = entry.settings.memory_of(DeviceName { ordinal, uuid });
-        entry.context = Some(Held { memory, id, ordinal });
+        let settings = inner.bound.get(&pid).ok_or(clients::INVALID_CONTEXT)?;
+        let sms = mps_sms(device.sms, limits::effective_threads(settings.threads, threads));
+        let limit = settings.memory_of(DeviceName { ordinal, uuid });
+        inner.connections.get_mut(&connection).ok_or(clients::INVALID_CONTEXT)?.context =
+            Some(Held { memory, ordinal });
         inner.clients.created(connection);
-        self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} connected"));
-        self.log(&format!("Creating worker thread for client {{PID: {pid}, Context ID: {id}}}"));
-        self.report(&FromServer::Context { connection, id, device: uuid.to_owned(), namespace, command });
+        self.report(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
         Ok(FromContext::Created { sms, limit, free })
     }
 
@@ -282,19 +369,27 @@ impl Server {
         if let Err(error) = told {
             self.log(&format!("{error}"));
         }
+        let id = inner.connections.get(&connection).map_or(0, |entry| entry.id);
+        let pid = inner.clients.pid(connection).unwrap_or(0);
+        let client = format!("Client {{PID: {pid}, Context: {id}}} encountered a fatal GPU error.");
+        self.log.line("Other", std::process::id(), &client);
         let effects = inner.clients.fault();
         self.apply(inner, effects);
     }
 
     fn leave(&self, connection: u64, orderly: bool) {
         let mut inner = self.lock();
-        let (pid, id) = (inner.clients.pid(connection), inner.connections.get(&connection));
-        if let (Some(pid), Some(id)) = (pid, id.and_then(|entry| Some(entry.context.as_ref()?.id))) {
-            self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} exit"));
+        let pid = inner.clients.pid(connection);
+        if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
+            self.log(&format!("Client {{PID: {pid}, Context ID: {}}} exit", entry.id));
         }
         let effects = inner.clients.left(connection, orderly);
         self.apply(&mut inner, effects);
         inner.connections.remove(&connection);
+        if let Some(pid) = pid.filter(|pid| !inner.clients.knows(*pid)) {
+            inner.bound.remove(&pid);
+            self.log(&format!("Client process {pid} disconnected"));
+        }
         self.report(&FromServer::Left { connection });
     }
 
@@ -307,9 +402,8 @@ impl Server {
                     if let Some(entry) = inner.connections.get_mut(&connection) {
                         entry.context = None;
                     }
-                    self.report(&FromServer::Left { connection });
                 }
-                Effect::Answer(request, result) => self.report(&FromServer::Terminated { request, result }),
+                Effect::Answer(request, result) => self.report(&FromServer::Answer { request, result }),
                 Effect::Status(status) => {
                     self.say_status(status, inner);
                     self.report(&FromServer::Status(status));
@@ -324,8 +418,8 @@ impl Server {
             Status::Fault => {
                 say("Volta MPS: Server is handling a fatal GPU error.");
                 for (connection, entry) in &inner.connections {
-                    if let (Some(pid), Some(context)) = (inner.clients.pid(*connection), &entry.context) {
-                        say(&format!("Volta MPS: status of client {{{pid}, {}}} is ACTIVE", context.id));
+                    if let (Some(pid), Some(_)) = (inner.clients.pid(*connection), &entry.context) {
+                        say(&format!("Volta MPS: status of client {{{pid}, {}}} is ACTIVE", entry.id));
                     }
                 }
                 say("The following devices");
@@ -376,7 +470,7 @@ impl Inner {
     ) -> FromContext {
         let held = self.connections.get(&connection).and_then(|entry| entry.context.as_ref());
         let Some(held) = held.filter(|_| self.clients.is_live(connection)) else {
-            return FromContext::Error(INVALID_CONTEXT);
+            return FromContext::Error(clients::INVALID_CONTEXT);
         };
         match change(&held.memory).and_then(|()| held.memory.memory()) {
             Ok(memory) => FromContext::Memory { free: memory.free },
@@ -387,7 +481,7 @@ impl Inner {
     /// Says something to a client that did not ask. One that does not read must not stop the others.
     fn tell(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {
-            let _ = wire::try_send(&entry.socket, message);
+            let _ = wire::try_send(&entry.channel, message);
         }
     }
 }
