@@ -1,0 +1,123 @@
+{{- define "cleave.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "cleave.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- $name := include "cleave.name" . }}
+{{- if contains $name .Release.Name }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of every object. */}}
+{{- define "cleave.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/name: {{ include "cleave.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{/* Labels by which pods are selected: (list . "agent"). */}}
+{{- define "cleave.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "cleave.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "cleave.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{/* Environment of every container. */}}
+{{- define "cleave.env" -}}
+- name: CLEAVE_LOG_FORMAT
+  value: {{ lower .Values.log.format }}
+- name: CLEAVE_LOG
+  value: {{ .Values.log.level | quote }}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+{{- end }}
+
+{{/* Environment of the containers that talk to the driver. */}}
+{{- define "cleave.driverEnv" -}}
+- name: NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- name: CLEAVE_RUN_DIR
+  value: {{ .Values.paths.run }}
+{{- if .Values.driver.inject }}
+- name: NVIDIA_VISIBLE_DEVICES
+  value: all
+- name: NVIDIA_DRIVER_CAPABILITIES
+  value: compute,utility
+{{- end }}
+{{- with .Values.driver.nvmlLibrary }}
+- name: CLEAVE_NVML_LIBRARY
+  value: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Mounts of the containers that talk to the driver. */}}
+{{- define "cleave.driverMounts" -}}
+# Device nodes come and go with MIG instances: a copy made at the pod's start would not do.
+- name: dev
+  mountPath: /dev
+  mountPropagation: HostToContainer
+- name: run
+  mountPath: {{ .Values.paths.run }}
+  mountPropagation: HostToContainer
+{{- with .Values.driver.path }}
+- name: driver
+  mountPath: {{ . }}
+  readOnly: true
+  mountPropagation: HostToContainer
+{{- end }}
+{{- end }}
+
+{{- define "cleave.driverVolumes" -}}
+- name: dev
+  hostPath: {path: /dev, type: Directory}
+- name: run
+  hostPath: {path: {{ .Values.paths.run }}, type: DirectoryOrCreate}
+{{- with .Values.driver.path }}
+# Without a type: a node without a driver gets an empty directory, and its agent says that there is none.
+- name: driver
+  hostPath: {path: {{ . }}, type: DirectoryOrCreate}
+{{- end }}
+{{- end }}
+
+{{/* Where the DaemonSets' pods run. */}}
+{{- define "cleave.nodes" -}}
+priorityClassName: {{ .Values.nodes.priorityClassName }}
+{{- with .Values.nodes.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .Values.nodes.affinity }}
+affinity:
+  {{- toYaml .Values.nodes.affinity | nindent 2 }}
+{{- else if .Values.nodes.labelledOnly }}
+affinity:
+  nodeAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      # Any of them: the first is of GPU feature discovery, the others of node feature discovery, by its settings.
+      nodeSelectorTerms:
+        {{- range list "nvidia.com/gpu.present" "feature.node.kubernetes.io/pci-10de.present" "feature.node.kubernetes.io/pci-0302_10de.present" "feature.node.kubernetes.io/pci-0300_10de.present" }}
+        - matchExpressions:
+            - {key: {{ . }}, operator: In, values: ["true"]}
+        {{- end }}
+{{- end }}
+{{- with .Values.nodes.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
