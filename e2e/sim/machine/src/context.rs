@@ -302,6 +302,8 @@ mod tests {
         assert_eq!(mib(&theirs), 143_155 - 500 - 1 - 100_000);
         let refused = theirs.allocate(50_000 << 20).unwrap_err();
         assert_eq!(refused.cuda_code(), 2);
+        let refused = machine.open_context(&gpu, ContextKind::Compute, 50_000 << 20).unwrap_err();
+        assert!(matches!(refused, ContextError::OutOfMemory { .. }), "no room for the context itself");
         mine.free(99_999 << 20).unwrap();
         theirs.allocate(50_000 << 20).unwrap();
         assert_eq!(theirs.used().unwrap() >> 20, 50_001);

@@ -1,4 +1,8 @@
 //! GPU models as data: `models.json` has the built-in ones, a machine's description may bring more.
+//!
+//! H100-80 and H200-141 are as real ones with driver 580.159.04 answered, MIG profiles and placements included (but for the
+//! SMs of compute instances that share a GPU instance). The others follow NVIDIA's MIG guide and product data; what CUDA
+//! gives as their total memory is an approximation.
 
 use std::sync::OnceLock;
 
@@ -137,7 +141,7 @@ impl Model {
     #[must_use]
     pub fn compute_profiles(&self, gpu_profile: u32) -> Vec<ComputeProfile> {
         let Some(gi) = self.gpu_profile(gpu_profile) else { return Vec::new() };
-        // (index, id, slices); NVML's ids follow the index, but for the 1-slice profile of a 1g with two memory slices.
+        // (index, id, slices)
         let all = [(0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 3, 4), (4, 4, 7)];
         let profile = |(index, id, slices)| ComputeProfile {
             index,

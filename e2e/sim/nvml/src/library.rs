@@ -183,6 +183,11 @@ pub(crate) fn call(name: &str, body: impl FnOnce(&View) -> Result<()>) -> sys::n
     guarded(|| body(&View::new(name, None)?))
 }
 
+/// Runs a call about an instance of a GPU, which its handle names: what is injected for the GPU hits it too.
+pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&View) -> Result<()>) -> Result<()> {
+    body(&View::new(name, Some(gpu))?)
+}
+
 /// Runs a call about a GPU or MIG device.
 pub(crate) fn on_device(
     name: &str,

@@ -285,6 +285,12 @@ fn mig_instances_are_made_used_and_destroyed() {
         assert_eq!(set_mig(&nvml, &gpu, 0), (0, 19), "pending: in use");
         assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 0 });
         user.kill();
+        // What is injected for a GPU hits calls about its instances.
+        let gpu_uuid = gpu.uuid().unwrap();
+        let call = "nvmlComputeInstanceDestroy".to_owned();
+        let fault = Fault { id: 1, call, gpu: Some(gpu_uuid), effect: Effect::Code(999), remaining: Some(1) };
+        change(machine, |s| s.faults.push(fault));
+        assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 999);
         assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 0);
         assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 0);
         assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 6);

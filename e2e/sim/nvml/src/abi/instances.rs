@@ -8,7 +8,9 @@ use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 
 use super::raw::{In, Out, chars};
 use super::{Return, exports, number, switch, version};
-use crate::library::{Code, Handle, Object, Result, View, as_root, call, handle, on_device, on_gpu, permitted};
+use crate::library::{
+    Code, Handle, Object, Result, View, as_root, call_on, guarded, handle, on_device, on_gpu, permitted,
+};
 use crate::mig;
 
 exports! {
@@ -187,21 +189,27 @@ exports! {
         compute_info(own, instance, out);
     nvmlComputeInstanceGetInfo_v2(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
         compute_info(own, instance, out);
-    nvmlComputeInstanceDestroy(instance: Handle) |own| call_in(own, mig::compute_instance(instance), |view, (gpu, gi, id)| {
+    nvmlComputeInstanceDestroy(instance: Handle) |own| on_compute(own, instance, |view, gpu, gi, id| {
         permitted()?;
-        mig::find(view, &gpu, gi)?;
-        mig::destroy_compute(view, &gpu, gi, id)
+        mig::find(view, gpu, gi)?;
+        mig::destroy_compute(view, gpu, gi, id)
     });
 }
 
 /// Runs a call about a GPU instance: the GPU's UUID and the instance's id.
 fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
-    call_in(name, mig::gpu_instance(instance), |view, (gpu, id)| body(view, &gpu, id))
+    guarded(|| {
+        let (gpu, id) = mig::gpu_instance(instance)?;
+        call_on(name, &gpu, |view| body(view, &gpu, id))
+    })
 }
 
-/// Runs a call about what a handle stands for. A handle that stands for nothing is told before anything else.
-fn call_in<T>(name: &str, target: Result<T>, body: impl FnOnce(&View, T) -> Result<()>) -> Return {
-    call(name, |view| body(view, target?))
+/// Runs a call about a compute instance: the GPU's UUID, the GPU instance's id and its own.
+fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, u32) -> Result<()>) -> Return {
+    guarded(|| {
+        let (gpu, gi, id) = mig::compute_instance(instance)?;
+        call_on(name, &gpu, |view| body(view, &gpu, gi, id))
+    })
 }
 
 fn in_mig<'a>(device: &DeviceRef<'a>) -> Result<(&'a sim_machine::GpuInstance, &'a sim_machine::ComputeInstance)> {
@@ -366,12 +374,12 @@ fn create_compute(
 }
 
 fn compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) -> Return {
-    call_in(name, mig::compute_instance(instance), |view, (gpu, gi, id)| {
-        let (_, _, found) = mig::find(view, &gpu, gi)?;
+    on_compute(name, instance, |view, gpu, gi, id| {
+        let (_, _, found) = mig::find(view, gpu, gi)?;
         let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
         out.put(sys::nvmlComputeInstanceInfo_t {
-            device: without_provenance_mut(handle(Object::Device(gpu.clone()))),
-            gpuInstance: without_provenance_mut(handle(Object::GpuInstance(gpu, gi))),
+            device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
+            gpuInstance: without_provenance_mut(handle(Object::GpuInstance(gpu.to_owned(), gi))),
             id,
             profileId: ci.profile,
             placement: sys::nvmlComputeInstancePlacement_t { start: ci.placement.start, size: ci.placement.size },
