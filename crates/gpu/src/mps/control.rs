@@ -8,8 +8,10 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
+use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
 
+use super::process::{Children, Exit};
 use super::protocol::{self, Command, Kind, Reply, Unexpected};
 use super::seqpacket::{Credentials, Socket};
 
@@ -63,7 +65,7 @@ pub(crate) async fn ask(pipe: &Path, command: &Command, deadline: Duration) -> R
     .await
 }
 
-/// Whether the daemon greets as it is known to: then the door can speak for its clients.
+/// Whether the daemon greets as it is known to: then one can speak to it, and the door for its clients.
 pub(crate) async fn is_known(pipe: &Path) -> Result<bool, ControlError> {
     within(ANSWER, "hello", async {
         let socket = connect(pipe, "control").await?;
@@ -74,6 +76,28 @@ pub(crate) async fn is_known(pipe: &Path) -> Result<bool, ControlError> {
         }
     })
     .await
+}
+
+/// Asks by the driver's own command line tool, which speaks whatever its daemon speaks.
+pub(crate) async fn ask_by_tool(
+    children: &Children,
+    mut tool: std::process::Command,
+    command: &Command,
+    deadline: Duration,
+) -> Result<String, ControlError> {
+    let (child, mut output) = children.spawn(&mut tool, format!("{command}\n").as_bytes())?;
+    let answer = within(deadline, &command.to_string(), async {
+        let mut text = Vec::new();
+        (&mut output).take(LONGEST_OUTPUT as u64).read_to_end(&mut text).await?;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        match child.exited().await {
+            Exit::Status(0) => Ok(text),
+            exit => Err(Unexpected(format!("{} ({exit})", text.trim())).into()),
+        }
+    })
+    .await;
+    child.kill();
+    answer
 }
 
 /// A client that the daemon has given a socket to the server, and waits for.

@@ -268,7 +268,7 @@ impl Device {
 
     async fn quit(&self, child: &Child) {
         let deadline = Duration::from_secs(u64::from(QUIT_SECONDS)) + ANSWER;
-        if let Err(error) = control::ask(&self.pipe, &Command::Quit { seconds: QUIT_SECONDS }, deadline).await {
+        if let Err(error) = self.ask_within(&Command::Quit { seconds: QUIT_SECONDS }, deadline).await {
             tracing::warn!(device = self.name, %error, "MPS daemon does not quit");
         }
         if let Ok(exit) = timeout(ANSWER, child.exited()).await {
@@ -343,12 +343,20 @@ impl Device {
     }
 
     fn spawn(&self, settings: &Daemon) -> Result<(Child, pipe::Receiver), Failure> {
-        let program = &self.host.options.mps_control;
-        let mut command = Process::new(program);
+        let mut command = self.tool();
         command.arg("-f");
         if settings.multi_user {
             command.arg("-multiuser-server");
         }
+        let program = &self.host.options.mps_control;
+        let failed = |source| Failure::Spawn { program: program.display().to_string(), source };
+        self.host.children.spawn(&mut command, &[]).map_err(failed)
+    }
+
+    /// `nvidia-cuda-mps-control` for this device: the daemon, or what speaks to it.
+    fn tool(&self) -> Process {
+        let program = &self.host.options.mps_control;
+        let mut command = Process::new(program);
         command
             .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe)
             .env("CUDA_MPS_LOG_DIRECTORY", &self.pipe)
@@ -367,18 +375,12 @@ impl Device {
                 command.env("PATH", path);
             }
         }
-        let failed = |source| Failure::Spawn { program: program.display().to_string(), source };
-        self.host.children.spawn(&mut command).map_err(failed)
+        command
     }
 
     async fn set_up(&self, settings: &Daemon) -> Result<(), Failure> {
         let mut gate = self.gate.lock().await;
         self.answers().await?;
-        let known = control::is_known(&self.pipe).await?;
-        if !known {
-            tracing::warn!(device = self.name, "unknown handshake: limits are advisory on this driver");
-        }
-        self.phase.send_modify(|phase| phase.door = if known { Door::Hard } else { Door::Advisory });
         self.set_defaults(settings).await?;
         if settings.multi_user {
             let server = self.start_server(0).await?;
@@ -394,8 +396,14 @@ impl Device {
     async fn answers(&self) -> Result<(), Failure> {
         let deadline = Instant::now() + DAEMON_START;
         loop {
-            match self.ask(&Command::GetDefaultThreads).await {
-                Ok(_) => return Ok(()),
+            match control::is_known(&self.pipe).await {
+                Ok(known) => {
+                    if !known {
+                        tracing::warn!(device = self.name, "unknown handshake: limits are advisory on this driver");
+                    }
+                    self.phase.send_modify(|phase| phase.door = if known { Door::Hard } else { Door::Advisory });
+                    return Ok(());
+                }
                 Err(ControlError::Io(_) | ControlError::Closed) if Instant::now() < deadline => {
                     sleep(Duration::from_millis(5)).await;
                 }
@@ -616,7 +624,15 @@ impl Device {
     }
 
     pub(crate) async fn ask(&self, command: &Command) -> Result<String, ControlError> {
-        control::ask(&self.pipe, command, ANSWER).await
+        self.ask_within(command, ANSWER).await
+    }
+
+    async fn ask_within(&self, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+        let door = self.phase.borrow().door;
+        match door {
+            Door::Hard => control::ask(&self.pipe, command, deadline).await,
+            Door::Advisory => control::ask_by_tool(&self.host.children, self.tool(), command, deadline).await,
+        }
     }
 
     async fn read_log(self: Rc<Self>, output: pipe::Receiver, last: Rc<RefCell<String>>) {
@@ -689,7 +705,7 @@ impl Device {
         let gate = timeout(limit, self.gate.lock()).await.map_err(|_| "the MPS daemon is busy".to_owned())?;
         let server = self.phase.borrow().server.ok_or_else(|| "there is no MPS server".to_owned())?;
         self.terminating.set(Some(Instant::now()));
-        let output = control::ask(&self.pipe, &Command::Terminate { server, client }, limit).await;
+        let output = self.ask_within(&Command::Terminate { server, client }, limit).await;
         drop(gate);
         self.look_now();
         let output = output.map_err(|error| error.to_string())?;
@@ -720,7 +736,7 @@ impl Device {
             return Err(Unexpected(is).into());
         }
         let is = self.ask(&Command::SetMemory { server, mib: memory_mib }).await?;
-        if !is.is_empty() {
+        if !is.trim().is_empty() {
             return Err(Unexpected(is).into());
         }
         let is = self.ask(&Command::GetMemory { server }).await?;
@@ -842,7 +858,7 @@ async fn compute_mode(host: &Host, device: &str, mode: &str) -> Result<String, S
     };
     let mut command = Process::new(program);
     command.args(arguments).args(["--device", device, "--mode", mode]);
-    let (child, output) = host.children.spawn(&mut command).map_err(|error| error.to_string())?;
+    let (child, output) = host.children.spawn(&mut command, &[]).map_err(|error| error.to_string())?;
     let mut output = BufReader::new(output);
     let (mut first, mut rest) = (Vec::new(), Vec::new());
     let read = async {

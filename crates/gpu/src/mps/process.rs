@@ -81,12 +81,19 @@ impl Children {
         }
     }
 
-    /// Starts a process with stdout and stderr in one pipe, without stdin.
-    pub(crate) fn spawn(&self, command: &mut std::process::Command) -> io::Result<(Child, pipe::Receiver)> {
+    /// Starts a process with stdout and stderr in one pipe, and this on its stdin: at most as much as a pipe takes at once.
+    pub(crate) fn spawn(
+        &self,
+        command: &mut std::process::Command,
+        input: &[u8],
+    ) -> io::Result<(Child, pipe::Receiver)> {
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         rustix::io::ioctl_fionbio(&reader, true)?;
         let reader = pipe::Receiver::from_owned_fd(reader)?;
-        command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
+        let (stdin, typed) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        rustix::io::write(&typed, input)?;
+        drop(typed);
+        command.stdin(stdin).stdout(writer.try_clone()?).stderr(writer);
         let child = command.spawn();
         // The command keeps copies of the pipe's other end: without this the pipe would never end.
         command.stdout(Stdio::null()).stderr(Stdio::null());

@@ -29,8 +29,6 @@ use crate::seqpacket::{Connection, Listener};
 use servers::Pending;
 use state::State;
 
-/// What another driver version's daemon might say; no client of this one knows it.
-const OTHER_HELLO: &[u8] = b"OUTBHEL2\0";
 /// Set for the process that becomes the daemon of `-d`.
 const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
 const READY: &str = "ready";
@@ -195,7 +193,8 @@ impl Daemon {
 
     /// Hears one visitor out: a client that cannot be passed on yet is given back.
     fn attend(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
-        let hello = if self.faults.injected("mps:handshake").is_some() { OTHER_HELLO } else { handshake::HELLO };
+        let hello =
+            if self.faults.injected("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
         match handshake::greet(&connection, hello) {
             Ok(Visitor::Client(credentials)) => {
                 if self.faults.injected("mps:client").is_none() {

@@ -1,0 +1,593 @@
+//! The MPS host as a process, over the simulated machine and its stand-in MPS, with real clients at its doors.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "what helps a test fails as a test does")]
+mod handshake;
+mod node;
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::time::Instant;
+
+use cleave_gpu::mps::wire::{Allocation, Daemon, DaemonState, Door, Reply, Request};
+use rustix::process::Signal;
+use sim_machine::{ComputeMode, Effect};
+use sim_mps::handshake as mps;
+use sim_mps::seqpacket::Connection;
+
+use node::{Client, Node, as_user, daemon, kill, seen, until};
+
+const A: &str = "aa";
+const B: &str = "bb";
+
+/// One GPU with two allocations: a fifth of it, and half of it.
+fn two_tenants() -> Node {
+    let mut node = Node::with_host(1);
+    node.want(A, 0, Some(20), Some(8192));
+    node.want(B, 0, Some(50), Some(20480));
+    node.apply();
+    node
+}
+
+#[test]
+fn each_allocations_clients_run_under_its_limits() {
+    let mut node = two_tenants();
+    node.want("cc", 0, None, None);
+    node.apply();
+    let expected = |id: &str| match id {
+        A => (26, Some(8192)),
+        B => (66, Some(20480)),
+        _ => (132, None),
+    };
+    // In bursts of six, interleaved.
+    for _ in 0..8 {
+        let ids = [A, B, "cc", A, B, "cc"];
+        let mut clients: Vec<(&str, Client)> = ids.iter().map(|id| (*id, node.client(id, &[]))).collect();
+        for (id, client) in &mut clients {
+            assert_eq!(seen(&client.line()), expected(id), "{id}");
+        }
+    }
+    // The CUDA library connects for the process and for each context.
+    let status = node.until("all are counted", |status| status.allocations.values().all(|door| door.admitted >= 16));
+    assert!(status.allocations.values().all(|door| door.refused == 0 && door.waiting == 0), "{status:#?}");
+}
+
+#[test]
+fn a_tenant_lowers_its_limits_but_never_raises_them() {
+    let node = two_tenants();
+    let saw = |threads: &str, memory: &str| {
+        let mut command = node.program(A, &[]);
+        command.env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", threads).env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory);
+        seen(&Client::spawn(command).line())
+    };
+    assert_eq!(saw("100", "0=100G"), (26, Some(8192)));
+    assert_eq!(saw("10", "0=4G"), (12, Some(4096)));
+}
+
+#[test]
+fn a_user_other_than_root_comes_through_the_door() {
+    let node = two_tenants();
+    let mut command = node.program(A, &[]);
+    as_user(&mut command, 1000);
+    assert_eq!(seen(&Client::spawn(command).line()), (26, Some(8192)));
+}
+
+#[test]
+fn defaults_are_read_back_before_anybody_comes_in_and_again_after_a_restart() {
+    let mut node = Node::bare(1);
+    let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..daemon() };
+    node.want_daemon(0, defaults);
+    node.write();
+    node.start();
+    let before = node.until_state(0, DaemonState::Active);
+    let check = |node: &Node, server: u32| {
+        assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
+        assert_eq!(node.admin(0, "get_default_device_pinned_mem_limit 0"), "1G");
+        assert_eq!(node.admin(0, &format!("get_active_thread_percentage {server}")), "40.0");
+    };
+    check(&node, before.server_pid.unwrap());
+    kill(before.pid.unwrap(), Signal::KILL);
+    let uuid = node.uuid(0);
+    let status = node.until("it is back", |status| {
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid
+    });
+    assert_eq!(status.daemons[&uuid].restarts, 1);
+    assert!(status.daemons[&uuid].message.contains("signal 9"), "{status:#?}");
+    check(&node, status.daemons[&uuid].server_pid.unwrap());
+}
+
+#[test]
+fn defaults_that_are_not_taken_keep_everybody_out() {
+    let mut node = Node::bare(1);
+    node.want_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
+    node.want(A, 0, None, None);
+    node.inject("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
+    node.write();
+    node.start();
+    let backing_off = node.until_state(0, DaemonState::BackOff);
+    assert!(backing_off.message.contains("was not taken"), "{backing_off:#?}");
+    let mut client = node.client(A, &[]);
+    let waits = node.until("the client waits", |status| status.allocations[A].waiting == 1);
+    assert_eq!(waits.allocations[A].admitted, 0);
+    assert!(client.is_silent());
+    node.clear_faults();
+    assert_eq!(seen(&client.line()), (132, None));
+}
+
+#[test]
+fn administrators_are_refused_and_counted() {
+    let node = two_tenants();
+    let control = node.paths.door(A);
+    for command in ["get_server_list", "quit", "set_default_active_thread_percentage 100"] {
+        assert!(!matches!(mps::ask(&control, command), Ok(Some(_))), "{command}");
+    }
+    node.until("all are counted", |status| status.allocations[A].refused == 3);
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
+
+#[test]
+fn a_client_that_comes_while_the_daemon_is_away_waits_and_runs_under_its_limits() {
+    let mut node = Node::bare(1);
+    node.env("SIM_MPS_SERVER_START_MS", "1500");
+    node.want_daemon(0, daemon());
+    node.want(A, 0, Some(20), Some(8192));
+    node.write();
+    node.start();
+    // Before there ever was a daemon.
+    let mut first = node.client(A, &[]);
+    node.until("the first waits", |status| status.allocations.get(A).is_some_and(|door| door.waiting == 1));
+    assert!(first.is_silent());
+    assert_eq!(seen(&first.line()), (26, Some(8192)));
+    // While it is dead.
+    for _ in 0..2 {
+        kill(node.until_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
+        node.until_state(0, DaemonState::Restarting);
+        let mut clients: Vec<Client> = (0..5).map(|_| node.client(A, &[])).collect();
+        node.until("they wait", |status| status.allocations[A].waiting == 5);
+        for client in &mut clients {
+            assert_eq!(seen(&client.line()), (26, Some(8192)));
+        }
+        node.until("nobody waits", |status| status.allocations[A].waiting == 0);
+    }
+}
+
+#[test]
+fn a_server_that_is_killed_is_started_again_and_knows_nothing_of_old_limits() {
+    let node = two_tenants();
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    let before = node.daemon(0);
+    kill(before.server_pid.unwrap(), Signal::KILL);
+    let uuid = node.uuid(0);
+    let is_new = |server: Option<u32>| server.is_some() && server != before.server_pid;
+    let after = node.until("another server serves", |status| {
+        status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
+    });
+    assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon stays");
+    // The same limits as were set last on the old one.
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
+
+#[test]
+fn a_daemon_that_hangs_is_started_again_and_the_other_gpu_never_waits() {
+    let mut node = Node::with_host(2);
+    node.want(A, 0, Some(20), Some(8192));
+    node.want(B, 1, Some(50), Some(20480));
+    node.apply();
+    let before = node.daemon(0);
+    let other = node.daemon(1);
+    kill(before.pid.unwrap(), Signal::STOP);
+    let mut waits = node.client(A, &[]);
+    let uuid = node.uuid(0);
+    let mut seen_meanwhile = 0;
+    node.until("it is replaced", |status| {
+        seen_meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid
+    });
+    assert!(seen_meanwhile > 0);
+    assert_eq!(seen(&waits.line()), (26, Some(8192)));
+    assert_eq!(node.daemon(1).pid, other.pid);
+    assert_eq!(node.daemon(1).restarts, 0);
+}
+
+#[test]
+fn a_command_that_hangs_does_not_stop_the_other_gpu() {
+    let mut node = Node::with_host(2);
+    node.want(A, 0, Some(20), None);
+    node.want(B, 1, Some(50), None);
+    node.apply();
+    node.inject("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
+    let mut waits = node.client(A, &[]);
+    node.until("it waits", |status| status.allocations[A].waiting == 1);
+    for _ in 0..5 {
+        assert_eq!(node.saw(B).0, 66);
+    }
+    assert!(waits.is_silent(), "nobody is let in without limits");
+    node.clear_faults();
+    assert_eq!(seen(&waits.line()).0, 26);
+}
+
+#[test]
+fn liars_and_those_who_stall_are_sent_away_and_delay_nobody() {
+    let node = two_tenants();
+    let lies = [
+        "stall=0",
+        "stall=4",
+        "stall=9",
+        "kind=3",
+        "kind=0",
+        "short-kind",
+        "huge",
+        "garbage",
+        "twice",
+        "descriptors",
+        "pid=1",
+        "administrator-after-client",
+        "unread",
+        "long-command",
+        "flood=200",
+    ];
+    let mut liars: Vec<Client> = lies.iter().map(|lie| node.client(A, &["--lie", lie, "--hold", "30"])).collect();
+    let before = node.daemon(0);
+    for _ in 0..4 {
+        assert_eq!(node.saw(B), (66, Some(20480)));
+    }
+    for (liar, lie) in liars.iter_mut().zip(lies) {
+        assert_ne!(liar.line()["outcome"], "open", "{lie}");
+    }
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    let after = node.daemon(0);
+    assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
+}
+
+#[test]
+fn a_thousand_connections_leak_no_descriptor() {
+    let node = two_tenants();
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    let settled = |node: &Node| {
+        node.until("nobody is there", |status| status.daemons.values().all(|daemon| daemon.clients.is_empty()));
+        node.descriptors()
+    };
+    let before = settled(&node);
+    let door = node.paths.door(A);
+    for round in 0..250 {
+        // Looks whether somebody is there; leaves in the middle; leaves with the socket in hand; is an administrator.
+        drop(Connection::connect(&door).unwrap());
+        drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
+        if round % 10 == 0 {
+            drop(mps::knock(&door).unwrap());
+        }
+        drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
+    }
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    until("every descriptor is closed", || settled(&node) <= before);
+}
+
+#[test]
+fn clients_are_told_with_their_allocation_until_they_end() {
+    let node = two_tenants();
+    let mut a = node.client(A, &["--hold", "forever"]);
+    let mut b = node.client(B, &["--hold", "forever"]);
+    a.line();
+    b.line();
+    let uuid = node.uuid(0);
+    let of = |pid: u32, allocation: &str| (pid, Some(allocation.to_owned()));
+    let mut expected = vec![of(a.pid(), A), of(b.pid(), B)];
+    expected.sort();
+    node.until("both are told", |status| {
+        let told = status.daemons[&uuid].clients.iter().map(|client| (client.pid, client.allocation.clone()));
+        told.collect::<Vec<_>>() == expected
+    });
+    a.signal(Signal::KILL);
+    a.wait();
+    node.until("the one that ended is not", |status| {
+        status.daemons[&uuid].clients.iter().map(|client| client.pid).eq([b.pid()])
+    });
+}
+
+#[test]
+fn more_clients_than_an_allocation_may_have_are_refused_until_one_ends() {
+    let mut node = Node::with_host(1);
+    let allocation = Allocation { device: node.uuid(0), threads: Some(20), memory_mib: None, max_clients: Some(2) };
+    node.desired.allocations.insert(A.into(), allocation);
+    node.apply();
+    let mut running: Vec<Client> = (0..2).map(|_| node.client(A, &["--hold", "forever"])).collect();
+    for client in &mut running {
+        assert_eq!(seen(&client.line()).0, 26);
+    }
+    let third = node.client(A, &[]).line();
+    assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
+    node.until("it is counted", |status| status.allocations[A].refused > 0);
+    running.pop();
+    assert_eq!(node.saw(A).0, 26);
+}
+
+#[test]
+fn in_fault_clients_wait_until_the_server_is_back() {
+    let node = two_tenants();
+    let mut culprit = node.client(A, &["--kernel-ms", "1", "--fault", "--linger", "forever"]);
+    culprit.line();
+    let fault = node.until_state(0, DaemonState::Fault);
+    assert_eq!(fault.pid, node.daemon(0).pid);
+    let mut waits = node.client(B, &[]);
+    node.until("a client waits", |status| status.allocations[B].waiting == 1);
+    assert!(waits.is_silent());
+    culprit.signal(Signal::KILL);
+    node.until_state(0, DaemonState::Active);
+    assert_eq!(seen(&waits.line()), (66, Some(20480)));
+    assert_eq!(node.daemon(0).restarts, 0);
+}
+
+#[test]
+fn a_host_that_was_killed_is_followed_by_one_that_clears_up_after_it() {
+    let mut node = two_tenants();
+    let before = node.daemon(0);
+    node.end_host(Signal::KILL);
+    node.start();
+    let uuid = node.uuid(0);
+    node.until("it serves anew", |status| {
+        let daemon = status.daemons.get(&uuid);
+        daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
+    });
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    let mut processes = node.mps_processes();
+    processes.sort_unstable();
+    let now = node.daemon(0);
+    let mut expected = vec![now.pid.unwrap(), now.server_pid.unwrap()];
+    expected.sort_unstable();
+    assert_eq!(processes, expected, "nothing of the earlier host's is left");
+}
+
+#[test]
+fn a_host_that_is_told_to_stop_leaves_nothing_behind() {
+    let mut node = two_tenants();
+    let mut running = node.client(A, &["--hold", "forever"]);
+    running.line();
+    assert!(node.end_host(Signal::TERM).success());
+    assert_eq!(node.mps_processes(), Vec::<u32>::new());
+    for gone in [node.paths.door(A), node.paths.door(B), node.paths.socket()] {
+        assert!(!gone.exists(), "{}", gone.display());
+    }
+    let status = node.status().unwrap();
+    assert_eq!((status.pid, status.daemons.len(), status.allocations.len()), (0, 0, 0));
+    assert!(status.error.unwrap().contains("stopped"));
+}
+
+#[test]
+fn exclusive_process_is_set_before_the_daemon_and_put_back_after_it() {
+    let mut node = Node::bare(1);
+    node.want_daemon(0, Daemon { exclusive: true, ..daemon() });
+    node.want(A, 0, Some(20), None);
+    let mode = |node: &Node| node.machine.snapshot().unwrap().gpus[0].compute_mode;
+    assert_eq!(mode(&node), ComputeMode::Default);
+    node.write();
+    node.start();
+    node.until_state(0, DaemonState::Active);
+    assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
+    assert_eq!(node.saw(A).0, 26);
+    // A host that had no time to put it back does not forget what it was.
+    node.end_host(Signal::KILL);
+    assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
+    node.start();
+    node.until_state(0, DaemonState::Active);
+    node.end_host(Signal::TERM);
+    assert_eq!(mode(&node), ComputeMode::Default);
+    // Nor one whose successor does not want the GPU any more.
+    node.start();
+    node.until_state(0, DaemonState::Active);
+    node.end_host(Signal::KILL);
+    node.desired.daemons.clear();
+    node.desired.allocations.clear();
+    node.write();
+    node.start();
+    until("it is put back", || mode(&node) == ComputeMode::Default);
+}
+
+#[test]
+fn a_daemon_that_is_not_wanted_any_more_goes_once_its_clients_have() {
+    let mut node = two_tenants();
+    let mut running = node.client(A, &["--hold", "forever"]);
+    running.line();
+    let before = node.daemon(0);
+    let uuid = node.uuid(0);
+    node.desired.daemons.clear();
+    node.desired.allocations.clear();
+    node.write();
+    let stopping = node.until_state(0, DaemonState::Stopping);
+    assert_eq!(stopping.pid, before.pid);
+    assert!(stopping.message.contains("1 clients"), "{}", stopping.message);
+    assert!(!node.paths.door(A).exists());
+    assert!(running.is_silent());
+    running.signal(Signal::KILL);
+    running.wait();
+    node.until("it is gone", |status| !status.daemons.contains_key(&uuid));
+    assert_eq!(node.mps_processes(), Vec::<u32>::new());
+    // And may come again.
+    node.want_daemon(0, daemon());
+    node.want(A, 0, Some(20), Some(8192));
+    node.apply();
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
+
+#[test]
+fn other_settings_wait_for_clients_and_other_limits_bind_for_the_next() {
+    let mut node = two_tenants();
+    let mut running = node.client(A, &["--hold", "forever"]);
+    running.line();
+    let before = node.daemon(0);
+    let uuid = node.uuid(0);
+    node.want_daemon(0, Daemon { default_threads: Some(30), ..daemon() });
+    node.want(A, 0, Some(10), Some(1024));
+    node.write();
+    node.until("it waits", |status| status.daemons[&uuid].message.contains("1 clients"));
+    assert_eq!(node.saw(A), (12, Some(1024)));
+    assert_eq!(node.daemon(0).pid, before.pid);
+    running.signal(Signal::KILL);
+    running.wait();
+    node.until("it was started anew", |status| {
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid
+    });
+    assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "30.0");
+    assert_eq!(node.daemon(0).restarts, 0, "nothing failed");
+}
+
+#[test]
+fn a_desired_file_that_cannot_be_read_changes_nothing() {
+    let node = two_tenants();
+    let before = node.status().unwrap();
+    for (bytes, says) in [
+        (&b"{\"version\":1,\"daem"[..], "not readable"),
+        (b"", "not readable"),
+        (br#"{"version":7}"#, "version 7"),
+        (br#"{"version":1,"daemons":{"../x":{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}},"allocations":{}}"#, "../x"),
+    ] {
+        node.write_raw(bytes);
+        let after = node.until(says, |status| status.error.as_ref().is_some_and(|error| error.contains(says)));
+        assert_eq!(after.desired, before.desired);
+        assert_eq!(after.daemons, before.daemons);
+    }
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    node.write();
+    node.until("it is well again", |status| status.error.is_none());
+}
+
+#[test]
+fn a_path_too_long_for_a_socket_is_a_clear_error() {
+    let node = Node::bare(1);
+    let long = node.path(&"x".repeat(90));
+    let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success());
+    assert!(said.contains("too long") && said.contains("--run-dir"), "{said}");
+}
+
+#[test]
+fn a_second_host_in_the_same_directory_is_refused() {
+    let node = Node::with_host(1);
+    let output = node.host_command().output().unwrap();
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("another MPS host"));
+    assert_eq!(node.status().unwrap().pid, node.host_pid());
+}
+
+#[test]
+fn a_door_that_is_removed_is_made_anew() {
+    let node = two_tenants();
+    fs::remove_dir_all(node.paths.allocation(A)).unwrap();
+    until("it is there again", || node.paths.door(A).exists());
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
+
+#[test]
+fn an_unknown_handshake_is_passed_through_untouched() {
+    let mut node = Node::bare(1);
+    node.want_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
+    node.want(A, 0, Some(20), None);
+    node.inject("mps:handshake", None, Effect::Code(1), None);
+    node.write();
+    node.start();
+    let active = node.until_state(0, DaemonState::Active);
+    assert_eq!(active.door, Door::Advisory);
+    // Defaults are set by that driver's own tool; no door sets limits.
+    assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
+    let through = Connection::connect(&node.paths.door(A)).unwrap();
+    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::OTHER_HELLO);
+    // Credentials and descriptors come along.
+    through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
+    through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
+    let packet = through.recv_fd(64).unwrap().unwrap();
+    assert_eq!(packet.data, mps::DESCRIPTOR);
+    let entrance = mps::Entrance { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
+    let _client = entrance.enter(mps::Subject::Process).unwrap();
+    node.until("it is counted", |status| status.allocations[A].admitted == 1);
+}
+
+#[test]
+fn requests_are_answered_and_bad_ones_too() {
+    let node = two_tenants();
+    assert!(matches!(node.ask_host(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
+    for bad in ["{}\n", "\n", "nonsense\n", "{\"op\":\"explode\"}\n", &format!("{}\n", "[".repeat(100_000))] {
+        assert!(matches!(node.say_to_host(bad), Reply::Error { .. }), "{bad:.20}");
+    }
+    let unknown = Request::Await { allocation: "ff".into(), timeout_ms: 1 };
+    assert!(matches!(node.ask_host(&unknown), Reply::Error { message } if message.contains("not known")));
+    // Connections that say nothing, or half a line, keep nobody else waiting.
+    let mut silent: Vec<UnixStream> = (0..20).map(|_| UnixStream::connect(node.paths.socket()).unwrap()).collect();
+    for stream in &mut silent {
+        std::io::Write::write_all(stream, b"{\"op\":").unwrap();
+    }
+    assert_eq!(node.await_ready(A), Reply::Done);
+    // A client ends through MPS.
+    let mut running = node.client(A, &["--hold", "forever"]);
+    running.line();
+    let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
+    assert_eq!(node.ask_host(&terminate), Reply::Done);
+    // One that is stopped would block the daemon for as long.
+    let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
+    stopped.signal(Signal::STOP);
+    let terminate = Request::Terminate { device: node.uuid(0), pid: stopped.pid() };
+    assert!(matches!(node.ask_host(&terminate), Reply::Error { message } if message.contains("stopped")));
+    let terminate = Request::Terminate { device: "GPU-0".into(), pid: 1 };
+    assert!(matches!(node.ask_host(&terminate), Reply::Error { .. }));
+}
+
+#[test]
+fn without_multi_user_each_user_has_the_server_in_turn() {
+    let mut node = Node::bare(1);
+    node.want_daemon(0, Daemon { multi_user: false, ..daemon() });
+    node.want(A, 0, Some(20), Some(8192));
+    node.write();
+    node.start();
+    node.until_state(0, DaemonState::Active);
+    let as_1000 = |arguments: &[&str]| {
+        let mut command = node.program(A, arguments);
+        as_user(&mut command, 1000);
+        Client::spawn(command)
+    };
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    let mut holds = as_1000(&["--hold", "forever"]);
+    assert_eq!(seen(&holds.line()), (26, Some(8192)));
+    let mut waits = node.client(A, &[]);
+    node.until("root waits", |status| status.allocations[A].waiting == 1);
+    assert!(waits.is_silent());
+    holds.signal(Signal::KILL);
+    assert_eq!(seen(&waits.line()), (26, Some(8192)));
+}
+
+#[test]
+fn what_ends_below_the_host_is_reaped() {
+    let node = two_tenants();
+    let before = node.daemon(0);
+    kill(before.pid.unwrap(), Signal::KILL);
+    let uuid = node.uuid(0);
+    node.until("it is back", |status| {
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid
+    });
+    let host = node.host_pid().to_string();
+    let zombies = || {
+        let processes = fs::read_dir("/proc").unwrap().flatten();
+        let stats = processes.filter_map(|entry| fs::read_to_string(entry.path().join("stat")).ok());
+        let is_zombie = |stat: &String| {
+            let rest = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+            rest.starts_with(&format!("Z {host} "))
+        };
+        stats.filter(is_zombie).count()
+    };
+    until("no zombie is left", || zombies() == 0);
+}
+
+#[test]
+fn the_host_stays_small() {
+    let node = two_tenants();
+    let start = Instant::now();
+    for _ in 0..20 {
+        assert_eq!(node.saw(A), (26, Some(8192)));
+    }
+    let status = fs::read_to_string(format!("/proc/{}/status", node.host_pid())).unwrap();
+    let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
+    println!("{} {} ({:?} for 20 clients)", line("VmRSS"), line("RssAnon"), start.elapsed());
+    let anonymous: u64 = line("RssAnon").split_whitespace().nth(1).unwrap().parse().unwrap();
+    assert!(anonymous < 4096, "{anonymous} kB of its own");
+}

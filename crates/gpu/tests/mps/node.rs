@@ -1,0 +1,388 @@
+//! A simulated machine, an MPS host on it, and programs. All of it goes when it is dropped.
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cleave_gpu::mps::wire::{
+    Allocation, Daemon, DaemonState, DaemonStatus, Desired, Paths, Reply, Request, Status, VERSION,
+};
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use sim_machine::{Description, Effect, Fault, GpuDescription, Machine};
+use sim_mps::handshake;
+
+/// Longer than anything here takes, on a machine that is busy with something else.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+pub(crate) struct Node {
+    dir: tempfile::TempDir,
+    pub(crate) machine: Machine,
+    pub(crate) paths: Paths,
+    pub(crate) desired: Desired,
+    host: Option<Child>,
+    env: Vec<(String, String)>,
+}
+
+impl Node {
+    /// A machine of so many H200s, without an MPS host.
+    pub(crate) fn bare(gpus: usize) -> Self {
+        assert!(
+            rustix::process::geteuid().is_root(),
+            "the MPS host passes on others' credentials: these tests need root"
+        );
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
+        let description = Description { name: "test".into(), gpus, ..Description::default() };
+        let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
+        let paths = Paths::new(dir.path().join("run"));
+        let desired = Desired { version: VERSION, ..Desired::default() };
+        Self { dir, machine, paths, desired, host: None, env: Vec::new() }
+    }
+
+    /// A machine whose daemons are wanted, with an MPS host that has started them.
+    pub(crate) fn with_host(gpus: usize) -> Self {
+        let mut node = Self::bare(gpus);
+        for gpu in 0..gpus {
+            node.want_daemon(gpu, daemon());
+        }
+        node.write();
+        node.start();
+        for gpu in 0..gpus {
+            node.until_state(gpu, DaemonState::Active);
+        }
+        node
+    }
+
+    /// Sets a variable for MPS hosts started from now on.
+    pub(crate) fn env(&mut self, name: &str, value: &str) {
+        self.env.push((name.to_owned(), value.to_owned()));
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub(crate) fn uuid(&self, gpu: usize) -> String {
+        self.machine.snapshot().unwrap().gpus[gpu].uuid.clone()
+    }
+
+    /// Starts the MPS host.
+    pub(crate) fn start(&mut self) {
+        let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
+        let mut command = self.host_command();
+        self.host = Some(command.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).spawn().unwrap());
+        let pid = self.host_pid();
+        self.until("the MPS host says how it is", |status| status.pid == pid);
+    }
+
+    pub(crate) fn host_command(&self) -> Command {
+        let mut command = Command::new(host_program());
+        command
+            .args(["mps-host", "--run-dir"])
+            .arg(self.paths.run())
+            .arg("--mps-control")
+            .arg(programs().join("nvidia-cuda-mps-control"))
+            .arg("--nvml-library")
+            .arg(programs().join("libnvidia_ml.so"))
+            .env("SIMGPU_STATE", self.machine.dir())
+            .env("SIM_MPS_SERVER_START_MS", "0")
+            .envs(self.env.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    pub(crate) fn host_pid(&self) -> u32 {
+        self.host.as_ref().unwrap().id()
+    }
+
+    /// Ends the MPS host by a signal and waits until it is gone.
+    pub(crate) fn end_host(&mut self, with: Signal) -> ExitStatus {
+        let mut host = self.host.take().unwrap();
+        rustix::process::kill_process(Pid::from_child(&host), with).unwrap();
+        until("the MPS host ends", || host.try_wait().unwrap().is_some());
+        host.wait().unwrap()
+    }
+
+    pub(crate) fn want_daemon(&mut self, gpu: usize, daemon: Daemon) {
+        self.desired.daemons.insert(self.uuid(gpu), daemon);
+    }
+
+    pub(crate) fn want(&mut self, id: &str, gpu: usize, threads: Option<u8>, memory_mib: Option<u64>) {
+        let allocation = Allocation { device: self.uuid(gpu), threads, memory_mib, max_clients: None };
+        self.desired.allocations.insert(id.to_owned(), allocation);
+    }
+
+    /// Writes what is wanted, as the agent does.
+    pub(crate) fn write(&self) {
+        self.write_raw(&serde_json::to_vec(&self.desired).unwrap());
+    }
+
+    pub(crate) fn write_raw(&self, bytes: &[u8]) {
+        fs::create_dir_all(self.paths.mps()).unwrap();
+        let building = self.paths.mps().join("desired.tmp");
+        fs::write(&building, bytes).unwrap();
+        fs::rename(&building, self.paths.desired()).unwrap();
+    }
+
+    /// Writes what is wanted and waits until every door of it is ready.
+    pub(crate) fn apply(&self) {
+        self.write();
+        let hash = self.desired.hash();
+        self.until("the MPS host acts", |status| status.desired == hash);
+        for allocation in self.desired.allocations.keys() {
+            assert_eq!(self.await_ready(allocation), Reply::Done);
+        }
+    }
+
+    pub(crate) fn await_ready(&self, allocation: &str) -> Reply {
+        let timeout_ms = u64::try_from(DEADLINE.as_millis()).unwrap();
+        self.ask_host(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
+    }
+
+    pub(crate) fn ask_host(&self, request: &Request) -> Reply {
+        let text = serde_json::to_string(request).unwrap();
+        self.say_to_host(&format!("{text}\n"))
+    }
+
+    pub(crate) fn say_to_host(&self, text: &str) -> Reply {
+        let mut stream = UnixStream::connect(self.paths.socket()).unwrap();
+        stream.set_read_timeout(Some(DEADLINE * 2)).unwrap();
+        stream.write_all(text.as_bytes()).unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
+    }
+
+    pub(crate) fn status(&self) -> Option<Status> {
+        serde_json::from_slice(&fs::read(self.paths.status()).ok()?).ok()
+    }
+
+    /// Waits for a status.
+    pub(crate) fn until(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let status = self.status();
+            if let Some(status) = status.as_ref().filter(|status| condition(status)) {
+                return status.clone();
+            }
+            assert!(Instant::now() < deadline, "in vain: {what}: {status:#?}\n{}", self.log());
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    pub(crate) fn until_state(&self, gpu: usize, state: DaemonState) -> DaemonStatus {
+        let uuid = self.uuid(gpu);
+        let is = |status: &Status| status.daemons.get(&uuid).is_some_and(|daemon| daemon.state == state);
+        self.until(&format!("GPU {gpu} is {state:?}"), is).daemons.remove(&uuid).unwrap()
+    }
+
+    pub(crate) fn daemon(&self, gpu: usize) -> DaemonStatus {
+        self.status().unwrap().daemons.remove(&self.uuid(gpu)).unwrap()
+    }
+
+    /// What the MPS host logged.
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(self.path("log.txt")).unwrap_or_default()
+    }
+
+    /// An administrator's command, as root on the node gives it.
+    pub(crate) fn admin(&self, gpu: usize, command: &str) -> String {
+        let socket = self.paths.pipe(&self.uuid(gpu)).join("control_privileged");
+        handshake::ask(&socket, command).unwrap().unwrap().trim().to_owned()
+    }
+
+    /// A program behind the door of an allocation.
+    pub(crate) fn program(&self, allocation: &str, arguments: &[&str]) -> Command {
+        let device = &self.desired.allocations[allocation].device;
+        let mut command = Command::new(programs().join("cleave-client"));
+        command
+            .args(arguments)
+            .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+            .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+            .env("SIMGPU_STATE", self.machine.dir())
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.paths.allocation(allocation))
+            .env("CUDA_VISIBLE_DEVICES", device)
+            .env_remove("NVIDIA_VISIBLE_DEVICES");
+        command
+    }
+
+    pub(crate) fn client(&self, allocation: &str, arguments: &[&str]) -> Client {
+        Client::spawn(self.program(allocation, arguments))
+    }
+
+    /// What a program behind the door sees: SMs, and its memory limit in MiB.
+    pub(crate) fn saw(&self, allocation: &str) -> (u64, Option<u64>) {
+        seen(&self.client(allocation, &[]).line())
+    }
+
+    pub(crate) fn inject(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
+        let gpu = gpu.map(|gpu| self.uuid(gpu));
+        let add = |state: &mut sim_machine::State| {
+            let id = state.next_id();
+            state.faults.push(Fault { id, call: call.to_owned(), gpu, effect, remaining });
+            Ok::<_, sim_machine::Error>(())
+        };
+        self.machine.update(add).unwrap();
+    }
+
+    pub(crate) fn clear_faults(&self) {
+        let clear = |state: &mut sim_machine::State| {
+            state.faults.clear();
+            Ok::<_, sim_machine::Error>(())
+        };
+        self.machine.update(clear).unwrap();
+    }
+
+    /// Descriptors that the MPS host has open.
+    pub(crate) fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.host_pid())).unwrap().count()
+    }
+
+    /// Processes of MPS that run with a pipe directory of this node.
+    pub(crate) fn mps_processes(&self) -> Vec<u32> {
+        let run = self.paths.mps().into_os_string().into_encoded_bytes();
+        let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=".as_slice(), &run].concat();
+        let is_ours = |pid: &u32| {
+            let read = |what: &str| fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
+            read("comm").starts_with(b"nvidia-cuda-mps")
+                && read("environ").split(|&byte| byte == 0).any(|v| v.starts_with(&wanted))
+        };
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_ours).collect()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if let Some(mut host) = self.host.take() {
+            // Properly first: its daemons go with it.
+            let _ = rustix::process::kill_process(Pid::from_child(&host), Signal::TERM);
+            let deadline = Instant::now() + Duration::from_secs(15);
+            while matches!(host.try_wait(), Ok(None)) && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(5));
+            }
+            let _ = host.kill();
+            let _ = host.wait();
+        }
+        for pid in self.mps_processes() {
+            let _ = rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL);
+        }
+        if thread::panicking() {
+            eprintln!("{}", self.log());
+        }
+    }
+}
+
+/// A daemon for all users that leaves the compute mode alone.
+pub(crate) fn daemon() -> Daemon {
+    Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
+}
+
+/// SMs and memory limit of a program's line.
+pub(crate) fn seen(line: &Value) -> (u64, Option<u64>) {
+    assert_eq!(line["viaMps"], true, "{line}");
+    (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())
+}
+
+/// A program that runs.
+pub(crate) struct Client {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Client {
+    pub(crate) fn spawn(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Self { child, lines }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Its next line.
+    pub(crate) fn line(&mut self) -> Value {
+        serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
+    }
+
+    /// Whether it has said nothing so far, and runs.
+    pub(crate) fn is_silent(&mut self) -> bool {
+        self.lines.try_recv().is_err() && self.child.try_wait().unwrap().is_none()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    pub(crate) fn wait(&mut self) -> ExitStatus {
+        let child = &mut self.child;
+        until("the program ends", || child.try_wait().unwrap().is_some());
+        child.wait().unwrap()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // Gone already, as most are.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(crate) fn kill(pid: u32, signal: Signal) {
+    rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
+}
+
+pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "in vain: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub(crate) fn as_user(command: &mut Command, uid: u32) {
+    command.uid(uid).gid(uid);
+}
+
+/// The MPS host's program.
+pub(crate) fn host_program() -> PathBuf {
+    programs().join("examples/mps-host")
+}
+
+/// The folder with the MPS host, the stand-in MPS, CUDA program and NVML, built if they are not: cargo builds only what it was named.
+pub(crate) fn programs() -> &'static Path {
+    static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAMS.get_or_init(|| {
+        let test = std::env::current_exe().unwrap();
+        let built = test.parent().and_then(Path::parent).unwrap().to_owned();
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--bins", "--lib", "--example", "mps-host"]);
+        for package in ["cleave-gpu", "sim-mps", "cleave-client", "sim-nvml"] {
+            cargo.args(["--package", package]);
+        }
+        if built.ends_with("release") {
+            cargo.arg("--release");
+        }
+        cargo.arg("--target-dir").arg(built.parent().unwrap());
+        assert!(cargo.status().unwrap().success(), "cannot build the simulated hardware");
+        built
+    })
+}
