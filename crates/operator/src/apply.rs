@@ -4,6 +4,7 @@ use cleave_api::{GpuNode, GpuNodeSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Api;
 use kube::api::{Patch, PatchParams};
+use kube::core::DeserializeGuard;
 use serde_json::{Value, json};
 
 use crate::plan::Plan;
@@ -48,8 +49,8 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
     plan.nodes.iter().filter_map(differs).collect()
 }
 
-/// Writes one change. Repeating it changes nothing.
-pub async fn write(api: &Api<GpuNode>, change: &Change) -> Result<(), Error> {
+/// Writes one change. Repeating it changes nothing. What the API server answers may be malformed and is not looked at.
+pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Result<(), Error> {
     let params = PatchParams::apply(OPERATOR_MANAGER).force();
     let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })

@@ -255,7 +255,7 @@ impl Passes {
 
     /// Writes the nodes that differ; false where one could not be written.
     async fn apply(&self, plan: &plan::Plan, observed: &Observed) -> bool {
-        let api: Api<GpuNode> = Api::all(self.client.clone());
+        let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.client.clone());
         let mut all = true;
         for change in apply::changes(plan, observed) {
             if !self.claim.is_current() {
@@ -288,7 +288,7 @@ impl Passes {
 
     /// Writes the statuses that differ, and tells of what turned; false where one could not be written.
     async fn tell(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
-        let api: Api<SharingPolicy> = Api::all(self.client.clone());
+        let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.client.clone());
         let mut all = true;
         self.told.retain(|policy, _| observed.policies.contains_key(policy));
         for update in status::updates(plan, observed, &self.told, Timestamp::now()) {

@@ -12,6 +12,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
+use kube::core::DeserializeGuard;
 use kube::runtime::events::{Event, EventType};
 use serde_json::json;
 
@@ -85,8 +86,8 @@ pub fn updates(plan: &Plan, observed: &Observed, told: &Told, now: Timestamp) ->
     plan.policies.iter().filter_map(differs).collect()
 }
 
-/// Writes a status.
-pub async fn write(api: &Api<SharingPolicy>, update: &Update) -> Result<(), Error> {
+/// Writes a status. The policy that the API server answers with may be malformed (that is one of the things to be told) and is not looked at.
+pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) -> Result<(), Error> {
     let body = json!({
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "SharingPolicy",

@@ -1,0 +1,190 @@
+//! What goes over the wire when the operator writes, and how it takes the answers.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
+
+use cleave_api::sharingpolicy::SharingPolicyStatus;
+use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
+use cleave_operator::apply::{self, Change};
+use cleave_operator::leader::Elector;
+use cleave_operator::status::{self, Update};
+use http::{Request, Response, StatusCode};
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::client::Body;
+use kube::core::DeserializeGuard;
+use kube::{Api, Client};
+use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
+use tower_test::mock::Handle;
+
+type Server = Handle<Request<Body>, Response<Body>>;
+
+fn client() -> (Client, Server) {
+    let (service, server) = tower_test::mock::pair();
+    (Client::new(service, "default"), server)
+}
+
+/// The next request, as (method, path and query, body); it is answered with `status` and `answer`.
+async fn answer(server: &mut Server, status: StatusCode, answer: &Value) -> (String, String, Value) {
+    let (request, reply) = server.next_request().await.unwrap_or_else(|| panic!("no request"));
+    let (parts, body) = request.into_parts();
+    let bytes = body.collect_bytes().await.unwrap();
+    reply.send_response(Response::builder().status(status).body(Body::from(answer.to_string().into_bytes())).unwrap());
+    let body = if bytes.is_empty() { Value::Null } else { serde_json::from_slice(&bytes).unwrap() };
+    (parts.method.to_string(), parts.uri.to_string(), body)
+}
+
+fn refused(code: u16, reason: &str) -> Value {
+    json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": reason, "reason": reason, "code": code})
+}
+
+fn change() -> Change {
+    let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
+    Change { node: "n1".into(), uid: "u1".into(), spec, create: true }
+}
+
+fn update() -> Update {
+    Update {
+        policy: "p".into(),
+        from: None,
+        status: SharingPolicyStatus { gpus: 4, ..Default::default() },
+        turned: Vec::new(),
+    }
+}
+
+#[tokio::test]
+async fn a_node_is_applied_by_the_operators_own_manager_and_belongs_to_its_node() {
+    let (client, mut server) = client();
+    let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
+    let stored = json!({"metadata": {"name": "n1"}, "spec": {}});
+    let change = change();
+    let (written, (method, uri, body)) =
+        tokio::join!(apply::write(&api, &change), answer(&mut server, StatusCode::CREATED, &stored));
+    written.unwrap();
+    assert_eq!(method, "PATCH");
+    assert_eq!(uri, "/apis/cleave.dev/v1alpha1/gpunodes/n1?&force=true&fieldManager=cleave-operator");
+    assert_eq!(body["apiVersion"], "cleave.dev/v1alpha1");
+    assert_eq!(
+        body["metadata"]["ownerReferences"],
+        json!([{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u1"}])
+    );
+    assert_eq!(body["spec"], json!({"planId": "p", "gpus": []}));
+    assert_eq!(body.get("status"), None, "the status is the agent's");
+}
+
+#[tokio::test]
+async fn a_status_is_applied_to_the_status_alone() {
+    let (client, mut server) = client();
+    let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(client);
+    let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Whole"}});
+    let update = update();
+    let (written, (method, uri, body)) =
+        tokio::join!(status::write(&api, &update), answer(&mut server, StatusCode::OK, &stored));
+    written.unwrap();
+    assert_eq!(method, "PATCH");
+    assert_eq!(uri, "/apis/cleave.dev/v1alpha1/sharingpolicies/p/status?&force=true&fieldManager=cleave-operator");
+    assert_eq!(body["status"]["gpus"], 4);
+    assert_eq!(body.get("spec"), None, "the spec is a person's");
+}
+
+/// The API server answers with the whole object: one that cannot be read was still written, and writing it for ever helps nobody.
+#[tokio::test]
+async fn an_answer_that_is_malformed_is_no_failure() {
+    let (client, mut server) = client();
+    let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Sliced", "gpus": 7}});
+    let policies: Api<DeserializeGuard<SharingPolicy>> = Api::all(client.clone());
+    let update = update();
+    let (written, _) = tokio::join!(status::write(&policies, &update), answer(&mut server, StatusCode::OK, &stored));
+    written.unwrap();
+    let nodes: Api<DeserializeGuard<GpuNode>> = Api::all(client);
+    let change = change();
+    let (written, _) = tokio::join!(apply::write(&nodes, &change), answer(&mut server, StatusCode::OK, &stored));
+    written.unwrap();
+}
+
+#[tokio::test]
+async fn a_refusal_names_the_object_and_keeps_its_cause() {
+    let (client, mut server) = client();
+    let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
+    let change = change();
+    let no = refused(403, "Forbidden");
+    let (written, _) = tokio::join!(apply::write(&api, &change), answer(&mut server, StatusCode::FORBIDDEN, &no));
+    let error = written.unwrap_err();
+    assert_eq!(error.to_string(), "GpuNode n1 could not be written");
+    assert!(std::error::Error::source(&error).unwrap().to_string().contains("Forbidden"));
+}
+
+fn lease(holder: Option<&str>) -> Value {
+    json!({
+        "metadata": {"name": "l", "namespace": "default", "resourceVersion": "7"},
+        "spec": {"holderIdentity": holder, "leaseDurationSeconds": 15, "leaseTransitions": 1},
+    })
+}
+
+/// Time stands still but for timers: nothing here waits in earnest.
+#[tokio::test(start_paused = true)]
+async fn a_free_lease_is_taken_held_and_given_away() {
+    let (client, mut server) = client();
+    let api: Api<Lease> = Api::default_namespaced(client);
+    let (elector, claim) = Elector::new(api, "l".into(), "a".into());
+    let (stop, released) = (CancellationToken::new(), CancellationToken::new());
+    let task = tokio::spawn(elector.run(stop.clone(), released.clone()));
+    assert!(!claim.is_known() && !claim.is_current());
+
+    let (method, uri, _) = answer(&mut server, StatusCode::OK, &lease(None)).await;
+    assert_eq!((method.as_str(), uri.as_str()), ("GET", "/apis/coordination.k8s.io/v1/namespaces/default/leases/l"));
+    let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+    assert_eq!((method.as_str(), &body["spec"]["holderIdentity"]), ("PUT", &json!("a")));
+    assert_eq!(body["metadata"]["resourceVersion"], "7", "of two that take it at once, one gets a conflict");
+    assert_eq!(body["spec"]["leaseTransitions"], 2);
+
+    // It is renewed; by the time of that request it leads.
+    answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+    assert!(claim.is_known() && claim.is_current());
+    answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+
+    // An API server that fails from now on: the claim ends by itself.
+    while claim.is_current() {
+        answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
+    }
+
+    // At the end it is given away, but not before nothing is written any more.
+    stop.cancel();
+    released.cancel();
+    loop {
+        let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+        if method == "PUT" && body["spec"].get("holderIdentity").is_none() {
+            break;
+        }
+    }
+    task.await.unwrap();
+    assert!(!claim.is_current());
+}
+
+#[tokio::test(start_paused = true)]
+async fn anothers_lease_is_left_alone_until_it_is_not_renewed() {
+    let (client, mut server) = client();
+    let (elector, claim) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
+    let started = tokio::time::Instant::now();
+    tokio::spawn(elector.run(CancellationToken::new(), CancellationToken::new()));
+    let body = loop {
+        let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+        if method == "PUT" {
+            break body;
+        }
+        assert!(!claim.is_current());
+    };
+    assert_eq!(body["spec"]["holderIdentity"], "a");
+    assert!(started.elapsed() >= cleave_operator::leader::LEASE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_loses_the_race_for_a_lease_does_not_lead() {
+    let (client, mut server) = client();
+    let (elector, claim) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
+    tokio::spawn(elector.run(CancellationToken::new(), CancellationToken::new()));
+    answer(&mut server, StatusCode::NOT_FOUND, &refused(404, "NotFound")).await;
+    let (method, ..) = answer(&mut server, StatusCode::CONFLICT, &refused(409, "AlreadyExists")).await;
+    assert_eq!(method, "POST");
+    answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+    answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+    assert!(claim.is_known() && !claim.is_current());
+}
