@@ -80,7 +80,8 @@ impl State {
         let Some((pid, server)) = self.servers.iter().next() else { return Choice::Start };
         match server.status {
             _ if server.leaving => Choice::Wait,
-            Status::Active if multi_user || server.uid == uid => Choice::Enter(*pid),
+            // In FAULT, too: the server answers that it is not ready, with 807.
+            Status::Active | Status::Fault if multi_user || server.uid == uid => Choice::Enter(*pid),
             Status::Active if server.clients.is_empty() => Choice::Replace(*pid),
             Status::Initializing | Status::Fault | Status::Active => Choice::Wait,
         }
@@ -176,9 +177,10 @@ mod tests {
     }
 
     #[test]
-    fn nobody_enters_a_server_that_is_not_active() {
+    fn nobody_enters_a_server_that_is_coming_or_going() {
         assert_eq!(with_server(0, Status::Initializing, &[]).choose(0, true), Choice::Wait);
-        assert_eq!(with_server(0, Status::Fault, &[1]).choose(0, true), Choice::Wait);
+        assert_eq!(with_server(0, Status::Fault, &[1]).choose(0, true), Choice::Enter(6472));
+        assert_eq!(with_server(0, Status::Fault, &[1]).choose(1000, false), Choice::Wait);
         let mut state = with_server(0, Status::Active, &[]);
         state.servers.values_mut().for_each(|server| server.leaving = true);
         assert_eq!(state.choose(0, true), Choice::Wait);
