@@ -471,3 +471,254 @@ fn warning(reason: &'static str, note: String) -> Occurrence {
 fn recovered(note: String) -> Occurrence {
     Occurrence { warning: false, reason: "Recovered", note }
 }
+
+#[cfg(test)]
+mod tests {
+    use cleave_api::gpunode::Reservation;
+    use cleave_gpu::mps::wire::{DaemonStatus, Door, Status};
+
+    use super::*;
+    use crate::layout::tests::{gpu, mps_spec};
+    use crate::usage::tests::{MPS, allocation, held};
+
+    const GRACE: Duration = Duration::from_secs(30);
+
+    fn spec(units: u32) -> Object {
+        let gpus = vec![mps_spec("GPU-a", units)];
+        Object::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus, reservations: Vec::new() })
+    }
+
+    fn inventory() -> Result<Inventory, NvmlError> {
+        Ok(Inventory { driver: "580".into(), gpus: BTreeMap::from([(0, Ok(gpu("GPU-a", 0)))]) })
+    }
+
+    /// A node that has started long ago, and its table.
+    fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, Table) {
+        let (node, allocations) = Node::start("boot".into(), GRACE, checkpoint, last, start);
+        (node, Table { allocations, ..Table::default() })
+    }
+
+    fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::View {
+        let daemon = DaemonStatus {
+            state,
+            pid: Some(1),
+            server_pid: None,
+            restarts,
+            door: Door::Hard,
+            message: String::new(),
+            clients: Vec::new(),
+        };
+        let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
+        let status = Status { version: 1, desired: desired.hash(), daemons, ..Status::default() };
+        mps::View { alive: true, status, error: None }
+    }
+
+    fn healthy(turn: &Turn) -> usize {
+        turn.lists.values().flatten().filter(|device| device.healthy).count()
+    }
+
+    fn reasons(turn: &Turn) -> Vec<&'static str> {
+        turn.occurrences.iter().map(|occurrence| occurrence.reason).collect()
+    }
+
+    /// With ten shares that are served.
+    fn serving(start: Instant) -> (Node, Table, Desired) {
+        let (mut node, mut table) = node(None, None, start);
+        node.inventory(inventory());
+        node.object(spec(10));
+        let desired = node.turn(&mut table, start).desired;
+        node.mps(view(DaemonState::Active, 0, &desired));
+        assert_eq!(healthy(&node.turn(&mut table, start)), 10);
+        (node, table, desired)
+    }
+
+    #[test]
+    fn shares_are_healthy_only_under_a_daemon_that_is_active_with_its_last_settings() {
+        let start = Instant::now();
+        let (mut node, mut table, first) = serving(start);
+        for state in [
+            DaemonState::Starting,
+            DaemonState::Fault,
+            DaemonState::Restarting,
+            DaemonState::BackOff,
+            DaemonState::Stopping,
+        ] {
+            node.mps(view(state, 0, &first));
+            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?}");
+        }
+        node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+        let Object::Present(generation, mut other) = spec(10) else { panic!() };
+        other.gpus[0].partition.mps.as_mut().unwrap().multi_user = false;
+        node.object(Object::Present(generation, other));
+        node.mps(view(DaemonState::Active, 0, &first));
+        let turn = node.turn(&mut table, start);
+        assert_eq!(healthy(&turn), 0, "Active, but with the settings of before");
+        node.mps(view(DaemonState::Active, 0, &turn.desired));
+        assert_eq!(healthy(&node.turn(&mut table, start)), 10);
+    }
+
+    #[test]
+    fn a_new_allocation_does_not_make_shares_unhealthy_until_the_host_has_read_it() {
+        let start = Instant::now();
+        let (mut node, mut table, _) = serving(start);
+        let given = Allocation {
+            mps: Some(MpsLimits { threads: Some(20), memory_mib: Some(1), max_clients: None }),
+            ..allocation(&["GPU-a::0"])
+        };
+        table.allocations.give(given, start);
+        let turn = node.turn(&mut table, start);
+        assert_eq!((healthy(&turn), turn.desired.allocations.len()), (10, 1));
+    }
+
+    #[test]
+    fn a_whole_gpu_waits_for_the_end_of_its_daemon() {
+        let start = Instant::now();
+        let (mut node, mut table, desired) = serving(start);
+        node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+        node.object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
+        let turn = node.turn(&mut table, start);
+        assert!(turn.desired.daemons.is_empty());
+        assert_eq!((turn.lists.values().flatten().count(), healthy(&turn)), (1, 0));
+        let mut gone = view(DaemonState::Active, 0, &desired);
+        gone.status.daemons.clear();
+        node.mps(gone);
+        assert_eq!(healthy(&node.turn(&mut table, start)), 1);
+    }
+
+    #[test]
+    fn each_end_of_a_daemon_is_told_once_and_so_is_its_return() {
+        let start = Instant::now();
+        let (mut node, mut table, desired) = serving(start);
+        let mut told = |view: mps::View| {
+            node.mps(view);
+            reasons(&node.turn(&mut table, start))
+        };
+        assert!(told(view(DaemonState::Active, 0, &desired)).is_empty());
+        assert_eq!(told(view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
+        assert!(told(view(DaemonState::BackOff, 0, &desired)).is_empty());
+        assert!(told(view(DaemonState::Starting, 1, &desired)).is_empty());
+        assert_eq!(told(view(DaemonState::Active, 1, &desired)), ["Recovered"]);
+        assert_eq!(
+            told(view(DaemonState::Active, 2, &desired)),
+            ["MpsUnavailable", "Recovered"],
+            "too quick to be seen"
+        );
+        assert_eq!(told(mps::View { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
+    }
+
+    #[test]
+    fn a_start_is_no_event_and_a_start_that_fails_is() {
+        let start = Instant::now();
+        let (mut node, mut table) = node(None, None, start);
+        node.inventory(inventory());
+        node.object(spec(10));
+        let desired = node.turn(&mut table, start).desired;
+        node.mps(view(DaemonState::Starting, 0, &desired));
+        assert!(reasons(&node.turn(&mut table, start)).is_empty());
+        node.mps(view(DaemonState::BackOff, 0, &desired));
+        assert_eq!(reasons(&node.turn(&mut table, start)), ["MpsUnavailable"]);
+        node.mps(view(DaemonState::Active, 3, &desired));
+        assert_eq!(reasons(&node.turn(&mut table, start)), ["Recovered"]);
+    }
+
+    #[test]
+    fn a_kubelet_that_has_just_started_is_not_believed_that_pods_are_gone() {
+        let start = Instant::now();
+        let (mut node, mut table, _) = serving(start);
+        let later = start + 2 * GRACE;
+        node.held(Ok(vec![held("p", &["GPU-a::1"])]), later, &mut table.allocations);
+        table.allocations.give(allocation(&["GPU-a::1"]), start);
+        node.kubelet_started(later);
+        assert_eq!(node.held(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
+        node.object(spec(5));
+        let turn = node.turn(&mut table, later + GRACE / 2);
+        assert_eq!(turn.lists.values().flatten().count(), 10, "{:?}", turn.status.steps);
+        assert_eq!(turn.list_every, LIST_WAITING);
+        assert_eq!(node.held(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
+        assert_eq!(node.turn(&mut table, later + GRACE).lists.values().flatten().count(), 5);
+    }
+
+    #[test]
+    fn an_error_of_the_kubelet_takes_nothing_away() {
+        let start = Instant::now();
+        let (mut node, mut table, _) = serving(start);
+        table.allocations.give(allocation(&["GPU-a::1"]), start);
+        let later = start + 2 * GRACE;
+        assert_eq!(node.held(Err("no".into()), later, &mut table.allocations), 0);
+        node.object(spec(5));
+        let turn = node.turn(&mut table, later);
+        assert_eq!(turn.lists.values().flatten().count(), 10);
+        assert!(turn.status.conditions.iter().any(|condition| condition.message.contains("no")));
+        assert!(!turn.sweep);
+    }
+
+    #[test]
+    fn a_checkpoint_serves_before_anything_else_answers() {
+        let start = Instant::now();
+        let (mut first, mut table, desired) = serving(start);
+        table.allocations.give(allocation(&["GPU-a::1"]), start);
+        let left = first.turn(&mut table, start).checkpoint;
+        let (mut second, mut table) = node(Some(left.clone()), None, start);
+        second.mps(view(DaemonState::Active, 0, &desired));
+        let turn = second.turn(&mut table, start);
+        assert_eq!(healthy(&turn), 10);
+        assert_eq!(turn.checkpoint, left);
+        assert_eq!(turn.unready.as_deref(), Some("NVML has not answered yet"));
+        assert!(turn.status.plan_id.is_empty(), "not before NVML has said what is there");
+    }
+
+    #[test]
+    fn without_a_checkpoint_daemons_and_allocations_of_before_stay_while_pods_hold_them() {
+        let start = Instant::now();
+        let (mut first, mut table, _) = serving(start);
+        let limits = MpsLimits { threads: Some(20), memory_mib: Some(5), max_clients: None };
+        table.allocations.give(Allocation { mps: Some(limits), ..allocation(&["GPU-a::0", "GPU-a::1"]) }, start);
+        let desired = first.turn(&mut table, start).desired;
+
+        let (mut second, mut table) = node(None, Some(desired.clone()), start);
+        assert_eq!(second.turn(&mut table, start).desired, desired, "before anything is known");
+        second.inventory(inventory());
+        second.object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
+        second.held(Ok(vec![held("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
+        let turn = second.turn(&mut table, start);
+        assert_eq!(turn.desired, desired, "in use");
+        assert_eq!(turn.status.gpus[0].allocations[0].memory_mib, Some(5));
+        assert_eq!(turn.status.steps[0].message, "in use by ns/p");
+        second.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+        let turn = second.turn(&mut table, start + GRACE);
+        assert!(turn.desired.daemons.is_empty() && turn.desired.allocations.is_empty());
+        assert!(turn.sweep);
+    }
+
+    #[test]
+    fn a_spec_that_is_not_planned_yet_is_none_and_a_malformed_one_leaves_the_last() {
+        let start = Instant::now();
+        let (mut node, mut table) = node(None, None, start);
+        node.inventory(inventory());
+        node.object(Object::Present(1, GpuNodeSpec::default()));
+        let turn = node.turn(&mut table, start);
+        assert!(turn.lists.is_empty(), "no whole GPU for a moment");
+        assert_eq!(turn.status.observed_generation, 1);
+        node.object(spec(10));
+        node.turn(&mut table, start);
+        node.object(Object::Malformed("units: what?".into()));
+        let turn = node.turn(&mut table, start);
+        assert_eq!(turn.lists.values().flatten().count(), 10);
+        let applied = turn.status.conditions.iter().find(|condition| condition.type_ == "Applied").unwrap();
+        assert_eq!((applied.reason.as_str(), applied.status.as_str()), ("Malformed", "False"));
+        node.object(Object::Missing);
+        assert_eq!(node.turn(&mut table, start).lists.values().flatten().count(), 10);
+    }
+
+    #[test]
+    fn reservations_reach_the_table_and_do_not_change_what_is_served() {
+        let start = Instant::now();
+        let (mut node, mut table, desired) = serving(start);
+        let Object::Present(_, mut spec) = spec(10) else { panic!() };
+        spec.reservations = vec![Reservation { resource: MPS.into(), units: 3, device: "GPU-a".into() }];
+        node.object(Object::Present(4, spec.clone()));
+        let turn = node.turn(&mut table, start);
+        assert_eq!((table.reservations, turn.desired), (spec.reservations, desired));
+        assert_eq!((turn.status.plan_id.as_str(), turn.status.observed_generation), ("p10", 4));
+    }
+}

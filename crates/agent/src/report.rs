@@ -201,3 +201,88 @@ fn reference(api_version: String, kind: String, name: &str, uid: Option<String>)
         ..ObjectReference::default()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use cleave_api::GpuNodeSpec;
+    use kube::client::Body;
+    use serde_json::{Value, json};
+    use tokio::time::timeout;
+    use tower_test::mock;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
+
+    fn client() -> (Client, Server) {
+        let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
+        (Client::new(service, "default"), server)
+    }
+
+    /// Takes the next request and answers it.
+    async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+        let (request, send) = timeout(PATIENCE, server.next_request()).await.unwrap().unwrap();
+        let asked = format!("{} {}", request.method(), request.uri());
+        let sent = request.into_body().collect_bytes().await.unwrap();
+        send.send_response(
+            http::Response::builder().status(status).body(Body::from(body.to_string().into_bytes())).unwrap(),
+        );
+        (asked, serde_json::from_slice(&sent).unwrap_or_default())
+    }
+
+    fn object(status: &GpuNodeStatus) -> Value {
+        json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {}, "status": status })
+    }
+
+    fn status(driver: &str) -> GpuNodeStatus {
+        GpuNodeStatus { driver: driver.into(), ..GpuNodeStatus::default() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_status_is_written_where_it_differs_and_again_after_an_error_and_not_without_an_object() {
+        let (client, mut api) = client();
+        let (wanted, wants) = watch::channel(Some(status("1")));
+        let (server, seen) = watch::channel(super::Server::default());
+        tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
+        assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "there is no object");
+
+        server.send_replace(super::Server { present: true, uid: None, status: None });
+        let failed = answer(
+            &mut api,
+            500,
+            &json!({ "kind": "Status", "status": "Failure", "code": 500, "message": "", "reason": "" }),
+        )
+        .await;
+        assert_eq!(failed.0, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
+        let (_, sent) = answer(&mut api, 200, &object(&status("1"))).await;
+        assert_eq!(sent["status"]["driver"], "1");
+
+        server.send_replace(super::Server { present: true, uid: None, status: Some(status("1")) });
+        assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is there");
+        wanted.send_replace(Some(status("2")));
+        assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2");
+        server.send_replace(super::Server { present: true, uid: None, status: Some(status("someone's")) });
+        assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2", "the agent's word");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_malformed_object_is_told_and_the_watch_goes_on() {
+        let (client, mut api) = client();
+        let (objects, mut read) = mpsc::channel(4);
+        let (server, _seen) = watch::channel(super::Server::default());
+        tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
+        let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
+        let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });
+        let (asked, _) = answer(&mut api, 200, &list).await;
+        assert!(asked.contains("fieldSelector=metadata.name%3Dn"), "{asked}");
+        assert!(matches!(timeout(PATIENCE, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
+        let good = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "resourceVersion": "2", "generation": 2 }, "spec": { "planId": "p" } });
+        answer(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;
+        let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
+        assert_eq!(timeout(PATIENCE, read.recv()).await.unwrap(), Some(Object::Present(2, spec)));
+    }
+}
