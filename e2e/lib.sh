@@ -61,8 +61,12 @@ image() {
 
 images() {
   say "Building and importing the images"
-  image localhost/cleave:dev --ldd --add "$programs/cleave:/usr/bin/cleave:755" --entrypoint /usr/bin/cleave
-  image localhost/cleave-client:dev --ldd --shell --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
+  # Twice the same: `next` is what an upgrade goes to.
+  local tag
+  for tag in dev next; do
+    image localhost/cleave:$tag --ldd --dir /tmp:1777 --add "$programs/cleave:/usr/bin/cleave:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
+  done
+  image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }
 
 # cluster_up NODES: the cluster, its nodes' simulated GPUs, and target/demo/env.

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""The MPS host and its doors against the real driver, without Kubernetes. One JSON object of results on standard output.
+
+usage: door.py CLEAVE      CLEAVE is the binary; needs root, a GPU, and its driver's nvidia-cuda-mps-control on the PATH
+Compute mode, MIG mode, clocks and persistence are left alone.
+"""
+import json, os, pathlib, random, shutil, signal, socket, statistics, subprocess, sys, tempfile, time
+
+HERE = pathlib.Path(__file__).parent
+cleave = os.path.abspath(sys.argv[1])
+run = pathlib.Path(tempfile.mkdtemp(prefix="cleave-door-"))
+results, failed = {}, []
+
+
+def check(name, holds, figures=None):
+    results[name] = {"passed": bool(holds), **({"figures": figures} if figures is not None else {})}
+    print(f"{'ok  ' if holds else 'FAIL'} {name} {json.dumps(figures) if figures is not None else ''}", file=sys.stderr, flush=True)
+    if not holds:
+        failed.append(name)
+
+
+def wait(what, condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if value := condition():
+                return value
+        except (OSError, ValueError, KeyError):
+            pass
+        time.sleep(0.01)
+    raise TimeoutError(what)
+
+
+def smi(query):
+    return subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+uuid, total, name, driver = (part.strip() for part in smi("uuid,memory.total,name,driver_version").splitlines()[0].split(","))
+results["machine"] = {"gpu": name, "driver": driver, "memoryMiB": int(total), "cleave": subprocess.run([cleave, "--version"], capture_output=True, text=True).stdout.strip()}
+modes_before = smi("compute_mode,mig.mode.current,persistence_mode")
+units = 10
+usable = int(total) - 1024
+desired = {"version": 1, "daemons": {uuid: {"multiUser": True, "exclusive": False, "defaultThreads": None, "defaultMemoryMib": None}}, "allocations": {}}
+
+
+def allocation(key, threads, memory):
+    (run / "alloc" / key).mkdir(parents=True, exist_ok=True)
+    desired["allocations"][key] = {"device": uuid, "threads": threads, "memoryMib": memory, "maxClients": None}
+
+
+def write():
+    (run / "mps").mkdir(exist_ok=True)
+    temporary = run / "mps" / ".desired"
+    temporary.write_text(json.dumps(desired))
+    temporary.rename(run / "mps" / "desired.json")
+
+
+def ask(**request):
+    with socket.socket(socket.AF_UNIX) as host:
+        host.settimeout(60)
+        host.connect(str(run / "mps" / "host.sock"))
+        host.sendall((json.dumps(request) + "\n").encode())
+        return json.loads(host.makefile().readline())
+
+
+def status():
+    return json.loads((run / "mps" / "status.json").read_text())
+
+
+def client(pipe, *arguments, **environment):
+    env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), **environment}
+    return subprocess.Popen([sys.executable, str(HERE / "client.py"), *arguments], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def seen(process):
+    return json.loads(process.stdout.readline() or '{"error": "no line"}')
+
+
+def once(pipe, *arguments, **environment):
+    process = client(pipe, *arguments, **environment)
+    process.stdin.close()
+    value = seen(process)
+    process.wait()
+    return value
+
+
+def sms(percent, of):
+    return of if percent in (None, 100) else max(8, of * percent // 100 & ~1)
+
+
+def resident(pid):
+    fields = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return {"rssKiB": int(fields["VmRSS"].split()[0]), "anonymousKiB": int(fields["RssAnon"].split()[0])}
+
+
+for k in range(1, units + 1):
+    allocation(f"{k:02x}", 100 * k // units, usable * k // units)
+allocation("ff", None, None)
+log = open(run / "host.log", "w")
+host = subprocess.Popen([cleave, "mps-host", "--run-dir", str(run)], stdout=log, stderr=log)
+try:
+    write()
+    start = time.monotonic()
+    wait("the MPS host answers", lambda: (run / "mps" / "host.sock").exists())
+    reply = ask(op="await", allocation="ff", timeoutMs=30000)
+    check("the daemon is up and the door open", reply.get("result") == "done", {"reply": reply, "seconds": round(time.monotonic() - start, 2)})
+    daemon = status()["daemons"][uuid]
+    check("the handshake is the known one: limits are hard", daemon["door"] == "Hard", daemon)
+    door = lambda key: run / "alloc" / key
+
+    whole = once(door("ff"))
+    check("an uncapped allocation sees the whole GPU", "error" not in whole and whole["freeMiB"] > usable - 2048, whole)
+    of = whole.get("sms", 132)
+    rows = []
+    for k in range(1, units + 1):
+        got = once(door(f"{k:02x}"), "--allocate")
+        rows.append({"shares": k, "expectedSms": sms(100 * k // units, of), "limitMiB": usable * k // units, **got})
+    check("k of 10 shares: SMs and memory are those of k shares",
+          all("error" not in row and row["sms"] == row["expectedSms"] and row["limitMiB"] - 1024 <= row["freeMiB"] <= row["limitMiB"] for row in rows), rows)
+    raised = once(door("02"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=f"0={total}M")
+    check("limits cannot be raised by the environment", raised.get("sms") == sms(20, of) and raised["freeMiB"] <= usable * 2 // units, raised)
+    lowered = once(door("05"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="10")
+    check("limits can be lowered by the environment", lowered.get("sms") == sms(10, of), lowered)
+
+    refused = {}
+    for command in ["get_server_list", "set_default_active_thread_percentage 100", "quit"]:
+        done = subprocess.run(["nvidia-cuda-mps-control"], input=command + "\n", env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("01"))}, capture_output=True, text=True, timeout=60)
+        refused[command] = {"rc": done.returncode, "out": (done.stdout + done.stderr).strip()}
+    check("administrators' commands are refused at the door", once(door("01")).get("sms") == sms(10, of) and not any(value["out"].isdigit() for value in refused.values()), refused)
+
+    held, wrong = [], []
+    random.seed(1)
+    for batch in range(12):
+        keys = [random.choice(["01", "02", "03", "05", "0a", "ff"]) for _ in range(4)]
+        held += [(key, client(door(key), "--hold")) for key in keys]
+    limits = {"01": 10, "02": 20, "03": 30, "05": 50, "0a": 100, "ff": None}
+    for key, process in held:
+        got = seen(process)
+        if got.get("sms") != sms(limits[key], of):
+            wrong.append({"door": key, **got})
+    listed = len(status()["daemons"][uuid]["clients"])
+    check("48 clients of six allocations at once each see their own limits", not wrong, {"wrong": wrong, "listed": listed})
+    over = once(door("01"))
+    check("the 49th is refused, not let in without limits", over.get("sms") != of, over)
+    for _, process in held:
+        process.stdin.close()
+        process.wait()
+
+    starts = []
+    for burst in range(25):
+        keys = [random.choice(list(limits)) for _ in range(8)]
+        processes = [(key, client(door(key))) for key in keys]
+        for key, process in processes:
+            process.stdin.close()
+            got = seen(process)
+            process.wait()
+            starts.append(got.get("sms") == sms(limits[key], of))
+    check("200 starts in bursts of 8 each see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
+
+    direct, through = [], []
+    for _ in range(15):
+        direct.append(once(run / "mps" / uuid).get("contextMs"))
+        through.append(once(door("0a")).get("contextMs"))
+    figures = {"directMs": statistics.median(direct), "throughMs": statistics.median(through), "direct": direct, "through": through}
+    check("a context through the door takes at most 10 ms more in the median", figures["throughMs"] - figures["directMs"] <= 10, figures)
+
+    pid = status()["daemons"][uuid]["pid"]
+    start = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    late = [client(door("03")) for _ in range(3)]
+    for process in late:
+        process.stdin.close()
+    after = [seen(process) for process in late]
+    waited = round(time.monotonic() - start, 2)
+    [process.wait() for process in late]
+    check("clients that knock while the daemon is dead wait, and run under their limits", all(got.get("sms") == sms(30, of) for got in after), {"clients": after, "seconds": waited})
+    again = wait("the daemon is back", lambda: (d := status()["daemons"][uuid]) and d["pid"] not in (None, pid) and d["state"] == "Active" and d)
+    check("the daemon is back with its limits", once(door("02")).get("sms") == sms(20, of), again)
+    check("the MPS host's memory", resident(host.pid)["rssKiB"] <= 4096 * 2, resident(host.pid))
+finally:
+    host.send_signal(signal.SIGTERM)
+    try:
+        results["exit"] = host.wait(30)
+    except subprocess.TimeoutExpired:
+        host.kill()
+        failed.append("the MPS host did not end")
+    log.close()
+    results["log"] = (run / "host.log").read_text().splitlines()[-200:]
+    results["modes"] = {"before": modes_before, "after": smi("compute_mode,mig.mode.current,persistence_mode")}
+    check("the GPU's modes are as they were", modes_before == results["modes"]["after"], results["modes"])
+    shutil.rmtree(run, ignore_errors=True)
+    print(json.dumps(results, indent=1))
+print(f"{sum(1 for value in results.values() if isinstance(value, dict) and value.get('passed'))} passed, {len(failed)} failed", file=sys.stderr)
+sys.exit(1 if failed else 0)

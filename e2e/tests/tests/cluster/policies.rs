@@ -1,0 +1,179 @@
+//! Policies: refused with a sentence where they are wrong, in force without a restart where they are right.
+use anyhow::{Result, ensure};
+use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, text, wait_until};
+use serde_json::{Value, json};
+
+use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
+
+/// A condition of a policy: its status, reason and message.
+fn condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
+    let policy = cluster.get(&format!("{POLICIES}/{policy}"))?;
+    let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    let found = conditions.iter().find(|condition| condition["type"] == kind);
+    Ok(found.map(|found| (text(&found["status"]), text(&found["reason"]), text(&found["message"]))))
+}
+
+#[test]
+fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "resize")?;
+    let before = daemon_pids(&cluster)?;
+    let agents = agents(&cluster)?;
+    ensure!(before.len() == 4, "daemons: {before:?}");
+    cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
+    offers(&cluster, SHARES, 5 * GPUS)?;
+    ensure!(agents == self::agents(&cluster)?, "the agent was started again");
+    scope.pod("one", &json!({SHARES: 1}), HOLD)?;
+    let seen = scope.seen("one")?;
+    ensure!(seen["sms"] == 26, "one of five shares sees {seen}");
+    ensure!(before == daemon_pids(&cluster)?, "the MPS daemons were started again");
+    Ok(())
+}
+
+/// Uids and restarts of Cleave's pods.
+fn agents(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
+    let pods = cluster.list("/api/v1/namespaces/cleave-system/pods")?;
+    Ok(pods
+        .iter()
+        .map(|pod| {
+            let restarts = pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(u64::MAX);
+            (text(&pod["metadata"]["uid"]), restarts)
+        })
+        .collect())
+}
+
+#[test]
+fn units_do_not_change_under_a_running_pod_and_the_policy_says_which() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "inuse")?;
+    scope.pod("holder", &json!({SHARES: 2}), HOLD)?;
+    scope.running("holder")?;
+    let before = undisturbed(&cluster, &scope, "holder")?;
+    cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
+    // Three idle GPUs change; the one that is in use keeps its ten.
+    offers(&cluster, SHARES, 5 * (GPUS - 1) + 10)?;
+    wait_until("the policy says which pod it waits for", || {
+        let Some((status, reason, message)) = condition(&cluster, "ten-shares", "Ready")? else { return Ok(false) };
+        ensure!(message.contains(&format!("{}/holder", scope.namespace)), "{status} {reason}: {message}");
+        Ok(status == "False")
+    })?;
+    ensure!(before == undisturbed(&cluster, &scope, "holder")?, "the running pod was disturbed");
+    scope.delete_pod("holder", 0)?;
+    offers(&cluster, SHARES, 5 * GPUS)?;
+    wait_until("the policy is in force", || Ok(condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True")))
+}
+
+#[test]
+fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "modes")?;
+    let on = |indices: Value, rest: Value| {
+        let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": indices}});
+        spec.as_object_mut().into_iter().for_each(|spec| spec.extend(rest.as_object().cloned().unwrap_or_default()));
+        spec
+    };
+    scope.policy("shares", &on(json!([0, 1]), json!({"mode": "Mps", "mps": {"units": 4, "threads": "Strict"}})))?;
+    scope.policy("turns", &on(json!([2]), json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": 6}})))?;
+    offers(&cluster, SHARES, 8)?;
+    offers(&cluster, "nvidia.com/gpu-timeslice", 6)?;
+    offers(&cluster, "nvidia.com/gpu", 1)?;
+    let pods = [("mps", SHARES), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
+    for (name, resource) in pods {
+        scope.pod(name, &json!({resource: 1}), HOLD)?;
+    }
+    let mut gpus = Vec::new();
+    for (name, _) in pods {
+        scope.running(name)?;
+        let seen = scope.seen(name)?;
+        ensure!(seen["viaMps"] == (name == "mps"), "{name} sees {seen}");
+        ensure!(seen["sms"] == if name == "mps" { 32 } else { 132 }, "{name} sees {seen}");
+        gpus.push(text(&seen["uuid"]));
+    }
+    gpus.dedup();
+    ensure!(gpus.len() == 3, "each is on a GPU of its own: {gpus:?}");
+    Ok(())
+}
+
+#[test]
+fn a_wrong_policy_is_refused_with_a_sentence() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "wrong")?;
+    let wrong = [
+        (json!({"mode": "Mps", "mps": {"units": 0}}), "48"),
+        (json!({"mode": "Mps", "mps": {"units": 49}}), "48"),
+        (json!({"mode": "Mps", "mps": {"units": 4, "unitMemory": "4Gi"}}), "unitMemory"),
+        (json!({"mode": "Mps"}), "mps.units"),
+        (json!({"mode": "Mps", "nodeSelector": {}, "mps": {"units": 4}}), "nodeSelector is empty"),
+        (json!({"mode": "TimeSlicing"}), "timeSlicing.replicas"),
+        (json!({"mode": "Sometimes"}), "Sometimes"),
+        (json!({"mode": "Mps", "mps": {"units": 4, "unitMemory": "4.5Gi"}}), "unitMemory"),
+    ];
+    for (spec, says) in wrong {
+        let refused = scope.policy("wrong", &spec);
+        let Err(error) = refused else { anyhow::bail!("accepted: {spec}") };
+        let refused = error.downcast_ref::<Refused>().map(|refused| refused.message.clone()).unwrap_or_default();
+        ensure!(refused.contains(says), "{spec} is refused with {refused:?}, which does not say {says:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_policy_that_selects_nothing_says_so_and_disturbs_nothing() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "nothing")?;
+    scope.policy("unknown", &json!({"gpus": {"models": ["RTX 9999"]}, "mode": "Mps", "mps": {"units": 2}}))?;
+    wait_until("the policy says that no GPU is of that model", || {
+        Ok(condition(&cluster, "unknown", "Ready")?.is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
+    })?;
+    offers(&cluster, SHARES, 10 * GPUS)
+}
+
+#[test]
+fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_says_so() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "conflict")?;
+    scope.policy(
+        "first-gpu",
+        &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "TimeSlicing", "timeSlicing": {"replicas": 3}}),
+    )?;
+    offers(&cluster, "nvidia.com/gpu-timeslice", 3)?;
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    wait_until("the wider policy names the one that took a GPU", || {
+        Ok(condition(&cluster, "ten-shares", "Conflict")?.is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
+    })?;
+    cluster.delete(&format!("{POLICIES}/first-gpu"), None)?;
+    offers(&cluster, SHARES, 10 * GPUS)
+}
+
+#[test]
+fn without_a_policy_gpus_are_whole_again() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "whole")?;
+    cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
+    offers(&cluster, SHARES, 0)?;
+    offers(&cluster, "nvidia.com/gpu", GPUS)?;
+    scope.pod("whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
+    scope.running("whole")?;
+    let seen = scope.seen("whole")?;
+    ensure!(seen["viaMps"] == false && seen["sms"] == 132, "it sees {seen}");
+    Ok(())
+}
+
+#[test]
+fn a_change_on_one_gpu_leaves_what_other_gpus_offer_alone() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "flap")?;
+    let least = std::cell::Cell::new(u64::MAX);
+    scope.policy(
+        "last-gpu",
+        &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
+    )?;
+    hold_until(
+        "the last GPU has twenty shares",
+        || Ok(cluster.allocatable(NODE, SHARES)? == 50),
+        || {
+            least.set(least.get().min(cluster.allocatable(NODE, SHARES)?));
+            Ok((least.get() < 30).then(|| format!("only {} shares were offered meanwhile", least.get())))
+        },
+    )
+}

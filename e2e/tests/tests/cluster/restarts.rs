@@ -1,0 +1,166 @@
+//! Restarting, upgrading or killing any part of Cleave, or the kubelet, disturbs no running pod.
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, run, text, wait_until};
+use serde_json::{Value, json};
+
+use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
+
+/// Two pods that hold seven shares, and what must not change about them.
+struct Running {
+    pods: Vec<(String, u64)>,
+    daemons: Vec<(String, u64)>,
+}
+
+const PODS: [&str; 2] = ["two", "five"];
+const HELD: u64 = 7;
+
+fn running(cluster: &Cluster, scope: &Scope) -> Result<Running> {
+    for (name, shares) in PODS.into_iter().zip([2, 5]) {
+        scope.pod(name, &json!({SHARES: shares}), HOLD)?;
+    }
+    PODS.iter().try_for_each(|name| scope.running(name).map(drop))?;
+    PODS.iter().try_for_each(|name| scope.seen(name).map(drop))?;
+    Ok(Running { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
+}
+
+fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
+    PODS.iter().map(|name| undisturbed(cluster, scope, name)).collect()
+}
+
+impl Running {
+    /// The same containers, the same daemons (which are real processes still), and room for new pods.
+    fn still(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
+        ensure!(self.pods == pods(cluster, scope)?, "a running pod was disturbed");
+        wait_until("the node tells its daemons again", || Ok(!daemon_pids(cluster)?.is_empty()))?;
+        ensure!(self.daemons == daemon_pids(cluster)?, "an MPS daemon was started again");
+        for (device, pid) in &self.daemons {
+            on_node(NODE, &["test", "-d", &format!("/proc/{pid}")]).with_context(|| format!("the daemon of {device} is gone"))?;
+        }
+        offers(cluster, SHARES, 10 * GPUS)?;
+        scope.pod("new", &json!({SHARES: 3}), HOLD)?;
+        scope.running("new")?;
+        ensure!(scope.seen("new")?["sms"] == 38, "the new pod has other limits");
+        Ok(())
+    }
+}
+
+/// Fails when the node offers fewer shares than are held.
+fn never_below(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+    || {
+        let offered = cluster.allocatable(NODE, SHARES)?;
+        Ok((offered < HELD).then(|| format!("{offered} shares were offered while {HELD} were held")))
+    }
+}
+
+/// The pod of one of Cleave's parts; on [`NODE`] where there is one on each node.
+fn part(cluster: &Cluster, component: &str) -> Result<Value> {
+    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
+    let on_node = |pod: &&Value| component == "operator" || pod["spec"]["nodeName"] == NODE;
+    pods.iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).find(on_node).cloned().with_context(|| format!("no {component} pod"))
+}
+
+fn restarts(pod: &Value) -> u64 {
+    pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
+}
+
+fn ready(pod: &Value) -> bool {
+    pod["status"]["containerStatuses"][0]["ready"] == true
+}
+
+/// Kills the process of a part by SIGKILL, as seen on the node.
+fn kill_process(subcommand: &str) -> Result<()> {
+    let find = format!("grep -azl '^{subcommand}$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3");
+    let pids = on_node(NODE, &["sh", "-c", &find])?;
+    let mut killed = 0;
+    for pid in pids.split_whitespace() {
+        // The search itself names the subcommand too.
+        if on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]).is_ok_and(|line| line.starts_with("/usr/bin/cleave ")) {
+            on_node(NODE, &["kill", "-9", pid])?;
+            killed += 1;
+        }
+    }
+    ensure!(killed == 1, "{killed} processes of `cleave {subcommand}` were found on {NODE}");
+    Ok(())
+}
+
+#[test]
+fn the_kubelet_is_killed_and_comes_back() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "kubelet")?;
+    let running = running(&cluster, &scope)?;
+    launcher(&["kill", &format!("kubelet@{NODE}")])?;
+    launcher(&["start", &format!("kubelet@{NODE}")])?;
+    running.still(&cluster, &scope)
+}
+
+#[test]
+fn the_agent_is_killed_and_comes_back() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "agent")?;
+    let running = running(&cluster, &scope)?;
+    let before = restarts(&part(&cluster, "agent")?);
+    kill_process("agent")?;
+    hold_until(
+        "the agent is back",
+        || part(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
+        never_below_once_offered(&cluster),
+    )?;
+    running.still(&cluster, &scope)
+}
+
+/// While the agent is down the kubelet tells its devices as unhealthy, which is the kubelet's doing: allocatable falls to nothing and
+/// comes back whole. What must not be seen is some of them.
+fn never_below_once_offered(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+    || {
+        let offered = cluster.allocatable(NODE, SHARES)?;
+        Ok((offered != 0 && offered < HELD).then(|| format!("{offered} shares were offered while {HELD} were held")))
+    }
+}
+
+#[test]
+fn the_operator_is_killed_and_comes_back() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "operator")?;
+    let running = running(&cluster, &scope)?;
+    let old = text(&part(&cluster, "operator")?["metadata"]["name"]);
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
+    hold_until(
+        "the operator is back",
+        || Ok(part(&cluster, "operator").is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && ready(&pod))),
+        never_below(&cluster),
+    )?;
+    running.still(&cluster, &scope)
+}
+
+#[test]
+fn the_chart_is_upgraded_to_a_new_image() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "upgrade")?;
+    let running = running(&cluster, &scope)?;
+    let host = text(&part(&cluster, "mps-host")?["metadata"]["uid"]);
+    let old = text(&part(&cluster, "agent")?["metadata"]["uid"]);
+    let helm = |tag: &str| {
+        let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
+        let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");
+        run("helm", &["upgrade", "cleave", chart, "-n", SYSTEM, "--values", values, "--set", &format!("image.tag={tag}"), "--wait", "--timeout", "3m"])
+    };
+    helm("next")?;
+    let upgraded = part(&cluster, "agent")?;
+    ensure!(text(&upgraded["metadata"]["uid"]) != old, "the agent was not upgraded");
+    ensure!(text(&upgraded["spec"]["containers"][0]["image"]).ends_with(":next"), "{}", upgraded["spec"]);
+    ensure!(text(&part(&cluster, "mps-host")?["metadata"]["uid"]) == host, "the MPS host was replaced under running clients");
+    let checked = running.still(&cluster, &scope);
+    helm("dev")?;
+    checked
+}
+
+#[test]
+fn kubectl_reads_well() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _scope = ten_shares(&cluster, "columns")?;
+    let printed = kubectl(&["get", "sharingpolicies,gpunodes"])?;
+    for word in ["ten-shares", "Mps", NODE, "H100"] {
+        ensure!(printed.contains(word), "{word:?} is missing in\n{printed}");
+    }
+    Ok(())
+}

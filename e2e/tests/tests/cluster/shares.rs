@@ -1,0 +1,127 @@
+//! `nvidia.com/gpu-mps: N` is N shares of one GPU, limited as N shares; a tenant cannot raise them, nor administer MPS.
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, Refused, pod, text, wait_until};
+use cleave_plan::mps::{self, Threads};
+use cleave_plan::units::{Mebibytes, Sms};
+use serde_json::json;
+
+use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
+
+/// What a client may see as free: its share less its own context, whose size is the driver's.
+const CONTEXT: u64 = 600;
+
+/// SMs and MiB of `shares` of ten on a GPU with `total` MiB.
+fn worth(shares: u32, total: u64) -> (Sms, Mebibytes) {
+    let threads = mps::threads(shares, 10, Threads::Strict);
+    (mps::sms(threads, Sms(SMS)), mps::memory(shares, 10, Mebibytes(total)))
+}
+
+#[test]
+fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "shares")?;
+    let total = cluster.gpunode(NODE)?["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
+    let sizes = [1, 2, 3, 5];
+    for shares in sizes {
+        scope.pod(&format!("p{shares}"), &json!({SHARES: shares}), HOLD)?;
+    }
+    for shares in sizes {
+        let name = format!("p{shares}");
+        scope.running(&name)?;
+        let seen = scope.seen(&name)?;
+        let (sms, memory) = worth(shares, total);
+        ensure!(seen["viaMps"] == true && seen["sms"] == sms.0, "{name} sees {seen}, expected {sms}");
+        let free = seen["freeMiB"].as_u64().context("no freeMiB")?;
+        ensure!(free <= memory.0 && free + CONTEXT >= memory.0, "{name} sees {free} MiB, expected {memory} less a context");
+        wait_until(&format!("the node tells who holds {name}'s shares"), || Ok(!allocations(&cluster, &scope, &name)?.is_empty()))?;
+        let held = allocations(&cluster, &scope, &name)?;
+        ensure!(held.len() == 1, "{name} is on several GPUs: {held:?}");
+        let ids = held[0]["ids"].as_array().map_or(0, Vec::len);
+        ensure!(ids == shares as usize && held[0]["sms"] == sms.0 && held[0]["memoryMib"] == memory.0, "{name} holds {}", held[0]);
+        ensure!(text(&seen["uuid"]) == text(&held[0]["device"]), "{name} sees another GPU than it holds");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "door")?;
+    scope.pod("three", &json!({SHARES: 3}), "sleep infinity")?;
+    scope.running("three")?;
+    let shell = |script: &str| scope.exec("three", &["sh", "-c", script]);
+    let listed = shell("ls -A \"$CUDA_MPS_PIPE_DIRECTORY\"")?;
+    ensure!(listed.trim() == "control", "the folder holds {listed:?}");
+    let write = shell("touch \"$CUDA_MPS_PIPE_DIRECTORY\"/x 2>&1 || true")?;
+    ensure!(write.contains("Read-only"), "the folder can be written to: {write:?}");
+    for command in ["set_default_active_thread_percentage 100", "get_server_list", "terminate_client 1 1", "quit"] {
+        let refused = shell(&format!("cleave-client --admin '{command}'"));
+        ensure!(refused.is_err(), "{command} was answered: {refused:?}");
+    }
+    let (sms, memory) = worth(3, 1 << 40);
+    let raised = shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1000G cleave-client --once")?;
+    let raised: serde_json::Value = serde_json::from_str(raised.trim())?;
+    ensure!(raised["sms"] == sms.0, "raised by hand, it sees {raised}");
+    ensure!(raised["freeMiB"].as_u64().is_some_and(|free| free < memory.0), "raised by hand, it sees {raised}");
+    let lowered: serde_json::Value =
+        serde_json::from_str(shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=10 cleave-client --once")?.trim())?;
+    ensure!(lowered["sms"] == worth(1, 1).0.0, "lowered by hand, it sees {lowered}");
+    // The daemons have outlived the attempts.
+    let after: serde_json::Value = serde_json::from_str(shell("cleave-client --once")?.trim())?;
+    ensure!(after["sms"] == sms.0 && after["viaMps"] == true, "afterwards it sees {after}");
+    Ok(())
+}
+
+#[test]
+fn users_other_than_root_share_too() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "users")?;
+    let mut plain = pod("plain", &json!({SHARES: 2}), HOLD);
+    plain["spec"]["securityContext"] = json!({"runAsUser": 1000, "runAsGroup": 1000});
+    scope.pod("root", &json!({SHARES: 1}), HOLD)?;
+    cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &plain)?;
+    ensure!(scope.seen("root")?["sms"] == worth(1, 1).0.0);
+    let seen = scope.seen("plain")?;
+    ensure!(seen["sms"] == worth(2, 1).0.0 && seen["viaMps"] == true, "as uid 1000 it sees {seen}");
+    Ok(())
+}
+
+#[test]
+fn a_node_is_filled_to_its_last_share_and_what_is_freed_is_used_again() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "full")?;
+    for index in 0..8 {
+        scope.pod(&format!("five-{index}"), &json!({SHARES: 5}), HOLD)?;
+    }
+    for index in 0..8 {
+        scope.running(&format!("five-{index}"))?;
+    }
+    scope.pod("late", &json!({SHARES: 5}), HOLD)?;
+    wait_until("the ninth is told that there is no room", || {
+        let conditions = cluster.get(&scope.pod_path("late"))?["status"]["conditions"].clone();
+        Ok(conditions.to_string().contains("Insufficient nvidia.com/gpu-mps"))
+    })?;
+    scope.delete_pod("five-3", 0)?;
+    scope.running("late")?;
+    ensure!(scope.seen("late")?["sms"] == worth(5, 1).0.0);
+    for name in scope.pods()?.iter().map(|pod| text(&pod["metadata"]["name"])) {
+        wait_until(&format!("the node tells who holds {name}'s shares"), || Ok(!allocations(&cluster, &scope, &name)?.is_empty()))?;
+        ensure!(allocations(&cluster, &scope, &name)?.len() == 1, "{name} is on several GPUs");
+    }
+    Ok(())
+}
+
+#[test]
+fn more_shares_than_a_gpu_has_are_refused_with_a_sentence() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "toomany")?;
+    match scope.pod("eleven", &json!({SHARES: 11}), HOLD) {
+        // Refused at admission, where that is installed.
+        Err(error) if error.downcast_ref::<Refused>().is_some() => Ok(()),
+        Err(error) => Err(error),
+        Ok(_) => wait_until("the pod says why it cannot run", || {
+            let status = cluster.get(&scope.pod_path("eleven"))?["status"].clone();
+            Ok(text(&status["reason"]) == "UnexpectedAdmissionError" && text(&status["message"]).contains("one GPU"))
+        }),
+    }
+}
