@@ -460,13 +460,16 @@ mod tests {
     #[test]
     fn a_hanging_call_goes_on_when_the_fault_is_cleared() {
         let (dir, machine) = machine();
-        let id = machine.change(|s| fault(s, "nvmlInit", Effect::Hang(None), Some(1))).unwrap();
+        let id = machine.change(|s| fault(s, "nvmlInit", Effect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
             let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().injected("nvmlInit_v2", None));
             // It hangs once it has used up the fault's one call.
             let mut state = machine.snapshot().unwrap();
+            let deadline = Instant::now() + Duration::from_secs(60);
             while state.faults[0].remaining == Some(1) {
-                machine.wait_change(state.generation, Duration::from_secs(60)).unwrap();
+                let left = deadline.saturating_duration_since(Instant::now());
+                assert!(!left.is_zero(), "the call never came");
+                machine.wait_change(state.generation, left).unwrap();
                 state = machine.snapshot().unwrap();
             }
             assert!(!hanging.is_finished());

@@ -10,7 +10,7 @@
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::{ComputeMode, EccCounter, MemoryError, TemperatureSensor};
@@ -70,14 +70,16 @@ impl Drop for Holder {
 
 /// Waits for a condition that comes with a change of the state.
 fn until(machine: &Machine, done: impl Fn(&State) -> bool) {
-    for _ in 0..1000 {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
         let state = machine.snapshot().unwrap();
         if done(&state) {
             return;
         }
-        machine.wait_change(state.generation, Duration::from_secs(60)).unwrap();
+        let left = deadline.saturating_duration_since(Instant::now());
+        assert!(!left.is_zero(), "the condition never came");
+        machine.wait_change(state.generation, left).unwrap();
     }
-    panic!("the condition never came");
 }
 
 #[test]
@@ -509,7 +511,7 @@ fn injected_errors_and_hangs_come_before_the_answer() {
         two.uuid().unwrap();
         assert!(matches!(one.uuid(), Err(NvmlError::Unknown)));
         one.uuid().unwrap();
-        inject(2, "nvmlDeviceGetName", None, Effect::Hang(None), Some(1));
+        inject(2, "nvmlDeviceGetName", None, Effect::Hang(Some(60.0)), Some(1));
         std::thread::scope(|scope| {
             let hanging = scope.spawn(|| one.name().unwrap());
             until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
