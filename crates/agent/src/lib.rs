@@ -62,6 +62,8 @@ const INVENTORY_DEADLINE: Duration = Duration::from_secs(20);
 const LISTED: Duration = Duration::from_millis(300);
 /// How long the kubelet may take for its list.
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
+/// How long files and status may follow an allocation.
+const SOON: Duration = Duration::from_millis(30);
 /// The main loop turns at least so often: times run out without an input.
 const TURN: Duration = Duration::from_secs(5);
 /// Between attempts to write files.
@@ -216,7 +218,11 @@ impl Main {
                     None => anyhow::bail!("nobody tells the main loop anything any more"),
                 },
                 // Cancel-safe: a notification that is not taken stays.
-                () = counter.given.notified() => self.listing.send_modify(|listing| listing.given += 1),
+                () = counter.given.notified() => {
+                    // The kubelet has its answer first, and a burst is one turn; a container that starts is worth a turn of its own.
+                    let _ = tokio::time::timeout(SOON, counter.starting.notified()).await;
+                    self.listing.send_modify(|listing| listing.given += 1);
+                }
                 // Cancel-safe: a signal that is not taken is seen by the next call.
                 _ = terminate.recv() => {
                     tracing::info!("told to stop");

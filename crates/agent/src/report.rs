@@ -225,10 +225,10 @@ mod tests {
 
     /// Takes the next request and answers it.
     async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
-        let (request, send) = timeout(PATIENCE, server.next_request()).await.unwrap().unwrap();
+        let (request, reply) = timeout(PATIENCE, server.next_request()).await.unwrap().unwrap();
         let asked = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();
-        send.send_response(
+        reply.send_response(
             http::Response::builder().status(status).body(Body::from(body.to_string().into_bytes())).unwrap(),
         );
         (asked, serde_json::from_slice(&sent).unwrap_or_default())

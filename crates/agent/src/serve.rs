@@ -38,14 +38,16 @@ pub struct Counter {
     handover: Handover,
     link: Link,
     metrics: Metrics,
-    /// An allocation was given out.
+    /// An allocation was given out: files and status follow soon.
     pub given: Notify,
+    /// A container starts: they are wanted now.
+    pub starting: Notify,
 }
 
 impl Counter {
     /// With nothing to give out yet.
     pub fn new(table: Table, handover: Handover, link: Link, metrics: Metrics) -> Self {
-        Self { table: Mutex::new(table), handover, link, metrics, given: Notify::new() }
+        Self { table: Mutex::new(table), handover, link, metrics, given: Notify::new(), starting: Notify::new() }
     }
 
     /// The table. Held for moments only, never across an await.
@@ -84,6 +86,7 @@ impl Counter {
         if allocation.mps.is_none() {
             return Ok(());
         }
+        self.starting.notify_one();
         let id = allocation.id();
         self.link.make_folder(&id).map_err(|error| format!("cannot make the folder of the shares: {error}"))?;
         let timeout_ms = u64::try_from(START.as_millis()).unwrap_or(u64::MAX);
