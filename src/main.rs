@@ -1,6 +1,7 @@
 //! The `cleave` binary: parses the command line and calls the crate that does the work.
 mod crds;
 mod plan;
+mod status;
 
 use std::future::Future;
 use std::process::ExitCode;
@@ -39,12 +40,14 @@ enum Command {
     Agent(Box<cleave_agent::AgentArgs>),
     /// Keep this node's MPS daemons and their doors as the agent wants them.
     MpsHost(cleave_gpu::mps::host::HostArgs),
-    /// Turn SharingPolicies into what each node's GPUs shall be.
+    /// Turn policies into what each node's GPUs shall be.
     Operator(cleave_operator::OperatorArgs),
     /// Plan a snapshot of a cluster: which GPUs are cut into what, and which pod goes where.
     Plan(plan::Args),
     /// Print the custom resource definitions.
     Crds(crds::CrdsArgs),
+    /// Show nodes, GPUs, policies, and which pod holds what with which limits.
+    Status(status::StatusArgs),
 }
 
 fn main() -> ExitCode {
@@ -63,9 +66,10 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Agent(args) => serve(cleave_agent::run(*args)),
         Command::MpsHost(args) => serve(async { Ok(cleave_gpu::mps::host::run(args).await?) }),
-        Command::Operator(args) => serve(async { Ok(cleave_operator::run(args).await?) }),
+        Command::Operator(args) => serve(cleave_operator::run(args)),
         Command::Plan(args) => plan::run(&args),
         Command::Crds(args) => crds::run(&args),
+        Command::Status(args) => serve(status::run(args)),
     }
 }
 
