@@ -63,8 +63,10 @@ pub struct Endpoint {
     pub message_bytes: usize,
     /// Lists received since the directory was made.
     pub lists: usize,
-    /// When the last list came.
+    /// When the first list of the last registration came.
     pub listed: Option<Instant>,
+    /// Clients that were disconnected.
+    pub disconnected: usize,
 }
 
 impl Endpoint {
@@ -368,6 +370,7 @@ impl Shared {
         self.seen.send_modify(|seen| {
             let endpoint = seen.endpoints.entry(request.resource_name.clone()).or_default();
             (endpoint.connected, endpoint.socket, endpoint.options) = (true, request.endpoint, options);
+            endpoint.listed = None;
         });
         let no_stream = {
             let mut behaviour = locked(&self.behaviour);
@@ -395,7 +398,7 @@ impl Shared {
                     endpoint.message_bytes = prost::Message::encoded_len(&list);
                     endpoint.devices = list.devices;
                     endpoint.lists += 1;
-                    endpoint.listed = Some(at);
+                    endpoint.listed = endpoint.listed.or(Some(at));
                 });
             }
         }
@@ -411,6 +414,7 @@ impl Shared {
         self.seen.send_modify(|seen| {
             if let Some(endpoint) = seen.endpoints.get_mut(resource) {
                 endpoint.connected = false;
+                endpoint.disconnected += 1;
             }
         });
     }

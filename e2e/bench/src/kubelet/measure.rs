@@ -15,12 +15,12 @@ use super::report::{Figure, Report, Sorted};
 /// Calls that are not counted: caches and the connection's windows settle.
 const WARM_UP: usize = 50;
 
-fn milliseconds(duration: Duration) -> f64 {
+pub(super) fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts and KiB of a few million")]
-fn count(value: impl TryInto<u64>) -> f64 {
+pub(super) fn count(value: impl TryInto<u64>) -> f64 {
     value.try_into().map_or(f64::NAN, |value: u64| value as f64)
 }
 
@@ -35,7 +35,7 @@ pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Repor
         registers.push(registered.context("no registration")?.at.duration_since(plugin.started));
         let listed = plugin.endpoint().listed.context("no list")?;
         lists.push(listed.duration_since(plugin.started));
-        exits.push(plugin.terminate().await?);
+        exits.push(plugin.end().await?);
     }
     for (what, durations, published, goal) in [
         ("exec → Register", registers, (8.9, 9.9), Some(9.0)),
@@ -128,7 +128,7 @@ fn latency(
     );
 }
 
-fn allocate_request(ids: &[&str]) -> wire::AllocateRequest {
+pub(super) fn allocate_request(ids: &[&str]) -> wire::AllocateRequest {
     let devices_ids = ids.iter().map(ToString::to_string).collect();
     wire::AllocateRequest { container_requests: vec![wire::ContainerAllocateRequest { devices_ids }] }
 }
@@ -247,7 +247,11 @@ fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     }
 }
 
-async fn preferred(client: &mut DevicePluginClient<Channel>, free: &[&str], units: usize) -> Result<Vec<String>> {
+pub(super) async fn preferred(
+    client: &mut DevicePluginClient<Channel>,
+    free: &[&str],
+    units: usize,
+) -> Result<Vec<String>> {
     let ids = only_answer(client.get_preferred_allocation(preferred_request(free, units)?).await?.into_inner())?;
     ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
     Ok(ids)

@@ -1,22 +1,31 @@
 //! `cleave-bench kubelet`: a fake kubelet over real unix sockets, and a device plugin in a process of its own.
 //!
-//! The plugin is any program given after `--`, such as the agent on simulated GPUs. Without one it is this program again, serving MPS shares
-//! of GPUs that nobody has: the kubelet's protocol and the agent's choice of devices, but no NVML.
+//! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`. Without either it is this program again,
+//! serving MPS shares of GPUs that nobody has: the kubelet's protocol and the agent's choice of devices, but no NVML.
+mod faults;
 mod measure;
 mod occupancy;
 mod process;
 mod report;
+mod simulated;
 mod synthetic;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use process::Launcher;
 use report::Report;
 
 /// Measures a device plugin as the kubelet sees it, beside NVIDIA's.
 #[derive(clap::Args)]
 pub(crate) struct Args {
+    /// The `cleave` program: its agent is measured, on simulated GPUs. The stand-ins for NVML and MPS have to lie beside it.
+    #[arg(long, value_name = "PATH", conflicts_with = "command")]
+    agent: Option<PathBuf>,
+    /// How the agent shares the simulated GPUs.
+    #[arg(long, value_enum, default_value_t = Sharing::Mps, requires = "agent")]
+    sharing: Sharing,
     /// The resource that is asked for.
     #[arg(long, default_value = "nvidia.com/gpu-mps")]
     resource: String,
@@ -47,16 +56,25 @@ pub(crate) struct Args {
     /// Serves synthetic shares in this directory, instead of measuring.
     #[arg(long, hide = true, value_name = "DIR")]
     serve: Option<PathBuf>,
-    /// Synthetic GPUs.
-    #[arg(long, hide = true, default_value_t = 8)]
+    /// Simulated or synthetic GPUs.
+    #[arg(long, default_value_t = 8)]
     gpus: u32,
     /// Shares of each.
-    #[arg(long, hide = true, default_value_t = 10)]
+    #[arg(long, default_value_t = 10)]
     units: u32,
     /// The plugin to start. It finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`, `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`,
     /// `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`; `{dir}` in an argument is the directory above them, new for each start.
     #[arg(last = true)]
     command: Vec<String>,
+}
+
+/// How the agent shares GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Sharing {
+    /// Shares under MPS, with an MPS host and the stand-in MPS.
+    Mps,
+    /// Time-sliced replicas.
+    TimeSlicing,
 }
 
 /// How the figures are printed.
@@ -83,37 +101,45 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 async fn measure_all(args: &Args) -> Result<Report> {
-    let is_synthetic = args.command.is_empty();
-    let launcher = |gpus, units| {
-        if is_synthetic {
-            process::Launcher::synthetic(&args.resource, gpus, units)
-        } else {
-            Ok(process::Launcher::command(&args.resource, &args.command))
-        }
+    let launcher = |gpus, units| match (&args.agent, args.command.is_empty()) {
+        (Some(cleave), _) => Launcher::agent(&args.resource, cleave, args.sharing, gpus, units),
+        (None, true) => Launcher::synthetic(&args.resource, gpus, units),
+        (None, false) => Ok(Launcher::command(&args.resource, &args.command)),
     };
-    let mut report = Report::new(if is_synthetic { "synthetic GPUs".to_owned() } else { args.command.join(" ") });
+    let mut report = Report::new(match (&args.agent, args.command.is_empty()) {
+        (Some(cleave), _) => format!("{} agent, {:?} on simulated GPUs", cleave.display(), args.sharing),
+        (None, true) => "Cleave's protocol and choice of devices, without NVML".to_owned(),
+        (None, false) => args.command.join(" "),
+    });
     let main = launcher(args.gpus, args.units)?;
     measure::starts(&main, args.starts, &mut report).await?;
-    {
-        let mut plugin = main.start().await?;
-        measure::idle(&plugin, Duration::from_secs(args.idle), &mut report).await?;
-        measure::calls(&plugin, args.calls, args.seed, &mut report).await?;
-        measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
-        measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
-        measure::message(&plugin, &mut report);
-        measure::memory(&plugin, "after these calls", None, &mut report)?;
-        measure::restarts(&mut plugin, args.restarts, &mut report).await?;
-        measure::refusal(&mut plugin, &mut report).await?;
-        measure::deleted_socket(&plugin, &mut report).await?;
-        measure::memory(&plugin, "after the restarts", None, &mut report)?;
-    }
-    if is_synthetic {
+    let mut plugin = main.start().await?;
+    measure::idle(&plugin, Duration::from_secs(args.idle), &mut report).await?;
+    measure::calls(&plugin, args.calls, args.seed, &mut report).await?;
+    measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
+    measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
+    measure::message(&plugin, &mut report);
+    measure::memory(&plugin, "after these calls", None, &mut report)?;
+    measure::restarts(&mut plugin, args.restarts, &mut report).await?;
+    measure::refusal(&mut plugin, &mut report).await?;
+    measure::deleted_socket(&plugin, &mut report).await?;
+    measure::memory(&plugin, "after the restarts", None, &mut report)?;
+    plugin.end().await?;
+    if args.command.is_empty() {
         let plugin = launcher(4, 10)?.start().await?;
         measure::random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
         measure::churn(&plugin, args.arrivals, args.seed, &mut report).await?;
+        plugin.end().await?;
         for (gpus, units) in [(8, 1), (8, 5), (8, 48)] {
-            measure::message(&launcher(gpus, units)?.start().await?, &mut report);
+            let plugin = launcher(gpus, units)?.start().await?;
+            measure::message(&plugin, &mut report);
+            plugin.end().await?;
         }
+    }
+    if args.agent.is_some() {
+        faults::xid(&main, &mut report).await?;
+        faults::lost(&main, &mut report).await?;
+        faults::event_wait(&main, Duration::from_secs(args.idle), &mut report).await?;
     }
     Ok(report)
 }

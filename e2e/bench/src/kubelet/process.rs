@@ -7,7 +7,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakePodResources, Seen};
+use sim_machine::Machine;
 use tokio::process::{Child, Command};
+
+use super::Sharing;
+use super::simulated::Simulated;
 
 /// For anything that the plugin has to do. NVIDIA's tries again after 30 s.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
@@ -17,6 +21,7 @@ pub(super) struct Launcher {
     resource: String,
     program: PathBuf,
     args: Vec<String>,
+    simulated: Option<Simulated>,
 }
 
 /// A running plugin and its kubelet.
@@ -25,7 +30,11 @@ pub(super) struct Plugin {
     pub(super) resource: String,
     /// When the process was started.
     pub(super) started: Instant,
+    /// The simulated GPUs that it sees, if it does.
+    pub(super) machine: Option<Machine>,
     child: Child,
+    command: Command,
+    host: Option<Child>,
     log: PathBuf,
     _pods: FakePodResources,
     _folder: tempfile::TempDir,
@@ -40,12 +49,29 @@ impl Launcher {
             resource: resource.to_owned(),
             program: std::env::current_exe().context("this program's path")?,
             args: args.into_iter().chain(sizes).collect(),
+            simulated: None,
         })
     }
 
     /// Any program. The command is not empty.
     pub(super) fn command(resource: &str, command: &[String]) -> Self {
-        Self { resource: resource.to_owned(), program: PathBuf::from(&command[0]), args: command[1..].to_vec() }
+        Self {
+            resource: resource.to_owned(),
+            program: PathBuf::from(&command[0]),
+            args: command[1..].to_vec(),
+            simulated: None,
+        }
+    }
+
+    /// Cleave's agent on simulated GPUs.
+    pub(super) fn agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
+        let args = ["agent", "--node-name", "bench", "--offline", "{dir}/offline", "--metrics-addr", "127.0.0.1:0"];
+        Ok(Self {
+            resource: resource.to_owned(),
+            program: cleave.to_owned(),
+            args: args.map(str::to_owned).into(),
+            simulated: Some(Simulated::new(resource, cleave, sharing, gpus, units)?),
+        })
     }
 
     /// Starts it, and waits until the kubelet has its devices.
@@ -53,31 +79,58 @@ impl Launcher {
         let folder = tempfile::Builder::new().prefix("cleave-bench").tempdir().context("a folder")?;
         let at = |name: &str| folder.path().join(name);
         let (plugins, pods) = (at("device-plugins"), at("pod-resources/kubelet.sock"));
-        for name in ["device-plugins", "pod-resources", "run", "state", "cdi"] {
+        for name in ["device-plugins", "pod-resources", "run", "state", "cdi", "offline"] {
             std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a folder")?;
         }
         let kubelet = FakeKubelet::start(&plugins).context("a fake kubelet")?;
         let pod_resources = FakePodResources::start(&pods).context("fake PodResources")?;
         let log = at("log");
-        let output = File::create(&log).context("a log")?;
+        let output = File::options().create(true).append(true).open(&log).context("a log")?;
         let dir = folder.path().to_str().context("a path in UTF-8")?;
-        let mut command = Command::new(&self.program);
-        command
-            .args(self.args.iter().map(|arg| arg.replace("{dir}", dir)))
-            .env("CLEAVE_DEVICE_PLUGIN_DIR", &plugins)
-            .env("CLEAVE_POD_RESOURCES_SOCKET", &pods)
-            .env("CLEAVE_RUN_DIR", at("run"))
-            .env("CLEAVE_STATE_DIR", at("state"))
-            .env("CLEAVE_CDI_DIR", at("cdi"))
-            .env("NODE_NAME", "bench")
-            .stdin(Stdio::null())
-            .stdout(output.try_clone().context("a log")?)
-            .stderr(output)
-            .kill_on_drop(true);
+        let command = |program: &Path, args: Vec<String>| -> Result<Command> {
+            let mut command = Command::new(program);
+            command
+                .args(args)
+                .env("CLEAVE_DEVICE_PLUGIN_DIR", &plugins)
+                .env("CLEAVE_POD_RESOURCES_SOCKET", &pods)
+                .env("CLEAVE_RUN_DIR", at("run"))
+                .env("CLEAVE_STATE_DIR", at("state"))
+                .env("CLEAVE_CDI_DIR", at("cdi"))
+                .env("NODE_NAME", "bench")
+                .stdin(Stdio::null())
+                .stdout(output.try_clone().context("a log")?)
+                .stderr(output.try_clone().context("a log")?)
+                .kill_on_drop(true);
+            if let Some(simulated) = &self.simulated {
+                command.envs(simulated.environment(folder.path()));
+            }
+            Ok(command)
+        };
+        let machine = match &self.simulated {
+            Some(simulated) => Some(simulated.prepare(folder.path())?),
+            None => None,
+        };
+        let host = match self.simulated.as_ref().and_then(Simulated::mps_host) {
+            Some(args) => Some(command(&self.program, args)?.spawn().context("cannot start the MPS host")?),
+            None => None,
+        };
+        let args = self.args.iter().map(|arg| arg.replace("{dir}", dir)).collect();
+        let mut command = command(&self.program, args)?;
         let started = Instant::now();
         let child = command.spawn().with_context(|| format!("cannot start {}", self.program.display()))?;
         let resource = self.resource.clone();
-        let mut plugin = Plugin { kubelet, resource, started, child, log, _pods: pod_resources, _folder: folder };
+        let mut plugin = Plugin {
+            kubelet,
+            resource,
+            started,
+            machine,
+            child,
+            command,
+            host,
+            log,
+            _pods: pod_resources,
+            _folder: folder,
+        };
         plugin.served().await?;
         Ok(plugin)
     }
@@ -92,11 +145,24 @@ impl Plugin {
         self.kubelet.seen().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
     }
 
-    /// Waits until the kubelet has devices of the resource.
+    /// Lines that the process wrote until now.
+    pub(super) fn log_lines(&self) -> usize {
+        std::fs::read(&self.log).map_or(0, |log| String::from_utf8_lossy(&log).lines().count())
+    }
+
+    /// Waits until the kubelet has a list of the resource, all of it healthy.
     pub(super) async fn served(&mut self) -> Result<Seen> {
         let resource = self.resource.clone();
-        let what = format!("devices of {resource}");
-        self.sees(&what, |seen| seen.endpoints.get(&resource).is_some_and(|e| !e.healthy().is_empty())).await
+        let all =
+            |endpoint: &Endpoint| !endpoint.devices.is_empty() && endpoint.healthy().len() == endpoint.devices.len();
+        self.sees(&format!("devices of {resource}"), |seen| seen.endpoints.get(&resource).is_some_and(all)).await
+    }
+
+    /// Waits until the kubelet sees what is wanted of the resource.
+    pub(super) async fn has(&mut self, what: &str, mut condition: impl FnMut(&Endpoint) -> bool) -> Result<Endpoint> {
+        let resource = self.resource.clone();
+        let mut seen = self.sees(what, |seen| seen.endpoints.get(&resource).is_some_and(&mut condition)).await?;
+        seen.endpoints.remove(&resource).context("an endpoint")
     }
 
     /// Waits until the kubelet sees what is wanted.
@@ -111,14 +177,30 @@ impl Plugin {
         bail!("{ended}\n{}", tail(&self.log))
     }
 
-    /// Asks the process to end, and waits for it. How long that took.
-    pub(super) async fn terminate(mut self) -> Result<Duration> {
-        let pid = i32::try_from(self.pid()?).ok().and_then(rustix::process::Pid::from_raw).context("a process id")?;
-        let asked = Instant::now();
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).context("SIGTERM")?;
-        tokio::time::timeout(DEADLINE, self.child.wait()).await.context("the plugin does not end on SIGTERM")??;
-        Ok(asked.elapsed())
+    /// Ends the process, and starts another in the same surroundings.
+    pub(super) async fn replace(&mut self) -> Result<()> {
+        terminate(&mut self.child).await?;
+        self.child = self.command.spawn().context("cannot start the plugin again")?;
+        Ok(())
     }
+
+    /// Ends it, and what was started for it. How long the plugin took.
+    pub(super) async fn end(mut self) -> Result<Duration> {
+        let took = terminate(&mut self.child).await?;
+        if let Some(mut host) = self.host.take() {
+            terminate(&mut host).await.context("the MPS host")?;
+        }
+        Ok(took)
+    }
+}
+
+/// Asks a process to end, and waits for it.
+async fn terminate(child: &mut Child) -> Result<Duration> {
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(rustix::process::Pid::from_raw);
+    let asked = Instant::now();
+    rustix::process::kill_process(pid.context("it has ended")?, rustix::process::Signal::TERM).context("SIGTERM")?;
+    tokio::time::timeout(DEADLINE, child.wait()).await.context("it does not end on SIGTERM")??;
+    Ok(asked.elapsed())
 }
 
 /// The last lines that the plugin wrote.

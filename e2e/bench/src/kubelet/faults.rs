@@ -1,0 +1,153 @@
+//! What the kubelet sees of a GPU that fails, through the stand-in NVML.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use cleave_kubelet::fake::Endpoint;
+use sim_machine::{Effect, EventKind, Fault, Machine};
+
+use super::measure::{allocate_request, count, milliseconds, preferred};
+use super::occupancy::gpu;
+use super::process::{Launcher, Plugin, work};
+use super::report::{Figure, Report};
+
+const CASE: &str = "faults";
+
+/// `NVML_ERROR_GPU_IS_LOST`.
+const GPU_IS_LOST: i32 = 15;
+
+fn machine(plugin: &Plugin) -> Result<&Machine> {
+    plugin.machine.as_ref().context("no simulated machine")
+}
+
+/// A GPU in the middle.
+fn victim(plugin: &Plugin) -> Result<String> {
+    let state = machine(plugin)?.snapshot()?;
+    let found = state.gpus.get(state.gpus.len() / 2).map(|gpu| gpu.uuid.clone());
+    found.context("no GPU")
+}
+
+/// Unhealthy devices of this GPU, and of the others.
+fn unhealthy(endpoint: &Endpoint, uuid: &str) -> (usize, usize) {
+    let sick = endpoint.devices.iter().filter(|device| !endpoint.connected || device.health != "Healthy");
+    let (here, there): (Vec<_>, Vec<_>) = sick.partition(|device| gpu(&device.id) == uuid);
+    (here.len(), there.len())
+}
+
+/// Waits until all of a GPU's devices are unhealthy. How long that took, and what the kubelet saw.
+async fn falls_ill(plugin: &mut Plugin, uuid: &str, since: Instant) -> Result<(Duration, Endpoint)> {
+    let units = plugin.endpoint().devices.iter().filter(|device| gpu(&device.id) == uuid).count();
+    ensure!(units > 0, "no devices of {uuid}");
+    let all = |endpoint: &Endpoint| unhealthy(endpoint, uuid).0 == units;
+    let endpoint = plugin.has("that the GPU is unhealthy", all).await?;
+    Ok((since.elapsed(), endpoint))
+}
+
+async fn recovers(plugin: &mut Plugin, since: Instant) -> Result<f64> {
+    plugin.served().await?;
+    Ok(milliseconds(since.elapsed()))
+}
+
+/// XID 79 on a GPU that still answers.
+pub(super) async fn xid(launcher: &Launcher, report: &mut Report) -> Result<()> {
+    let mut plugin = launcher.start().await?;
+    let uuid = victim(&plugin)?;
+    let since = Instant::now();
+    machine(&plugin)?.change(|state| state.push_event(&uuid, EventKind::Xid, 79, None))?;
+    let (took, endpoint) = falls_ill(&mut plugin, &uuid, since).await?;
+    let (here, there) = unhealthy(&endpoint, &uuid);
+    report.add(Figure::new(CASE, "XID 79: its devices unhealthy", count(here), "").published(1.0));
+    report.add(Figure::new(CASE, "XID 79: other devices unhealthy", count(there), "").published(0.0).at_most(0.0));
+    report.add(Figure::new(CASE, "XID 79 → unhealthy", milliseconds(took), "ms").published(4.0));
+    plugin.end().await?;
+    Ok(())
+}
+
+/// A GPU that fell off the bus: calls about it fail.
+pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()> {
+    let mut plugin = launcher.start().await?;
+    let uuid = victim(&plugin)?;
+    let lists = plugin.endpoint().lists;
+    let since = Instant::now();
+    machine(&plugin)?.change(|state| {
+        if let Ok(gpu) = state.gpu_mut(&uuid) {
+            gpu.lost = true;
+        }
+        state.push_event(&uuid, EventKind::Xid, 79, None);
+    })?;
+    let (took, endpoint) = falls_ill(&mut plugin, &uuid, since).await?;
+    let total = endpoint.devices.len();
+    let (here, there) = unhealthy(&endpoint, &uuid);
+    report.add(Figure::new(CASE, "GPU lost: its devices unhealthy", count(here), "").published(10.0));
+    report.add(Figure::new(CASE, "GPU lost: other devices unhealthy", count(there), "").published(70.0).at_most(0.0));
+    report.add(Figure::new(CASE, "GPU lost → unhealthy", milliseconds(took), "ms").published(3.0));
+    let messages = count(endpoint.lists - lists);
+    report.add(Figure::new(CASE, "GPU lost: lists sent", messages, "").published(80.0).at_most(8.0));
+
+    let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
+    let ids = preferred(&mut client, &endpoint.healthy(), 5).await?;
+    let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+    client.allocate(allocate_request(&ids)).await.context("Allocate on a GPU that is well")?;
+
+    // Published: the plugin ends, and its 7 good GPUs with it.
+    let good = total - here;
+    plugin.kubelet.stop();
+    plugin.kubelet.run().context("kubelet.sock")?;
+    let rest = |endpoint: &Endpoint| endpoint.devices.len() == total && endpoint.healthy().len() == good;
+    let endpoint = plugin.has("the other GPUs after a restart of the kubelet", rest).await?;
+    let label = "healthy devices, the kubelet having restarted";
+    report.add(Figure::new(CASE, format!("GPU lost: {label}"), count(endpoint.healthy().len()), "").published(0.0));
+    let before = plugin.kubelet.seen().borrow().registrations.len();
+    plugin.replace().await?;
+    let resource = plugin.resource.clone();
+    plugin
+        .sees("the other GPUs after a restart of the plugin", |seen| {
+            let again = seen.registrations[before..].iter().any(|r| r.request.resource_name == resource);
+            again && seen.endpoints.get(&resource).is_some_and(rest)
+        })
+        .await?;
+    let label = "healthy devices, the plugin having restarted";
+    let healthy = count(plugin.endpoint().healthy().len());
+    report.add(Figure::new(CASE, format!("GPU lost: {label}"), healthy, "").published(0.0));
+
+    let since = Instant::now();
+    machine(&plugin)?.change(|state| {
+        if let Ok(gpu) = state.gpu_mut(&uuid) {
+            gpu.lost = false;
+        }
+    })?;
+    let took = recovers(&mut plugin, since).await?;
+    report.add(Figure::new(CASE, "GPU back → all healthy", took, "ms").published(f64::INFINITY));
+    plugin.end().await?;
+    Ok(())
+}
+
+/// Waiting for events fails at once, each time.
+pub(super) async fn event_wait(launcher: &Launcher, over: Duration, report: &mut Report) -> Result<()> {
+    let plugin = launcher.start().await?;
+    let fault = |id| Fault {
+        id,
+        call: "nvmlEventSetWait".to_owned(),
+        gpu: None,
+        effect: Effect::Code(GPU_IS_LOST),
+        remaining: None,
+    };
+    machine(&plugin)?.change(|state| {
+        let id = state.next_id();
+        state.faults.push(fault(id));
+    })?;
+    let (lists, lines, before) = (plugin.endpoint().lists, plugin.log_lines(), work(plugin.pid()?)?);
+    tokio::time::sleep(over).await;
+    let (endpoint, after) = (plugin.endpoint(), work(plugin.pid()?)?);
+    let seconds = over.as_secs_f64();
+    let what = "event wait fails with GPU_IS_LOST";
+    let rate = count(endpoint.lists - lists) / seconds;
+    report.add(Figure::new(CASE, format!("{what}: lists"), rate, "/s").published(15_000.0).at_most(1.0));
+    let rate = count(plugin.log_lines() - lines) / seconds;
+    report.add(Figure::new(CASE, format!("{what}: log lines"), rate, "/s").published(9_451.0).at_most(10.0));
+    let part = 100.0 * after.time.saturating_sub(before.time).as_secs_f64() / seconds;
+    report.add(Figure::new(CASE, format!("{what}: of a core"), part, "%").published(27.0).at_most(1.0));
+    let (_, others) = unhealthy(&endpoint, "");
+    report.add(Figure::new(CASE, format!("{what}: unhealthy devices"), count(others), "").at_most(0.0));
+    plugin.end().await?;
+    Ok(())
+}

@@ -1,0 +1,116 @@
+//! Simulated GPUs for the agent: a machine of its own for each start, and a spec in place of the operator's.
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use cleave_api::GpuNodeSpec;
+use cleave_api::gpunode::{GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlicedPartition};
+use cleave_api::sharingpolicy::{ComputeMode, Enforcement, Interval};
+use cleave_plan::mps::{Threads, memory, threads};
+use cleave_plan::units::Mebibytes;
+use sim_machine::{Description, Driver, GpuDescription, Machine, STATE_ENV};
+
+use super::Sharing;
+
+const MODEL: &str = "H100-80";
+
+/// What the agent shall find.
+pub(super) struct Simulated {
+    resource: String,
+    sharing: Sharing,
+    gpus: u32,
+    units: u32,
+    nvml: PathBuf,
+    mps_control: PathBuf,
+}
+
+impl Simulated {
+    /// With the stand-ins that lie beside this program.
+    pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
+        let beside = |name: &str| {
+            let path = cleave.canonicalize().ok().and_then(|path| Some(path.parent()?.join(name)));
+            let path = path.with_context(|| format!("there is no {}", cleave.display()))?;
+            ensure!(path.exists(), "{} is missing: cargo build -p sim-nvml -p sim-mps", path.display());
+            Ok(path)
+        };
+        Ok(Self {
+            resource: resource.to_owned(),
+            sharing,
+            gpus,
+            units,
+            nvml: beside("libnvidia_ml.so")?,
+            mps_control: beside("nvidia-cuda-mps-control")?,
+        })
+    }
+
+    fn machine(folder: &Path) -> PathBuf {
+        folder.join("machine")
+    }
+
+    /// What the agent and the MPS host find them by.
+    pub(super) fn environment(&self, folder: &Path) -> [(&'static str, OsString); 3] {
+        [
+            (STATE_ENV, Self::machine(folder).into()),
+            ("CLEAVE_NVML_LIBRARY", self.nvml.clone().into()),
+            ("CLEAVE_MPS_CONTROL", self.mps_control.clone().into()),
+        ]
+    }
+
+    /// The MPS host's arguments, if one is needed.
+    pub(super) fn mps_host(&self) -> Option<Vec<String>> {
+        (self.sharing == Sharing::Mps).then(|| vec!["mps-host".to_owned()])
+    }
+
+    /// Makes the machine, and the spec for its GPUs.
+    pub(super) fn prepare(&self, folder: &Path) -> Result<Machine> {
+        let gpu = GpuDescription { model: MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
+        let description =
+            Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
+        let machine = Machine::init(Self::machine(folder), &description).context("a simulated machine")?;
+        let state = machine.snapshot().context("a simulated machine")?;
+        let mut gpus = Vec::new();
+        for gpu in &state.gpus {
+            let total = Mebibytes(state.model(gpu)?.memory_mib);
+            gpus.push(GpuSpec {
+                uuid: gpu.uuid.clone(),
+                policy: None,
+                enforcement: Enforcement::default(),
+                partition: self.partition(total),
+            });
+        }
+        let spec = GpuNodeSpec { plan_id: "bench".to_owned(), gpus, reservations: Vec::new() };
+        let text = serde_json::to_vec(&spec).context("a spec")?;
+        std::fs::write(folder.join("offline/spec.json"), text).context("a spec")?;
+        Ok(machine)
+    }
+
+    fn partition(&self, total: Mebibytes) -> Partition {
+        let Self { resource, units, .. } = self;
+        match self.sharing {
+            Sharing::TimeSlicing => Partition {
+                time_slicing: Some(TimeSlicedPartition {
+                    resource: resource.clone(),
+                    replicas: *units,
+                    interval: Interval::default(),
+                }),
+                ..Partition::default()
+            },
+            Sharing::Mps => {
+                let slices = MpsSlices {
+                    resource: resource.clone(),
+                    count: *units,
+                    first: 0,
+                    memory_mib: (1..=*units).map(|k| memory(k, *units, total).0).collect(),
+                    threads: (1..=*units).filter_map(|k| threads(k, *units, Threads::Strict)).map(u8::from).collect(),
+                    max_clients: None,
+                };
+                let mps = MpsPartition {
+                    multi_user: true,
+                    compute_mode: ComputeMode::ExclusiveProcess,
+                    slices: vec![slices],
+                };
+                Partition { mps: Some(mps), ..Partition::default() }
+            }
+        }
+    }
+}
