@@ -5,7 +5,8 @@ mod devices;
 mod lie;
 mod work;
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -126,6 +127,12 @@ impl std::str::FromStr for Seconds {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
+    // Cargo builds only a package's own programs for its tests: they link this one to these names.
+    match std::env::args_os().next().as_deref().map(Path::new).and_then(Path::file_name).and_then(OsStr::to_str) {
+        Some("nvidia-cuda-mps-control") => return Ok(sim_mps::tool::main()),
+        Some("nvidia-cuda-mps-server") => return Ok(sim_mps::server::main()),
+        _ => {}
+    }
     let arguments = Arguments::parse();
     if std::env::var_os(CHILD_ENV).is_some() {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;

@@ -180,7 +180,7 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     let server = node.server();
     let mut neighbour = node.running(&["--hold", "forever"]);
     let mut stopped = node.busy("1000");
-    stopped.signal(Signal::STOP);
+    stopped.stop();
     let terminated = node.asking(&format!("terminate_client {server} {}", stopped.pid()));
     until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
     // Every other command waits for it.

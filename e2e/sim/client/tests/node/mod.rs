@@ -6,9 +6,8 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::OnceLock;
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,6 +35,11 @@ impl Node {
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
+        for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+            // Under these names the program is them; beside each other they find each other.
+            let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
+            fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
+        }
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
         Self { dir, machine, daemon: None, env: Vec::new() }
     }
@@ -63,7 +67,7 @@ impl Node {
 
     /// `nvidia-cuda-mps-control`, to be run on this node.
     pub(crate) fn control(&self) -> Command {
-        let mut command = Command::new(programs().join("nvidia-cuda-mps-control"));
+        let mut command = Command::new(self.path("nvidia-cuda-mps-control"));
         self.set_env(&mut command);
         command.env("CUDA_MPS_LOG_DIRECTORY", self.path("log"));
         command.env("SIM_MPS_SERVER_START_MS", "0");
@@ -312,6 +316,16 @@ impl Client {
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
+    /// Stops it, and waits until it has.
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+        let state = || {
+            let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
+            stat.rsplit(')').next().unwrap().trim_start().chars().next()
+        };
+        until("it is stopped", || state() == Some('T'));
+    }
+
     /// Kills it and waits until it is gone.
     pub(crate) fn kill(mut self, signal: Signal) {
         self.signal(signal);
@@ -369,22 +383,4 @@ pub(crate) fn is_root() -> bool {
 /// Makes a program run as another user.
 pub(crate) fn as_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
-}
-
-/// The folder with daemon and server, built if they are not: cargo builds only this package's programs for its tests.
-///
-/// They are copied to where every user may run them.
-fn programs() -> &'static Path {
-    static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAMS.get_or_init(|| {
-        let built = Path::new(env!("CARGO_BIN_EXE_cleave-client")).parent().unwrap();
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "--quiet", "--package", "sim-mps", "--package", "cleave-client", "--bins"]);
-        if built.ends_with("release") {
-            cargo.arg("--release");
-        }
-        cargo.arg("--target-dir").arg(built.parent().unwrap());
-        assert!(cargo.status().unwrap().success(), "cannot build sim-mps");
-        built.to_owned()
-    })
 }
