@@ -9,15 +9,15 @@ pub(crate) struct Spot {
     pub(crate) gpus: Vec<u32>,
 }
 
-/// What putting a pod somewhere costs: less is better, and the first field is more than all of the next.
+/// What putting a pod somewhere costs: less is better, and each number is more than all of the next. Which number is which, the
+/// [`Rule`] says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Cost {
-    /// GPUs that would be cut anew and are not yet.
-    pub(crate) changed: i32,
-    /// Free slices that would be no more.
-    pub(crate) destroyed: i64,
-    /// Room for pods to come.
-    pub(crate) worth: i64,
+pub(crate) struct Cost([i64; 3]);
+
+impl Cost {
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self(std::array::from_fn(|at| self.0[at] + other.0[at]))
+    }
 }
 
 /// What may be done to GPUs for a pod.
@@ -27,11 +27,13 @@ pub(crate) enum Rule {
     Stay,
     /// Those, and GPUs that are cut anew already.
     NoFurther,
-    /// Anything.
+    /// Anything, and of that what cuts fewest GPUs anew and leaves most of what is there.
     Any,
+    /// Anything, and of that what leaves most room for pods to come.
+    Pack,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Board {
     /// By GPU.
     pub(crate) gpus: Vec<StateId>,
@@ -175,33 +177,19 @@ pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate:
     model.groups.get(group as usize)
 }
 
-/// Whether a rule allows a GPU to go from one state to another.
-pub(crate) fn allowed(states: &States, from: StateId, to: StateId, rule: Rule) -> bool {
-    step(states, from, to, rule).is_some()
-}
-
 /// What a step from one state of a GPU to another costs, where the rule allows it.
-fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
+pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
     let (before, after) = (states.summary(from), states.summary(to));
     let allowed = match rule {
         Rule::Stay => !after.changed,
         Rule::NoFurther => !after.changed || before.changed,
-        Rule::Any => true,
+        Rule::Any | Rule::Pack => true,
     };
-    let cost = || Cost {
-        changed: i32::from(after.changed) - i32::from(before.changed),
-        destroyed: i64::from(after.destroyed) - i64::from(before.destroyed),
-        worth: before.worth - after.worth,
-    };
-    allowed.then(cost)
-}
-
-fn plus(one: Cost, other: Cost) -> Cost {
-    Cost {
-        changed: one.changed + other.changed,
-        destroyed: one.destroyed + other.destroyed,
-        worth: one.worth + other.worth,
-    }
+    let changed = i64::from(after.changed) - i64::from(before.changed);
+    let destroyed = i64::from(after.destroyed) - i64::from(before.destroyed);
+    let room = before.worth - after.worth;
+    let numbers = if rule == Rule::Pack { [room, changed, destroyed] } else { [changed, destroyed, room] };
+    allowed.then_some(Cost(numbers))
 }
 
 /// The cheapest GPU for one unit, the first of equals.
@@ -252,7 +240,7 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
         let Some((cost, at)) = cheapest(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
         *slot = states.with(*slot, unit)?;
-        sum = plus(sum, cost);
+        sum = sum.plus(cost);
         chosen.push(at);
     }
     if chosen.len() == units.len() {
@@ -269,7 +257,7 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
     let cost = slots
         .iter()
         .zip(&now)
-        .try_fold(Cost::default(), |sum, (&from, &to)| Some(plus(sum, step(states, from, to, rule)?)));
+        .try_fold(Cost::default(), |sum, (&from, &to)| Some(sum.plus(step(states, from, to, rule)?)));
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 

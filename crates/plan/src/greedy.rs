@@ -1,5 +1,7 @@
 //! Placements for any number of pods: one after the other, with others moved aside where that makes room.
-use crate::board::{Board, Cost, Rule, Spot, allowed, group};
+use std::collections::BTreeMap;
+
+use crate::board::{Board, Cost, Rule, Spot, group, step};
 use crate::model::Model;
 use crate::search::Part;
 use crate::states::{DemandId, States};
@@ -8,35 +10,51 @@ pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) board: Board,
-    /// `states.work` at which nothing is moved aside any more.
+    /// `states.work` at which nothing is moved aside any more: for all pods, and for those of the present group.
+    last: u64,
     limit: u64,
     /// Grows with each placement that stands; what was worked out before may be wrong afterwards.
     epoch: u64,
     /// By group: some nodes that had an offer, and in which epoch and under which rule that was.
-    homes: Vec<Option<(u64, Rule, Vec<u32>)>>,
+    homes: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
     scratch: Vec<u32>,
+}
+
+/// How pods are placed one after the other. None is best for every cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Style {
+    /// As the next, after those that an earlier plan gave a node are there.
+    AsPlanned,
+    /// On slices that exist before anything is cut, small ones first: changes least.
+    Thrifty,
+    /// Where most room is left for others, small ones first: places more where room is short.
+    Packed,
+    /// The same with the large ones first.
+    LargeFirst,
 }
 
 /// Nodes remembered as places where a pod could go instead.
 const HOMES: usize = 4;
+/// Of the work that is left for moving pods, what one group may use is one in so many parts.
+const GROUP_PART: u64 = 8;
 /// Pods moved in a chain, each to make room for the one before.
 const MAX_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
     pub(crate) fn new(model: &'g Model<'a>, states: &'g mut States, board: Board) -> Self {
-        let homes = vec![None; model.groups.len()];
-        Self { model, states, board, limit: 0, epoch: 0, homes, scratch: Vec::new() }
+        Self { model, states, board, last: 0, limit: 0, epoch: 0, homes: BTreeMap::new(), scratch: Vec::new() }
     }
 
     /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for one of a lower, but stay placed.
-    pub(crate) fn place(&mut self, part: &Part, work: u64) {
-        self.limit = self.states.work.saturating_add(work);
+    pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
+        self.last = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
         let model = self.model;
         let first = |id: u32| model.groups.get(id as usize);
         groups.sort_by_key(|&id| {
             first(id).map(|group| {
-                let weight = group.weight.memory.max(group.weight.compute);
+                let weight = i64::from(group.weight.memory.max(group.weight.compute));
+                let weight = if style == Style::LargeFirst { -weight } else { weight };
                 // Small ones first: more of them fit. Of equal ones those with the fewest nodes, which have no choice.
                 (
                     std::cmp::Reverse(group.priority),
@@ -50,13 +68,30 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let level = |id: &u32| first(*id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
             // First what needs no change, so that the slices that exist are not gone when one comes that could use them.
-            for rule in [Rule::Stay, Rule::Any] {
+            if style == Style::AsPlanned {
+                for &id in level {
+                    self.place_as_planned(id);
+                }
+            }
+            let sparing = matches!(style, Style::AsPlanned | Style::Thrifty);
+            let rules: &[Rule] = if sparing { &[Rule::Stay, Rule::Any] } else { &[Rule::Pack] };
+            for &rule in rules {
                 for &id in level {
                     self.place_group(id, rule);
                 }
             }
         }
         self.spare_changes(part);
+    }
+
+    fn place_as_planned(&mut self, id: u32) {
+        let Some(of) = self.model.groups.get(id as usize) else { return };
+        for &pod in &of.pods {
+            let node = self.model.planned.get(pod as usize).copied().flatten();
+            if let Some(node) = node.filter(|node| of.nodes.binary_search(node).is_ok()) {
+                self.take_offer(id, pod, node, Rule::Stay);
+            }
+        }
     }
 
     fn place_group(&mut self, id: u32, rule: Rule) {
@@ -66,6 +101,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             offers.push(self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch));
         }
         let mut moving = true;
+        // One group for which there is no room at all must not use up what others could do with.
+        self.limit = self.states.work + self.last.saturating_sub(self.states.work) / GROUP_PART;
         for &pod in &of.pods {
             if self.board.at.get(pod as usize).is_some_and(Option::is_some) {
                 continue;
@@ -187,7 +224,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             state = state.and_then(|state| self.states.without(state, other_unit));
         }
         let Some(less) = state else { return false };
-        if !self.states.with(less, unit).is_some_and(|then| allowed(self.states, less, then, rule)) {
+        if self.states.with(less, unit).is_none_or(|then| step(self.states, less, then, rule).is_none()) {
             return false;
         }
         let before: Vec<(u32, Spot)> =
@@ -229,33 +266,16 @@ impl<'g, 'a> Greedy<'g, 'a> {
             self.board.at.get(other as usize).and_then(Option::as_ref).and_then(|spot| spot.gpus.first().copied());
         let state = gpu.and_then(|gpu| self.board.gpus.get(gpu as usize).copied());
         let Some(less) = state.and_then(|state| self.states.without(state, other_unit)) else { return false };
-        self.states.with(less, unit).is_some_and(|then| allowed(self.states, less, then, rule))
+        self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
     }
 
     /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway, or on what is left of `from`.
     fn settle(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
-        let fresh = self
-            .homes
-            .get(id as usize)
-            .and_then(Option::as_ref)
-            .is_some_and(|home| (home.0, home.1) == (self.epoch, rule));
-        if !fresh {
-            let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
-            let mut homes = Vec::new();
-            for &node in nodes {
-                if self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch).is_some() {
-                    homes.push(node);
-                }
-                if homes.len() == HOMES {
-                    break;
-                }
-            }
-            if let Some(slot) = self.homes.get_mut(id as usize) {
-                *slot = Some((self.epoch, rule, homes));
-            }
-        }
-        let mut nodes =
-            self.homes.get(id as usize).and_then(Option::as_ref).map_or_else(Vec::new, |home| home.2.clone());
+        let known = self.homes.get(&id).filter(|home| (home.0, home.1) == (self.epoch, rule));
+        let mut nodes = match known {
+            Some((_, _, homes)) => homes.clone(),
+            None => self.find_homes(id, rule),
+        };
         if !nodes.contains(&from) {
             nodes.push(from);
         }
@@ -274,6 +294,22 @@ impl<'g, 'a> Greedy<'g, 'a> {
             && self.board.put(self.model, self.states, pod, Spot { node, gpus })
     }
 
+    /// The first few nodes that could take a pod of a group as things stand.
+    fn find_homes(&mut self, id: u32, rule: Rule) -> Vec<u32> {
+        let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
+        let mut homes = Vec::new();
+        for &node in nodes {
+            if self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch).is_some() {
+                homes.push(node);
+            }
+            if homes.len() == HOMES {
+                break;
+            }
+        }
+        self.homes.insert(id, (self.epoch, rule, homes.clone()));
+        homes
+    }
+
     /// Leaves GPUs as they were whose pods have room elsewhere without a further change.
     fn spare_changes(&mut self, part: &Part) {
         let changed = |greedy: &Self, gpu: u32| {
@@ -288,7 +324,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
         candidates.sort_unstable();
         for (_, node, gpu) in candidates {
-            if self.states.work > self.limit || !changed(self, gpu) {
+            if self.states.work > self.last || !changed(self, gpu) {
                 continue;
             }
             let pods = self.pods_on(node, gpu);

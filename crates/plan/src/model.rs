@@ -29,6 +29,8 @@ pub(crate) struct Model<'a> {
     pub(crate) groups: Vec<Group<'a>>,
     /// Index into `groups`, by pod; none for a pod that cannot be planned for.
     pub(crate) group_of: Vec<Option<u32>>,
+    /// By pod: the node of the last plan.
+    pub(crate) planned: Vec<Option<u32>>,
     /// What is wrong with a pod that has no group.
     pub(crate) bad_pods: BTreeMap<u32, String>,
     /// Other resources than GPUs that pods ask for.
@@ -172,6 +174,7 @@ impl<'a> Model<'a> {
             gpus: Vec::new(),
             groups: Vec::new(),
             group_of: vec![None; snapshot.pods.len()],
+            planned: Vec::new(),
             bad_pods: BTreeMap::new(),
             dimensions: Vec::new(),
             resources: Vec::new(),
@@ -184,6 +187,7 @@ impl<'a> Model<'a> {
         model.dimensions = dimensions(snapshot, &names);
         model.add_nodes(snapshot, policy, &names, &tables);
         model.add_pods(snapshot, &names);
+        model.planned = model.planned_nodes(snapshot);
         model
     }
 
@@ -300,6 +304,15 @@ impl<'a> Model<'a> {
                 weight: Used::default(),
             });
         }
+    }
+
+    fn planned_nodes(&self, snapshot: &Snapshot) -> Vec<Option<u32>> {
+        let node = |pod: &Pod| {
+            let name = pod.planned_node.as_deref()?;
+            let at = self.nodes.binary_search_by(|node| node.node.name.as_str().cmp(name)).ok()?;
+            u32::try_from(at).ok()
+        };
+        snapshot.pods.iter().map(node).collect()
     }
 
     /// What a pod takes of GPUs and of the dimensions.

@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use crate::board::{Board, Rule, Spot, group};
 use crate::cut::{Cell, Class, Demand, Kind, Used, WHOLE_GPU};
 use crate::device::Family;
-use crate::greedy::Greedy;
+use crate::greedy::{Greedy, Style};
 use crate::model::{Model, as_u32};
-use crate::report::{Report, report};
-use crate::search::{Part, search};
+use crate::report::{Cluster, Report, report};
+use crate::search::{Part, Score, search};
 use crate::snapshot::{Slice, Snapshot};
 use crate::states::{StateId, States};
 
@@ -118,8 +118,9 @@ pub struct Planned {
 const SMALL_PODS: usize = 24;
 const SMALL_GPUS: usize = 32;
 
-/// Look-ups that may be spent on moving pods aside, in the whole plan.
-const MOVING_WORK: u64 = 2_000_000;
+/// Look-ups that may be spent on moving pods aside, in the whole plan: so many, and so many for each pod.
+const MOVING_WORK: u64 = 200_000;
+const MOVING_WORK_PER_POD: u64 = 300;
 
 /// Plans: which GPUs are cut into what, and which waiting pod goes where.
 ///
@@ -130,8 +131,8 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let empty = Board::new(&model, &mut states);
     find_nodes(&mut model, &mut states, &empty);
     let mut board = empty.clone();
-    let mut budget =
-        Budget { moving: MOVING_WORK, steps: policy.search_steps.saturating_mul(4), each: policy.search_steps };
+    let moving = MOVING_WORK.saturating_add(MOVING_WORK_PER_POD.saturating_mul(snapshot.pods.len() as u64));
+    let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(4), each: policy.search_steps };
     for part in parts(&model) {
         solve(&model, &mut states, &mut board, &part, &mut budget);
     }
@@ -139,7 +140,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
 
     let mut plan = Plan { gpus: gpu_plans(&model, &states, &board), ..Plan::default() };
     plan.changed = plan.gpus.iter().any(|gpu| gpu.changed);
-    let report = report(&model, snapshot, &mut states, &empty, &board);
+    let report = report(&Cluster { model: &model, snapshot, empty: &empty, board: &board }, &mut states);
     for (index, (pod, said)) in snapshot.pods.iter().zip(&report.pods).enumerate() {
         let Some(spot) = board.at.get(index).and_then(Option::as_ref) else {
             plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: said.reason.clone() });
@@ -252,26 +253,37 @@ fn parts(model: &Model<'_>) -> Vec<Part> {
 }
 
 fn solve(model: &Model<'_>, states: &mut States, board: &mut Board, part: &Part, budget: &mut Budget) {
-    let before = states.work;
-    let taken = std::mem::replace(board, Board::clone(board));
-    let mut greedy = Greedy::new(model, states, taken);
-    greedy.place(part, budget.moving);
-    *board = greedy.board;
-    budget.moving = budget.moving.saturating_sub((states.work - before) / 2);
-    let mut best = part.score(model, states, board);
-    if best == part.ideal(model) || part.pods(model).count() > SMALL_PODS || part.gpus(model).count() > SMALL_GPUS {
-        return;
-    }
+    let ideal = part.ideal(model);
     let pods: Vec<u32> = part.pods(model).collect();
-    let mut spots: Vec<(u32, Spot)> =
-        pods.iter().filter_map(|&pod| Some((pod, board.remove(model, states, pod)?))).collect();
-    for rule in [Rule::Stay, Rule::Any] {
-        let steps = budget.each.min(budget.steps);
-        let found = search(model, states, board, part, rule, best.clone(), steps);
-        budget.steps = budget.steps.saturating_sub(found.steps);
-        if let Some((score, better)) = found.better {
-            best = score;
-            spots = better;
+    let mut best: Option<(Score, Vec<(u32, Spot)>)> = None;
+    let planned = pods.iter().any(|&pod| model.planned.get(pod as usize).is_some_and(Option::is_some));
+    for style in [Style::AsPlanned, Style::Thrifty, Style::Packed, Style::LargeFirst] {
+        if style == Style::AsPlanned && !planned {
+            continue;
+        }
+        let before = states.work;
+        let mut greedy = Greedy::new(model, states, std::mem::take(board));
+        greedy.place(part, style, budget.moving / 3);
+        *board = greedy.board;
+        budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
+        let score = part.score(model, states, board);
+        let spots = pods.iter().filter_map(|&pod| Some((pod, board.remove(model, states, pod)?))).collect();
+        if best.as_ref().is_none_or(|(other, _)| score > *other) {
+            best = Some((score, spots));
+        }
+        if best.as_ref().is_some_and(|(score, _)| score.placed == ideal.placed) {
+            break;
+        }
+    }
+    let Some((mut score, mut spots)) = best else { return };
+    if score != ideal && pods.len() <= SMALL_PODS && part.gpus(model).count() <= SMALL_GPUS {
+        for rule in [Rule::Stay, Rule::Any] {
+            let steps = budget.each.min(budget.steps);
+            let found = search(model, states, board, part, rule, score.clone(), steps);
+            budget.steps = budget.steps.saturating_sub(found.steps);
+            if let Some(better) = found.better {
+                (score, spots) = better;
+            }
         }
     }
     for (pod, spot) in spots {

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::board::{Board, Rule, Spot};
 use crate::cut::{Demand, Kind};
-use crate::mig::Mask;
+use crate::device::WHOLE;
 use crate::model::{Group, Model, NodeModel, as_u32};
 use crate::scheduling::Refused;
 use crate::snapshot::Snapshot;
@@ -47,13 +47,27 @@ pub struct NodeReport {
     pub reason: String,
 }
 
-pub(crate) fn report(
-    model: &Model<'_>,
-    snapshot: &Snapshot,
-    states: &mut States,
-    empty: &Board,
-    board: &Board,
-) -> Report {
+/// Reasons that one pod is told, each for some nodes.
+const MAX_REASONS: usize = 6;
+
+/// A plan that is made, and what it was made of.
+pub(crate) struct Cluster<'r, 'a> {
+    pub(crate) model: &'r Model<'a>,
+    pub(crate) snapshot: &'r Snapshot,
+    /// Without the waiting pods.
+    pub(crate) empty: &'r Board,
+    /// With them.
+    pub(crate) board: &'r Board,
+}
+
+impl Cluster<'_, '_> {
+    fn priority(&self, pod: u32) -> i32 {
+        self.snapshot.pods.get(pod as usize).map_or(i32::MIN, |pod| pod.priority)
+    }
+}
+
+pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
+    let &Cluster { model, snapshot, board, .. } = cluster;
     let mut report = Report::default();
     // Pods of one group wait for one reason.
     let mut waiting: BTreeMap<u32, String> = BTreeMap::new();
@@ -62,9 +76,7 @@ pub(crate) fn report(
         let group = model.group_of.get(index).copied().flatten();
         let reason = match (spot, group) {
             (Some(spot), _) => placed(model, states, board, as_u32(index), spot),
-            (None, Some(group)) => {
-                waiting.entry(group).or_insert_with(|| unplaced(model, states, empty, group)).clone()
-            }
+            (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
             (None, None) => {
                 let wrong = model.bad_pods.get(&as_u32(index)).map_or("it cannot be planned for", String::as_str);
                 format!("No plan is made for it: {wrong}.")
@@ -99,50 +111,62 @@ fn placed(model: &Model<'_>, states: &States, board: &Board, pod: u32, spot: &Sp
     if takes.is_empty() {
         return format!("{name} has room for it; it asks for no GPU.");
     }
-    let mut text = format!("On {name}");
+    let mut text = format!("On {name},");
     for (at, ((gpu, resource), count)) in takes.iter().enumerate() {
         let index = model.gpu(*gpu).map_or(0, |gpu| gpu.gpu.index);
         let state = board.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
-        let how = if states.summary(state).changed { "is cut anew to give" } else { "has free" };
-        let _ = write!(text, "{} GPU {index} {how} {count} {resource}", if at == 0 { "" } else { "," });
+        let _ = write!(text, "{} GPU {index}", if at == 0 { "" } else { "," });
+        let _ = match (*resource == WHOLE, states.summary(state).changed) {
+            (true, true) => write!(text, ", made whole again"),
+            (true, false) => write!(text, ", which is free"),
+            (false, true) => write!(text, ", cut anew, gives {count} {resource}"),
+            (false, false) => write!(text, " has {count} {resource} free"),
+        };
     }
     text.push('.');
     text
 }
 
-fn unplaced(model: &Model<'_>, states: &mut States, empty: &Board, id: u32) -> String {
+fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
+    let model = cluster.model;
     let Some(group) = model.groups.get(id as usize) else { return String::new() };
     if model.nodes.is_empty() {
         return "There are no nodes.".to_owned();
     }
     let mut by_reason: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for (node, index) in model.nodes.iter().zip(0..) {
-        let reason = obstacle(model, states, empty, id, group, node, index);
+        let reason = obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
+    // What holds for most nodes first; of equals, the first node's.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
-    reasons.sort_by_key(|(_, nodes)| std::cmp::Reverse(nodes.len()));
-    let all = model.nodes.len();
-    let texts: Vec<String> = reasons
+    reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
+    let told = reasons.len().min(MAX_REASONS);
+    let more: usize = reasons.iter().skip(told).map(|(_, nodes)| nodes.len()).sum();
+    let mut texts: Vec<String> = reasons
         .into_iter()
+        .take(told)
         .map(|(reason, nodes)| match nodes.as_slice() {
             few if few.len() <= 3 => format!("{}: {reason}", few.join(", ")),
-            many => format!("{} of {all} nodes: {reason}", many.len()),
+            many => format!("{} of {} nodes: {reason}", many.len(), model.nodes.len()),
         })
         .collect();
+    if more > 0 {
+        texts.push(format!("{more} more nodes: other reasons"));
+    }
     format!("No node can take it. {}.", texts.join("; "))
 }
 
 /// What keeps a pod of a group from a node.
 fn obstacle(
-    model: &Model<'_>,
+    cluster: &Cluster<'_, '_>,
     states: &mut States,
-    empty: &Board,
     id: u32,
     group: &Group<'_>,
     node: &NodeModel<'_>,
     index: u32,
 ) -> String {
+    let &Cluster { model, empty, .. } = cluster;
     if let Some(reason) = &node.left_out {
         return format!("left out of the plan, {reason}");
     }
@@ -179,7 +203,7 @@ fn obstacle(
         }
         let most = |units: u32| classes().any(|class| class.pack(&[Demand { units, ..*demand }]).is_some());
         if demand.kind == Kind::Shares && !most(demand.units) {
-            let most = (1..demand.units.min(Mask::BITS * 2)).rev().find(|&units| most(units)).unwrap_or(0);
+            let most = (1..demand.units.min(64)).rev().find(|&units| most(units)).unwrap_or(0);
             return format!("{} {resource} of one GPU are wanted, and none has more than {most} free", demand.units);
         }
     }
@@ -192,7 +216,30 @@ fn obstacle(
             format!("what is in use leaves no room for {what}")
         };
     }
-    "its room goes to pods that have a higher priority, are more, or came first".to_owned()
+    others(cluster, group, index)
+}
+
+/// Who has the room of a node that could otherwise take the pod.
+fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
+    let on = cluster.board.on.get(node as usize).map_or(&[][..], Vec::as_slice);
+    let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
+    let what = if higher.is_empty() {
+        "its room goes to others, as many as possible"
+    } else {
+        "its room goes to pods of higher priority"
+    };
+    if higher.is_empty() {
+        higher = on.iter().copied().filter(|&pod| cluster.priority(pod) == group.priority).collect();
+    }
+    higher.sort_unstable();
+    let name = |&pod: &u32| cluster.snapshot.pods.get(pod as usize).map_or("", |pod| pod.name.as_str());
+    let named: Vec<&str> = higher.iter().take(3).map(name).collect();
+    let more = higher.len() - named.len();
+    match (named.is_empty(), more) {
+        (true, _) => "its room goes to others".to_owned(),
+        (false, 0) => format!("{what} ({})", named.join(", ")),
+        (false, more) => format!("{what} ({} and {more} more)", named.join(", ")),
+    }
 }
 
 /// Thousandths as a number.

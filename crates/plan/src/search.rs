@@ -4,7 +4,7 @@
 //! the best known, and where the same GPUs were met in the same states before.
 use std::collections::BTreeMap;
 
-use crate::board::{Board, Rule, Spot, group};
+use crate::board::{Board, Rule, Spot, group, step};
 use crate::cut::WHOLE_GPU;
 use crate::model::Model;
 use crate::states::{StateId, States};
@@ -106,11 +106,11 @@ struct Search<'s, 'a> {
 /// Ways of spreading one pod's units over a node's GPUs that are tried.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for placements better than `best`. `board` must have none of the part's pods on it.
+/// Searches for placements better than `best`. `board` must have none of the part's pods on it, and has none afterwards.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
-    board: &Board,
+    board: &mut Board,
     part: &Part,
     rule: Rule,
     best: Score,
@@ -128,7 +128,7 @@ pub(crate) fn search(
         alike: alike(model, board, part),
         model,
         states,
-        board: board.clone(),
+        board: std::mem::take(board),
         rule,
         nodes: &part.nodes,
         gpus: part.gpus(model).collect(),
@@ -142,6 +142,7 @@ pub(crate) fn search(
         max_steps,
     };
     search.descend(0, false);
+    *board = search.board;
     let score = search.best;
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
@@ -337,13 +338,8 @@ impl Search<'_, '_> {
         }
         for (now, chosen) in ways {
             if chosen.len() == units.len() && !units.is_empty() {
-                let mut cost = crate::board::Cost::default();
-                for (&before, &after) in slots.iter().zip(&now) {
-                    let (before, after) = (self.states.summary(before), self.states.summary(after));
-                    cost.changed += i32::from(after.changed) - i32::from(before.changed);
-                    cost.destroyed += i64::from(after.destroyed) - i64::from(before.destroyed);
-                    cost.worth += before.worth - after.worth;
-                }
+                let steps = slots.iter().zip(&now).map(|(&from, &to)| step(self.states, from, to, self.rule));
+                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };
                 options.push((cost, Spot { node, gpus: chosen }));
             }
         }

@@ -155,6 +155,10 @@ pub struct Pod {
     /// Taints that it tolerates.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
+    /// The node that the last plan gave it. It keeps that where no plan is better, so that plans do not go back and forth between ways
+    /// that are equally good.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub planned_node: Option<String>,
 }
 
 /// All of these must match; a term without any matches no node.

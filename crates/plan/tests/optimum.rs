@@ -1,6 +1,8 @@
 //! The planner beside an exact solver, on small random clusters of A100s.
 //!
 //! The solver knows nothing of the planner's: it tries every set of pods on every node, with the places of NVIDIA's guide written down here.
+#![allow(clippy::expect_used, reason = "helpers of tests")]
+
 use std::collections::BTreeMap;
 
 use cleave_plan::device::Mode;
@@ -16,7 +18,7 @@ const PROFILES: [(&str, u32, &[u32]); 5] = [
     ("7g.40gb", 8, &[0]),
 ];
 
-/// Numbers that look random and are the same in every run (SplitMix64).
+/// Numbers that look random and are the same in every run (`SplitMix64`).
 struct Numbers(u64);
 
 impl Numbers {
@@ -82,7 +84,7 @@ fn gpu(numbers: &mut Numbers, node: u32, index: u32) -> Gpu {
 
 fn instance(seed: u64, campaign: Campaign) -> Snapshot {
     let mut numbers = Numbers(seed);
-    let nodes = (0..1 + numbers.below(4)).map(|node| {
+    let nodes = (0..=numbers.below(4)).map(|node| {
         let gpus = 1 + numbers.below(2);
         Node {
             name: format!("n{node}"),

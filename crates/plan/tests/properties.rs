@@ -1,4 +1,6 @@
 //! What holds for every plan, on random snapshots: sensible ones, and ones with parts that make no sense.
+#![allow(clippy::expect_used, reason = "helpers of tests")]
+
 use std::collections::BTreeMap;
 
 use cleave_plan::device::Mode;
@@ -90,7 +92,7 @@ fn gpu(odd: bool) -> impl Strategy<Value = Gpu> {
             mode,
             units: (dice < 4).then_some(4),
             replicas: Some(3),
-            mig_sharing: (dice == 7).then(|| MigSharing { units: 3, resource_name: None }),
+            mig_sharing: (dice == 7).then_some(MigSharing { units: 3, resource_name: None }),
             fixed: other == 0,
             left_out: (odd && other == 1).then(|| "it is lost".to_owned()),
             ..Gpu::default()

@@ -1,5 +1,6 @@
 //! `cleave-bench`: measures Cleave beside published figures or a competitor, in one run.
 mod kubelet;
+mod planner;
 mod trace;
 
 use clap::Parser;
@@ -14,6 +15,8 @@ use clap::Parser;
 enum Cli {
     /// A device plugin as the kubelet sees it.
     Kubelet(kubelet::Args),
+    /// How long a plan takes, from 10 to 1,000 nodes.
+    Planner(planner::Args),
     /// Placement policies on a public GPU trace.
     Trace(trace::Args),
 }
@@ -21,6 +24,7 @@ enum Cli {
 fn main() -> anyhow::Result<()> {
     match Cli::parse() {
         Cli::Kubelet(args) => kubelet::run(&args),
+        Cli::Planner(args) => planner::run(&args),
         Cli::Trace(args) => trace::run(&args),
     }
 }

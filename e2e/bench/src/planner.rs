@@ -1,0 +1,203 @@
+//! `cleave-bench planner`: how long a plan takes, from 10 to 1,000 nodes.
+//!
+//! A busy cluster: GPUs of three models in the three modes, a third of their slices in use, a third free; pods of mixed sizes, half a pod
+//! to a GPU, in three priorities, a quarter of them bound to a zone. The same numbers in every run.
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use anyhow::{Context as _, ensure};
+use cleave_plan::device::Mode;
+use cleave_plan::snapshot::{Gpu, Node, Pod, Slice};
+use cleave_plan::{Policy, Quantity, Snapshot, check, plan};
+use serde::Serialize;
+
+/// Time the planner.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Nodes; each number is one measurement.
+    #[arg(long, value_delimiter = ',', default_values_t = [10, 30, 100, 300, 1000])]
+    nodes: Vec<u32>,
+    /// GPUs of each node.
+    #[arg(long, default_value_t = 8)]
+    gpus_per_node: u32,
+    /// Pods that wait, for each node.
+    #[arg(long, default_value_t = 5)]
+    pods_per_node: u32,
+    /// Of the slices that exist, so many percent are in use.
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(0..=100))]
+    in_use: u32,
+    /// Clusters of each size, each planned three times.
+    #[arg(long, default_value_t = 7)]
+    clusters: u64,
+}
+
+/// One line of the output.
+#[derive(Debug, Serialize)]
+struct Line {
+    nodes: u32,
+    gpus_per_node: u32,
+    pods: u32,
+    plan_ms_p50: f64,
+    plan_ms_p99: f64,
+    placed_p50: usize,
+    gpus_changed_p50: usize,
+}
+
+/// Prints one JSON line for each size.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    ensure!(args.clusters > 0, "at least one cluster is needed");
+    for &nodes in &args.nodes {
+        let pods = nodes.checked_mul(args.pods_per_node).context("too many pods")?;
+        let (mut times, mut placed, mut changed) = (Vec::new(), Vec::new(), Vec::new());
+        for seed in 0..args.clusters {
+            let snapshot = cluster(seed, nodes, args.gpus_per_node, pods, args.in_use);
+            for _ in 0..3 {
+                let start = Instant::now();
+                let planned = plan(&snapshot, &Policy::default());
+                times.push(start.elapsed().as_secs_f64() * 1000.0);
+                placed.push(planned.plan.placements.len());
+                changed.push(planned.plan.gpus.iter().filter(|gpu| gpu.changed).count());
+                if let Some(violation) = check(&snapshot, &planned.plan).first() {
+                    anyhow::bail!("cluster {seed} of {nodes} nodes: the plan breaks a rule: {violation}");
+                }
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        placed.sort_unstable();
+        changed.sort_unstable();
+        let rounded = |time: f64| (time * 1000.0).round() / 1000.0;
+        let line = Line {
+            nodes,
+            gpus_per_node: args.gpus_per_node,
+            pods,
+            plan_ms_p50: rounded(at(&times, 50).context("no times")?),
+            plan_ms_p99: rounded(at(&times, 99).context("no times")?),
+            placed_p50: at(&placed, 50).context("no plans")?,
+            gpus_changed_p50: at(&changed, 50).context("no plans")?,
+        };
+        println!("{}", serde_json::to_string(&line).context("a line as JSON")?);
+    }
+    Ok(())
+}
+
+/// The value that so many percent are not above.
+fn at<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
+    let rank = (sorted.len() * percent).div_ceil(100).max(1);
+    sorted.get(rank - 1).copied()
+}
+
+/// Numbers that look random and are the same in every run (`SplitMix64`).
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        usize::try_from((mixed ^ (mixed >> 31)) % (end as u64).max(1)).unwrap_or(0)
+    }
+}
+
+/// Profile, memory slices, places.
+type Profile = (&'static str, u32, &'static [u32]);
+const A100: [Profile; 5] = [
+    ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
+    ("2g.10gb", 2, &[0, 2, 4]),
+    ("3g.20gb", 4, &[0, 4]),
+    ("4g.20gb", 4, &[0]),
+    ("7g.40gb", 8, &[0]),
+];
+const H100: [Profile; 5] = [
+    ("1g.10gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
+    ("2g.20gb", 2, &[0, 2, 4]),
+    ("3g.40gb", 4, &[0, 4]),
+    ("4g.40gb", 4, &[0]),
+    ("7g.80gb", 8, &[0]),
+];
+const SIZES: [u64; 4] = [5, 10, 20, 40];
+
+fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
+    let mut numbers = Numbers(seed);
+    let nodes = (0..nodes).map(|node| {
+        let kind = numbers.below(3);
+        let gpus = (0..gpus_per_node).map(|index| gpu(&mut numbers, kind, node, index, in_use)).collect();
+        Node {
+            name: format!("node-{node:04}"),
+            labels: BTreeMap::from([("zone".to_owned(), ["a", "b", "c"][numbers.below(3)].to_owned())]),
+            allocatable: BTreeMap::from([
+                ("cpu".to_owned(), Quantity::whole(96)),
+                ("memory".to_owned(), Quantity::new("1Ti")),
+                ("pods".to_owned(), Quantity::whole(110)),
+            ]),
+            requested: BTreeMap::from([("cpu".to_owned(), Quantity::whole(numbers.below(64) as u64))]),
+            gpus,
+            ..Node::default()
+        }
+    });
+    let nodes = nodes.collect();
+    let pods = (0..pods).map(|pod| {
+        let resource = match numbers.below(8) {
+            0..3 => format!("nvidia.com/mig-{}", A100[numbers.below(5)].0),
+            3..5 => format!("nvidia.com/mig-{}", H100[numbers.below(5)].0),
+            5..7 => format!("nvidia.com/gpu-{}gb", SIZES[numbers.below(4)]),
+            _ => "nvidia.com/gpu".to_owned(),
+        };
+        let mut selector = BTreeMap::new();
+        if numbers.below(4) == 0 {
+            selector.insert("zone".to_owned(), ["a", "b", "c"][numbers.below(3)].to_owned());
+        }
+        Pod {
+            name: format!("default/pod-{pod:05}"),
+            priority: [0, 100, 1000][numbers.below(3)],
+            requests: BTreeMap::from([
+                (resource, Quantity::whole(1)),
+                ("cpu".to_owned(), Quantity::whole(1 + numbers.below(4) as u64)),
+                ("memory".to_owned(), Quantity::new("4Gi")),
+            ]),
+            node_selector: selector,
+            ..Pod::default()
+        }
+    });
+    Snapshot { nodes, pods: pods.collect() }
+}
+
+/// A GPU with a random set of slices on it. All GPUs of a node are of one kind.
+fn gpu(numbers: &mut Numbers, kind: usize, node: u32, index: u32, in_use: u32) -> Gpu {
+    let (model, memory, mode) = [
+        ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),
+        ("NVIDIA H100 80GB HBM3", 81_559, Mode::Mig),
+        ("NVIDIA A100-SXM4-80GB", 81_920, Mode::Mps),
+    ][kind];
+    let mut slices = Vec::new();
+    let (mut taken, mut gibibytes) = (0_u32, 0);
+    for _ in 0..numbers.below(6) {
+        let in_use = numbers.below(100) < in_use as usize;
+        let (resource, placement) = if mode == Mode::Mps {
+            let size = SIZES[numbers.below(4)];
+            if gibibytes + size > memory / 1024 {
+                continue;
+            }
+            gibibytes += size;
+            (format!("nvidia.com/gpu-{size}gb"), None)
+        } else {
+            let (name, size, places) = if kind == 0 { A100 } else { H100 }[numbers.below(5)];
+            let start = places[numbers.below(places.len())];
+            let bits = ((1 << size) - 1) << start;
+            if taken & bits != 0 {
+                continue;
+            }
+            taken |= bits;
+            (format!("nvidia.com/mig-{name}"), Some(start))
+        };
+        slices.push(Slice { placement, resource, in_use, count: 1, profile: None, pod: None });
+    }
+    Gpu {
+        uuid: format!("GPU-{node:04}-{index}"),
+        index,
+        model: model.to_owned(),
+        memory: Quantity::mebibytes(memory),
+        mode,
+        slices,
+        ..Gpu::default()
+    }
+}
