@@ -251,7 +251,14 @@ impl Node {
         for row in &rows {
             self.adopt(row, allocations, asked);
         }
-        let over = if settling { 0 } else { allocations.collect(&rows, asked, self.grace).len() };
+        let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
+        let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
+        let over = if settling {
+            allocations.mark(&rows);
+            0
+        } else {
+            allocations.collect(&rows, asked, self.grace, |id| busy.contains(id)).len()
+        };
         self.held = Some(rows);
         over
     }
@@ -421,8 +428,9 @@ impl Node {
         for device in devices {
             let daemon = self.view.status.daemons.get(&device);
             let restarts = daemon.map_or(0, |daemon| daemon.restarts);
-            let failing =
-                daemon.is_some_and(|daemon| !matches!(daemon.state, DaemonState::Starting | DaemonState::Active));
+            // One that is Stopping is the last layout's, on its way out.
+            let going = |state| matches!(state, DaemonState::Starting | DaemonState::Active | DaemonState::Stopping);
+            let failing = daemon.is_some_and(|daemon| !going(daemon.state));
             let ended = |why: &str| warning("MpsUnavailable", format!("shares of {device}: {why}"));
             let back = || recovered(format!("shares of {device}: the MPS daemon serves again, with its limits"));
             let told = self.told.get(&device).copied().unwrap_or_default();
@@ -614,8 +622,10 @@ mod tests {
         node.inventory(inventory());
         node.object(spec(10));
         let desired = node.turn(&mut table, start).desired;
-        node.mps(view(DaemonState::Starting, 0, &desired));
-        assert!(reasons(&node.turn(&mut table, start)).is_empty());
+        for state in [DaemonState::Stopping, DaemonState::Starting] {
+            node.mps(view(state, 0, &desired));
+            assert!(reasons(&node.turn(&mut table, start)).is_empty());
+        }
         node.mps(view(DaemonState::BackOff, 0, &desired));
         assert_eq!(reasons(&node.turn(&mut table, start)), ["MpsUnavailable"]);
         node.mps(view(DaemonState::Active, 3, &desired));

@@ -18,17 +18,24 @@ pub struct Allocations(BTreeMap<String, Given>);
 struct Given {
     allocation: Allocation,
     at: Instant,
+    /// The kubelet has listed it: that it does not any more means something at once.
+    listed: bool,
 }
 
 impl Allocations {
     /// Those of a checkpoint: their grace starts anew, since how long this process was away says nothing about pods.
     pub fn remembering(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
-        Self(allocations.into_iter().map(|allocation| (allocation.id(), Given { allocation, at: now })).collect())
+        Self(
+            allocations
+                .into_iter()
+                .map(|allocation| (allocation.id(), Given { allocation, at: now, listed: false }))
+                .collect(),
+        )
     }
 
     /// Gives one out, or again.
     pub fn give(&mut self, allocation: Allocation, now: Instant) {
-        self.0.insert(allocation.id(), Given { allocation, at: now });
+        self.0.insert(allocation.id(), Given { allocation, at: now, listed: false });
     }
 
     /// By id.
@@ -41,17 +48,24 @@ impl Allocations {
         self.0.iter().map(|(id, given)| (id, &given.allocation))
     }
 
-    /// Takes in what the kubelet lists, asked at `asked`: what it does not list and is past its grace goes, and is returned.
+    /// Takes in what the kubelet lists, asked at `asked`: what it listed before and does not any more goes, and what it never listed in
+    /// its grace; both are returned. What has clients, by `busy`, stays.
     ///
     /// An allocation stays while any container holds one of its slices: an init container's is not listed, and its slices go on to the
     /// containers of its pod.
-    pub fn collect(&mut self, held: &[HeldDevices], asked: Instant, grace: Duration) -> Vec<Allocation> {
-        let used: BTreeSet<(&str, &str)> =
-            held.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect();
+    pub fn collect(
+        &mut self,
+        held: &[HeldDevices],
+        asked: Instant,
+        grace: Duration,
+        busy: impl Fn(&str) -> bool,
+    ) -> Vec<Allocation> {
+        self.mark(held);
+        let used = used(held);
         let mut gone = Vec::new();
-        self.0.retain(|_, Given { allocation, at }| {
-            let listed = allocation.ids.iter().any(|id| used.contains(&(allocation.resource.as_str(), id.as_str())));
-            let keep = listed || asked.saturating_duration_since(*at) < grace;
+        self.0.retain(|id, Given { allocation, at, listed }| {
+            let young = !*listed && asked.saturating_duration_since(*at) < grace;
+            let keep = is_listed(allocation, &used) || *at > asked || young || busy(id);
             if !keep {
                 gone.push(allocation.clone());
             }
@@ -59,6 +73,23 @@ impl Allocations {
         });
         gone
     }
+
+    /// Takes in what the kubelet lists, where that something is missing means nothing.
+    pub fn mark(&mut self, held: &[HeldDevices]) {
+        let used = used(held);
+        for given in self.0.values_mut() {
+            given.listed |= is_listed(&given.allocation, &used);
+        }
+    }
+}
+
+/// Slices that the kubelet lists, by resource and id.
+fn used(held: &[HeldDevices]) -> BTreeSet<(&str, &str)> {
+    held.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect()
+}
+
+fn is_listed(allocation: &Allocation, used: &BTreeSet<(&str, &str)>) -> bool {
+    allocation.ids.iter().any(|id| used.contains(&(allocation.resource.as_str(), id.as_str())))
 }
 
 /// The slices in use, with their holders.
@@ -129,35 +160,51 @@ pub(crate) mod tests {
         }
     }
 
-    #[test]
-    fn an_allocation_goes_when_no_pod_holds_it_and_its_grace_is_over() {
-        let start = Instant::now();
-        let mut allocations = Allocations::default();
-        allocations.give(allocation(&["GPU-a::0"]), start);
-        allocations.give(allocation(&["GPU-a::1"]), start);
-        assert!(allocations.collect(&[], start + GRACE / 2, GRACE).is_empty(), "being admitted");
-        let gone = allocations.collect(&[held("p", &["GPU-a::1"])], start + GRACE, GRACE);
-        assert_eq!(gone, [allocation(&["GPU-a::0"])]);
-        assert_eq!(allocations.iter().count(), 1);
-        let gone = allocations.collect(&[], start + GRACE, GRACE);
-        assert_eq!(gone, [allocation(&["GPU-a::1"])]);
+    fn nobody(_: &str) -> bool {
+        false
     }
 
     #[test]
-    fn giving_it_out_again_starts_the_grace_again() {
+    fn one_that_was_never_listed_has_its_grace_and_one_that_was_goes_at_once() {
+        let start = Instant::now();
+        let soon = start + GRACE / 2;
+        let mut allocations = Allocations::default();
+        allocations.give(allocation(&["GPU-a::0"]), start);
+        allocations.give(allocation(&["GPU-a::1"]), start);
+        let listed = [held("p", &["GPU-a::1"])];
+        assert!(allocations.collect(&listed, soon, GRACE, nobody).is_empty(), "being admitted");
+        assert_eq!(allocations.collect(&[], soon, GRACE, nobody), [allocation(&["GPU-a::1"])]);
+        assert_eq!(allocations.collect(&[], start + GRACE, GRACE, nobody), [allocation(&["GPU-a::0"])]);
+    }
+
+    #[test]
+    fn given_out_again_it_is_young_again_and_an_older_list_says_nothing_of_it() {
         let start = Instant::now();
         let mut allocations = Allocations::default();
         allocations.give(allocation(&["GPU-a::0"]), start);
-        allocations.give(allocation(&["GPU-a::0"]), start + GRACE / 2);
-        assert!(allocations.collect(&[], start + GRACE, GRACE).is_empty());
+        allocations.mark(&[held("p", &["GPU-a::0"])]);
+        allocations.give(allocation(&["GPU-a::0"]), start + GRACE);
+        assert!(allocations.collect(&[], start + GRACE / 2, Duration::ZERO, nobody).is_empty());
+        assert!(allocations.collect(&[], start + GRACE, GRACE, nobody).is_empty());
+    }
+
+    #[test]
+    fn one_with_clients_stays_whatever_the_kubelet_lists() {
+        let start = Instant::now();
+        let mut allocations = Allocations::remembering([allocation(&["GPU-a::0"])], start);
+        assert!(
+            allocations.collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id()).is_empty()
+        );
+        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, nobody).len(), 1);
     }
 
     #[test]
     fn an_init_containers_allocation_stays_while_its_pod_holds_a_part_of_it() {
         let start = Instant::now();
         let mut allocations = Allocations::remembering([allocation(&["GPU-a::0", "GPU-a::1"])], start);
-        assert!(allocations.collect(&[held("p", &["GPU-a::1"])], start + GRACE * 2, GRACE).is_empty());
-        assert_eq!(allocations.collect(&[held("p", &["GPU-b::1"])], start + GRACE * 2, GRACE).len(), 1);
+        let later = start + GRACE * 2;
+        assert!(allocations.collect(&[held("p", &["GPU-a::1"])], later, GRACE, nobody).is_empty());
+        assert_eq!(allocations.collect(&[held("p", &["GPU-b::1"])], later, GRACE, nobody).len(), 1);
     }
 
     #[test]
