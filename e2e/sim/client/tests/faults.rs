@@ -7,7 +7,7 @@ use std::process::Stdio;
 use node::{Client, Node, answer, until};
 use rustix::process::Signal;
 use sim_machine::{ComputeMode, Effect};
-use sim_mps::seqpacket::Listener;
+use sim_mps::seqpacket::{Connection, Listener};
 
 #[test]
 fn without_a_daemon_a_program_is_plain_cuda() {
@@ -257,12 +257,28 @@ fn a_daemon_can_be_made_to_fail_as_it_starts() {
 }
 
 #[test]
-fn another_versions_handshake_is_none_that_a_program_knows() {
+fn another_drivers_handshake_is_known_to_the_programs_of_that_driver() {
     let node = Node::with_daemon(&[]);
     node.inject("mps:handshake", Effect::Code(1), None);
-    assert_eq!(node.saw(&[])["viaMps"], false);
-    node.clear();
     assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.tool(&["get_default_active_thread_percentage"], None), "100.0\n");
+    let hello = Connection::connect(&node.socket("control")).unwrap().recv(64).unwrap().unwrap();
+    assert_ne!(hello.data, sim_mps::handshake::HELLO);
+}
+
+#[test]
+fn something_else_behind_the_socket_is_no_mps() {
+    let node = Node::bare();
+    std::fs::create_dir(node.path("pipe")).unwrap();
+    let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
+    let talk = move || {
+        while let Ok(connection) = listener.accept() {
+            // The first is gone before it could read it.
+            let _ = connection.send(b"HTTP/1.1 200 OK");
+        }
+    };
+    std::thread::spawn(talk);
+    assert_eq!(node.saw(&[])["viaMps"], false);
 }
 
 #[test]

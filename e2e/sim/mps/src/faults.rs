@@ -3,7 +3,7 @@
 //! | name | fails (code) | hangs |
 //! |---|---|---|
 //! | `mps:start` | the daemon exits with the code before it listens | it never listens |
-//! | `mps:handshake` | the daemon speaks another version's handshake | it accepts and says nothing |
+//! | `mps:handshake` | the daemon speaks another driver's handshake, and programs understand it | it accepts and says nothing |
 //! | `mps:client` | a client is turned away after its handshake | it gets no socket to the server |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
 //! | `mps:server` | a server exits with the code as it starts | it stays INITIALIZING |

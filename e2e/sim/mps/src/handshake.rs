@@ -24,7 +24,8 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 
 /// The daemon's greeting.
 pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
-/// What another driver's daemon might say. That driver's command line tool knows it; this one's clients do not.
+/// What another driver's daemon might say. Tool and CUDA library come with the driver and know it; a door for driver 580
+/// does not.
 pub const OTHER_HELLO: &[u8; 9] = b"OUTBHEL2\0";
 /// The client's credentials come with it.
 pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";
@@ -164,8 +165,7 @@ pub fn probe(control: &Path) -> io::Result<()> {
 pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
-        Some(hello) if hello.data == HELLO => {}
-        Some(hello) if hello.data == OTHER_HELLO && kind == KIND_ADMINISTRATOR => {}
+        Some(hello) if hello.data == HELLO || hello.data == OTHER_HELLO => {}
         _ => return Ok(None),
     }
     let sent =

@@ -260,6 +260,12 @@ impl Drop for Node {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
+        // One in the background, which a test that failed did not end. The number may be another's by now.
+        let pid = fs::read_to_string(self.socket("nvidia-cuda-mps-control.pid")).unwrap_or_default();
+        let is_ours = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.starts_with(self.dir.path()));
+        if let (true, Some(pid)) = (is_ours, pid.parse().ok().and_then(Pid::from_raw)) {
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+        }
     }
 }
 
