@@ -33,6 +33,8 @@ const LOOK: Duration = Duration::from_secs(1);
 const LOOK_CLOSELY: Duration = Duration::from_millis(25);
 /// How long `quit` may take after its own timeout.
 const QUIT_SECONDS: u32 = 3;
+/// How long a daemon that was killed may take: the driver may keep it.
+const KILLED: Duration = Duration::from_secs(10);
 /// `terminate_client` on a client that does not run blocks the daemon: so long that is no sign of a daemon that hangs.
 const TERMINATING: Duration = Duration::from_secs(30);
 
@@ -126,6 +128,8 @@ pub(crate) struct Device {
     view: RefCell<View>,
     known: RefCell<BTreeMap<u32, Known>>,
     terminating: Cell<Option<Instant>>,
+    /// Whether the daemon left a question unanswered: the next one decides.
+    suspect: Cell<bool>,
     /// Whether a client's handshake ever went as it is known to.
     proven: Cell<bool>,
     /// Whether a daemon is or was wanted, and is not gone yet.
@@ -146,6 +150,7 @@ impl Device {
             view: RefCell::default(),
             known: RefCell::default(),
             terminating: Cell::default(),
+            suspect: Cell::default(),
             proven: Cell::default(),
             present: Cell::default(),
         })
@@ -254,7 +259,9 @@ impl Device {
                 self.quit(child).await;
             }
             child.kill();
-            child.exited().await;
+            if timeout(KILLED, child.exited()).await.is_err() {
+                tracing::error!(device = self.name, pid = child.pid, "MPS daemon does not end after SIGKILL");
+            }
         }
         process::clear(&self.pipe).await;
         self.known.borrow_mut().clear();
@@ -498,9 +505,10 @@ impl Device {
                 return Ok(None);
             }
             // Once more: one answer may come late on a busy node.
-            Err(Failure::Control(ControlError::Hung { .. })) => self.examine(settings).await,
+            Err(Failure::Control(ControlError::Hung { .. })) if !self.suspect.get() => self.examine(settings).await,
             other => other,
         };
+        self.suspect.set(false);
         looked?;
         let wanted = wanted.borrow().clone();
         if wanted.as_ref() == Some(settings) {
@@ -660,6 +668,7 @@ impl Device {
         let server = self.phase.borrow().server;
         match line.event {
             LogEvent::Chatter => tracing::trace!(device, source, pid, "{text}"),
+            LogEvent::Routine => tracing::debug!(device, source, pid, "{text}"),
             LogEvent::ClientConnected(_) => {
                 tracing::debug!(device, source, pid, "{text}");
                 self.look_now();
@@ -798,6 +807,14 @@ impl Device {
             self.phase.send_modify(|phase| phase.door = Door::Advisory);
             self.host.changed();
         }
+    }
+
+    /// Something went wrong at a door: time to look at the daemon.
+    pub(crate) fn suspect(&self, failure: &Failure) {
+        if matches!(failure, Failure::Control(ControlError::Hung { .. })) {
+            self.suspect.set(true);
+        }
+        self.look_now();
     }
 
     /// The server refuses clients: it is in FAULT.

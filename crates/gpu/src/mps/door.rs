@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixCredentials};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -31,6 +31,8 @@ const INTRODUCTION: Duration = Duration::from_secs(5);
 /// How long the server may wait for a client that was handed its socket; nobody else can connect to this GPU meanwhile. A client takes 1 ms,
 /// 50 ms where the server makes its contexts anew; a throttled container some of its periods of 100 ms.
 const HANDSHAKE: Duration = Duration::from_secs(2);
+/// After clients of an allocation that let the server wait: half as long for each, until one does not.
+const SHORTEST: Duration = Duration::from_millis(250);
 /// Between two tries for a client that could not be let in although the daemon seems well.
 const RETRY: Duration = Duration::from_millis(100);
 /// Connections of one allocation that are looked after at once. The others wait in the kernel's queue, where their `connect` blocks.
@@ -69,6 +71,10 @@ pub(crate) struct Door {
     /// The socket in the file system: somebody may remove it.
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
+    /// One client of an allocation at a time stands before the gate: however many it sends, the others' turn is next.
+    turn: Mutex<()>,
+    /// Clients in a row that let the server wait in vain.
+    stalled: Cell<u32>,
     /// Tells the listener that another has taken its place.
     replaced: RefCell<CancellationToken>,
     closed: CancellationToken,
@@ -88,6 +94,8 @@ impl Door {
             waiting: Cell::default(),
             inode: Cell::default(),
             connections: Arc::new(Semaphore::new(CONNECTIONS)),
+            turn: Mutex::default(),
+            stalled: Cell::default(),
             replaced: RefCell::default(),
             closed: CancellationToken::new(),
         });
@@ -98,6 +106,11 @@ impl Door {
     /// Limits for clients that come from now on.
     pub(crate) fn limit(&self, allocation: &Allocation) {
         *self.allocation.borrow_mut() = allocation.clone();
+    }
+
+    /// Whether it leads to this device.
+    pub(crate) fn is_of(&self, device: &str) -> bool {
+        self.device.name == device
     }
 
     /// Counts since the door was opened.
@@ -254,10 +267,14 @@ impl Door {
 
     /// Once the gate is passed, this is carried through to its end: the server may wait for the client.
     async fn admit(&self, client: &Socket, who: Credentials, hold: &mut Option<Hold>) -> Admission {
-        let mut gate = tokio::select! {
+        let both = async {
+            let turn = self.turn.lock().await;
+            (turn, self.device.gate().await)
+        };
+        let (_turn, mut gate) = tokio::select! {
             () = self.closed.cancelled() => return Admission::Left,
             () = client.stirs() => return Admission::Left,
-            gate = self.device.gate() => gate,
+            both = both => both,
         };
         if !self.device.phase().borrow().is_open() {
             return Admission::Held;
@@ -271,7 +288,7 @@ impl Door {
             Ok(None) => return Admission::Held,
             Err(failure) => {
                 tracing::warn!(allocation = self.id, error = %failure, "a client waits: its limits could not be set");
-                self.device.look_now();
+                self.device.suspect(&failure);
                 return Admission::Held;
             }
         };
@@ -284,7 +301,7 @@ impl Door {
             }
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "a client waits: the MPS daemon did not take it");
-                self.device.look_now();
+                self.device.suspect(&error.into());
                 return Admission::Held;
             }
         };
@@ -323,9 +340,10 @@ impl Door {
         server: u32,
     ) -> Admission {
         let Introduced { server: socket, daemon } = introduced;
+        let deadline = (HANDSHAKE / (1 << self.stalled.get().min(8))).max(SHORTEST);
         let sent = client.send_descriptor(protocol::DESCRIPTOR, socket.as_fd());
-        let word = match timeout(HANDSHAKE, sent).await {
-            Ok(Ok(())) => timeout(HANDSHAKE, client.recv()).await.ok().and_then(Result::ok).flatten(),
+        let word = match timeout(deadline, sent).await {
+            Ok(Ok(())) => timeout(deadline, client.recv()).await.ok().and_then(Result::ok).flatten(),
             _ => None,
         };
         let word = word.and_then(|packet| <[u8; 4]>::try_from(packet.data.as_slice()).ok());
@@ -346,6 +364,7 @@ impl Door {
         }
         match word.map(u32::from_le_bytes) {
             Some(0) if !lied => {
+                self.stalled.set(0);
                 self.device.admitted(who.pid, &self.id, hold.take());
                 Admission::Admitted
             }
@@ -353,10 +372,10 @@ impl Door {
             _ => {
                 // Connected by the words that were said for it: nothing that it still does may count.
                 let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
-                let ended = hold.as_ref().is_none_or(Hold::has_ended);
-                if ended {
+                if hold.as_ref().is_none_or(Hold::has_ended) {
                     Admission::Left
                 } else {
+                    self.stalled.set(self.stalled.get().saturating_add(1));
                     Admission::Refused("it stopped in the middle of its handshake".to_owned())
                 }
             }

@@ -214,7 +214,7 @@ async fn serve(args: HostArgs) -> Result<(), HostError> {
             // Cancel-safe: signals and events stay queued.
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
-            () = sleep(KEEP_DOORS) => node.keep_doors(),
+            () = sleep(KEEP_DOORS) => node.tidy(),
             written = events.next() => {
                 written?;
                 node.read_desired();
@@ -435,10 +435,19 @@ impl Node {
         }
     }
 
-    fn keep_doors(&self) {
+    /// Makes doors anew that somebody removed, and forgets devices that nothing is left of.
+    fn tidy(&self) {
         for door in self.doors.borrow().values() {
             door.keep();
         }
+        self.devices.borrow_mut().retain(|name, Supervised { device, task }| {
+            let used = device.is_present() || self.doors.borrow().values().any(|door| door.is_of(name));
+            if !used {
+                task.abort();
+                self.host.devices.borrow_mut().remove(name);
+            }
+            used
+        });
     }
 
     fn status(&self) -> Status {

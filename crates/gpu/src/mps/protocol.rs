@@ -210,6 +210,8 @@ pub(crate) enum LogEvent {
     Version(u32),
     /// Somebody asked the daemon something: the supervisor itself does, often.
     Chatter,
+    /// A client comes or goes, or its limits are set.
+    Routine,
     /// Anything else.
     Other,
 }
@@ -259,6 +261,8 @@ fn event(text: &str) -> LogEvent {
         number(version).map(LogEvent::Version)
     } else if is_chatter(text) {
         Some(LogEvent::Chatter)
+    } else if is_routine(text) {
+        Some(LogEvent::Routine)
     } else {
         None
     };
@@ -269,8 +273,24 @@ fn is_chatter(text: &str) -> bool {
     ["Accepting connection...", "NEW UI", "UI closed", "User did not send valid credentials", ""].contains(&text)
         || text.starts_with("Cmd:")
         // The answer to a command is printed as well.
-        || text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.')
-        || ["ACTIVE", "INITIALIZING"].contains(&text)
+        || text.bytes().all(|byte| byte.is_ascii_digit() || matches!(byte, b'.' | b'G' | b'M'))
+        || ["ACTIVE", "INITIALIZING", "FAULT"].contains(&text)
+}
+
+fn is_routine(text: &str) -> bool {
+    [
+        "NEW CLIENT ",
+        "Received new client request",
+        "Creating worker thread for client",
+        "Device pinned memory limit for device",
+        // The words of the driver.
+        "Server failed to recevie command with status 806, assuming client",
+        "Status of client",
+    ]
+    .iter()
+    .any(|start| text.starts_with(start))
+        || (text.starts_with("Client {") && text.contains("} exiting"))
+        || (text.starts_with("Device ") && text.ends_with(" is associated"))
 }
 
 #[cfg(test)]
@@ -345,7 +365,16 @@ mod tests {
         );
         assert_eq!(event("Server is handling a fatal GPU error."), LogEvent::Fault { client: None });
         assert_eq!(event("CUDA MPS Control binary version: 13000"), LogEvent::Version(13000));
-        assert_eq!(event("Cmd:get_server_list"), LogEvent::Chatter);
+        for chatter in ["Cmd:get_server_list", "NEW UI", "100.0", "8G", "423", "ACTIVE"] {
+            assert_eq!(event(chatter), LogEvent::Chatter, "{chatter}");
+        }
+        for routine in [
+            "NEW CLIENT 436 from user 0: Server already exists",
+            "Client {PID: 436, Context ID: 2} exiting. Number of active client contexts is 1.",
+            "Device NVIDIA H200 (uuid GPU-3da61522-b946-8b5e-d0da-5debfa49f742) is associated",
+        ] {
+            assert_eq!(event(routine), LogEvent::Routine, "{routine}");
+        }
         assert_eq!(event("Server has started"), LogEvent::Other);
         let line = log_line("[2026-11-21 10:38:36.269 Control   402] NEW UI");
         assert_eq!((line.source, line.pid, line.text), ("Control", Some(402), "NEW UI"));

@@ -1,7 +1,7 @@
 //! Daemon and server wait for each client without a deadline, and for good where one leaves between the socket that it was handed and its
 //! words to the server: what a client does there must not reach the next.
 use cleave_gpu::mps::wire::DaemonState;
-use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, Subject, own_credentials};
+use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, KIND_CLIENT, Subject, own_credentials};
 
 use crate::node::Node;
 use crate::{A, B, two_tenants};
@@ -76,4 +76,19 @@ fn a_client_that_connects_late_but_in_time_is_let_in() {
     let entered = client.enter(Subject::Process).unwrap();
     node.until("it is counted", |status| status.allocations[A].admitted == 1);
     drop(entered);
+}
+
+#[test]
+fn however_many_an_allocation_sends_the_others_turn_is_next() {
+    let node = two_tenants();
+    let door = node.paths.door(A);
+    let before = node.daemon(0).server_pid;
+    // Each will be handed its socket, and do nothing with it.
+    let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
+    // Three handshakes: for the process, and for a context; and the look whether somebody is there.
+    assert_eq!(node.saw(B), (66, Some(20480)));
+    let dropped = node.status().unwrap().allocations[A].refused;
+    assert!(dropped <= 4, "{dropped} of 12 were waited for");
+    assert_eq!(node.daemon(0).server_pid, before);
+    drop(stalling);
 }

@@ -526,6 +526,8 @@ fn requests_are_answered_and_bad_ones_too() {
     // One that is stopped would block the daemon for as long.
     let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
+    let stat = format!("/proc/{}/stat", stopped.pid());
+    until("it is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
     let terminate = Request::Terminate { device: node.uuid(0), pid: stopped.pid() };
     assert!(matches!(node.ask_host(&terminate), Reply::Error { message } if message.contains("stopped")));
     let terminate = Request::Terminate { device: "GPU-0".into(), pid: 1 };
