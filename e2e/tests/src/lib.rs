@@ -258,7 +258,15 @@ impl<'a> Scope<'a> {
             self.cluster.delete(&namespace, None)?;
             wait_until("the namespace is gone", || Ok(self.cluster.find(&namespace)?.is_none()))?;
         }
-        Ok(())
+        // The kubelet tells the API server every ten seconds: the next test would else read what was offered before.
+        wait_until("all GPUs are whole again", || {
+            for node in self.cluster.nodes()? {
+                let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
+                let whole = self.cluster.allocatable(&node, "nvidia.com/gpu")?;
+                ensure!(usize::try_from(whole)? == gpus, "{node} offers {whole} of {gpus}");
+            }
+            Ok(true)
+        })
     }
 
     /// Applies a `SharingPolicy`.

@@ -31,7 +31,9 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     offers(&cluster, SHARES, 10 * GPUS)?;
     wait_until("an Event says it", || {
         let events = cluster.list("/api/v1/events")?;
-        Ok(events.iter().any(|event| text(&event["reason"]).starts_with("Mps") && text(&event["message"]).contains(&device)))
+        Ok(events
+            .iter()
+            .any(|event| text(&event["reason"]).starts_with("Mps") && text(&event["message"]).contains(&device)))
     })?;
     scope.pod("next", &json!({SHARES: 1}), HOLD)?;
     ensure!(scope.seen("next")?["sms"] == 12);
@@ -57,8 +59,7 @@ fn simgpu(args: &[&str]) -> Result<String> {
 
 /// Whether a client waits at a door of the device.
 fn waiting(device: &str) -> Result<bool> {
-    let status: serde_json::Value =
-        serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?;
+    let status: serde_json::Value = serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?;
     let _ = device;
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }

@@ -60,7 +60,9 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_says_which() -> Result
     ensure!(before == undisturbed(&cluster, &scope, "holder")?, "the running pod was disturbed");
     scope.delete_pod("holder", 0)?;
     offers(&cluster, SHARES, 5 * GPUS)?;
-    wait_until("the policy is in force", || Ok(condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True")))
+    wait_until("the policy is in force", || {
+        Ok(condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True"))
+    })
 }
 
 #[test]
@@ -123,7 +125,8 @@ fn a_policy_that_selects_nothing_says_so_and_disturbs_nothing() -> Result<()> {
     let scope = ten_shares(&cluster, "nothing")?;
     scope.policy("unknown", &json!({"gpus": {"models": ["RTX 9999"]}, "mode": "Mps", "mps": {"units": 2}}))?;
     wait_until("the policy says that no GPU is of that model", || {
-        Ok(condition(&cluster, "unknown", "Ready")?.is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
+        Ok(condition(&cluster, "unknown", "Accepted")?
+            .is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
     })?;
     offers(&cluster, SHARES, 10 * GPUS)
 }
@@ -139,7 +142,8 @@ fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_says_so() -> Re
     offers(&cluster, "nvidia.com/gpu-timeslice", 3)?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     wait_until("the wider policy names the one that took a GPU", || {
-        Ok(condition(&cluster, "ten-shares", "Conflict")?.is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
+        Ok(condition(&cluster, "ten-shares", "Conflict")?
+            .is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
     })?;
     cluster.delete(&format!("{POLICIES}/first-gpu"), None)?;
     offers(&cluster, SHARES, 10 * GPUS)

@@ -34,7 +34,8 @@ impl Running {
         wait_until("the node tells its daemons again", || Ok(!daemon_pids(cluster)?.is_empty()))?;
         ensure!(self.daemons == daemon_pids(cluster)?, "an MPS daemon was started again");
         for (device, pid) in &self.daemons {
-            on_node(NODE, &["test", "-d", &format!("/proc/{pid}")]).with_context(|| format!("the daemon of {device} is gone"))?;
+            on_node(NODE, &["test", "-d", &format!("/proc/{pid}")])
+                .with_context(|| format!("the daemon of {device} is gone"))?;
         }
         offers(cluster, SHARES, 10 * GPUS)?;
         scope.pod("new", &json!({SHARES: 3}), HOLD)?;
@@ -54,9 +55,14 @@ fn never_below(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_
 
 /// The pod of one of Cleave's parts; on [`NODE`] where there is one on each node.
 fn part(cluster: &Cluster, component: &str) -> Result<Value> {
-    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
+    let pods = cluster
+        .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
     let on_node = |pod: &&Value| component == "operator" || pod["spec"]["nodeName"] == NODE;
-    pods.iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).find(on_node).cloned().with_context(|| format!("no {component} pod"))
+    pods.iter()
+        .filter(|pod| pod["metadata"]["deletionTimestamp"].is_null())
+        .find(on_node)
+        .cloned()
+        .with_context(|| format!("no {component} pod"))
 }
 
 fn restarts(pod: &Value) -> u64 {
@@ -74,7 +80,9 @@ fn kill_process(subcommand: &str) -> Result<()> {
     let mut killed = 0;
     for pid in pids.split_whitespace() {
         // The search itself names the subcommand too.
-        if on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]).is_ok_and(|line| line.starts_with("/usr/bin/cleave ")) {
+        if on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")])
+            .is_ok_and(|line| line.starts_with("/usr/bin/cleave "))
+        {
             on_node(NODE, &["kill", "-9", pid])?;
             killed += 1;
         }
@@ -142,13 +150,32 @@ fn the_chart_is_upgraded_to_a_new_image() -> Result<()> {
     let helm = |tag: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");
-        run("helm", &["upgrade", "cleave", chart, "-n", SYSTEM, "--values", values, "--set", &format!("image.tag={tag}"), "--wait", "--timeout", "3m"])
+        run(
+            "helm",
+            &[
+                "upgrade",
+                "cleave",
+                chart,
+                "-n",
+                SYSTEM,
+                "--values",
+                values,
+                "--set",
+                &format!("image.tag={tag}"),
+                "--wait",
+                "--timeout",
+                "3m",
+            ],
+        )
     };
     helm("next")?;
     let upgraded = part(&cluster, "agent")?;
     ensure!(text(&upgraded["metadata"]["uid"]) != old, "the agent was not upgraded");
     ensure!(text(&upgraded["spec"]["containers"][0]["image"]).ends_with(":next"), "{}", upgraded["spec"]);
-    ensure!(text(&part(&cluster, "mps-host")?["metadata"]["uid"]) == host, "the MPS host was replaced under running clients");
+    ensure!(
+        text(&part(&cluster, "mps-host")?["metadata"]["uid"]) == host,
+        "the MPS host was replaced under running clients"
+    );
     let checked = running.still(&cluster, &scope);
     helm("dev")?;
     checked
