@@ -83,8 +83,8 @@ impl Cluster {
     }
 
     /// A JSON merge patch.
-    pub fn patch(&self, path: &str, patch: &Value) -> Result<Value> {
-        self.request("PATCH", path, "application/merge-patch+json", Some(patch))
+    pub fn patch(&self, path: &str, change: &Value) -> Result<Value> {
+        self.request("PATCH", path, "application/merge-patch+json", Some(change))
     }
 
     /// Deletes an object; one that is gone already is fine.
