@@ -58,8 +58,12 @@ enum Stop {
 /// Runs the program: its exit status.
 pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     let control = sim_mps::tool::pipe_directory().join("control");
-    let contexts = Cuda::init(&control, &Given::own())
-        .and_then(|cuda| (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>());
+    // Kept as long as its contexts: it is what the server knows the process by.
+    let cuda = Cuda::init(&control, &Given::own());
+    let contexts = match &cuda {
+        Ok(cuda) => (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>(),
+        Err(code) => Err(*code),
+    };
     let outcome = match &contexts {
         Ok(contexts) => Program { arguments, contexts, terminated }.run(),
         Err(code) => Err(Stop::Error(*code)),

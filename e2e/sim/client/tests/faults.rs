@@ -185,6 +185,7 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
     // Every other command waits for it.
     let listed = node.asking("get_server_list");
+    node.a_while();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());
     stopped.signal(Signal::CONT);
     assert_eq!(answer(&terminated), "0\n");
@@ -238,6 +239,7 @@ fn a_command_can_be_made_to_hang_and_the_daemon_with_it() {
     let hanging = node.asking("get_server_list");
     until("the command hangs", || node.is_used_up());
     let other = node.asking("get_default_active_thread_percentage");
+    node.a_while();
     assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
     node.clear();
     assert_eq!(answer(&hanging), "");
@@ -287,6 +289,7 @@ fn a_program_waits_as_long_as_the_daemon_does_not_answer() {
     node.inject("mps:client", Effect::Hang(None), Some(1));
     let mut client = node.client(&[]);
     until("the client is at the door", || node.is_used_up());
+    node.a_while();
     assert!(client.is_silent());
     node.clear();
     assert_eq!(client.line()["viaMps"], true);

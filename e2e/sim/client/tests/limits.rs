@@ -176,6 +176,7 @@ fn the_machine_lists_the_server_and_its_clients_with_their_memory() {
     let node = Node::with_daemon(&[]);
     let mut client = node.running(&["--allocate", "1024", "--hold", "forever"]);
     client.line();
+    assert!(!node.log().contains("exit"), "the process is there as long as its context");
     let listed = |pid: u32| {
         let processes = node.machine.processes().unwrap();
         processes

@@ -191,6 +191,13 @@ impl Node {
         Client::spawn(command).line()
     }
 
+    /// Lets something happen that would happen if it could: other programs run from start to end meanwhile.
+    pub(crate) fn a_while(&self) {
+        for _ in 0..5 {
+            assert_eq!(self.saw(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
+        }
+    }
+
     /// PIDs of the server's clients.
     pub(crate) fn client_list(&self, server: u32) -> Vec<u32> {
         self.ask(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
