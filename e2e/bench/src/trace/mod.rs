@@ -65,7 +65,7 @@ impl Rng {
     }
 
     fn below(&mut self, bound: usize) -> usize {
-        usize::try_from(u128::from(self.next()) * bound as u128 >> 64).unwrap_or(0)
+        usize::try_from((u128::from(self.next()) * bound as u128) >> 64).unwrap_or(0)
     }
 
     fn unit(&mut self) -> f64 {
