@@ -176,7 +176,7 @@ try:
     check("clients that knock while the daemon is dead wait, and run under their limits", all(got.get("sms") == sms(30, of) for got in after), {"clients": after, "seconds": waited})
     again = wait("the daemon is back", lambda: (d := status()["daemons"][uuid]) and d["pid"] not in (None, pid) and d["state"] == "Active" and d)
     check("the daemon is back with its limits", once(door("02")).get("sms") == sms(20, of), again)
-    check("the MPS host's memory", resident(host.pid)["rssKiB"] <= 4096 * 2, resident(host.pid))
+    check("the MPS host's memory", resident(host.pid)["rssKiB"] <= 4096, resident(host.pid))
 finally:
     host.send_signal(signal.SIGTERM)
     try:
