@@ -1,4 +1,6 @@
 //! Which waiting pod is where, while a plan is being made: what it would cost to put a pod on a node, putting it there, taking it away.
+use std::collections::BTreeMap;
+
 use crate::model::Model;
 use crate::states::{DemandId, StateId, States};
 
@@ -33,6 +35,16 @@ pub(crate) enum Rule {
     Pack,
 }
 
+/// What units cost, and the choice that costs it.
+type Row = Vec<(u64, Option<Cost>)>;
+
+/// Costs as far as asked: by rule and shape, then by node, each with the version of the node that it is of.
+#[derive(Debug, Default)]
+pub(crate) struct Costs {
+    rows: BTreeMap<(Rule, u32), Row>,
+    scratch: Vec<u32>,
+}
+
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Board {
     /// By GPU.
@@ -44,6 +56,9 @@ pub(crate) struct Board {
     pub(crate) at: Vec<Option<Spot>>,
     /// By node, in the order of their coming.
     pub(crate) on: Vec<Vec<u32>>,
+    /// By node: changes with its GPUs, and is never the same again.
+    versions: Vec<u64>,
+    version: u64,
 }
 
 /// Steps of one search for GPUs of a node for a pod with several kinds of units.
@@ -60,6 +75,8 @@ impl Board {
             dimensions: model.dimensions.len(),
             at: vec![None; model.group_of.len()],
             on: vec![Vec::new(); model.nodes.len()],
+            versions: vec![1; model.nodes.len()],
+            version: 1,
         }
     }
 
@@ -71,6 +88,32 @@ impl Board {
     pub(crate) fn has_room(&self, needs: &[(u16, u64)], node: u32) -> bool {
         let free = self.free(node);
         needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
+    }
+
+    /// The cost of the cheapest way to put one more pod of a group on a node, remembered as long as the node's GPUs are what they were.
+    /// What a pod needs besides GPUs does not matter to the cost, so that pods that want the same of GPUs are asked for once.
+    pub(crate) fn cost(
+        &self,
+        model: &Model<'_>,
+        states: &mut States,
+        costs: &mut Costs,
+        group: u32,
+        node: u32,
+        rule: Rule,
+    ) -> Option<Cost> {
+        let of = model.groups.get(group as usize)?;
+        states.work += 1;
+        if !self.has_room(&of.needs, node) {
+            return None;
+        }
+        let row = costs.rows.entry((rule, of.shape)).or_insert_with(|| vec![(0, None); self.versions.len()]);
+        let (version, cost) = row.get_mut(node as usize)?;
+        let now = *self.versions.get(node as usize)?;
+        if *version != now {
+            *version = now;
+            *cost = self.offer(model, states, group, node, rule, &mut costs.scratch);
+        }
+        *cost
     }
 
     /// The cheapest way to put one more pod of a group on a node; the GPUs go to `gpus`.
@@ -161,6 +204,10 @@ impl Board {
     }
 
     fn account(&mut self, needs: &[(u16, u64)], node: u32, with: impl Fn(u64, u64) -> u64) {
+        self.version += 1;
+        if let Some(version) = self.versions.get_mut(node as usize) {
+            *version = self.version;
+        }
         let start = node as usize * self.dimensions;
         for (dimension, need) in needs {
             if let Some(free) = self.free.get_mut(start + usize::from(*dimension))

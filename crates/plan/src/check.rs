@@ -34,6 +34,26 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     judge.found
 }
 
+/// Whether groups can be put into bins, each in one. Says yes when the steps run out: then it is not known.
+fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
+    let Some((first, rest)) = wanted.split_first() else { return true };
+    for at in 0..free.len() {
+        let Some(left) = steps.checked_sub(1) else { return true };
+        *steps = left;
+        if free[..at].contains(&free[at]) {
+            continue;
+        }
+        let Some(less) = free[at].checked_sub(*first) else { continue };
+        let before = std::mem::replace(&mut free[at], less);
+        let fits = fit(rest, free, steps);
+        free[at] = before;
+        if fits {
+            return true;
+        }
+    }
+    false
+}
+
 struct Judge {
     found: Vec<Violation>,
     /// GPUs given whole.
@@ -232,6 +252,7 @@ impl Judge {
                 *free.entry((&gpu.node, &gpu.uuid, &slice.resource)).or_default() += u64::from(slice.count);
             }
         }
+        self.shares_of_instances(plan);
         let nodes: BTreeMap<&str, &Node> = snapshot.nodes.iter().map(|node| (node.name.as_str(), node)).collect();
         let mut used: BTreeMap<(&str, &str), u64> = BTreeMap::new();
         for placement in &plan.placements {
@@ -264,6 +285,35 @@ impl Judge {
             let before = node.requested.get(resource).and_then(super::Quantity::milli).unwrap_or(0);
             if !of_gpus && amount.saturating_add(before) > all {
                 self.say(&node.name, format!("more {resource} is given than it has"));
+            }
+        }
+    }
+
+    /// What one pod gets of shares of MIG instances must be of one instance. The plan does not say of which, so there must be a way.
+    fn shares_of_instances(&mut self, plan: &Plan) {
+        let mut taken: BTreeMap<On<'_>, Vec<u64>> = BTreeMap::new();
+        for placement in &plan.placements {
+            for take in &placement.takes {
+                taken.entry((&placement.node, &take.gpu, &take.resource)).or_default().push(u64::from(take.count));
+            }
+        }
+        for ((node, uuid, resource), mut wanted) in taken {
+            let Some(gpu) = plan.gpus.iter().find(|gpu| gpu.node == node && gpu.uuid == uuid) else { continue };
+            let mut free: BTreeMap<u32, u64> = BTreeMap::new();
+            for slice in gpu.slices.iter().filter(|slice| slice.resource == resource && !slice.in_use) {
+                if let Some(place) = slice.placement {
+                    *free.entry(place).or_default() += u64::from(slice.count);
+                }
+            }
+            let slices_of_their_own =
+                resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
+            if free.is_empty() || slices_of_their_own {
+                continue;
+            }
+            wanted.sort_unstable_by(|a, b| b.cmp(a));
+            let mut free: Vec<u64> = free.into_values().collect();
+            if !fit(&wanted, &mut free, &mut 10_000) {
+                self.say(uuid, format!("no way of giving {resource} keeps every pod's on one instance"));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Placements for any number of pods: one after the other, with others moved aside where that makes room.
 use std::collections::BTreeMap;
 
-use crate::board::{Board, Cost, Rule, Spot, group, step};
+use crate::board::{Board, Cost, Costs, Rule, Spot, group, step};
 use crate::model::Model;
 use crate::search::Part;
 use crate::states::{DemandId, States};
@@ -17,7 +17,7 @@ pub(crate) struct Greedy<'g, 'a> {
     epoch: u64,
     /// By group: some nodes that had an offer, and in which epoch and under which rule that was.
     homes: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
-    scratch: Vec<u32>,
+    costs: &'g mut Costs,
 }
 
 /// How pods are placed one after the other. None is best for every cluster.
@@ -41,8 +41,8 @@ const GROUP_PART: u64 = 8;
 const MAX_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
-    pub(crate) fn new(model: &'g Model<'a>, states: &'g mut States, board: Board) -> Self {
-        Self { model, states, board, last: 0, limit: 0, epoch: 0, homes: BTreeMap::new(), scratch: Vec::new() }
+    pub(crate) fn new(model: &'g Model<'a>, states: &'g mut States, costs: &'g mut Costs, board: Board) -> Self {
+        Self { model, states, board, last: 0, limit: 0, epoch: 0, homes: BTreeMap::new(), costs }
     }
 
     /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for one of a lower, but stay placed.
@@ -98,7 +98,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let Some(of) = self.model.groups.get(id as usize) else { return };
         let mut offers: Vec<Option<Cost>> = Vec::with_capacity(of.nodes.len());
         for &node in &of.nodes {
-            offers.push(self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch));
+            offers.push(self.board.cost(self.model, self.states, self.costs, id, node, rule));
         }
         let mut moving = true;
         // One group for which there is no room at all must not use up what others could do with.
@@ -111,7 +111,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             if let Some((_, at)) = best {
                 let node = of.nodes[at];
                 self.take_offer(id, pod, node, rule);
-                offers[at] = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
+                offers[at] = self.board.cost(self.model, self.states, self.costs, id, node, rule);
                 continue;
             }
             if !moving || !(self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) || self.move_two(pod, id, rule)) {
@@ -124,7 +124,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             self.epoch += 1;
             // Others have moved: any node may have room now.
             for (at, &node) in of.nodes.iter().enumerate() {
-                offers[at] = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
+                offers[at] = self.board.cost(self.model, self.states, self.costs, id, node, rule);
             }
         }
     }
@@ -281,7 +281,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
         let mut best: Option<(Cost, u32)> = None;
         for node in nodes {
-            let offer = self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch);
+            let offer = self.board.cost(self.model, self.states, self.costs, id, node, rule);
             if let Some(cost) = offer
                 && best.is_none_or(|(least, _)| cost < least)
             {
@@ -299,7 +299,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
         let mut homes = Vec::new();
         for &node in nodes {
-            if self.board.offer(self.model, self.states, id, node, rule, &mut self.scratch).is_some() {
+            if self.board.cost(self.model, self.states, self.costs, id, node, rule).is_some() {
                 homes.push(node);
             }
             if homes.len() == HOMES {

@@ -16,6 +16,9 @@ use crate::states::{ClassId, DemandId};
 /// Slices that one pod may ask for. No node has as many; a pod that asks for a million must not cost a million.
 const MAX_SLICES: u64 = 1024;
 
+/// Equal slices of one GPU. No mode gives as many, and a plan lists each.
+const MAX_EQUAL_SLICES: u32 = 4096;
+
 /// Resources that a node does not limit where it does not name them.
 const UNLIMITED: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
 const PODS: &str = "pods";
@@ -60,6 +63,8 @@ pub(crate) struct Group<'a> {
     pub(crate) priority: i32,
     /// One for each slice or group of shares.
     pub(crate) units: Vec<DemandId>,
+    /// The same for groups with the same units.
+    pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,
     pub(crate) constraints: Constraints<'a>,
@@ -282,20 +287,29 @@ impl<'a> Model<'a> {
             let key = (Reverse(pod.priority), wanted, Constraints::of(pod));
             groups.entry(key).or_default().push(as_u32(index));
         }
+        let mut shapes: BTreeMap<Vec<DemandId>, u32> = BTreeMap::new();
         for ((_, (units, needs), _), pods) in groups {
             let Some(pod) = pods.first().and_then(|&pod| snapshot.pods.get(pod as usize)) else { continue };
+            let mut expanded = Vec::new();
+            for (demand, count) in units {
+                let id = self.demands.binary_search(demand).ok().and_then(|at| DemandId::try_from(at).ok());
+                expanded.extend(std::iter::repeat_n(id, *count as usize));
+            }
+            let Some(expanded) = expanded.into_iter().collect::<Option<Vec<DemandId>>>() else {
+                let reason = "the waiting pods ask for too many different things";
+                self.bad_pods.extend(pods.iter().map(|&pod| (pod, reason.to_owned())));
+                continue;
+            };
             for &pod in &pods {
                 if let Some(group) = self.group_of.get_mut(pod as usize) {
                     *group = u32::try_from(self.groups.len()).ok();
                 }
             }
-            let mut expanded = Vec::new();
-            for (demand, count) in units {
-                let id = self.demands.binary_search(demand).ok().and_then(|at| DemandId::try_from(at).ok());
-                expanded.extend(std::iter::repeat_n(id, *count as usize).flatten());
-            }
+            let next = as_u32(shapes.len());
+            let shape = *shapes.entry(expanded.clone()).or_insert(next);
             self.groups.push(Group {
                 priority: pod.priority,
+                shape,
                 units: expanded,
                 needs: needs.clone(),
                 constraints: Constraints::of(pod),
@@ -502,7 +516,7 @@ impl<'b> ClassBuilder<'b> {
             class.shares = name(device::SHARES).zip(units);
         }
         if gpu.mode.families().has(Family::TimeSlicing) {
-            let replicas = number("replicas", gpu.replicas, self.policy.replicas, u32::from(u16::MAX));
+            let replicas = number("replicas", gpu.replicas, self.policy.replicas, MAX_EQUAL_SLICES);
             // Where one name would mean two things, it means shares under MPS.
             let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
             class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
@@ -547,6 +561,9 @@ impl<'b> ClassBuilder<'b> {
         }
         merge(&mut class.held);
         merge(&mut class.free);
+        if class.held.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
+            wrong_is(format!("it holds more than {MAX_EQUAL_SLICES} equal slices"));
+        }
         instances.sort_unstable();
         let plain = class.held.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
         let doubled = plain.clone().any(|cell| cell.count > 1);

@@ -59,6 +59,16 @@ pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
+/// The memory that a slice of `size` of a GPU with `total` memory may really use, in whole MiB, rounded down.
+///
+/// Slices are as large as their names say, so that two of 20 GiB are a GPU of 40 GiB; what the server needs is taken off each in
+/// proportion. A slice above the GPU counts as the whole GPU.
+pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
+    let whole = shareable(total);
+    let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
+    Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
+}
+
 /// The SMs that a client limited to `threads` of a GPU with `total` SMs really gets.
 ///
 /// MPS rounds down to an even count and never goes below 8.
@@ -114,6 +124,16 @@ mod tests {
             assert!(memory(1, units, total).0 * u64::from(units) <= shareable(total).0);
             assert_eq!(memory(units, units, total), shareable(total));
         }
+    }
+
+    #[test]
+    fn slices_that_fill_a_gpu_leave_the_server_its_part() {
+        let total = Mebibytes::from_gib(40);
+        let slice = sized(Mebibytes::from_gib(20), total);
+        assert_eq!(slice, Mebibytes(20_416));
+        assert!(slice.0 * 2 + SERVER_RESERVE.0 <= total.0);
+        assert_eq!(sized(Mebibytes::from_gib(41), total), shareable(total));
+        assert_eq!(sized(Mebibytes::from_gib(1), Mebibytes(0)), Mebibytes(0));
     }
 
     #[test]

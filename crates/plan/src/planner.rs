@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::board::{Board, Rule, Spot, group};
+use crate::board::{Board, Costs, Rule, Spot, group};
 use crate::cut::{Cell, Class, Demand, Kind, Used, WHOLE_GPU};
 use crate::device::Family;
 use crate::greedy::{Greedy, Style};
@@ -24,14 +24,14 @@ pub struct Policy {
     pub units: Option<u32>,
     /// Time-sliced replicas of a GPU; without a number none are made.
     pub replicas: Option<u32>,
-    /// Steps that the exact search may take on each small part of the cluster, and four times that in all. The limit is a number of
+    /// Steps that the exact search may take on each small part of the cluster, and sixteen times that in all. The limit is a number of
     /// steps and not a time, so that the same input gives the same plan on every machine.
     pub search_steps: u32,
 }
 
 impl Default for Policy {
     fn default() -> Self {
-        Self { units: None, replicas: None, search_steps: 20_000 }
+        Self { units: None, replicas: None, search_steps: 5000 }
     }
 }
 
@@ -121,6 +121,8 @@ const SMALL_GPUS: usize = 32;
 /// Look-ups that may be spent on moving pods aside, in the whole plan: so many, and so many for each pod.
 const MOVING_WORK: u64 = 200_000;
 const MOVING_WORK_PER_POD: u64 = 300;
+/// And for one attempt at a part that is searched exactly afterwards.
+const SMALL_MOVING_WORK: u64 = 10_000;
 
 /// Plans: which GPUs are cut into what, and which waiting pod goes where.
 ///
@@ -129,12 +131,13 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
     let empty = Board::new(&model, &mut states);
-    find_nodes(&mut model, &mut states, &empty);
+    let mut costs = Costs::default();
+    find_nodes(&mut model, &mut states, &mut costs, &empty);
     let mut board = empty.clone();
     let moving = MOVING_WORK.saturating_add(MOVING_WORK_PER_POD.saturating_mul(snapshot.pods.len() as u64));
-    let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(4), each: policy.search_steps };
+    let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
     for part in parts(&model) {
-        solve(&model, &mut states, &mut board, &part, &mut budget);
+        solve(&model, &mut states, &mut costs, &mut board, &part, &mut budget);
     }
     first_come_first_served(&model, &mut board);
 
@@ -168,7 +171,7 @@ struct Budget {
 }
 
 /// For each group of pods: the nodes that could take one if no other waited, and the least of a GPU that one takes.
-fn find_nodes(model: &mut Model<'_>, states: &mut States, empty: &Board) {
+fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Board) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);
     for group in &groups {
@@ -179,7 +182,6 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, empty: &Board) {
             model.nodes.iter().zip(0..).filter(|(node, _)| open(node)).map(|(_, at)| at).collect()
         });
     }
-    let mut scratch = Vec::new();
     for index in 0..groups.len() {
         model.groups = groups;
         let nodes = model.groups.get(index).and_then(|group| admitted.get(&group.constraints));
@@ -187,7 +189,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, empty: &Board) {
             .map_or(&[][..], Vec::as_slice)
             .iter()
             .copied()
-            .filter(|&node| empty.offer(model, states, as_u32(index), node, Rule::Any, &mut scratch).is_some())
+            .filter(|&node| empty.cost(model, states, costs, as_u32(index), node, Rule::Any).is_some())
             .collect();
         groups = std::mem::take(&mut model.groups);
         if let Some(group) = groups.get_mut(index) {
@@ -252,9 +254,17 @@ fn parts(model: &Model<'_>) -> Vec<Part> {
     parts.into_values().collect()
 }
 
-fn solve(model: &Model<'_>, states: &mut States, board: &mut Board, part: &Part, budget: &mut Budget) {
+fn solve(
+    model: &Model<'_>,
+    states: &mut States,
+    costs: &mut Costs,
+    board: &mut Board,
+    part: &Part,
+    budget: &mut Budget,
+) {
     let ideal = part.ideal(model);
     let pods: Vec<u32> = part.pods(model).collect();
+    let small = pods.len() <= SMALL_PODS && part.gpus(model).count() <= SMALL_GPUS;
     let mut best: Option<(Score, Vec<(u32, Spot)>)> = None;
     let planned = pods.iter().any(|&pod| model.planned.get(pod as usize).is_some_and(Option::is_some));
     for style in [Style::AsPlanned, Style::Thrifty, Style::Packed, Style::LargeFirst] {
@@ -262,8 +272,8 @@ fn solve(model: &Model<'_>, states: &mut States, board: &mut Board, part: &Part,
             continue;
         }
         let before = states.work;
-        let mut greedy = Greedy::new(model, states, std::mem::take(board));
-        greedy.place(part, style, budget.moving / 3);
+        let mut greedy = Greedy::new(model, states, costs, std::mem::take(board));
+        greedy.place(part, style, if small { SMALL_MOVING_WORK } else { budget.moving / 3 });
         *board = greedy.board;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
         let score = part.score(model, states, board);
@@ -276,9 +286,11 @@ fn solve(model: &Model<'_>, states: &mut States, board: &mut Board, part: &Part,
         }
     }
     let Some((mut score, mut spots)) = best else { return };
-    if score != ideal && pods.len() <= SMALL_PODS && part.gpus(model).count() <= SMALL_GPUS {
+    if small && score != ideal {
         for rule in [Rule::Stay, Rule::Any] {
-            let steps = budget.each.min(budget.steps);
+            // Where every pod has a place, only changes are at stake.
+            let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
+            let steps = worth.min(budget.steps);
             let found = search(model, states, board, part, rule, score.clone(), steps);
             budget.steps = budget.steps.saturating_sub(found.steps);
             if let Some(better) = found.better {

@@ -167,23 +167,25 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
         gpu.slices.iter().filter(|slice| slice.in_use).map(of).fold(0, |mask, bits| mask | bits)
     };
     let mut taken: Vec<u32> = node.gpus.iter().map(in_use).collect();
+    let free: u32 = taken.iter().map(|mask| 8 - mask.count_ones()).sum();
+    let all_cpu = node.allocatable["cpu"].milli().expect("a number");
+    let wanted_by: Vec<Vec<usize>> = pods.iter().map(profiles).collect();
+    let cpu_of: Vec<u64> = pods.iter().map(cpu).collect();
+    let selects = |pod: &Pod| pod.node_selector.iter().all(|(key, value)| node.labels.get(key) == Some(value));
+    let may: Vec<bool> = pods.iter().map(selects).collect();
     let mut table = vec![false; 1 << pods.len()];
     table[0] = true;
     for set in 1..table.len() {
-        let members: Vec<usize> = (0..pods.len()).filter(|pod| set & (1 << pod) != 0).collect();
-        let mut wanted: Vec<usize> = members.iter().flat_map(|&pod| profiles(&pods[pod])).collect();
+        let members = || (0..pods.len()).filter(|pod| set & (1 << pod) != 0);
+        if !members().all(|pod| may[pod] && table[set & !(1 << pod)]) {
+            continue;
+        }
+        let mut wanted: Vec<usize> = members().flat_map(|pod| wanted_by[pod].iter().copied()).collect();
         // The large ones first, which fail early.
         wanted.sort_unstable_by(|a, b| b.cmp(a));
         let total: u32 = wanted.iter().map(|&profile| PROFILES[profile].1).sum();
-        let free: u32 = taken.iter().map(|mask| 8 - mask.count_ones()).sum();
-        table[set] = members.iter().all(|pod| table[set & !(1 << pod)])
-            && members
-                .iter()
-                .all(|&pod| pods[pod].node_selector.iter().all(|(key, value)| node.labels.get(key) == Some(value)))
-            && members.iter().map(|&pod| cpu(&pods[pod])).sum::<u64>()
-                <= node.allocatable["cpu"].milli().expect("a number")
-            && total <= free
-            && fits(&mut taken, &wanted);
+        table[set] =
+            members().map(|pod| cpu_of[pod]).sum::<u64>() <= all_cpu && total <= free && fits(&mut taken, &wanted);
     }
     table
 }
@@ -196,7 +198,7 @@ fn levels(snapshot: &Snapshot) -> Vec<i32> {
 }
 
 /// Pods bound by priority, the highest first: the most that is possible.
-fn optimum(snapshot: &Snapshot) -> Vec<usize> {
+fn optimum(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];
     reachable[0] = true;
@@ -218,25 +220,20 @@ fn optimum(snapshot: &Snapshot) -> Vec<usize> {
         }
         reachable = next;
     }
-    let levels = levels(snapshot);
-    let counts = |set: usize| -> Vec<usize> {
-        let of = |level: &i32| {
-            snapshot
-                .pods
-                .iter()
-                .enumerate()
-                .filter(|(pod, one)| set & (1 << pod) != 0 && one.priority == *level)
-                .count()
-        };
-        levels.iter().map(of).collect()
+    // The pods of each priority, as a set.
+    let of = |level: &i32| {
+        let pods = snapshot.pods.iter().enumerate().filter(|(_, pod)| pod.priority == *level);
+        pods.fold(0_usize, |set, (pod, _)| set | (1 << pod))
     };
+    let levels: Vec<usize> = levels(snapshot).iter().map(of).collect();
+    let counts = |set: usize| -> Vec<u32> { levels.iter().map(|level| (set & level).count_ones()).collect() };
     (0..sets).filter(|&set| reachable[set]).map(counts).max().expect("nothing is always possible")
 }
 
-fn bound(snapshot: &Snapshot, plan: &Plan) -> Vec<usize> {
+fn bound(snapshot: &Snapshot, plan: &Plan) -> Vec<u32> {
     let of = |level: &i32| {
         let is = |name: &str| snapshot.pods.iter().any(|pod| pod.name == name && pod.priority == *level);
-        plan.placements.iter().filter(|placement| is(&placement.pod)).count()
+        u32::try_from(plan.placements.iter().filter(|placement| is(&placement.pod)).count()).expect("few")
     };
     levels(snapshot).iter().map(of).collect()
 }
@@ -251,8 +248,8 @@ fn campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
         assert!(bound <= optimum, "{name} {seed}: {bound:?} beats the exact solver's {optimum:?}");
         equal += u64::from(bound == optimum);
         top += u64::from(bound[0] == optimum[0]);
-        ours += bound.iter().sum::<usize>();
-        best += optimum.iter().sum::<usize>();
+        ours += bound.iter().sum::<u32>();
+        best += optimum.iter().sum::<u32>();
     }
     println!(
         "{name}: {equal} of {instances} instances as the exact solver binds, {top} of {instances} in the top priority; {ours} of {best} pods"

@@ -260,6 +260,45 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     next
 }
 
+/// A pod that waits although slices that it could use are free where it may run.
+fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
+    for waiting in &plan.unplaced {
+        let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;
+        // Only what needs no judgement of labels: one kind of slice that is no share, and nothing that a node could be short of.
+        let of_gpus: Vec<_> = pod.requests.iter().filter(|(name, _)| name.starts_with("nvidia.com/")).collect();
+        let [(resource, count)] = of_gpus.as_slice() else { continue };
+        let plain = (resource.contains("mig-") && !resource.ends_with("shared")) || resource.ends_with("gb");
+        let free_to_go = pod.node_selector.is_empty() && pod.affinity.is_empty();
+        let Some(count) = count.count().filter(|_| plain && free_to_go && pod.requests.len() == 2) else { continue };
+        for node in &snapshot.nodes {
+            let used = |resource: &str| {
+                let here = plan.placements.iter().filter(|placement| placement.node == node.name);
+                let pods = here.filter_map(|placement| snapshot.pods.iter().find(|pod| pod.name == placement.pod));
+                pods.filter_map(|pod| pod.requests.get(resource)?.milli()).sum::<u64>()
+            };
+            let cpu = node.allocatable["cpu"].milli()?.saturating_sub(used("cpu"));
+            let room = plan.placements.iter().filter(|placement| placement.node == node.name).count() < 8;
+            let open = node.taints.is_empty() && !node.unschedulable && node.left_out.is_none();
+            if !open || !room || cpu < pod.requests["cpu"].milli()? {
+                continue;
+            }
+            let gpus = plan.gpus.iter().filter(|gpu| gpu.node == node.name);
+            let free = gpus.flat_map(|gpu| &gpu.slices).filter(|slice| !slice.in_use && slice.resource == **resource);
+            let free: u64 = free.map(|slice| u64::from(slice.count)).sum();
+            let takes = plan
+                .placements
+                .iter()
+                .filter(|placement| placement.node == node.name)
+                .flat_map(|placement| &placement.takes);
+            let taken: u64 = takes.filter(|take| take.resource == **resource).map(|take| u64::from(take.count)).sum();
+            if free - taken >= count {
+                return Some(format!("{} waits, and {} has {} {resource} free", pod.name, node.name, free - taken));
+            }
+        }
+    }
+    None
+}
+
 proptest! {
     #[test]
     fn every_plan_passes_the_judge(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
@@ -278,6 +317,11 @@ proptest! {
         let again = planned(&next);
         prop_assert!(!again.changed, "{:#?}", again);
         prop_assert_eq!(again.placements, vec![]);
+    }
+
+    #[test]
+    fn nobody_waits_beside_a_free_slice(snapshot in snapshot(false)) {
+        prop_assert_eq!(idle(&snapshot, &planned(&snapshot)), None);
     }
 
     #[test]
