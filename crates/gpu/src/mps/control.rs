@@ -132,6 +132,8 @@ pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduce
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
             Some(server) if packet.data == protocol::DESCRIPTOR => Ok(Introduced { server, daemon: Waiting(daemon) }),
+            // This process has no descriptor free.
+            None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
             _ => Err(ControlError::Unknown),
         }
     })

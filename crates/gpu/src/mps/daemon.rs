@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command as Process;
 use std::rc::Rc;
 use std::time::Duration;
@@ -16,6 +16,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::{Mutex, MutexGuard, Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
 
+use super::compute_mode;
 use super::control::{self, ANSWER, ControlError};
 use super::decide::Backoff;
 use super::host::Host;
@@ -55,6 +56,8 @@ pub(crate) enum Failure {
     NoServer { last: String },
     #[error("cannot set the compute mode: {0}")]
     ComputeMode(String),
+    #[error("the MPS host stops")]
+    Stopping,
 }
 
 impl From<Unexpected> for Failure {
@@ -209,7 +212,7 @@ impl Device {
             self.present.set(true);
             self.keep_running(&mut wanted).await;
             self.set_state(DaemonState::Stopping, None);
-            if let Err(error) = self.restore_compute_mode().await {
+            if let Err(error) = compute_mode::restore(&self.host, &self.name).await {
                 tracing::error!(device = self.name, error, "the compute mode could not be put back");
             }
             self.present.set(false);
@@ -247,6 +250,7 @@ impl Device {
         let mut child = None;
         let end = match self.start(settings, &mut child).await {
             Ok(()) => self.watch(settings, wanted, child.as_ref()).await,
+            Err(Failure::Stopping) => End::Unwanted,
             Err(failure) => End::Failed(failure),
         };
         let state = if matches!(end, End::Unwanted) { DaemonState::Stopping } else { DaemonState::Restarting };
@@ -292,9 +296,9 @@ impl Device {
         self.set_state(state, None);
         self.prepare(settings).await?;
         if settings.exclusive {
-            self.set_compute_mode().await.map_err(Failure::ComputeMode)?;
+            compute_mode::set(&self.host, &self.name).await.map_err(Failure::ComputeMode)?;
         } else {
-            self.restore_compute_mode().await.map_err(Failure::ComputeMode)?;
+            compute_mode::restore(&self.host, &self.name).await.map_err(Failure::ComputeMode)?;
         }
         let (child, output) = self.spawn(settings)?;
         let last = Rc::new(RefCell::new(String::new()));
@@ -318,6 +322,7 @@ impl Device {
                 let said = last.borrow().clone();
                 Err(Failure::Exited { exit, said: if said.is_empty() { said } else { format!(": {said}") } })
             }
+            () = self.host.stopping.cancelled() => Err(Failure::Stopping),
             result = self.set_up(settings) => result,
         }
     }
@@ -548,6 +553,10 @@ impl Device {
         let was = self.phase.borrow().server;
         let server = match servers.first() {
             Some(&server) => server,
+            None if self.phase.borrow().state == DaemonState::Stopping => {
+                self.lost_server();
+                return Ok(());
+            }
             None if settings.multi_user => {
                 self.lost_server();
                 tracing::warn!(device = self.name, server = was, "the MPS server is gone: another is started");
@@ -572,12 +581,11 @@ impl Device {
             self.host.changed();
         }
         match state {
-            ServerState::Active if self.phase.borrow().state != DaemonState::Stopping => {
-                self.set_state(DaemonState::Active, None);
-            }
+            // It goes, whatever its server is like.
+            _ if self.phase.borrow().state == DaemonState::Stopping => {}
+            ServerState::Active => self.set_state(DaemonState::Active, None),
             ServerState::Fault => self.set_state(DaemonState::Fault, None),
             ServerState::Initializing => self.set_state(DaemonState::Restarting, None),
-            ServerState::Active => {}
             // Between the list and the question: the next look starts another.
             ServerState::Gone => self.look_now(),
         }
@@ -823,74 +831,6 @@ impl Device {
             self.set_state(DaemonState::Fault, None);
         }
         self.look_now();
-    }
-
-    // The compute mode, by a process of its own: NVML would stay in this one's memory.
-
-    fn former_mode(&self) -> PathBuf {
-        former_mode(&self.host, &self.name)
-    }
-
-    async fn set_compute_mode(&self) -> Result<(), String> {
-        let file = self.former_mode();
-        let former = compute_mode(&self.host, &self.name, "exclusive-process").await?;
-        if file.exists() {
-            // An earlier host did not come to put it back: what it was before that counts.
-            return Ok(());
-        }
-        std::fs::write(&file, &former).map_err(|error| format!("cannot write {}: {error}", file.display()))
-    }
-
-    async fn restore_compute_mode(&self) -> Result<(), String> {
-        restore_compute_mode(&self.host, &self.name).await
-    }
-}
-
-fn former_mode(host: &Host, device: &str) -> PathBuf {
-    host.paths.mps().join(format!("{device}.compute-mode"))
-}
-
-/// Puts a device's compute mode back to what it was, where this or an earlier host changed it.
-pub(crate) async fn restore_compute_mode(host: &Host, device: &str) -> Result<(), String> {
-    let file = former_mode(host, device);
-    let former = match std::fs::read_to_string(&file) {
-        Ok(former) => former,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(format!("cannot read {}: {error}", file.display())),
-    };
-    compute_mode(host, device, former.trim()).await?;
-    std::fs::remove_file(&file).map_err(|error| format!("cannot remove {}: {error}", file.display()))
-}
-
-/// Devices whose compute mode an earlier host changed and did not put back.
-pub(crate) fn changed_compute_modes(mps: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
-    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(".compute-mode").map(str::to_owned);
-    entries.filter_map(|entry| name(entry.ok()?)).collect()
-}
-
-async fn compute_mode(host: &Host, device: &str, mode: &str) -> Result<String, String> {
-    let Some((program, arguments)) = host.options.compute_mode.split_first() else {
-        return Err("no program for it".to_owned());
-    };
-    let mut command = Process::new(program);
-    command.args(arguments).args(["--device", device, "--mode", mode]);
-    let (child, output) = host.children.spawn(&mut command, &[]).map_err(|error| error.to_string())?;
-    let mut output = BufReader::new(output);
-    let (mut first, mut rest) = (Vec::new(), Vec::new());
-    let read = async {
-        read_line(&mut output, &mut first).await?;
-        while read_line(&mut output, &mut rest).await? {}
-        io::Result::Ok(child.exited().await)
-    };
-    let ended = timeout(Duration::from_secs(20), read).await;
-    child.kill();
-    let said = String::from_utf8_lossy(&first).trim().to_owned();
-    match ended {
-        Ok(Ok(Exit::Status(0))) => Ok(said),
-        Ok(Ok(exit)) => Err(format!("{said} ({exit})")),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err("NVML did not answer within 20s".to_owned()),
     }
 }
 

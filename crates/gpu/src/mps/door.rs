@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixCredentials};
-use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Mutex, Semaphore};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -35,8 +35,9 @@ const HANDSHAKE: Duration = Duration::from_secs(2);
 const SHORTEST: Duration = Duration::from_millis(250);
 /// Between two tries for a client that could not be let in although the daemon seems well.
 const RETRY: Duration = Duration::from_millis(100);
-/// Connections of one allocation that are looked after at once. The others wait in the kernel's queue, where their `connect` blocks.
-const CONNECTIONS: usize = 128;
+/// Connections of one allocation that are looked after at once, a few more than it can have clients. The others wait in the kernel's queue,
+/// where their `connect` blocks.
+const CONNECTIONS: usize = 64;
 /// A relayed connection to an unknown driver ends when nothing has passed for so long.
 const IDLE: Duration = Duration::from_secs(600);
 /// After a failed `accept`: descriptors may be short, and come free again.
@@ -175,6 +176,7 @@ impl Door {
         loop {
             // Before a connection is taken: without one it stays in the kernel's queue.
             let Ok(permit) = Arc::clone(&self.connections).acquire_owned().await else { return };
+            let Ok(among_all) = Arc::clone(&self.host.connections).acquire_owned().await else { return };
             let accepted = tokio::select! {
                 biased;
                 accepted = listener.accept() => accepted,
@@ -184,7 +186,11 @@ impl Door {
             match accepted {
                 Ok(client) => {
                     told = false;
-                    tokio::task::spawn_local(Rc::clone(self).serve(client, permit));
+                    let served = Rc::clone(self).serve(client);
+                    tokio::task::spawn_local(async move {
+                        served.await;
+                        drop((permit, among_all));
+                    });
                 }
                 Err(error) => {
                     if !told {
@@ -197,7 +203,7 @@ impl Door {
         }
     }
 
-    async fn serve(self: Rc<Self>, client: Socket, _permit: OwnedSemaphorePermit) {
+    async fn serve(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
         if self.device.phase().borrow().door == Enforcement::Advisory {
             tokio::select! {
@@ -358,9 +364,9 @@ impl Door {
             speak_for(&socket, who);
             through = self.device.ask(&Command::ServerStatus(server)).await;
         }
-        if let Err(error) = &through {
+        if let Err(error) = through {
             tracing::warn!(allocation = self.id, pid = who.pid, %error, "the MPS server did not take a client in");
-            self.device.look_now();
+            self.device.suspect(&error.into());
         }
         match word.map(u32::from_le_bytes) {
             Some(0) if !lied => {

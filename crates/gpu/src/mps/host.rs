@@ -22,7 +22,8 @@ use tokio::task::{JoinHandle, LocalSet};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::daemon::{self, Device};
+use super::compute_mode;
+use super::daemon::Device;
 use super::decide;
 use super::door::Door;
 use super::process::Children;
@@ -127,6 +128,8 @@ pub(crate) struct Host {
     pub(crate) children: Rc<Children>,
     /// The host goes: daemons go with or without clients.
     pub(crate) stopping: CancellationToken,
+    /// For the connections of all doors together: descriptors remain for what each of them needs to be let in.
+    pub(crate) connections: Arc<Semaphore>,
     devices: RefCell<BTreeMap<String, Weak<Device>>>,
     changes: watch::Sender<u64>,
 }
@@ -175,10 +178,11 @@ fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<
         Mode::ExclusiveProcess => nvml::ComputeMode::ExclusiveProcess,
         Mode::Prohibited => nvml::ComputeMode::Prohibited,
     };
+    let [default, exclusive, prohibited] = compute_mode::MODES;
     let former = match nvml::set_compute_mode(library, device, mode)? {
-        nvml::ComputeMode::Default => "default",
-        nvml::ComputeMode::ExclusiveProcess => "exclusive-process",
-        nvml::ComputeMode::Prohibited => "prohibited",
+        nvml::ComputeMode::Default => default,
+        nvml::ComputeMode::ExclusiveProcess => exclusive,
+        nvml::ComputeMode::Prohibited => prohibited,
     };
     writeln!(io::stdout(), "{former}").map_err(HostError::System)
 }
@@ -187,7 +191,7 @@ async fn serve(args: HostArgs) -> Result<(), HostError> {
     let HostArgs { command: _, run_dir, mps_control, mps_library_path, nvml_library } = args;
     let paths = Paths::new(run_dir);
     let lock = prepare(&paths)?;
-    raise_descriptor_limit();
+    let descriptors = raise_descriptor_limit();
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string(), "mps-host".into(), "compute-mode".into()];
     if let Some(library) = nvml_library {
         compute_mode.extend(["--nvml-library".into(), library.into_os_string()]);
@@ -197,6 +201,7 @@ async fn serve(args: HostArgs) -> Result<(), HostError> {
         options: Options { mps_control, library_path: mps_library_path, compute_mode },
         children: Children::start()?,
         stopping: CancellationToken::new(),
+        connections: Arc::new(Semaphore::new(descriptors / 3)),
         devices: RefCell::default(),
         changes: watch::Sender::new(0),
     });
@@ -251,16 +256,19 @@ fn prepare(paths: &Paths) -> Result<OwnedFd, HostError> {
     }
 }
 
-/// Doors keep a descriptor for each client, and the MPS servers, which inherit this, want 16,384.
-fn raise_descriptor_limit() {
+/// Doors keep descriptors for each client, and the MPS servers, which inherit this, want 16,384. Returns how many there may be.
+fn raise_descriptor_limit() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let most = limit.maximum.unwrap_or(u64::MAX).min(65_536);
-    if limit.current.is_some_and(|current| current < most) {
+    let mut current = limit.current.unwrap_or(most);
+    if current < most {
         let raised = Rlimit { current: Some(most), maximum: limit.maximum };
-        if let Err(error) = rustix::process::setrlimit(Resource::Nofile, raised) {
-            tracing::warn!(%error, "the limit of open files could not be raised");
+        match rustix::process::setrlimit(Resource::Nofile, raised) {
+            Ok(()) => current = most,
+            Err(error) => tracing::warn!(%error, "the limit of open files could not be raised"),
         }
     }
+    usize::try_from(current).unwrap_or(usize::MAX).min(65_536)
 }
 
 /// Tells of each file that was written or renamed in a directory.
@@ -425,11 +433,11 @@ impl Node {
                 tracing::info!(allocation = id, "removed a door that an earlier host left");
             }
         }
-        for device in daemon::changed_compute_modes(&self.host.paths.mps()) {
+        for device in compute_mode::changed(&self.host.paths.mps()) {
             if self.devices.borrow().contains_key(&device) {
                 continue;
             }
-            if let Err(error) = daemon::restore_compute_mode(&self.host, &device).await {
+            if let Err(error) = compute_mode::restore(&self.host, &device).await {
                 tracing::error!(device, error, "a compute mode that an earlier host set could not be put back");
             }
         }
@@ -477,8 +485,7 @@ impl Node {
         loop {
             let status = self.status();
             if written.as_ref() != Some(&status) {
-                write_status(&self.host.paths, &status);
-                written = Some(status);
+                written = write_status(&self.host.paths, &status).then_some(status);
             }
             if changes.changed().await.is_err() {
                 return;
@@ -610,16 +617,18 @@ impl Node {
     }
 }
 
-/// Replaces the status file. A failure is logged: the next change tries again.
-fn write_status(paths: &Paths, status: &Status) {
+/// Replaces the status file; whether that went well. Where not, the next change tries again.
+fn write_status(paths: &Paths, status: &Status) -> bool {
     let path = paths.status();
     let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace(&path, &text));
-    if let Err(error) = written {
+    if let Err(error) = &written {
         tracing::error!(path = %path.display(), %error, "the status cannot be written");
     }
+    written.is_ok()
 }
 
-fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+/// Replaces a file: at any time there is the old one or the new one.
+pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let building = path.with_extension("new");
     let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&building)?;
     file.write_all(text)?;

@@ -8,6 +8,7 @@
 //! ```
 //! [`wire`] is the contract with the agent. `protocol` (bytes and text) and `decide` (what to do next) do no I/O; `seqpacket`, `control` and
 //! `process` are the operating system; `daemon`, `door` and `host` are tasks on one thread.
+mod compute_mode;
 mod control;
 mod daemon;
 mod decide;
