@@ -101,6 +101,11 @@ fn describe(layout: &Layout) -> String {
     }
 }
 
+/// Whether a slice that is served would go, or be another.
+pub fn takes_away(before: &Layout, after: &Layout) -> bool {
+    before.pools.iter().any(|pool| pool.ids().any(|id| !keeps(Some(before), after, &pool.resource, &id)))
+}
+
 /// Whether each slice in use would stay just what it is.
 fn blockers(gpu: &Gpu, before: Option<&Layout>, after: &Layout, usage: Option<&Usage>) -> Result<(), String> {
     let Some(usage) = usage else {

@@ -210,7 +210,7 @@ impl Main {
         let counter = Arc::clone(&self.counter);
         let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
         loop {
-            self.turn();
+            let pause = self.turn().unwrap_or(TURN);
             tokio::select! {
                 // Cancel-safe: a message that is not taken stays in the channel.
                 input = inputs.recv() => match input {
@@ -229,7 +229,7 @@ impl Main {
                     self.plugins.shutdown().await;
                     return Ok(());
                 }
-                () = tokio::time::sleep(TURN) => {}
+                () = tokio::time::sleep(pause) => {}
             }
             // What came meanwhile is one turn.
             while let Ok(input) = inputs.try_recv() {
@@ -278,11 +278,11 @@ impl Main {
         }
     }
 
-    /// Looks at all that is known, and hands on what follows.
-    fn turn(&mut self) {
+    /// Looks at all that is known, and hands on what follows. Says when to do so again, if soon.
+    fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let mut table = self.counter.table();
-        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep } =
+        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, again } =
             self.node.turn(&mut table, now);
         let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
         table.nodes = match self.args.device_list_strategy {
@@ -313,6 +313,7 @@ impl Main {
         }
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, list_every) != list_every);
         self.pulse.send_replace(Pulse { turned: now, unready });
+        again
     }
 
     /// Brings the lists to the open streams; the set of resources changes only where a name comes or goes.

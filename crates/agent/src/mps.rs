@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cleave_gpu::mps::wire::{Desired, Paths, Reply, Request, Status, VERSION};
 use futures::StreamExt;
-use inotify::{Inotify, WatchMask};
+use inotify::{EventMask, Inotify, WatchMask};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
@@ -130,9 +130,13 @@ impl Link {
             match watch_folder(self.paths.mps()) {
                 Ok(mut events) => {
                     self.refresh(view);
-                    // Any change in the folder is a reason to look; an unchanged view is not sent on.
-                    while let Some(Ok(_)) = events.next().await {
+                    // Any change in the folder is a reason to look; an unchanged view is not sent on. A folder that was removed tells
+                    // nothing any more: the next one is watched anew.
+                    while let Some(Ok(event)) = events.next().await {
                         self.refresh(view);
+                        if event.mask.contains(EventMask::IGNORED) {
+                            break;
+                        }
                     }
                 }
                 Err(error) => tracing::warn!(%error, "cannot watch the MPS host's status; looking at it instead"),
@@ -288,6 +292,9 @@ mod tests {
         fs::remove_file(link.paths.socket()).unwrap();
         let _listener = UnixListener::bind(link.paths.socket()).unwrap();
         until("back", |view| view.alive).await;
+        fs::remove_dir_all(link.paths.mps()).unwrap();
+        write_status(&link, &serde_json::to_vec(&status("GPU-b", DaemonState::Active)).unwrap());
+        until("a new folder", |view| view.status.daemons.contains_key("GPU-b")).await;
         task.abort();
     }
 

@@ -12,7 +12,7 @@ use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
 
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
-use crate::diff::{Decision, decide};
+use crate::diff::{Decision, decide, takes_away};
 use crate::hardware::{Book, Hardware, KnownGpu};
 use crate::layout::{Kind, Layout, Pool};
 use crate::mps;
@@ -24,6 +24,10 @@ use crate::usage::{Allocations, Usage};
 const LIST_WAITING: Duration = Duration::from_secs(1);
 const LIST_IN_USE: Duration = Duration::from_secs(5);
 const LIST_IDLE: Duration = Duration::from_secs(30);
+
+/// How long slices are told as Unhealthy before they go: the kubelet may be handing one out just now, and a pod that comes with a slice that
+/// is no more would fail for good.
+pub const WITHDRAW: Duration = Duration::from_millis(300);
 
 /// Desired files whose hash is remembered: more than the MPS host can be behind.
 const REMEMBERED: usize = 64;
@@ -72,6 +76,8 @@ pub struct Turn {
     pub list_every: Duration,
     /// Folders of allocations that are not wanted may go.
     pub sweep: bool,
+    /// Turn again after this long, at the latest.
+    pub again: Option<Duration>,
 }
 
 /// The node as the agent knows it.
@@ -94,6 +100,8 @@ pub struct Node {
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
+    /// GPUs whose slices are about to go, and since when the kubelet is told.
+    withdrawing: BTreeMap<String, Instant>,
     doors: Acknowledged,
     /// What was told of daemons, by device.
     told: BTreeMap<String, Told>,
@@ -183,6 +191,7 @@ impl Node {
             adopted: adopted.daemons,
             adopted_allocations: adopted.allocations,
             steps: Vec::new(),
+            withdrawing: BTreeMap::new(),
             doors: Acknowledged::default(),
             told: BTreeMap::new(),
             failed: BTreeSet::new(),
@@ -285,7 +294,8 @@ impl Node {
         let usage = self.held.as_ref().map(|rows| Usage::new(rows, &table.allocations));
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         table.reservations = spec.map(|spec| spec.reservations.clone()).unwrap_or_default();
-        let Decision { layouts, steps, applied } = decide(&hardware, spec, &self.layouts, usage.as_ref());
+        let decided = decide(&hardware, spec, &self.layouts, usage.as_ref());
+        let Decision { layouts, steps, applied } = self.withdraw(decided, now);
         self.remember(steps, layouts != self.layouts);
         self.layouts = layouts;
         self.let_go(usage.as_ref());
@@ -332,8 +342,26 @@ impl Node {
         } else {
             LIST_IN_USE
         };
+        let again = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
-        Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep }
+        Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, again }
+    }
+
+    /// Holds back what takes slices away until the kubelet has had the time to hear of it. What it hands out meanwhile blocks the change.
+    fn withdraw(&mut self, mut decided: Decision, now: Instant) -> Decision {
+        let mut withdrawing = BTreeMap::new();
+        for (uuid, after) in &mut decided.layouts {
+            let Some(before) = self.layouts.get(uuid).filter(|before| takes_away(before, after)) else { continue };
+            let since = self.withdrawing.get(uuid).copied().unwrap_or(now);
+            if now.saturating_duration_since(since) < WITHDRAW {
+                after.clone_from(before);
+                decided.steps.retain(|step| step.gpu != *uuid || step.result != STEP_DONE);
+                decided.applied = false;
+                withdrawing.insert(uuid.clone(), since);
+            }
+        }
+        self.withdrawing = withdrawing;
+        decided
     }
 
     /// What is done stays told until the next change; what waits or is refused is as it is now.
@@ -376,9 +404,10 @@ impl Node {
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
         for (uuid, layout) in &self.layouts {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
+            let stays = !self.withdrawing.contains_key(uuid);
             for pool in &layout.pools {
                 let Ok(name) = ResourceName::parse(&pool.resource) else { continue };
-                let healthy = self.can_serve(known, pool).is_ok();
+                let healthy = stays && self.can_serve(known, pool).is_ok();
                 let device =
                     |id: String| Some(Device { id: DeviceId::parse(&id).ok()?, healthy, numa: known.gpu.numa });
                 lists.entry(name).or_default().extend(pool.ids().filter_map(device));
@@ -560,7 +589,8 @@ mod tests {
         other.gpus[0].partition.mps.as_mut().unwrap().multi_user = false;
         node.object(Object::Present(generation, other));
         node.mps(view(DaemonState::Active, 0, &first));
-        let turn = node.turn(&mut table, start);
+        node.turn(&mut table, start);
+        let turn = node.turn(&mut table, start + WITHDRAW);
         assert_eq!(healthy(&turn), 0, "Active, but with the settings of before");
         node.mps(view(DaemonState::Active, 0, &turn.desired));
         assert_eq!(healthy(&node.turn(&mut table, start)), 10);
@@ -585,7 +615,8 @@ mod tests {
         let (mut node, mut table, desired) = serving(start);
         node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
         node.object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
-        let turn = node.turn(&mut table, start);
+        node.turn(&mut table, start);
+        let turn = node.turn(&mut table, start + WITHDRAW);
         assert!(turn.desired.daemons.is_empty());
         assert_eq!((turn.lists.values().flatten().count(), healthy(&turn)), (1, 0));
         let mut gone = view(DaemonState::Active, 0, &desired);
@@ -646,7 +677,29 @@ mod tests {
         assert_eq!(turn.lists.values().flatten().count(), 10, "{:?}", turn.status.steps);
         assert_eq!(turn.list_every, LIST_WAITING);
         assert_eq!(node.held(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
-        assert_eq!(node.turn(&mut table, later + GRACE).lists.values().flatten().count(), 5);
+        node.turn(&mut table, later + GRACE);
+        assert_eq!(node.turn(&mut table, later + GRACE + WITHDRAW).lists.values().flatten().count(), 5);
+    }
+
+    #[test]
+    fn slices_that_go_are_told_as_unhealthy_first_and_what_is_handed_out_meanwhile_keeps_them() {
+        let start = Instant::now();
+        let (mut node, mut table, _) = serving(start);
+        node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+        node.object(spec(5));
+        let told = node.turn(&mut table, start);
+        assert_eq!((told.lists.values().flatten().count(), healthy(&told)), (10, 0));
+        assert_eq!(told.again, Some(WITHDRAW));
+        assert!(told.status.plan_id.is_empty());
+        table.allocations.give(allocation(&["GPU-a::1"]), start);
+        let kept = node.turn(&mut table, start + WITHDRAW);
+        assert_eq!((kept.lists.values().flatten().count(), healthy(&kept), kept.again), (10, 10, None));
+        assert_eq!(kept.status.steps[0].result, "Waiting");
+        table.allocations = Allocations::default();
+        assert_eq!(healthy(&node.turn(&mut table, start + 2 * WITHDRAW)), 0, "told again");
+        node.object(spec(10));
+        let back = node.turn(&mut table, start + 3 * WITHDRAW);
+        assert_eq!((healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
     }
 
     #[test]
