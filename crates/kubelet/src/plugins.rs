@@ -531,7 +531,7 @@ impl Plugin {
 
     /// Registers a session and watches over it until it is over.
     async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
-        if let Err(error) = self_dial(session.path(), self.timings.hang_up).await {
+        if let Err(error) = self_dial(session.path()).await {
             self.failed("our own device plugin socket does not answer", &error);
             self.pause(self.timings.register.cap).await;
             return Outcome::Again;
@@ -636,6 +636,7 @@ impl Plugin {
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
                         tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound again");
+                        self.show(|state| state.error = None);
                     }
                     Err(error) => {
                         self.failed("our socket was deleted and cannot be bound again", &error);

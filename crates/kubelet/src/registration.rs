@@ -12,6 +12,9 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{Options, ResourceName};
 
+/// For our own answer. The kubelet gives a plugin 10 s.
+const SELF_DIAL: Duration = Duration::from_secs(5);
+
 /// An endpoint for a unix socket, or nothing if the path is not one.
 pub(crate) fn unix(path: &str) -> Option<Endpoint> {
     // Servers that check `:authority` refuse a path there; `localhost` is what gRPC's naming demands for unix sockets.
@@ -77,14 +80,14 @@ pub(crate) enum SelfDialError {
 }
 
 /// Does what the kubelet will do first, so that it is asked to only if it will succeed.
-pub(crate) async fn self_dial(socket: &Path, deadline: Duration) -> Result<(), SelfDialError> {
+pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
     let endpoint = socket.to_str().and_then(unix).ok_or(SelfDialError::Path)?;
     let call = async {
         let channel = endpoint.connect().await.map_err(SelfDialError::Connect)?;
         let asked = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
         asked.map_err(|status| SelfDialError::Call(Box::new(status)))
     };
-    tokio::time::timeout(deadline, call).await.map_err(|_| SelfDialError::Deadline(deadline))?.map(drop)
+    tokio::time::timeout(SELF_DIAL, call).await.map_err(|_| SelfDialError::Deadline(SELF_DIAL))?.map(drop)
 }
 
 /// What a look at a registered plugin shows.

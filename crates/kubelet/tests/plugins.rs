@@ -424,7 +424,8 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
 /// Up to Kubernetes 1.36, the end of an old stream disconnects whichever client the resource has by then.
 #[tokio::test]
 async fn the_kubelet_has_hung_up_before_it_is_registered_with_again() {
-    let bench = Bench::new();
+    let mut bench = Bench::new();
+    bench.config.timings.hang_up = NEVER;
     let kubelet = bench.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
     let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);

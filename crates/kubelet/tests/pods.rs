@@ -45,7 +45,8 @@ async fn a_kubelet_that_hangs_is_given_up_at_the_deadline() {
     let kubelet = FakePodResources::start(&socket).expect("a kubelet");
     kubelet.hang(true);
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
-    let error = pods.list().await.expect_err("a hanging kubelet");
+    let answer = tokio::time::timeout(DEADLINE, pods.list()).await.expect("an end");
+    let error = answer.expect_err("a hanging kubelet");
     assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 20ms");
     kubelet.hang(false);
     PodResources::new(&socket, DEADLINE).expect("a client").list().await.expect("a list");
