@@ -209,8 +209,7 @@ impl Elector {
             }
         };
         match written {
-            Ok(lease) => {
-                self.seen = Some(Seen { spec: lease.spec.unwrap_or_default(), since: now });
+            Ok(_) => {
                 self.tell(Some(sent + CLAIM));
                 Ok(RENEW)
             }

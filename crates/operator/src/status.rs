@@ -20,7 +20,10 @@ use crate::plan::{GpuRef, Invalid, Plan, Report};
 use crate::read::{Node, Observed};
 
 /// How many names a sentence lists before it says how many more there are.
-const LISTED: usize = 5;
+const LISTED: usize = 8;
+
+/// How the agent's sentence begins when pods hold what would go.
+const IN_USE: &str = "in use";
 
 /// A policy's status could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -433,13 +436,16 @@ fn step_trouble(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Trouble, St
     match step.result.as_str() {
         STEP_WAITING => {
             let pods: BTreeSet<&str> = gpu.allocations.iter().map(|allocation| allocation.pod.as_str()).collect();
-            let pods: Vec<String> = pods.into_iter().map(str::to_owned).collect();
-            let sentence = if pods.is_empty() {
-                format!("{} waits: {why}", name(at))
+            let named = why.starts_with(IN_USE) || pods.iter().any(|pod| why.contains(pod));
+            if named {
+                // The agent names those alone that hold what would go.
+                (Trouble::Waiting, format!("{} waits: {why}", name(at)))
+            } else if step.message.is_empty() && !pods.is_empty() {
+                let pods = listed(pods.into_iter().map(str::to_owned).collect());
+                (Trouble::Waiting, format!("{} waits: {IN_USE} by {pods}", name(at)))
             } else {
-                format!("{} is in use and waits for the end of {}", name(at), listed(pods))
-            };
-            (Trouble::Waiting, sentence)
+                (Trouble::Applying, format!("{} waits: {why}", name(at)))
+            }
         }
         STEP_REFUSED => (Trouble::Refused, format!("{}: {why}", name(at))),
         STEP_FAILED => (Trouble::Failed, format!("{}: {why}", name(at))),

@@ -7,7 +7,7 @@ use cleave_api::gpunode::{
     AllocationStatus, GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, MpsStatus,
     SliceStatus, StepStatus,
 };
-use cleave_api::sharingpolicy::{SharingPolicy, SharingPolicyStatus};
+use cleave_api::sharingpolicy::{Enforcement, SharingPolicy, SharingPolicyStatus};
 use cleave_operator::apply::{self, changes};
 use cleave_operator::plan::{Plan, plan};
 use cleave_operator::read::{Agent, Node, Observed};
@@ -237,6 +237,7 @@ fn gpus_of_no_policy_are_whole_and_each_gpu_has_its_own_mode() {
     assert_eq!((slicing.resource.as_str(), slicing.replicas), ("nvidia.com/gpu.shared", 4));
     assert_eq!(whole.partition.whole.as_ref().unwrap().resource, "nvidia.com/gpu");
     assert_eq!(whole.policy.as_deref(), Some("whole"));
+    assert_eq!([whole.enforcement, mps.enforcement], [Enforcement::Evict, Enforcement::Report]);
     assert_eq!(nobody.partition.whole, whole.partition.whole);
     assert_eq!(nobody.policy, None);
 }
@@ -364,13 +365,17 @@ fn gpus_in_use_are_waited_for_by_the_names_of_their_pods() {
     }
     let holds = |pod: &str| AllocationStatus { pod: pod.to_owned(), device: id.clone(), ..AllocationStatus::default() };
     world.gpu("n1", 2).allocations = vec![holds("team/b"), holds("team/a"), holds("team/b")];
-    world.says(
-        "p",
-        "Ready",
-        "False",
-        "WaitingForPods",
-        "GPU 2 of n1 is in use and waits for the end of team/a, team/b",
-    );
+    let says = |world: &mut World, message: &str| {
+        message.clone_into(&mut world.object("n1").status.as_mut().unwrap().steps[1].message);
+    };
+    says(&mut world, "in use by team/b");
+    world.says("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by team/b");
+    says(&mut world, "in use by a pod that is being admitted");
+    world.says("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by a pod that is being admitted");
+    says(&mut world, "");
+    world.says("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by team/a, team/b");
+    says(&mut world, "there is no MIG instance 3g.40gb at 0");
+    world.says("p", "Ready", "False", "Applying", "GPU 2 of n1 waits: there is no MIG instance 3g.40gb at 0");
 }
 
 #[test]

@@ -140,14 +140,23 @@ async fn a_free_lease_is_taken_held_and_given_away() {
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     assert!(claim.is_known() && claim.is_current());
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
+    let renewed = tokio::time::Instant::now();
 
-    // An API server that fails from now on: the claim ends by itself.
+    // An API server that fails from now on: the claim ends by itself, before anybody else may take the lease.
     while claim.is_current() {
         answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
+        assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "it leads without a lease");
     }
 
     // At the end it is given away, but not before nothing is written any more.
     stop.cancel();
+    while let Ok(Some((_, reply))) =
+        tokio::time::timeout(cleave_operator::leader::LEASE * 9, server.next_request()).await
+    {
+        // What was on its way may still come, and no more.
+        reply.send_error("the way to the API server is gone");
+        assert!(!task.is_finished(), "it is given away while something may still be written");
+    }
     released.cancel();
     loop {
         let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
@@ -174,6 +183,27 @@ async fn anothers_lease_is_left_alone_until_it_is_not_renewed() {
     };
     assert_eq!(body["spec"]["holderIdentity"], "a");
     assert!(started.elapsed() >= cleave_operator::leader::LEASE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn anothers_lease_is_not_given_away() {
+    let (client, mut server) = client();
+    let (elector, _claim) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
+    let (stop, released) = (CancellationToken::new(), CancellationToken::new());
+    let task = tokio::spawn(elector.run(stop.clone(), released.clone()));
+    answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
+    stop.cancel();
+    released.cancel();
+    while !task.is_finished() {
+        if let Ok(Some((request, reply))) =
+            tokio::time::timeout(cleave_operator::leader::CLAIM, server.next_request()).await
+        {
+            assert_eq!(request.method(), "GET", "it writes into another's lease");
+            let body = Body::from(lease(Some("b")).to_string().into_bytes());
+            reply.send_response(Response::builder().status(StatusCode::OK).body(body).unwrap());
+        }
+    }
+    task.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
