@@ -88,7 +88,9 @@ enum Output {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     // One thread, as the agent has: on two cores, the kubelet and the plugin have one each.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("a runtime")?;
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    // While a latency is measured this thread stays awake, and has to look for answers at each turn.
+    let runtime = runtime.enable_all().event_interval(1).build().context("a runtime")?;
     if let Some(directory) = &args.serve {
         return runtime.block_on(synthetic::serve(directory, &args.resource, args.gpus, args.units));
     }
