@@ -36,6 +36,24 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/*
+Image of the MPS host: (list . NAME). The one that the DaemonSet has, unless an upgrade of it is asked for: its pods are replaced only when
+they are deleted, so with another image in its template it would never be up to date, which is what `helm upgrade --wait`, Argo CD and Flux wait for.
+*/}}
+{{- define "cleave.mpsHostImage" -}}
+{{- $root := index . 0 -}}
+{{- $image := include "cleave.image" $root -}}
+{{- $found := lookup "apps/v1" "DaemonSet" $root.Release.Namespace (index . 1) -}}
+{{- if and $found (not $root.Values.mpsHost.upgrade) -}}
+{{- range $found.spec.template.spec.containers -}}
+{{- if eq .name "mps-host" -}}
+{{- $image = .image -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{ $image }}
+{{- end }}
+
 {{/* Environment of every container. */}}
 {{- define "cleave.env" -}}
 - name: CLEAVE_LOG_FORMAT
