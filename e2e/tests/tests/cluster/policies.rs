@@ -1,6 +1,6 @@
 //! Policies: refused with a sentence where they are wrong, in force without a restart where they are right.
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, text, wait_until};
+use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, pod, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
@@ -27,6 +27,14 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     let seen = scope.seen("one")?;
     ensure!(seen["sms"] == 26, "one of five shares sees {seen}");
     ensure!(before == daemon_pids(&cluster)?, "the MPS daemons were started again");
+    Ok(())
+}
+
+/// A pod that stays, on [`NODE`] although another node could run it too.
+fn here(scope: &Scope, name: &str, limits: &Value) -> Result<()> {
+    let mut object = pod(name, limits, HOLD);
+    object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
+    scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
     Ok(())
 }
 
@@ -66,7 +74,6 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_says_which() -> Result
 }
 
 #[test]
-#[ignore = "failed on a cluster of two nodes: a pod on a GPU that has just left MPS; not yet understood"]
 fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "modes")?;
@@ -82,7 +89,7 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
     offers(&cluster, "nvidia.com/gpu", 1)?;
     let pods = [("mps", SHARES), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
     for (name, resource) in pods {
-        scope.pod(name, &json!({resource: 1}), HOLD)?;
+        here(&scope, name, &json!({resource: 1}))?;
     }
     let mut gpus = Vec::new();
     for (name, _) in pods {
@@ -151,14 +158,13 @@ fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_says_so() -> Re
 }
 
 #[test]
-#[ignore = "failed on a cluster of two nodes: a pod on a GPU that has just left MPS; not yet understood"]
 fn without_a_policy_gpus_are_whole_again() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole")?;
     cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
     offers(&cluster, SHARES, 0)?;
     offers(&cluster, "nvidia.com/gpu", GPUS)?;
-    scope.pod("whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
+    here(&scope, "whole", &json!({"nvidia.com/gpu": 2}))?;
     scope.running("whole")?;
     let seen = scope.seen("whole")?;
     ensure!(seen["viaMps"] == false && seen["sms"] == 132, "it sees {seen}");
