@@ -4,12 +4,14 @@
 //! function of its arguments, and maps are ordered, so that the same input gives the same output, byte for byte.
 //!
 //! [`plan`] makes a plan, [`check`] judges one, [`diff`] says what a node has to do.
+pub mod affinity;
 mod board;
 mod check;
 mod cut;
 pub mod device;
 mod diff;
 mod greedy;
+pub mod ledger;
 pub mod mig;
 mod model;
 pub mod mps;

@@ -1,0 +1,595 @@
+//! The ledger: which units of which device are kept for pods that are on their way.
+//!
+//! A scheduler that adds units up over a node's GPUs cannot see which are together. So a pod is let through only when the ledger holds
+//! units of one device for each of its [`Ask`]s. What is held is keyed by (node, resource, size), not by pod: two pods that ask for the
+//! same may swap, and nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie where, a reservation.
+//!
+//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims still lack is wanted; a reservation that
+//! is wanted stays where it is while it fits; the others go; what is still missing gets a device, if one has room. So
+//! - there are never more units reserved on a device than are free (`stock.rs` has the one subtraction, and the one way to add),
+//! - a ledger made anew from what was observed equals the one that was lost ([`Ledger::rebuild`]).
+//!
+//! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
+mod choose;
+mod containers;
+mod pack;
+mod stock;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::num::NonZeroU32;
+
+pub use choose::{NoFit, Tightest};
+pub use containers::{Container, Kind, asks};
+use pack::{pack, tightest};
+use stock::Stock;
+
+use crate::placement::Score;
+
+/// Units of one resource, at least one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Units(NonZeroU32);
+
+impl Units {
+    /// As many, unless that is none.
+    pub const fn new(units: u32) -> Option<Self> {
+        match NonZeroU32::new(units) {
+            Some(units) => Some(Self(units)),
+            None => None,
+        }
+    }
+
+    /// How many.
+    pub const fn get(self) -> u32 {
+        self.0.get()
+    }
+}
+
+impl fmt::Display for Units {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A time: seconds since a moment that the caller chooses and keeps, such as the Unix epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Moment(pub u64);
+
+/// Units that must be of one device. A pod that wants several devices asks several times.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ask {
+    /// The extended resource.
+    pub resource: String,
+    /// How many.
+    pub units: Units,
+}
+
+/// A pod that is on its way to a node, or on it and perhaps not served yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claim {
+    /// What it asks for.
+    pub asks: Vec<Ask>,
+    /// Where it may go.
+    pub place: Place,
+}
+
+/// Where a claim's pod may go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place {
+    /// To one of these nodes; units are held on each until the pod is bound to one, or the time has come.
+    OneOf {
+        /// The nodes.
+        nodes: BTreeSet<String>,
+        /// From when on nothing is held any more.
+        expires: Moment,
+    },
+    /// It is bound to this node: units are held until it is served or gone.
+    Bound(String),
+}
+
+impl Place {
+    fn nodes(&self) -> BTreeSet<&str> {
+        match self {
+            Self::OneOf { nodes, .. } => nodes.iter().map(String::as_str).collect(),
+            Self::Bound(node) => BTreeSet::from([node.as_str()]),
+        }
+    }
+}
+
+/// What was observed of a node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// GPU model, as pods name it; for the choice among nodes.
+    pub model: String,
+    /// What its devices have.
+    pub devices: Vec<DeviceFacts>,
+    /// Who holds what of it: of pods with a claim, what they need not be kept any more.
+    pub allocations: Vec<Allocation>,
+}
+
+/// What a device has of one resource.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceFacts {
+    /// The GPU or MIG device.
+    pub device: String,
+    /// The extended resource.
+    pub resource: String,
+    /// Units that pods can be given: those that cannot serve are not counted.
+    pub capacity: u32,
+    /// Of these, units that pods hold, whoever they are.
+    pub used: u32,
+}
+
+/// What a pod holds.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Allocation {
+    /// The pod, by the same name as its claim.
+    pub pod: String,
+    /// The extended resource.
+    pub resource: String,
+    /// The device.
+    pub device: String,
+    /// How many units.
+    pub units: Units,
+}
+
+/// Units of one device that are kept for a pod of that size.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Reservation {
+    /// The extended resource.
+    pub resource: String,
+    /// How many units.
+    pub units: Units,
+    /// The device.
+    pub device: String,
+}
+
+/// All that a ledger is made of.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Nodes as observed.
+    pub nodes: BTreeMap<String, NodeFacts>,
+    /// Reservations as last written down, by node. They say where units were held, not for whom.
+    pub reservations: BTreeMap<String, Vec<Reservation>>,
+    /// Pods that were let through and may still want something.
+    pub claims: BTreeMap<String, Claim>,
+}
+
+/// What a device has, for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Room {
+    /// The extended resource.
+    pub resource: String,
+    /// The device.
+    pub device: String,
+    /// Units that pods can be given.
+    pub capacity: u32,
+    /// Of these, units that pods hold.
+    pub used: u32,
+    /// Units that are kept for pods on their way.
+    pub reserved: u32,
+    /// Units that are neither.
+    pub free: u32,
+}
+
+/// A place for all asks of a pod on one node: one device for each. Only [`Ledger::fit`] makes one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fit {
+    node: String,
+    takes: Vec<Reservation>,
+}
+
+impl Fit {
+    /// The node.
+    pub fn node(&self) -> &str {
+        &self.node
+    }
+
+    /// What is taken of which device: as many as there are asks.
+    pub fn takes(&self) -> &[Reservation] {
+        &self.takes
+    }
+}
+
+/// Places for a pod, the best first; at least one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fits {
+    asks: Vec<Ask>,
+    fits: Vec<Fit>,
+}
+
+impl Fits {
+    /// One for each node.
+    pub fn iter(&self) -> impl Iterator<Item = &Fit> {
+        self.fits.iter()
+    }
+}
+
+/// Why a fit was not reserved. Nothing has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// The pod has a claim already.
+    #[error("the pod has a claim already: it is to be released first")]
+    Claimed,
+    /// What the fit takes is not free any more.
+    #[error("what the fit takes is not free any more")]
+    Stale,
+}
+
+/// One resource of a node: stocks by device.
+type Stocks = BTreeMap<String, Stock>;
+
+/// A node as observed, and what is reserved on it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Node {
+    model: String,
+    /// By resource, then by device.
+    stocks: BTreeMap<String, Stocks>,
+    /// What each pod holds here.
+    held: BTreeMap<String, Vec<Allocation>>,
+    /// What claims lack here and no device has room for.
+    short: Vec<Ask>,
+}
+
+/// Who is on the way where, and what is kept for them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Ledger {
+    nodes: BTreeMap<String, Node>,
+    claims: BTreeMap<String, Claim>,
+    /// Claims by node, also by nodes that are not known.
+    pods: BTreeMap<String, BTreeSet<String>>,
+}
+
+impl Ledger {
+    /// The ledger that facts make. Reservations that nobody claims are dropped; what is claimed and not reserved is reserved, if it can be.
+    ///
+    /// The facts have to be at least as new as what the lost ledger wrote: a pod that was let through and is not among the claims loses
+    /// what was held for it.
+    pub fn rebuild(facts: Facts) -> Self {
+        let mut ledger = Self::default();
+        for (pod, claim) in facts.claims {
+            ledger.insert(pod, claim);
+        }
+        for (name, observed) in facts.nodes {
+            let before = facts.reservations.get(&name).cloned().unwrap_or_default();
+            ledger.nodes.insert(name.clone(), Node::of(observed));
+            ledger.lay_out(&name, before, &BTreeSet::new());
+        }
+        ledger
+    }
+
+    /// What a node has, and who holds what of it: also that pods now hold what was kept for them.
+    ///
+    /// A reservation that does not fit any more, because units are gone or somebody came around the gate, moves to another device, or
+    /// becomes a shortage ([`Ledger::short`]).
+    pub fn observe(&mut self, name: &str, facts: NodeFacts) {
+        let mut new = Node::of(facts);
+        let old = self.nodes.remove(name).unwrap_or_default();
+        let before = old.reservations().collect();
+        let known: BTreeSet<&Allocation> = old.held.values().flatten().collect();
+        let settled = new.held.values().flatten().filter(|allocation| !known.contains(allocation));
+        let settled = settled.map(|allocation| (allocation.resource.clone(), allocation.device.clone())).collect();
+        new.short = Vec::new();
+        self.nodes.insert(name.to_owned(), new);
+        self.lay_out(name, before, &settled);
+    }
+
+    /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for when it comes back.
+    pub fn forget(&mut self, name: &str) {
+        self.nodes.remove(name);
+    }
+
+    /// Places for a pod on the nodes that it may go to, at most `most` and the best first.
+    ///
+    /// Of one node, each ask goes where the score says it costs least, unless there would then be no place for another; a place that there
+    /// is is found. Nothing is taken yet. A pod that asks for nothing fits everywhere.
+    ///
+    /// # Errors
+    /// Why it fits nowhere.
+    pub fn fit<'a, S: Score>(
+        &self,
+        asks: &[Ask],
+        nodes: impl IntoIterator<Item = &'a str>,
+        most: usize,
+        score: &S,
+    ) -> Result<Fits, NoFit> {
+        let mut found: Vec<(f64, u32, Fit)> = Vec::new();
+        let mut why = NoFit::NoNode;
+        for name in nodes {
+            let Some(node) = self.nodes.get(name) else { continue };
+            match node.fit(asks, score) {
+                Ok((score, left, takes)) => found.push((score, left, Fit { node: name.to_owned(), takes })),
+                Err(reason) => why = why.max(reason),
+            }
+        }
+        found.sort_by(|(score, left, fit), (other_score, other_left, other)| {
+            other_score.total_cmp(score).then(left.cmp(other_left)).then_with(|| fit.node.cmp(&other.node))
+        });
+        found.dedup_by(|(.., one), (.., other)| one.node == other.node);
+        found.truncate(most);
+        if found.is_empty() {
+            return Err(why);
+        }
+        Ok(Fits { asks: asks.to_vec(), fits: found.into_iter().map(|(.., fit)| fit).collect() })
+    }
+
+    /// Holds all that the fits take, for a pod that may then be let through to these nodes.
+    ///
+    /// # Errors
+    /// Nothing is held.
+    pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), Refused> {
+        if self.claims.contains_key(pod) {
+            return Err(Refused::Claimed);
+        }
+        let takes = fits.fits.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
+        let mut taken: Vec<(&str, &Reservation)> = Vec::new();
+        for (node, take) in takes {
+            if !self.stock(node, take).is_some_and(|stock| stock.hold(take.units)) {
+                for (node, take) in taken {
+                    if let Some(stock) = self.stock(node, take) {
+                        stock.give_back(take.units);
+                    }
+                }
+                return Err(Refused::Stale);
+            }
+            taken.push((node, take));
+        }
+        let nodes = fits.fits.iter().map(|fit| fit.node.clone()).collect();
+        self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires } });
+        Ok(())
+    }
+
+    /// A pod was bound to a node: what was held for it elsewhere is free. One that came around the gate gets a claim, and units if there are.
+    pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
+        let place = Place::Bound(node.to_owned());
+        if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
+            return;
+        }
+        self.release(pod);
+        self.insert(pod.to_owned(), Claim { asks: asks.to_vec(), place });
+        self.lay_out_again(node);
+    }
+
+    /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is free when the node is observed without it.
+    pub fn release(&mut self, pod: &str) -> Option<Claim> {
+        let claim = self.claims.remove(pod)?;
+        for node in claim.place.nodes() {
+            if let Some(pods) = self.pods.get_mut(node) {
+                pods.remove(pod);
+                if pods.is_empty() {
+                    self.pods.remove(node);
+                }
+            }
+            self.lay_out_again(node);
+        }
+        Some(claim)
+    }
+
+    /// Releases the claims whose time has come, and says which. A pod that is bound keeps what it has until it is served or gone.
+    ///
+    /// A gate cannot come back: what becomes of a pod that was let through and found no node is for the caller to say.
+    pub fn expire(&mut self, now: Moment) -> Vec<(String, Claim)> {
+        let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
+        let pods: Vec<String> =
+            self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect();
+        pods.into_iter().filter_map(|pod| self.release(&pod).map(|claim| (pod, claim))).collect()
+    }
+
+    /// The claim of a pod.
+    pub fn claim(&self, pod: &str) -> Option<&Claim> {
+        self.claims.get(pod)
+    }
+
+    /// All claims.
+    pub fn claims(&self) -> &BTreeMap<String, Claim> {
+        &self.claims
+    }
+
+    /// The nodes that are known.
+    pub fn nodes(&self) -> impl Iterator<Item = &str> {
+        self.nodes.keys().map(String::as_str)
+    }
+
+    /// What is held on a node: by resource, then by device, then by size.
+    pub fn reservations(&self, node: &str) -> Vec<Reservation> {
+        self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
+    }
+
+    /// What claims lack on a node and no device has room for. A pod that gets there is refused.
+    pub fn short(&self, node: &str) -> &[Ask] {
+        self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
+    }
+
+    /// What a node's devices have.
+    pub fn rooms(&self, node: &str) -> Vec<Room> {
+        let stocks = self.nodes.get(node).into_iter().flat_map(|node| &node.stocks);
+        let stocks = stocks.flat_map(|(resource, stocks)| stocks.iter().map(move |stock| (resource, stock)));
+        stocks
+            .map(|(resource, (device, stock))| Room {
+                resource: resource.clone(),
+                device: device.clone(),
+                capacity: stock.capacity(),
+                used: stock.used(),
+                reserved: stock.reserved(),
+                free: stock.free(),
+            })
+            .collect()
+    }
+
+    fn insert(&mut self, pod: String, claim: Claim) {
+        for node in claim.place.nodes() {
+            self.pods.entry(node.to_owned()).or_default().insert(pod.clone());
+        }
+        self.claims.insert(pod, claim);
+    }
+
+    fn stock(&mut self, node: &str, take: &Reservation) -> Option<&mut Stock> {
+        self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
+    }
+
+    fn lay_out_again(&mut self, name: &str) {
+        let before = self.nodes.get(name).map(|node| node.reservations().collect()).unwrap_or_default();
+        self.lay_out(name, before, &BTreeSet::new());
+    }
+
+    /// The one rule: see the module's description. `settled` are devices on which pods were found to be served just now.
+    fn lay_out(&mut self, name: &str, before: Vec<Reservation>, settled: &BTreeSet<(String, String)>) {
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
+        for pod in self.pods.get(name).into_iter().flatten() {
+            let Some(claim) = self.claims.get(pod) else { continue };
+            let held = node.held.get(pod).map(Vec::as_slice).unwrap_or_default();
+            for (resource, missing) in outstanding(&claim.asks, held) {
+                wanted.entry(resource).or_default().extend(missing);
+            }
+        }
+        node.short.clear();
+        for stock in node.stocks.values_mut().flat_map(BTreeMap::values_mut) {
+            *stock = stock.cleared();
+        }
+        let mut before: Vec<Reservation> = before;
+        let free = |node: &Node, held: &Reservation| {
+            node.stocks.get(&held.resource).and_then(|stocks| stocks.get(&held.device)).map_or(0, Stock::free)
+        };
+        let served = |held: &Reservation| settled.contains(&(held.resource.clone(), held.device.clone()));
+        // Large ones first, because they are harder to place again. Of equal ones, what goes is on a device that has just served a pod of
+        // that size, or on the emptiest.
+        before.sort_by_cached_key(|held| {
+            (std::cmp::Reverse(held.units), served(held), free(node, held), held.device.clone())
+        });
+        for held in before {
+            let Some(missing) = wanted.get_mut(held.resource.as_str()) else { continue };
+            let Some(index) = missing.iter().position(|units| *units == held.units) else { continue };
+            let stock = node.stocks.get_mut(&held.resource).and_then(|stocks| stocks.get_mut(&held.device));
+            if stock.is_some_and(|stock| stock.hold(held.units)) {
+                missing.swap_remove(index);
+            }
+        }
+        for (resource, mut missing) in wanted {
+            missing.sort_unstable_by(|one, other| other.cmp(one));
+            let mut none = Stocks::new();
+            let stocks = node.stocks.get_mut(resource).unwrap_or(&mut none);
+            let served: Vec<bool> =
+                stocks.keys().map(|device| settled.contains(&(resource.to_owned(), device.clone()))).collect();
+            let left = place(stocks, &served, &missing);
+            node.short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
+        }
+    }
+}
+
+impl Node {
+    fn of(facts: NodeFacts) -> Self {
+        let mut held: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
+        let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
+        for DeviceFacts { device, resource, capacity, used } in facts.devices {
+            // Told twice, the worse counts.
+            let amount = amounts.entry((resource, device)).or_insert((capacity, used));
+            *amount = (amount.0.min(capacity), amount.1.max(used));
+        }
+        let mut told: BTreeMap<(String, String), u32> = BTreeMap::new();
+        for allocation in facts.allocations {
+            let sum = told.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
+            *sum = sum.saturating_add(allocation.units.get());
+            held.entry(allocation.pod.clone()).or_default().push(allocation);
+        }
+        held.values_mut().for_each(|allocations| allocations.sort());
+        let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
+        for ((resource, device), (capacity, used)) in amounts {
+            let key = (resource, device);
+            let used = used.max(told.get(&key).copied().unwrap_or(0));
+            stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
+        }
+        Self { model: facts.model, stocks, held, short: Vec::new() }
+    }
+
+    fn reservations(&self) -> impl Iterator<Item = Reservation> {
+        self.stocks.iter().flat_map(|(resource, stocks)| {
+            stocks.iter().flat_map(|(device, stock)| {
+                stock.reservations().map(|units| Reservation {
+                    resource: resource.clone(),
+                    units,
+                    device: device.clone(),
+                })
+            })
+        })
+    }
+}
+
+/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one. What is left over is given back.
+fn place(stocks: &mut Stocks, served: &[bool], sizes: &[Units]) -> Vec<Units> {
+    let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
+    let mut order = |size: u32, free: &[u32]| {
+        let mut devices = tightest(size, free);
+        // What a pod still lacks belongs beside what it was given just now.
+        devices.sort_by_key(|device| !served.get(*device).copied().unwrap_or_default());
+        devices
+    };
+    let numbers: Vec<u32> = sizes.iter().map(|units| units.get()).collect();
+    let together = pack(&numbers, &free, &mut order);
+    let mut left = Vec::new();
+    for (index, &units) in sizes.iter().enumerate() {
+        let device = match &together {
+            Some(devices) => devices.get(index).copied(),
+            None => order(units.get(), &free).first().copied(),
+        };
+        let stock = device.and_then(|device| Some((stocks.values_mut().nth(device)?, free.get_mut(device)?)));
+        let held = stock.is_some_and(|(stock, free)| {
+            let held = stock.hold(units);
+            *free = stock.free();
+            held
+        });
+        if !held {
+            left.push(units);
+        }
+    }
+    left
+}
+
+/// What a pod that asks for this and holds that still lacks, by resource.
+///
+/// Each part that it holds settles an ask of its size; else the smallest larger one, which then lacks the rest: one ask can be several
+/// containers. What it holds beyond that, other than asked for, settles what there is.
+fn outstanding<'a>(asks: &'a [Ask], held: &[Allocation]) -> BTreeMap<&'a str, Vec<Units>> {
+    let mut missing: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+    for ask in asks {
+        missing.entry(&ask.resource).or_default().push(ask.units.get());
+    }
+    for (resource, sizes) in &mut missing {
+        let mut held: Vec<u32> =
+            held.iter().filter(|part| part.resource == *resource).map(|part| part.units.get()).collect();
+        held.retain(|part| match sizes.iter().position(|size| size == part) {
+            Some(index) => {
+                sizes.swap_remove(index);
+                false
+            }
+            None => true,
+        });
+        held.sort_unstable_by(|one, other| other.cmp(one));
+        for mut part in held {
+            sizes.sort_unstable();
+            if let Some(larger) = sizes.iter_mut().find(|size| **size >= part) {
+                *larger -= part;
+            } else {
+                while let Some(largest) = sizes.pop() {
+                    let settled = largest.min(part);
+                    part -= settled;
+                    if largest > settled {
+                        sizes.push(largest - settled);
+                    }
+                    if part == 0 {
+                        break;
+                    }
+                }
+            }
+            sizes.retain(|size| *size > 0);
+        }
+        sizes.sort_unstable();
+    }
+    missing
+        .into_iter()
+        .map(|(resource, sizes)| (resource, sizes.into_iter().filter_map(Units::new).collect()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,133 @@
+//! Which device each of several sizes goes to. Exact: a way that exists is found.
+use std::collections::BTreeSet;
+
+/// States that are looked at before a search is given up. A pod of one container needs one; only dozens of containers of different sizes
+/// on a nearly full node come near.
+const STATES: usize = 20_000;
+
+/// A device for each size, as indices, or none where there is no way to hold all of them at once.
+///
+/// `order` says which devices to try for a size when this much is free, the best first; what it leaves out is not tried. The first way that
+/// is found is taken, so for one size it is the best.
+pub(super) fn pack(
+    sizes: &[u32],
+    free: &[u32],
+    order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
+) -> Option<Vec<usize>> {
+    // The largest first: what is hard to place is placed while there is room.
+    let mut turns: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
+    turns.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
+    let mut search = Search { order, failed: BTreeSet::new(), states: 0 };
+    let mut chosen = Vec::with_capacity(sizes.len());
+    if !search.place(&turns, &mut free.to_vec(), &mut chosen) {
+        return None;
+    }
+    let mut devices: Vec<(usize, usize)> = turns.iter().map(|&(index, _)| index).zip(chosen).collect();
+    devices.sort_unstable();
+    Some(devices.into_iter().map(|(_, device)| device).collect())
+}
+
+struct Search<'a> {
+    order: &'a mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
+    /// What was free, sorted, and how many sizes were left, where there was no way.
+    failed: BTreeSet<(usize, Vec<u32>)>,
+    states: usize,
+}
+
+impl Search<'_> {
+    fn place(&mut self, turns: &[(usize, u32)], free: &mut [u32], chosen: &mut Vec<usize>) -> bool {
+        let Some((&(_, size), rest)) = turns.split_first() else { return true };
+        let sum = |amounts: &mut dyn Iterator<Item = u32>| amounts.map(u64::from).sum::<u64>();
+        if sum(&mut turns.iter().map(|&(_, size)| size)) > sum(&mut free.iter().copied()) {
+            return false;
+        }
+        let mut state = free.to_vec();
+        state.sort_unstable();
+        let state = (turns.len(), state);
+        if self.failed.contains(&state) || self.states >= STATES {
+            return false;
+        }
+        self.states += 1;
+        let mut tried = BTreeSet::new();
+        for device in (self.order)(size, free) {
+            let Some(before) = free.get(device).copied() else { continue };
+            let Some(left) = before.checked_sub(size) else { continue };
+            // Devices with as much free are the same to what comes after.
+            if !tried.insert(before) {
+                continue;
+            }
+            free[device] = left;
+            chosen.push(device);
+            if self.place(rest, free, chosen) {
+                return true;
+            }
+            chosen.pop();
+            free[device] = before;
+        }
+        self.failed.insert(state);
+        false
+    }
+}
+
+/// Devices with enough free, those first on which the least would be left.
+pub(super) fn tightest(size: u32, free: &[u32]) -> Vec<usize> {
+    let mut devices: Vec<usize> = (0..free.len()).filter(|&device| free[device] >= size).collect();
+    devices.sort_by_key(|&device| (free[device], device));
+    devices
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn one_size_goes_where_the_least_is_left() {
+        assert_eq!(pack(&[3], &[9, 3, 4], &mut tightest), Some(vec![1]));
+        assert_eq!(pack(&[10], &[9, 3, 4], &mut tightest), None);
+        assert_eq!(pack(&[], &[], &mut tightest), Some(vec![]));
+        assert_eq!(pack(&[1], &[], &mut tightest), None);
+    }
+
+    #[test]
+    fn the_tightest_place_is_left_again_where_it_is_in_the_way() {
+        // The tightest place for 4 leaves 2 beside 7, where two of 3 fit and the third does not.
+        assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
+    }
+
+    #[test]
+    fn a_search_without_end_is_given_up() {
+        let sizes: Vec<u32> = (100..160).collect();
+        // Three devices would need four of the sizes each, and even the twelve smallest are 3 × 422.
+        let free = vec![421; 19];
+        assert_eq!(pack(&sizes, &free, &mut tightest), None);
+    }
+
+    proptest! {
+        /// Against all assignments there are.
+        #[test]
+        fn a_way_is_found_exactly_where_there_is_one(
+            sizes in prop::collection::vec(1_u32..8, 0..5),
+            free in prop::collection::vec(0_u32..11, 0..4),
+        ) {
+            let found = pack(&sizes, &free, &mut tightest);
+            let ways = free.len().pow(u32::try_from(sizes.len()).unwrap());
+            let fits = |devices: &[usize]| {
+                let mut left = free.clone();
+                devices.iter().zip(&sizes).all(|(&device, &size)| {
+                    left[device].checked_sub(size).map(|rest| left[device] = rest).is_some()
+                })
+            };
+            let exists = (0..ways).any(|way| {
+                let devices: Vec<usize> =
+                    (0..sizes.len()).map(|index| way / free.len().pow(u32::try_from(index).unwrap()) % free.len()).collect();
+                fits(&devices)
+            });
+            prop_assert_eq!(found.is_some(), exists, "{:?}", found);
+            if let Some(devices) = found {
+                prop_assert!(devices.len() == sizes.len() && fits(&devices), "{:?}", devices);
+            }
+        }
+    }
+}

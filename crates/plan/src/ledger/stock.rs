@@ -1,0 +1,109 @@
+//! One device's units of one resource, and the only place where units are subtracted.
+use std::collections::BTreeMap;
+
+use super::Units;
+
+/// What a device has of one resource, what of it is used, and what is reserved of the rest.
+///
+/// By construction `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without reservations, and [`Stock::hold`] is
+/// the only way to add one. Facts that change make a new stock, to which reservations have to be added again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Stock {
+    capacity: u32,
+    used: u32,
+    /// How many reservations there are of each size.
+    reserved: BTreeMap<Units, u32>,
+    free: u32,
+}
+
+impl Stock {
+    /// As observed. More may be used than there is: units that turned unhealthy under their pods.
+    pub(super) fn new(capacity: u32, used: u32) -> Self {
+        let mut stock = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
+        stock.recount();
+        stock
+    }
+
+    /// The one subtraction.
+    fn recount(&mut self) {
+        self.free = self.capacity.saturating_sub(self.used).saturating_sub(self.reserved());
+    }
+
+    pub(super) fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    pub(super) fn used(&self) -> u32 {
+        self.used
+    }
+
+    /// Units that are neither used nor reserved.
+    pub(super) fn free(&self) -> u32 {
+        self.free
+    }
+
+    /// Units that are reserved.
+    pub(super) fn reserved(&self) -> u32 {
+        self.reserved.iter().fold(0, |sum, (units, count)| units.get().saturating_mul(*count).saturating_add(sum))
+    }
+
+    /// The reservations, the smallest first.
+    pub(super) fn reservations(&self) -> impl Iterator<Item = Units> {
+        self.reserved.iter().flat_map(|(units, count)| std::iter::repeat_n(*units, *count as usize))
+    }
+
+    /// Reserves as many units, if they are free.
+    #[must_use]
+    pub(super) fn hold(&mut self, units: Units) -> bool {
+        let fits = units.get() <= self.free;
+        if fits {
+            *self.reserved.entry(units).or_default() += 1;
+            self.recount();
+        }
+        fits
+    }
+
+    /// Gives a reservation of that size back, if there is one.
+    pub(super) fn give_back(&mut self, units: Units) {
+        if let Some(count) = self.reserved.get_mut(&units) {
+            *count -= 1;
+            if *count == 0 {
+                self.reserved.remove(&units);
+            }
+            self.recount();
+        }
+    }
+
+    /// The same stock without reservations.
+    pub(super) fn cleared(&self) -> Self {
+        Self::new(self.capacity, self.used)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn units(units: u32) -> Units {
+        Units::new(units).unwrap()
+    }
+
+    #[test]
+    fn no_more_is_reserved_than_is_free() {
+        let mut stock = Stock::new(10, 3);
+        assert!(stock.hold(units(4)) && stock.hold(units(3)));
+        assert!(!stock.hold(units(1)));
+        assert_eq!((stock.free(), stock.reserved()), (0, 7));
+        stock.give_back(units(4));
+        stock.give_back(units(4));
+        assert_eq!((stock.free(), stock.reserved()), (4, 3), "given back once");
+        assert!(!stock.hold(units(5)) && stock.hold(units(4)));
+    }
+
+    #[test]
+    fn a_device_on_which_more_is_used_than_there_is_has_nothing_free() {
+        let mut stock = Stock::new(2, 5);
+        assert_eq!(stock.free(), 0);
+        assert!(!stock.hold(units(1)) && !stock.hold(units(u32::MAX)));
+    }
+}

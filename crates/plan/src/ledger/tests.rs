@@ -1,0 +1,284 @@
+use super::*;
+use crate::placement::{self, Demand, GPU, Observed, Value};
+
+const R: &str = "nvidia.com/gpu-mps";
+
+fn units(units: u32) -> Units {
+    Units::new(units).unwrap()
+}
+
+fn asks(sizes: &[u32]) -> Vec<Ask> {
+    sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
+}
+
+/// A node with devices of ten units, `a`, `b` and so on, of which so many are used.
+fn node(used: &[u32], held: &[(&str, &str, u32)]) -> NodeFacts {
+    let name = |index: usize| char::from(b'a' + u8::try_from(index).unwrap()).to_string();
+    NodeFacts {
+        model: "m".to_owned(),
+        devices: used
+            .iter()
+            .enumerate()
+            .map(|(index, &used)| DeviceFacts { device: name(index), resource: R.to_owned(), capacity: 10, used })
+            .collect(),
+        allocations: held
+            .iter()
+            .map(|&(pod, device, size)| Allocation {
+                pod: pod.to_owned(),
+                resource: R.to_owned(),
+                device: device.to_owned(),
+                units: units(size),
+            })
+            .collect(),
+    }
+}
+
+fn ledger(used: &[u32]) -> Ledger {
+    let mut ledger = Ledger::default();
+    ledger.observe("n", node(used, &[]));
+    ledger
+}
+
+fn reserve(ledger: &mut Ledger, pod: &str, sizes: &[u32], expires: u64) {
+    let nodes: Vec<String> = ledger.nodes().map(str::to_owned).collect();
+    let fits = ledger.fit(&asks(sizes), nodes.iter().map(String::as_str), 4, &Tightest).unwrap();
+    ledger.reserve(pod, &fits, Moment(expires)).unwrap();
+}
+
+fn held(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
+    ledger.reservations(node).into_iter().map(|held| (held.device, held.units.get())).collect()
+}
+
+fn on(device: &str, size: u32) -> (String, u32) {
+    (device.to_owned(), size)
+}
+
+#[test]
+fn the_tightest_device_is_taken_and_then_full() {
+    let mut ledger = ledger(&[3, 5, 0]);
+    reserve(&mut ledger, "p", &[5], 1);
+    assert_eq!(held(&ledger, "n"), [on("b", 5)]);
+    reserve(&mut ledger, "q", &[5], 1);
+    assert_eq!(held(&ledger, "n"), [on("a", 5), on("b", 5)]);
+}
+
+#[test]
+fn six_free_units_on_two_devices_are_no_room_for_five() {
+    let ledger = ledger(&[7, 7]);
+    let why = ledger.fit(&asks(&[5]), ["n"], 1, &Tightest).unwrap_err();
+    assert_eq!(why.to_string(), "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3");
+    assert!(why.may_pass());
+}
+
+#[test]
+fn why_there_is_no_place_is_said_by_the_node_that_comes_closest() {
+    let mut ledger = ledger(&[5, 5]);
+    let mut small = node(&[0], &[]);
+    small.devices[0].capacity = 4;
+    ledger.observe("small", small);
+    let why =
+        |sizes: &[u32], nodes: &[&str]| ledger.fit(&asks(sizes), nodes.iter().copied(), 1, &Tightest).unwrap_err();
+    assert_eq!(why(&[5], &[]), NoFit::NoNode);
+    assert_eq!(why(&[5], &["nobody"]), NoFit::NoNode);
+    assert_eq!(why(&[5], &["small"]), NoFit::TooLarge { resource: R.to_owned(), asked: units(5), most: 4 });
+    assert_eq!(why(&[11], &["n", "small"]), NoFit::TooLarge { resource: R.to_owned(), asked: units(11), most: 10 });
+    assert_eq!(why(&[6], &["n", "small"]), NoFit::NotFree { resource: R.to_owned(), asked: units(6), most: 5 });
+    assert_eq!(why(&[6, 6, 6], &["n", "small"]), NoFit::TooMany);
+    assert_eq!(why(&[3, 3, 3], &["n"]), NoFit::NotFreeTogether);
+    let other = vec![Ask { resource: "other".to_owned(), units: units(1) }];
+    let why = ledger.fit(&other, ["n"], 1, &Tightest).unwrap_err();
+    assert_eq!(why, NoFit::NotOffered { resource: "other".to_owned() });
+    assert!(!why.may_pass());
+}
+
+#[test]
+fn what_a_pod_is_served_is_not_kept_for_it_any_more() {
+    let mut ledger = ledger(&[0, 0]);
+    reserve(&mut ledger, "p", &[3], 1);
+    ledger.bind("p", "n", &asks(&[3]));
+    assert_eq!(held(&ledger, "n"), [on("a", 3)]);
+    ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
+    assert!(held(&ledger, "n").is_empty());
+    assert_eq!(ledger.rooms("n")[0].free, 7);
+    ledger.release("p");
+    assert_eq!(ledger.rooms("n")[0].free, 7, "it holds it until the node says otherwise");
+    ledger.observe("n", node(&[0, 0], &[]));
+    assert_eq!(ledger.rooms("n")[0].free, 10);
+}
+
+#[test]
+fn two_equal_pods_may_swap() {
+    let mut ledger = ledger(&[6, 7]);
+    reserve(&mut ledger, "first", &[3], 9);
+    reserve(&mut ledger, "second", &[3], 9);
+    assert_eq!(held(&ledger, "n"), [on("a", 3), on("b", 3)]);
+    ledger.observe("n", node(&[9, 7], &[("first", "a", 3)]));
+    assert_eq!(held(&ledger, "n"), [on("b", 3)], "the first took the place of the second");
+    ledger.observe("n", node(&[9, 10], &[("first", "a", 3), ("second", "b", 3)]));
+    assert!(held(&ledger, "n").is_empty() && ledger.short("n").is_empty());
+}
+
+#[test]
+fn of_equal_reservations_that_of_the_device_that_served_the_pod_goes() {
+    let mut ledger = ledger(&[0, 0]);
+    reserve(&mut ledger, "p", &[6], 9);
+    reserve(&mut ledger, "q", &[6], 9);
+    for device in ["a", "b"] {
+        let mut ledger = ledger.clone();
+        let used = if device == "a" { [6, 0] } else { [0, 6] };
+        ledger.observe("n", node(&used, &[("p", device, 6)]));
+        assert_eq!(held(&ledger, "n"), [on(if device == "a" { "b" } else { "a" }, 6)]);
+    }
+}
+
+#[test]
+fn a_pod_is_held_on_several_nodes_until_it_is_bound_to_one() {
+    let mut ledger = ledger(&[0]);
+    ledger.observe("m", node(&[5], &[]));
+    ledger.observe("full", node(&[9], &[]));
+    reserve(&mut ledger, "p", &[4], 9);
+    assert_eq!((held(&ledger, "m"), held(&ledger, "n")), (vec![on("a", 4)], vec![on("a", 4)]));
+    assert!(held(&ledger, "full").is_empty());
+    ledger.bind("p", "n", &asks(&[4]));
+    assert_eq!((held(&ledger, "m"), held(&ledger, "n")), (vec![], vec![on("a", 4)]));
+}
+
+#[test]
+fn the_best_node_comes_first_and_only_so_many_are_given() {
+    let mut ledger = ledger(&[0]);
+    ledger.observe("m", node(&[5], &[]));
+    ledger.observe("o", node(&[6], &[]));
+    let fits = ledger.fit(&asks(&[4]), ["m", "n", "o", "o"], 2, &Tightest).unwrap();
+    assert_eq!(fits.iter().map(Fit::node).collect::<Vec<_>>(), ["o", "m"]);
+}
+
+#[test]
+fn time_frees_what_is_held_for_pods_that_never_came_but_not_for_bound_ones() {
+    let mut ledger = ledger(&[0]);
+    reserve(&mut ledger, "late", &[2], 10);
+    reserve(&mut ledger, "later", &[3], 20);
+    reserve(&mut ledger, "bound", &[4], 10);
+    ledger.bind("bound", "n", &asks(&[4]));
+    assert!(ledger.expire(Moment(9)).is_empty());
+    let expired = ledger.expire(Moment(10));
+    assert_eq!(expired.iter().map(|(pod, _)| pod.as_str()).collect::<Vec<_>>(), ["late"]);
+    assert_eq!(held(&ledger, "n"), [on("a", 3), on("a", 4)]);
+    assert!(ledger.expire(Moment(10)).is_empty(), "told once");
+}
+
+#[test]
+fn what_no_longer_fits_moves_or_is_told_as_short() {
+    let mut ledger = ledger(&[0, 5]);
+    reserve(&mut ledger, "p", &[5], 9);
+    reserve(&mut ledger, "q", &[7], 9);
+    assert_eq!(held(&ledger, "n"), [on("a", 7), on("b", 5)]);
+    // Somebody came around the gate and took one of b: p moves nowhere, as a has three left.
+    ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
+    assert_eq!((held(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
+    // A device more.
+    ledger.observe("n", node(&[0, 6, 4], &[("x", "b", 1)]));
+    assert_eq!((held(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
+    // All lost.
+    ledger.observe("n", NodeFacts::default());
+    assert_eq!(ledger.short("n"), asks(&[5, 7]).into_iter().rev().collect::<Vec<_>>());
+}
+
+#[test]
+fn a_pod_around_the_gate_is_held_for_if_there_is_room() {
+    let mut ledger = ledger(&[0]);
+    ledger.bind("x", "n", &asks(&[4]));
+    assert_eq!(held(&ledger, "n"), [on("a", 4)]);
+    ledger.bind("y", "n", &asks(&[7]));
+    assert_eq!(ledger.short("n"), asks(&[7]));
+    ledger.bind("z", "unknown", &asks(&[7]));
+    ledger.observe("unknown", node(&[0], &[]));
+    assert_eq!(held(&ledger, "unknown"), [on("a", 7)]);
+}
+
+#[test]
+fn a_pod_of_several_containers_is_settled_part_by_part() {
+    let mut ledger = ledger(&[0, 0]);
+    reserve(&mut ledger, "p", &[7, 6], 9);
+    ledger.bind("p", "n", &asks(&[7, 6]));
+    assert_eq!(held(&ledger, "n"), [on("a", 7), on("b", 6)]);
+    ledger.observe("n", node(&[0, 6], &[("p", "b", 6)]));
+    assert_eq!(held(&ledger, "n"), [on("a", 7)]);
+    // An init container's units went to one container of 3, the rest comes beside them.
+    ledger.observe("n", node(&[3, 6], &[("p", "a", 3), ("p", "b", 6)]));
+    assert_eq!(held(&ledger, "n"), [on("a", 4)]);
+    ledger.observe("n", node(&[7, 6], &[("p", "a", 3), ("p", "a", 4), ("p", "b", 6)]));
+    assert!(held(&ledger, "n").is_empty());
+}
+
+#[test]
+fn what_a_pod_holds_otherwise_than_asked_for_settles_what_there_is() {
+    let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
+        let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
+        let facts = node(&[0], &parts);
+        outstanding(&asks(sizes), &facts.allocations)[R].iter().map(|units| units.get()).collect()
+    };
+    assert_eq!(missing(&[5], &[]), [5]);
+    assert_eq!(missing(&[5, 2], &[2]), [5]);
+    assert_eq!(missing(&[5, 3], &[2]), [1, 5]);
+    assert_eq!(missing(&[2, 3], &[5]), [0; 0]);
+    assert_eq!(missing(&[2, 3], &[4]), [1]);
+    assert_eq!(missing(&[2], &[9, 9]), [0; 0]);
+}
+
+#[test]
+fn a_fit_that_was_taken_meanwhile_is_refused_and_nothing_is_held() {
+    let mut ledger = ledger(&[4, 4]);
+    let fits = ledger.fit(&asks(&[6, 2]), ["n"], 1, &Tightest).unwrap();
+    reserve(&mut ledger, "other", &[5], 9);
+    let before = ledger.clone();
+    assert_eq!(ledger.reserve("p", &fits, Moment(9)), Err(Refused::Stale));
+    assert_eq!(ledger, before);
+    assert_eq!(ledger.reserve("other", &fits, Moment(9)), Err(Refused::Claimed));
+}
+
+#[test]
+fn facts_told_twice_or_untrue_give_no_units_away() {
+    let mut ledger = Ledger::default();
+    let mut facts = node(&[0, 0], &[("x", "a", 4), ("y", "a", 5)]);
+    facts.devices.push(DeviceFacts { capacity: 3, ..facts.devices[1].clone() });
+    ledger.observe("n", facts);
+    assert_eq!(ledger.rooms("n").iter().map(|room| room.free).collect::<Vec<_>>(), [1, 3]);
+}
+
+#[test]
+fn a_ledger_can_be_made_anew() {
+    let mut ledger = ledger(&[0, 5]);
+    reserve(&mut ledger, "p", &[5], 9);
+    reserve(&mut ledger, "q", &[3], 9);
+    ledger.bind("q", "n", &asks(&[3]));
+    let facts = Facts {
+        nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]),
+        reservations: BTreeMap::from([("n".to_owned(), ledger.reservations("n"))]),
+        claims: ledger.claims().clone(),
+    };
+    assert_eq!(Ledger::rebuild(facts.clone()), ledger);
+    let unwritten = Ledger::rebuild(Facts { reservations: BTreeMap::new(), ..facts.clone() });
+    assert_eq!(held(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(), 8, "claims are held for all the same");
+    let nobody = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
+    assert!(held(&nobody, "n").is_empty(), "what nobody claims is free");
+}
+
+#[test]
+fn what_pods_typically_ask_for_decides_where_holes_are_left() {
+    // Pods of 6 and of 4: a device with 6 free is kept for a 6, and a 4 goes to where it leaves a 6. The tightest would not.
+    let mut observed = Observed::new(None);
+    for _ in 0..10 {
+        for per_gpu in [600, 400] {
+            observed.add(&Demand { cpu: 0, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
+        }
+    }
+    let value = Value::learn(
+        &observed.typical(true),
+        &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, memory: 1, gpus: vec![GPU; 2] }],
+    );
+    let ledger = ledger(&[0, 4]);
+    let device = |fits: &Fits| fits.iter().next().unwrap().takes()[0].device.clone();
+    assert_eq!(device(&ledger.fit(&asks(&[4]), ["n"], 1, &Tightest).unwrap()), "b");
+    assert_eq!(device(&ledger.fit(&asks(&[4]), ["n"], 1, &value).unwrap()), "a");
+    assert_eq!(device(&ledger.fit(&asks(&[6]), ["n"], 1, &value).unwrap()), "b");
+}

@@ -1,0 +1,339 @@
+//! The ledger against a cluster in which anything may happen: pods come, are bound, served and go, in any order; the ledger is lost and made
+//! anew; devices shrink; somebody comes around the gate.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
+use cleave_plan::ledger::{
+    Allocation, Ask, Claim, DeviceFacts, Facts, Ledger, Moment, NodeFacts, Place, Reservation, Tightest, Units,
+};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+const R: &str = "nvidia.com/gpu-mps";
+const NODES: [&str; 3] = ["n0", "n1", "n2"];
+const DEVICES: [&str; 3] = ["a", "b", "c"];
+const CAPACITY: u32 = 10;
+/// How long a claim lasts, in the same ticks as `Event::Tick`.
+const LIFE: u64 = 5;
+
+/// Numbers choose among what there is, whatever it is then.
+#[derive(Debug, Clone)]
+enum Event {
+    /// A pod with containers of these sizes, which may go to so many nodes.
+    Come { sizes: Vec<u32>, most: usize },
+    /// The scheduler binds a pod that was let through.
+    Bind { pod: usize, node: usize },
+    /// The kubelet serves a pod that is bound. Which of equal reservations it is given is anybody's guess.
+    Serve { pod: usize, device: usize },
+    /// A pod is deleted, wherever it is.
+    Go { pod: usize },
+    /// Time passes.
+    Tick { by: u64 },
+    /// The operator is killed, and another one begins.
+    Crash,
+    /// From here on hostile. A device has another number of units.
+    Resize { node: usize, device: usize, capacity: u32 },
+    /// Somebody takes units that nobody reserved.
+    Bypass { node: usize, device: usize, units: u32 },
+    /// A node falls silent, until something is served there again.
+    Forget { node: usize },
+    /// What is known of a node is brought up to date.
+    Observe { node: usize },
+}
+
+fn sizes() -> impl Strategy<Value = Vec<u32>> {
+    prop_oneof![
+        4 => (1..=CAPACITY).prop_map(|size| vec![size]),
+        1 => prop::collection::vec(1..=6_u32, 2..4),
+    ]
+}
+
+fn orderly() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        6 => (sizes(), 1..=3_usize).prop_map(|(sizes, most)| Event::Come { sizes, most }),
+        5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, node)| Event::Bind { pod, node }),
+        5 => (any::<usize>(), any::<usize>()).prop_map(|(pod, device)| Event::Serve { pod, device }),
+        3 => any::<usize>().prop_map(|pod| Event::Go { pod }),
+        1 => (0..=LIFE).prop_map(|by| Event::Tick { by }),
+        1 => Just(Event::Crash),
+    ]
+}
+
+fn hostile() -> impl Strategy<Value = Event> {
+    let node = 0..NODES.len();
+    let device = 0..DEVICES.len();
+    prop_oneof![
+        20 => orderly(),
+        1 => (node.clone(), device.clone(), 0..=12_u32)
+            .prop_map(|(node, device, capacity)| Event::Resize { node, device, capacity }),
+        1 => (node.clone(), device, 1..=5_u32).prop_map(|(node, device, units)| Event::Bypass { node, device, units }),
+        1 => node.clone().prop_map(|node| Event::Forget { node }),
+        2 => node.prop_map(|node| Event::Observe { node }),
+    ]
+}
+
+fn units(units: u32) -> Units {
+    Units::new(units).unwrap()
+}
+
+fn asks(sizes: &[u32]) -> Vec<Ask> {
+    sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
+}
+
+/// A pod of the cluster.
+#[derive(Debug, Clone)]
+struct Pod {
+    sizes: Vec<u32>,
+    nodes: Vec<String>,
+    bound: Option<String>,
+    served: bool,
+}
+
+/// The cluster as it is, and the ledger that follows it.
+struct World {
+    pods: BTreeMap<String, Pod>,
+    capacity: BTreeMap<(&'static str, &'static str), u32>,
+    allocations: BTreeMap<&'static str, Vec<Allocation>>,
+    now: u64,
+    count: usize,
+    ledger: Ledger,
+    /// What the ledger was told last.
+    known: BTreeMap<String, NodeFacts>,
+    /// Pods that the kubelet could not serve.
+    refused: Vec<String>,
+}
+
+impl World {
+    fn new() -> Self {
+        let all = NODES.iter().flat_map(|node| DEVICES.iter().map(move |device| ((*node, *device), CAPACITY)));
+        let mut world = Self {
+            pods: BTreeMap::new(),
+            capacity: all.collect(),
+            allocations: BTreeMap::new(),
+            now: 0,
+            count: 0,
+            ledger: Ledger::default(),
+            known: BTreeMap::new(),
+            refused: Vec::new(),
+        };
+        NODES.iter().for_each(|node| world.observe(node));
+        world
+    }
+
+    fn used(&self, node: &str, device: &str) -> u32 {
+        let allocations = self.allocations.get(node).into_iter().flatten();
+        allocations.filter(|allocation| allocation.device == device).map(|allocation| allocation.units.get()).sum()
+    }
+
+    fn observe(&mut self, node: &'static str) {
+        let devices = DEVICES.iter().map(|device| DeviceFacts {
+            device: (*device).to_owned(),
+            resource: R.to_owned(),
+            capacity: self.capacity[&(node, *device)],
+            used: self.used(node, device),
+        });
+        let facts = NodeFacts {
+            model: "m".to_owned(),
+            devices: devices.collect(),
+            allocations: self.allocations.get(node).cloned().unwrap_or_default(),
+        };
+        self.known.insert(node.to_owned(), facts.clone());
+        self.ledger.observe(node, facts);
+    }
+
+    fn pick(&self, number: usize, wanted: impl Fn(&Pod) -> bool) -> Option<String> {
+        let names: Vec<&String> = self.pods.iter().filter(|(_, pod)| wanted(pod)).map(|(name, _)| name).collect();
+        names.get(number % names.len().max(1)).map(|name| (*name).clone())
+    }
+
+    fn apply(&mut self, event: &Event) {
+        match event {
+            Event::Come { sizes, most } => self.come(sizes, *most),
+            Event::Bind { pod, node } => {
+                let Some(name) = self.pick(*pod, |pod| pod.bound.is_none()) else { return };
+                let pod = self.pods.get_mut(&name).unwrap();
+                let node = pod.nodes[node % pod.nodes.len()].clone();
+                pod.bound = Some(node.clone());
+                self.ledger.bind(&name, &node, &asks(&pod.sizes));
+            }
+            Event::Serve { pod, device } => {
+                if let Some(name) = self.pick(*pod, |pod| pod.bound.is_some() && !pod.served) {
+                    self.serve(&name, *device);
+                }
+            }
+            Event::Go { pod } => {
+                if let Some(name) = self.pick(*pod, |_| true) {
+                    self.go(&name);
+                }
+            }
+            Event::Tick { by } => {
+                self.now += by;
+                for (pod, claim) in self.ledger.expire(Moment(self.now)) {
+                    assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
+                    self.go(&pod);
+                }
+            }
+            Event::Crash => self.ledger = self.rebuilt(),
+            Event::Resize { node, device, capacity } => {
+                self.capacity.insert((NODES[*node], DEVICES[*device]), *capacity);
+                self.observe(NODES[*node]);
+            }
+            Event::Bypass { node, device, units: size } => {
+                let (node, device) = (NODES[*node], DEVICES[*device]);
+                let free = self.capacity[&(node, device)].saturating_sub(self.used(node, device));
+                let Some(size) = Units::new(free.min(*size)) else { return };
+                let pod = format!("around-{}", self.count);
+                self.count += 1;
+                self.allocations.entry(node).or_default().push(allocation(&pod, device, size));
+                self.observe(node);
+            }
+            Event::Forget { node } => {
+                self.known.remove(NODES[*node]);
+                self.ledger.forget(NODES[*node]);
+            }
+            Event::Observe { node } => self.observe(NODES[*node]),
+        }
+    }
+
+    fn come(&mut self, sizes: &[u32], most: usize) {
+        let name = format!("p{}", self.count);
+        self.count += 1;
+        let fits = self.ledger.fit(&asks(sizes), NODES, most, &Tightest);
+        let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_hold(node, sizes)).collect();
+        let Ok(fits) = fits else {
+            assert!(possible.is_empty(), "{sizes:?} would fit {possible:?}: {fits:?}");
+            return;
+        };
+        let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
+        assert_eq!(nodes.len(), most.min(possible.len()), "{nodes:?} of {possible:?}");
+        self.ledger.reserve(&name, &fits, Moment(self.now + LIFE)).unwrap();
+        self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false });
+    }
+
+    /// All assignments there are.
+    fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
+        fn can(free: &mut [u32], sizes: &[u32]) -> bool {
+            let Some((&size, rest)) = sizes.split_first() else { return true };
+            (0..free.len()).any(|device| {
+                free[device] >= size && {
+                    free[device] -= size;
+                    let found = can(free, rest);
+                    free[device] += size;
+                    found
+                }
+            })
+        }
+        let mut free: Vec<u32> = self.ledger.rooms(node).iter().map(|room| room.free).collect();
+        self.known.contains_key(node) && can(&mut free, sizes)
+    }
+
+    /// As the agent does: of one device, first one that is reserved for just this size; what it gave out it counts itself.
+    fn serve(&mut self, name: &str, number: usize) {
+        let pod = self.pods[name].clone();
+        let node = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()).unwrap();
+        let mut reservations = self.ledger.reservations(node);
+        for &size in &pod.sizes {
+            let free = |device: &str| self.capacity[&(node, device)].saturating_sub(self.used(node, device));
+            let able: Vec<&'static str> = DEVICES.into_iter().filter(|device| free(device) >= size).collect();
+            let held =
+                |device: &str| reservations.iter().position(|held| held.device == device && held.units.get() == size);
+            let meant: Vec<&'static str> = able.iter().copied().filter(|device| held(device).is_some()).collect();
+            let choice = if meant.is_empty() { &able } else { &meant };
+            let Some(device) = choice.get(number % choice.len().max(1)).copied() else {
+                self.refused.push(name.to_owned());
+                return self.go(name);
+            };
+            if let Some(index) = held(device) {
+                reservations.remove(index);
+            }
+            self.allocations.entry(node).or_default().push(allocation(name, device, units(size)));
+        }
+        self.pods.get_mut(name).unwrap().served = true;
+        self.observe(node);
+    }
+
+    fn go(&mut self, name: &str) {
+        let pod = self.pods.remove(name).unwrap();
+        self.ledger.release(name);
+        if let Some(node) = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()) {
+            self.allocations.entry(node).or_default().retain(|allocation| allocation.pod != name);
+            self.observe(node);
+        }
+    }
+
+    /// A ledger made of what is written down: nodes, reservations without their pods, and pods without their reservations.
+    fn rebuilt(&self) -> Ledger {
+        let reservations = NODES.iter().map(|node| ((*node).to_owned(), self.ledger.reservations(node))).collect();
+        let claims = self.pods.iter().map(|(name, pod)| {
+            let place = pod.bound.clone().map_or_else(
+                || {
+                    let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.ledger.claim(name) else {
+                        panic!("{name} has lost its claim")
+                    };
+                    Place::OneOf { nodes: pod.nodes.iter().cloned().collect(), expires: *expires }
+                },
+                Place::Bound,
+            );
+            (name.clone(), Claim { asks: asks(&pod.sizes), place })
+        });
+        Ledger::rebuild(Facts { nodes: self.known.clone(), reservations, claims: claims.collect() })
+    }
+
+    /// What has to hold at any time.
+    fn check(&self) {
+        for node in NODES {
+            let known = self.known.get(node);
+            let held: Vec<Reservation> = self.ledger.reservations(node);
+            for facts in known.into_iter().flat_map(|known| &known.devices) {
+                let reserved: u32 =
+                    held.iter().filter(|held| held.device == facts.device).map(|held| held.units.get()).sum();
+                let free = facts.capacity.saturating_sub(facts.used);
+                assert!(reserved <= free, "{reserved} reserved of {free} on {node} {}", facts.device);
+            }
+            assert!(known.is_some() || held.is_empty(), "{node} is not known: {held:?}");
+            // Whoever may still come to the node is held for, or told as short.
+            let waits = |pod: &&Pod| {
+                !pod.served && pod.bound.as_ref().map_or(pod.nodes.iter().any(|one| one == node), |bound| bound == node)
+            };
+            let mut wanted: Vec<u32> =
+                self.pods.values().filter(waits).flat_map(|pod| pod.sizes.iter().copied()).collect();
+            let short = self.ledger.short(node).iter().map(|ask| ask.units.get());
+            let mut kept: Vec<u32> = held.iter().map(|held| held.units.get()).chain(short).collect();
+            wanted.sort_unstable();
+            kept.sort_unstable();
+            assert!(known.is_none() || wanted == kept, "{node}: wanted {wanted:?}, kept {kept:?}");
+        }
+        assert_eq!(self.rebuilt(), self.ledger);
+    }
+}
+
+fn allocation(pod: &str, device: &str, units: Units) -> Allocation {
+    Allocation { pod: pod.to_owned(), resource: R.to_owned(), device: device.to_owned(), units }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// Whatever happens: no device has more reserved than is free; nobody who was let through is forgotten; a fit that exists is found, and
+    /// one that is found exists; a ledger that was lost is the same when it is made anew.
+    #[test]
+    fn never_over_committed_and_nobody_forgotten(events in prop::collection::vec(hostile(), 0..80)) {
+        let mut world = World::new();
+        for event in &events {
+            world.apply(event);
+            world.check();
+        }
+    }
+
+    /// Where nobody comes around the gate and no device shrinks, every pod that is let through is served, whatever the order in which they
+    /// are bound and served, whichever of equal places they get, and however often the operator is killed.
+    #[test]
+    fn who_is_let_through_is_served(events in prop::collection::vec(orderly(), 0..120)) {
+        let mut world = World::new();
+        for event in &events {
+            world.apply(event);
+            prop_assert!(world.refused.is_empty(), "{:?} after {:?}", world.refused, event);
+            prop_assert!(NODES.iter().all(|node| world.ledger.short(node).is_empty()), "short after {:?}", event);
+        }
+        world.check();
+    }
+}
