@@ -97,8 +97,8 @@ pub mod reason {
     pub const MIG_NOT_SUPPORTED: &str = "MigNotSupported";
     /// The MIG layout cannot be had on the GPU.
     pub const LAYOUT_NOT_POSSIBLE: &str = "LayoutNotPossible";
-    /// Sharing by demand is not planned yet.
-    pub const NOT_PLANNED: &str = "NotPlanned";
+    /// A node or GPU takes no part in plans: it does not answer, or could not be cut as it was told.
+    pub const LEFT_OUT: &str = "LeftOut";
     /// No agent says what the node has, or is.
     pub const AGENT_NOT_REPORTING: &str = "AgentNotReporting";
     /// The node has not done it yet.

@@ -22,14 +22,20 @@
 //! API server: without one, nothing is written.
 pub mod apply;
 pub mod args;
+pub mod cut;
+pub mod demand;
+pub mod events;
 mod http;
 pub mod layout;
 pub mod leader;
 mod metrics;
+pub mod pace;
 pub mod plan;
+pub mod pods;
 pub mod read;
 mod run;
 pub mod select;
+pub mod snapshot;
 pub mod status;
 pub mod validate;
 

@@ -1,12 +1,15 @@
 //! What the operator counts.
+use std::sync::atomic::AtomicU64;
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
 /// The operator's metrics. Clones count together.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(crate) struct Metrics {
     /// Passes: what was read, planned and written as one.
     pub(crate) passes: Family<Outcome, Counter>,
@@ -20,9 +23,53 @@ pub(crate) struct Metrics {
     pub(crate) policies: Gauge,
     /// Nodes that are planned.
     pub(crate) nodes: Gauge,
+    /// Plans of GPUs by demand.
+    pub(crate) plans: Family<Outcome, Counter>,
+    /// How long one took to make.
+    pub(crate) plan_seconds: Histogram,
+    /// From the first change that was seen to the last node written, where something was.
+    pub(crate) reaction_seconds: Histogram,
+    /// What nodes did of what they were told.
+    pub(crate) steps: Family<Outcome, Counter>,
+    /// Pods that wait for GPUs.
+    pub(crate) pods_waiting: Family<Reason, Gauge>,
+    /// Of the free memory of GPUs by demand, the part that lies beside something in use.
+    pub(crate) fragmentation: Gauge<f64, AtomicU64>,
+    /// Nodes that plans leave out.
+    pub(crate) left_out: Gauge,
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
     resident: Gauge,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        // A millisecond to half a minute.
+        let seconds = || Histogram::new(exponential_buckets(0.001, 2.0, 16));
+        Self {
+            passes: Family::default(),
+            writes: Family::default(),
+            watch_errors: Family::default(),
+            malformed: Family::default(),
+            policies: Gauge::default(),
+            nodes: Gauge::default(),
+            plans: Family::default(),
+            plan_seconds: seconds(),
+            reaction_seconds: seconds(),
+            steps: Family::default(),
+            pods_waiting: Family::default(),
+            fragmentation: Gauge::default(),
+            left_out: Gauge::default(),
+            leader: Gauge::default(),
+            resident: Gauge::default(),
+        }
+    }
+}
+
+/// What pods wait for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Reason {
+    pub(crate) reason: &'static str,
 }
 
 /// How a pass ended.
@@ -59,6 +106,21 @@ impl Metrics {
         );
         registry.register("policies", "Policies in force", self.policies.clone());
         registry.register("nodes", "Nodes that are planned", self.nodes.clone());
+        registry.register("plans", "Plans of GPUs that are cut as pods ask for it", self.plans.clone());
+        registry.register("plan_seconds", "Time that a plan took to make", self.plan_seconds.clone());
+        registry.register(
+            "reaction_seconds",
+            "Time from the first change seen to the last node written, where something was written",
+            self.reaction_seconds.clone(),
+        );
+        registry.register("steps", "What nodes did of what they were told", self.steps.clone());
+        registry.register("pods_waiting", "Pods that wait for GPUs, by what for", self.pods_waiting.clone());
+        registry.register(
+            "fragmentation_ratio",
+            "Of the free memory of GPUs that are cut as pods ask for it, the part that lies beside something in use",
+            self.fragmentation.clone(),
+        );
+        registry.register("nodes_left_out", "Nodes that plans leave out", self.left_out.clone());
         registry.register("leader", "1 while this process holds the lease", self.leader.clone());
     }
 

@@ -1,7 +1,7 @@
 //! What each node's GPUs shall be, by the policies that they follow. Pure.
 //!
 //! A GPU that no policy matches is whole. A GPU stays what its `GpuNode.spec` says already where its policy cannot be followed: it is malformed
-//! or invalid, it shares by demand (which is planned elsewhere), or the GPU cannot serve it. So a slip in a policy re-cuts nothing.
+//! or invalid, it shares by demand (which [`crate::demand`] plans), or the GPU cannot serve it. So a slip in a policy re-cuts nothing.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -17,7 +17,9 @@ use sha2::{Digest, Sha256};
 use crate::layout;
 use crate::read::{Node, Observed};
 use crate::select::{self, by_rank, matching, selects_node};
-use crate::validate::{self, InstanceShare, MpsShare, Policy, Share, ShareSize, Turns, shared_instance_resource};
+use crate::validate::{
+    self, Demand, Gathering, InstanceShare, MpsShare, Policy, Share, ShareSize, Turns, shared_instance_resource,
+};
 
 /// What shall be, and why.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -26,6 +28,19 @@ pub struct Plan {
     pub nodes: BTreeMap<String, GpuNodeSpec>,
     /// What became of each policy, by name; malformed and invalid ones included.
     pub policies: BTreeMap<String, Report>,
+    /// GPUs that pods decide about, by node and UUID. In `nodes` they are as they were: [`crate::demand`] says what they become.
+    pub demand: BTreeMap<String, BTreeMap<String, ByDemand>>,
+}
+
+/// A GPU that is cut as pods ask for it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ByDemand {
+    /// The policy.
+    pub policy: String,
+    /// What it allows.
+    pub demand: Demand,
+    /// How pods are gathered, and how long a change may take.
+    pub gathering: Gathering,
 }
 
 /// What became of one policy.
@@ -35,6 +50,10 @@ pub struct Report {
     pub invalid: Option<Invalid>,
     /// It shares by demand, in the words of the policy.
     pub demand: Option<&'static str>,
+    /// What pods ask of its GPUs beyond what is there already.
+    pub wanted: u32,
+    /// Nodes and GPUs of it that plans leave out, and why.
+    pub left_out: BTreeMap<String, String>,
     /// Nodes of the cluster with its labels.
     pub nodes: BTreeSet<String>,
     /// Of these, nodes whose GPUs are not known: no agent has reported.
@@ -121,8 +140,8 @@ pub fn plan(observed: &Observed) -> Plan {
                 match validate::validate(name, created, &object.spec) {
                     Err(error) => report.invalid = Some(Invalid::Refused(error)),
                     Ok(policy) => {
-                        if let Share::Demand(what) = policy.share {
-                            report.demand = Some(what);
+                        if let Share::Demand(demand) = &policy.share {
+                            report.demand = Some(demand.words);
                         }
                         policies.push(policy);
                     }
@@ -200,7 +219,21 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
                     }
                     Ok(None) => {
                         report.follow.push(at);
-                        stays.cloned()
+                        if let Share::Demand(demand) = &winner.share {
+                            let by_demand = ByDemand {
+                                policy: winner.name.clone(),
+                                demand: demand.clone(),
+                                gathering: winner.dynamic,
+                            };
+                            plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
+                        }
+                        let stays = stays.map(|stays| stays.partition.clone());
+                        Some(GpuSpec {
+                            policy: Some(winner.name.clone()),
+                            enforcement: winner.enforcement,
+                            partition: stays.unwrap_or_else(|| whole(&gpu.uuid).partition),
+                            uuid: gpu.uuid.clone(),
+                        })
                     }
                     Err(cannot) => {
                         report.cannot.push((at, cannot));
@@ -247,7 +280,7 @@ fn shape(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Cannot> 
         Share::Demand(_) => return Ok(None),
         Share::Whole => Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() },
         Share::Mps(share) => Partition {
-            mps: Some(mps_partition(share, share.resource(), Mebibytes(gpu.memory_mib), share.compute_mode)?),
+            mps: Some(mps_partition(share, share.resource(), Mebibytes(gpu.memory_mib), share.rules.compute_mode)?),
             ..Partition::default()
         },
         Share::TimeSlicing(turns) => {
@@ -280,25 +313,25 @@ fn mps_partition(
             ShareSize::Units(units) => mps::memory(shares, units, total).0,
             ShareSize::Memory(one) => one.0.saturating_mul(u64::from(shares)),
         };
-        (all / u64::from(share.memory_parts.max(1))).max(1)
+        (all / u64::from(share.rules.memory_parts.max(1))).max(1)
     };
     Ok(MpsPartition {
-        multi_user: share.multi_user,
+        multi_user: share.rules.multi_user,
         compute_mode,
         slices: vec![MpsSlices {
             resource: resource.to_owned(),
             count,
             first: 0,
-            memory_mib: if share.limited { (1..=count).map(memory_of).collect() } else { Vec::new() },
+            memory_mib: if share.rules.limited { (1..=count).map(memory_of).collect() } else { Vec::new() },
             threads: (1..=count)
-                .filter_map(|shares| mps::threads(shares, count, share.threads).map(u8::from))
+                .filter_map(|shares| mps::threads(shares, count, share.rules.threads).map(u8::from))
                 .collect(),
-            max_clients: share.max_clients,
+            max_clients: share.rules.max_clients,
         }],
     })
 }
 
-fn turns_partition(turns: &Turns, resource: &str) -> TimeSlicedPartition {
+pub(crate) fn turns_partition(turns: &Turns, resource: &str) -> TimeSlicedPartition {
     TimeSlicedPartition { resource: resource.to_owned(), replicas: turns.replicas, interval: turns.interval }
 }
 
@@ -307,30 +340,40 @@ fn mig_partition(layout: &[String], each: &InstanceShare, gpu: &GpuStatus) -> Re
     let starts = layout::place(layout, &mig.profiles, &mig.instances)?;
     let mut instances = Vec::with_capacity(layout.len());
     for (profile, start) in layout.iter().zip(starts) {
-        let memory = mig.profiles.iter().find(|known| &known.name == profile).map_or(0, |known| known.memory_mib);
-        let partition = match each {
-            InstanceShare::Whole => {
-                MigPartition { whole: Some(Whole { resource: mig_resource(profile) }), ..MigPartition::default() }
-            }
-            InstanceShare::Mps(share) => {
-                let resource = shared_instance_resource(profile, share.resource.as_deref());
-                // The compute mode is the GPU's and never EXCLUSIVE_PROCESS under MIG.
-                let partition = mps_partition(share, &resource, Mebibytes(memory), ComputeMode::Default)?;
-                MigPartition { mps: Some(partition), ..MigPartition::default() }
-            }
-            InstanceShare::TimeSlicing(turns) => {
-                let resource = shared_instance_resource(profile, turns.resource.as_deref());
-                MigPartition { time_slicing: Some(turns_partition(turns, &resource)), ..MigPartition::default() }
-            }
-        };
+        let partition = mig_instance_partition(profile, each, gpu)?;
         instances.push(MigInstanceSpec { profile: profile.clone(), start, partition });
     }
     instances.sort_by_key(|instance| instance.start);
     Ok(instances)
 }
 
+/// How one MIG instance is served.
+pub(crate) fn mig_instance_partition(
+    profile: &str,
+    each: &InstanceShare,
+    gpu: &GpuStatus,
+) -> Result<MigPartition, Cannot> {
+    let known = gpu.mig.iter().flat_map(|mig| &mig.profiles).find(|known| known.name == profile);
+    let memory = known.map_or(0, |known| known.memory_mib);
+    Ok(match each {
+        InstanceShare::Whole => {
+            MigPartition { whole: Some(Whole { resource: mig_resource(profile) }), ..MigPartition::default() }
+        }
+        InstanceShare::Mps(share) => {
+            let resource = shared_instance_resource(profile, share.resource.as_deref());
+            // The compute mode is the GPU's and never EXCLUSIVE_PROCESS under MIG.
+            let partition = mps_partition(share, &resource, Mebibytes(memory), ComputeMode::Default)?;
+            MigPartition { mps: Some(partition), ..MigPartition::default() }
+        }
+        InstanceShare::TimeSlicing(turns) => {
+            let resource = shared_instance_resource(profile, turns.resource.as_deref());
+            MigPartition { time_slicing: Some(turns_partition(turns, &resource)), ..MigPartition::default() }
+        }
+    })
+}
+
 /// A hash of what GPUs shall be: the first 16 hexadecimal digits of the SHA-256 of their JSON, whose fields are in a fixed order.
-fn plan_id(gpus: &[GpuSpec]) -> String {
+pub(crate) fn plan_id(gpus: &[GpuSpec]) -> String {
     // These types always have a JSON form: no maps with keys that are not strings, no floats.
     let json = serde_json::to_vec(gpus).unwrap_or_default();
     let digits = Sha256::digest(json).iter().fold(String::new(), |digits, byte| format!("{digits}{byte:02x}"));

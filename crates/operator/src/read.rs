@@ -1,27 +1,66 @@
 //! What the cluster says, as one value.
 //!
-//! Four watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but never their `managedFields`), nodes by
-//! metadata alone, and of the agents' pods the node and the Ready condition.
+//! Five watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but never their `managedFields`), of nodes what the
+//! scheduler looks at, of the agents' pods the node and the Ready condition, and pods as [`crate::pods`] keeps them.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
+use cleave_plan::Quantity;
+use cleave_plan::snapshot::Taint;
 use k8s_openapi::api::core::v1::{Node as CoreNode, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
-use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::reflector::Store;
 use kube::{Resource, ResourceExt};
 use serde::Deserialize;
+
+use crate::pods::{self, Claimant, PodObject};
 
 /// Policies, by name.
 pub type PolicyStore = Store<DeserializeGuard<SharingPolicy>>;
 /// `GpuNode`s, by name.
 pub type GpuNodeStore = Store<DeserializeGuard<GpuNode>>;
-/// Nodes' metadata.
-pub type NodeStore = Store<PartialObjectMeta<CoreNode>>;
+/// Nodes.
+pub type NodeStore = Store<NodeObject>;
 /// The agents' pods.
 pub type AgentStore = Store<AgentPod>;
+/// All pods that have not ended.
+pub type PodStore = Store<PodObject>;
+
+/// What is kept of a node.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "CoreNode")]
+pub struct NodeObject {
+    /// Name, UID, labels.
+    pub metadata: ObjectMeta,
+    /// What keeps pods away.
+    #[serde(default)]
+    pub spec: NodeObjectSpec,
+    /// What pods may use.
+    #[serde(default)]
+    pub status: NodeObjectStatus,
+}
+
+/// What is kept of a node's spec.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct NodeObjectSpec {
+    /// Taints.
+    #[serde(default)]
+    pub taints: Vec<Taint>,
+    /// Cordoned.
+    #[serde(default)]
+    pub unschedulable: bool,
+}
+
+/// What is kept of a node's status.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct NodeObjectStatus {
+    /// What pods may use of each resource.
+    #[serde(default)]
+    pub allocatable: BTreeMap<String, Quantity>,
+}
 
 /// What is kept of an agent's pod.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -72,6 +111,8 @@ pub struct Observed {
     pub policies: BTreeMap<String, Result<SharingPolicy, InvalidObject>>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
+    /// Pods that have not ended: those that wait, in order of arrival, and those that are on a node, by name.
+    pub pods: Vec<Claimant>,
 }
 
 /// A node of the cluster.
@@ -81,6 +122,12 @@ pub struct Node {
     pub uid: String,
     /// Labels.
     pub labels: BTreeMap<String, String>,
+    /// Taints.
+    pub taints: Vec<Taint>,
+    /// Cordoned.
+    pub unschedulable: bool,
+    /// What pods may use of each resource.
+    pub allocatable: BTreeMap<String, Quantity>,
     /// Its agent's pod, if there is one.
     pub agent: Option<Agent>,
     /// Its `GpuNode`, if there is one.
@@ -133,34 +180,67 @@ pub struct Stores {
     pub nodes: NodeStore,
     /// Agents.
     pub agents: AgentStore,
+    /// Pods.
+    pub pods: PodStore,
 }
 
 impl Stores {
     /// The cluster as the watches last told it.
     pub fn observe(&self) -> Observed {
-        let mut nodes: BTreeMap<String, Node> = BTreeMap::new();
-        for node in self.nodes.state() {
-            let found = Node {
-                uid: node.uid().unwrap_or_default(),
-                labels: node.metadata.labels.clone().unwrap_or_default(),
-                agent: None,
-                gpu_node: None,
-            };
-            nodes.insert(node.name_any(), found);
+        let mut observed = Observed::default();
+        self.nodes.state().iter().for_each(|node| observed.add_node(node));
+        self.agents.state().iter().for_each(|pod| observed.add_agent(pod));
+        self.gpu_nodes.state().iter().for_each(|object| observed.add_gpu_node(object));
+        self.policies.state().iter().for_each(|policy| observed.add_policy(policy));
+        observed.set_pods(self.pods.state().iter().map(AsRef::as_ref));
+        observed
+    }
+}
+
+impl Observed {
+    /// One node; before what is on it.
+    pub fn add_node(&mut self, node: &NodeObject) {
+        let found = Node {
+            uid: node.uid().unwrap_or_default(),
+            labels: node.metadata.labels.clone().unwrap_or_default(),
+            taints: node.spec.taints.clone(),
+            unschedulable: node.spec.unschedulable,
+            allocatable: node.status.allocatable.clone(),
+            agent: None,
+            gpu_node: None,
+        };
+        self.nodes.insert(node.name_any(), found);
+    }
+
+    /// One agent's pod.
+    pub fn add_agent(&mut self, pod: &AgentPod) {
+        if let Some(node) = pod.spec.node_name.as_ref().and_then(|name| self.nodes.get_mut(name)) {
+            let ready = is_ready(pod) || node.agent.is_some_and(|agent| agent.ready);
+            node.agent = Some(Agent { ready });
         }
-        for pod in self.agents.state() {
-            if let Some(node) = pod.spec.node_name.as_ref().and_then(|name| nodes.get_mut(name)) {
-                let ready = is_ready(&pod) || node.agent.is_some_and(|agent| agent.ready);
-                node.agent = Some(Agent { ready });
-            }
+    }
+
+    /// One node's `GpuNode`.
+    pub fn add_gpu_node(&mut self, object: &DeserializeGuard<GpuNode>) {
+        if let Some(node) = self.nodes.get_mut(&object.name_any()) {
+            node.gpu_node = Some(object.0.clone());
         }
-        for object in self.gpu_nodes.state() {
-            if let Some(node) = nodes.get_mut(&object.name_any()) {
-                node.gpu_node = Some(object.0.clone());
-            }
+    }
+
+    /// One policy; one that is being deleted is none.
+    pub fn add_policy(&mut self, policy: &DeserializeGuard<SharingPolicy>) {
+        if policy.meta().deletion_timestamp.is_none() {
+            self.policies.insert(policy.name_any(), policy.0.clone());
         }
-        let policies = self.policies.state().into_iter().filter(|policy| policy.meta().deletion_timestamp.is_none());
-        Observed { policies: policies.map(|policy| (policy.name_any(), policy.0.clone())).collect(), nodes }
+    }
+
+    /// All pods.
+    pub fn set_pods<'a>(&mut self, objects: impl Iterator<Item = &'a PodObject>) {
+        let gpu_node = |name: &str| self.nodes.get(name).is_some_and(Node::has_object);
+        // A pod on a node without GPUs is nobody's matter here.
+        let found = objects.filter(|pod| pod.node().is_none_or(gpu_node)).filter_map(pods::claimant);
+        self.pods = found.collect();
+        self.pods.sort_by(|a, b| (&a.created, &a.pod.name).cmp(&(&b.created, &b.pod.name)));
     }
 }
 

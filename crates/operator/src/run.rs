@@ -1,16 +1,19 @@
 //! The operator's tasks, and what they share.
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
+use cleave_api::gpunode::StepStatus;
+use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
-use futures::{Stream, StreamExt};
+use futures::{FutureExt as _, Stream, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::{Node, ObjectReference};
-use kube::core::{DeserializeGuard, PartialObjectMeta};
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::core::DeserializeGuard;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::reflector::{self, Store};
@@ -24,17 +27,22 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::args::OperatorArgs;
+use crate::demand::{self, Reason};
+use crate::events::{self, Teller};
 use crate::http::{Health, serve};
 use crate::leader::{Claim, Elector};
-use crate::metrics::{Kind, Metrics, Outcome, Write};
-use crate::read::{AgentPod, Observed, Stores};
+use crate::metrics::{self, Kind, Metrics, Outcome, Write};
+use crate::pace::{Gather, Pace};
+use crate::pods::PodObject;
+use crate::read::{AgentPod, NodeObject, Observed, Stores};
+use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
 use crate::{apply, plan, status};
 
-/// How long changes are gathered before a pass: one `kubectl apply` of several objects is one plan.
-const GATHER: Duration = Duration::from_millis(50);
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
 const WRITE: Duration = Duration::from_secs(5);
+/// How often is planned while pods wait for room: what other pods give back (CPU, memory) is not told on its own.
+const WAITING: Duration = Duration::from_secs(5);
 /// After how long a pass that failed is repeated, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
@@ -56,15 +64,31 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let mut watches = Watches { tasks: &mut tasks, dirty: &dirty, metrics: &metrics, stop: &stop };
     let everything = watcher::Config::default();
     let agents = watcher::Config::default().labels(&agent_selector);
+    // Pods that have ended hold nothing; the API server need not even tell of them.
+    let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
     let stores = Stores {
         policies: watches.keep(
             "SharingPolicy",
             watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
+            (trim, |_| true),
         ),
-        gpu_nodes: watches
-            .keep("GpuNode", watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone())),
-        nodes: watches.keep("Node", watcher(Api::<PartialObjectMeta<Node>>::all(client.clone()), everything)),
-        agents: watches.keep("Pod", watcher(Api::<AgentPod>::namespaced(client.clone(), &namespace), agents)),
+        gpu_nodes: watches.keep(
+            "GpuNode",
+            watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
+            (trim, |_| true),
+        ),
+        nodes: watches.keep("Node", watcher(Api::<NodeObject>::all(client.clone()), everything), (trim, |_| true)),
+        agents: watches.keep(
+            "AgentPod",
+            watcher(Api::<AgentPod>::namespaced(client.clone(), &namespace), agents),
+            (trim, |_| true),
+        ),
+        // What other pods do changes little, and the next pass sees it.
+        pods: watches.keep(
+            "Pod",
+            watcher(Api::<PodObject>::all(client.clone()), living),
+            (PodObject::trim, PodObject::wants_gpus),
+        ),
     };
 
     let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
@@ -89,8 +113,23 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     }
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
-    let passes =
-        Passes { client, stores, claim, metrics, recorder, dirty, listed, told: Told::new(), stop: stop.clone() };
+    let passes = Passes {
+        client,
+        stores,
+        claim,
+        metrics,
+        recorder,
+        dirty,
+        listed,
+        told: Told::new(),
+        started: Instant::now(),
+        memory: Memory::default(),
+        gather: Gather::default(),
+        teller: Teller::default(),
+        steps: BTreeMap::new(),
+        next: None,
+        stop: stop.clone(),
+    };
     tasks.spawn(async move {
         let ended = passes.run().await;
         // Nothing is written from here on: the lease may go.
@@ -127,6 +166,9 @@ async fn finish(mut tasks: JoinSet<(&'static str, Result<()>)>, stop: Cancellati
     }
 }
 
+/// What is dropped of an object before it is kept, and whether a change of it is worth a pass.
+type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
+
 /// What the watches share.
 struct Watches<'a> {
     tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
@@ -136,11 +178,12 @@ struct Watches<'a> {
 }
 
 impl Watches<'_> {
-    /// Keeps what a watch tells in a store, for ever.
+    /// Keeps what a watch tells in a store, for ever. `trim` drops what nobody reads before it is kept; of what `matters` a pass is made.
     fn keep<K>(
         &mut self,
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
+        (trim, matters): Keeping<K>,
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
@@ -154,6 +197,7 @@ impl Watches<'_> {
                 match event {
                     // A list in progress is not what the cluster says yet.
                     Ok(Event::Init | Event::InitApply(_)) => {}
+                    Ok(Event::Apply(object) | Event::Delete(object)) if !matters(&object) => {}
                     Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => dirty.notify_one(),
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Kind { kind }).inc();
@@ -177,7 +221,7 @@ impl Watches<'_> {
     }
 }
 
-/// Drops what nobody reads before it is kept.
+/// Drops what nobody reads of any object.
 fn trim<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
@@ -194,6 +238,14 @@ struct Passes {
     dirty: Arc<Notify>,
     listed: Arc<AtomicBool>,
     told: Told,
+    started: Instant,
+    memory: Memory,
+    gather: Gather,
+    teller: Teller,
+    /// Steps of each node as last counted.
+    steps: BTreeMap<String, Vec<StepStatus>>,
+    /// When to look again though nothing changes.
+    next: Option<Duration>,
     stop: CancellationToken,
 }
 
@@ -211,77 +263,200 @@ impl Passes {
         }
         let mut turned = self.claim.clone();
         let mut retry: Option<Duration> = None;
+        let mut pace = Pace::default();
         loop {
-            let pause = retry;
+            let pause = retry.into_iter().chain(self.next).min();
+            let mut more = false;
+            let mut seen = None;
             // Cancel-safe: `notified` keeps its permit when dropped, `turned` reads a watch channel, the others are a token and a timer.
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                () = self.dirty.notified() => tokio::time::sleep(GATHER).await,
+                () = self.dirty.notified() => {
+                    seen = Some(Instant::now());
+                    tokio::time::sleep(pace.wait(self.now())).await;
+                    // What came meanwhile is in this pass.
+                    more = self.dirty.notified().now_or_never().is_some();
+                }
                 () = turned.turned() => {}
                 () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
             }
-            retry = match self.pass().await {
+            retry = match self.pass(seen.unwrap_or_else(Instant::now)).await {
                 Ok(()) => None,
-                Err(Failed) => Some(pause.map_or(RETRY.0, |pause| (pause * 2).min(RETRY.1))),
+                Err(Failed) => Some(retry.map_or(RETRY.0, |pause| (pause * 2).min(RETRY.1))),
             };
+            pace.planned(self.now(), more);
         }
     }
 
+    /// Since the process started.
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
     async fn wait_for_lists(&self) -> Result<()> {
-        let Stores { policies, gpu_nodes, nodes, agents } = &self.stores;
+        let Stores { policies, gpu_nodes, nodes, agents, pods } = &self.stores;
         policies.wait_until_ready().await.context("policies")?;
         gpu_nodes.wait_until_ready().await.context("GpuNodes")?;
         nodes.wait_until_ready().await.context("nodes")?;
         agents.wait_until_ready().await.context("agents' pods")?;
+        pods.wait_until_ready().await.context("pods")?;
         self.listed.store(true, Ordering::Release);
         tracing::info!("all objects are listed");
         Ok(())
     }
 
-    /// Reads, plans and writes once; does nothing where another leads.
-    async fn pass(&mut self) -> Result<(), Failed> {
+    /// Reads, plans and writes once; does nothing where another leads. `seen` is when the first change was told.
+    async fn pass(&mut self, seen: Instant) -> Result<(), Failed> {
+        self.next = None;
         if !self.claim.is_current() {
             return Ok(());
         }
-        let observed = self.stores.observe();
-        let plan = plan::plan(&observed);
+        let now = self.now();
+        let mut observed = self.stores.observe();
+        self.count_steps(&observed);
+        self.memory.recall(&mut observed, now);
+        let mut plan = plan::plan(&observed);
+        let outcome = self.plan_demand(&mut plan, &observed, now);
         self.measure(&observed, &plan);
-        let nodes = self.apply(&plan, &observed).await;
+        let nodes = self.apply(&plan, &observed, seen).await;
+        if let Some(outcome) = &outcome {
+            self.tell_of(outcome, &observed).await;
+        }
         let policies = self.tell(&plan, &observed).await;
         let result = if nodes && policies { "ok" } else { "failed" };
         self.metrics.passes.get_or_create(&Outcome { result }).inc();
         if nodes && policies { Ok(()) } else { Err(Failed) }
     }
 
+    /// Plans the GPUs that pods decide about; nothing while pods are gathered.
+    fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> Option<demand::Outcome> {
+        let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.gathering);
+        let idle = rules().filter_map(|rule| rule.idle).min();
+        let timeout = rules().filter_map(|rule| rule.timeout).min();
+        let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
+        if let Err(wait) = self.gather.due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now) {
+            self.next = Some(wait);
+            return None;
+        }
+        let started = Instant::now();
+        let outcome = demand::overlay(plan, observed, &mut self.memory, now);
+        let took = started.elapsed();
+        let planned = outcome.planned.as_ref()?;
+        self.metrics.plan_seconds.observe(took.as_secs_f64());
+        let result = match (outcome.violations.as_slice(), planned.plan.changed) {
+            ([], true) => "changed",
+            ([], false) => "unchanged",
+            (some, _) => {
+                let violations: Vec<String> = some.iter().take(8).map(ToString::to_string).collect();
+                tracing::error!(violations = violations.join("; "), "the plan breaks rules and is not acted on");
+                "refused"
+            }
+        };
+        self.metrics.plans.get_or_create(&Outcome { result }).inc();
+        for reason in Reason::ALL {
+            let count = outcome.waiting.values().filter(|waiting| waiting.reason == reason).count();
+            let label = metrics::Reason { reason: reason.as_str() };
+            self.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+        self.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
+        self.metrics.left_out.set(i64::try_from(outcome.silent.len()).unwrap_or(i64::MAX));
+        if !outcome.cuts.is_empty() || !outcome.violations.is_empty() {
+            tracing::info!(
+                pods = outcome.waiting.len(),
+                gpus = outcome.cuts.len(),
+                milliseconds = took.as_millis(),
+                "planned for pods"
+            );
+        }
+        self.next = outcome.next;
+        if !outcome.waiting.is_empty() {
+            self.next = Some(self.next.map_or(WAITING, |next| next.min(WAITING)));
+        }
+        Some(outcome)
+    }
+
+    /// What nodes did, once each.
+    fn count_steps(&mut self, observed: &Observed) {
+        self.steps.retain(|name, _| observed.nodes.contains_key(name));
+        for (name, node) in &observed.nodes {
+            let Some(status) = node.object().and_then(|object| object.status.as_ref()) else { continue };
+            let before = self.steps.get(name);
+            if before == Some(&status.steps) {
+                continue;
+            }
+            // What a process that starts finds was counted by the one before.
+            if let Some(before) = before {
+                for step in status.steps.iter().filter(|step| !before.contains(step)) {
+                    let result = match step.result.as_str() {
+                        STEP_DONE => "done",
+                        STEP_FAILED => "failed",
+                        STEP_REFUSED => "refused",
+                        _ => "waiting",
+                    };
+                    self.metrics.steps.get_or_create(&Outcome { result }).inc();
+                }
+            }
+            self.steps.insert(name.clone(), status.steps.clone());
+        }
+    }
+
+    /// Tells pods and nodes what came of the plan. Events are a courtesy: one that cannot be written is not tried again.
+    async fn tell_of(&mut self, outcome: &demand::Outcome, observed: &Observed) {
+        for (regarding, event) in self.teller.events(outcome, observed, self.now()) {
+            if !self.claim.is_current() {
+                return;
+            }
+            let published = tokio::time::timeout(WRITE, self.recorder.publish(&event, &regarding)).await;
+            if let Ok(Err(error)) = published {
+                tracing::warn!(error = &error as &dyn std::error::Error, "no event");
+            }
+        }
+        if self.teller.is_waiting() {
+            self.next = Some(self.next.map_or(events::LOOK_AGAIN, |next| next.min(events::LOOK_AGAIN)));
+        }
+    }
+
     /// Writes the nodes that differ; false where one could not be written.
-    async fn apply(&self, plan: &plan::Plan, observed: &Observed) -> bool {
+    async fn apply(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
         let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.client.clone());
         let mut all = true;
+        let mut told = false;
         for change in apply::changes(plan, observed) {
             if !self.claim.is_current() {
                 return false;
             }
             let written = within(apply::write(&api, &change)).await;
-            self.count(
-                "GpuNode",
-                written.is_some_and(|written| match written {
-                    Ok(()) => {
-                        tracing::info!(
-                            node = change.node,
-                            plan = change.spec.plan_id,
-                            gpus = change.spec.gpus.len(),
-                            created = change.create,
-                            "planned"
-                        );
-                        true
-                    }
-                    Err(error) => {
-                        tracing::warn!(node = change.node, error = &error as &dyn std::error::Error, "not planned");
-                        false
-                    }
-                }),
-                &mut all,
-            );
+            let done = written.is_some_and(|written| match written {
+                Ok(()) => {
+                    tracing::info!(
+                        node = change.node,
+                        plan = change.spec.plan_id,
+                        gpus = change.spec.gpus.len(),
+                        created = change.create,
+                        milliseconds = seen.elapsed().as_millis(),
+                        "planned"
+                    );
+                    true
+                }
+                Err(error) => {
+                    tracing::warn!(node = change.node, error = &error as &dyn std::error::Error, "not planned");
+                    false
+                }
+            });
+            if done {
+                let object = observed.nodes.get(&change.node).and_then(crate::read::Node::object);
+                self.memory.wrote(
+                    &change.node,
+                    object.and_then(|object| object.metadata.generation),
+                    &change.spec,
+                    self.now(),
+                );
+                told = true;
+            }
+            self.count("GpuNode", done, &mut all);
+        }
+        if told {
+            self.metrics.reaction_seconds.observe(seen.elapsed().as_secs_f64());
         }
         all
     }

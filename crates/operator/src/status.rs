@@ -171,7 +171,7 @@ fn evaluate(
         nodes: count(nodes.len()),
         total,
         in_use,
-        wanted: 0,
+        wanted: report.wanted,
         conditions: told.into_iter().map(condition).collect(),
     }
 }
@@ -270,15 +270,6 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     if report.follow.is_empty() && report.cannot.is_empty() {
         return nothing_to_share(report);
     }
-    if let Some(what) = report.demand {
-        return Verdict::no(
-            reason::NOT_PLANNED,
-            format!(
-                "{what} shares GPUs by what pods ask for, which is not planned yet: {} stay as they are",
-                gpu_list(&report.follow)
-            ),
-        );
-    }
     let mut troubles = troubles(report, observed, plan);
     if !report.cannot.is_empty() {
         troubles.entry(Trouble::Cannot).or_default().push(unservable(report));
@@ -292,8 +283,12 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         let message = format!("no agent has reported the GPUs of {silent}");
         troubles.entry(Trouble::AgentAway).or_default().push(message);
     }
+    for (what, why) in &report.left_out {
+        troubles.entry(Trouble::LeftOut).or_default().push(format!("{what} is left out of plans: {why}"));
+    }
     let Some(first) = troubles.keys().next().copied() else {
-        return Verdict::yes(reason::READY, format!("{} shared as the policy says", are(&report.follow)));
+        let how = if report.demand.is_some() { "cut as pods ask for it" } else { "shared as the policy says" };
+        return Verdict::yes(reason::READY, format!("{} {how}", are(&report.follow)));
     };
     let reason = match (first, report.cannot.first()) {
         (Trouble::Cannot, Some((_, cannot))) => cannot.reason(),
@@ -339,6 +334,7 @@ enum Trouble {
     UnknownGpu,
     Unhealthy,
     AgentAway,
+    LeftOut,
     Waiting,
     Applying,
 }
@@ -352,6 +348,7 @@ impl Trouble {
             Self::UnknownGpu => reason::UNKNOWN_GPU,
             Self::Unhealthy => reason::GPU_UNHEALTHY,
             Self::AgentAway => reason::AGENT_NOT_REPORTING,
+            Self::LeftOut => reason::LEFT_OUT,
             Self::Waiting => reason::WAITING_FOR_PODS,
             Self::Applying => reason::APPLYING,
         }
@@ -500,7 +497,7 @@ fn either(names: &[String]) -> String {
 }
 
 /// The text, not longer than `most` bytes.
-fn cut(text: &str, most: usize) -> String {
+pub(crate) fn cut(text: &str, most: usize) -> String {
     if text.len() <= most {
         return text.to_owned();
     }

@@ -10,8 +10,9 @@ use cleave_api::names::{
 };
 use cleave_api::sharingpolicy::{
     Clients, ComputeMode, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps,
-    SharingPolicySpec, Sizes, TimeSlicing,
+    SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
 };
+use cleave_plan::device::Mode as CutMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
 use cleave_plan::units::Mebibytes;
 use jiff::{SignedDuration, Timestamp};
@@ -54,8 +55,56 @@ pub enum Share {
         /// What each instance is made into.
         each: InstanceShare,
     },
-    /// What pending pods want; said in the words of the policy.
-    Demand(&'static str),
+    /// What pending pods want.
+    Demand(Demand),
+}
+
+/// What pending pods may have a GPU cut into.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Demand {
+    /// What of the policy says so, in its own words.
+    pub words: &'static str,
+    /// The ways of cutting that are allowed.
+    pub mode: CutMode,
+    /// What holds for all MPS slices.
+    pub mps: MpsRules,
+    /// Equal shares that a GPU can have; none where only sized slices can be cut.
+    pub shares: Option<ShareSize>,
+    /// Replicas that a GPU can have.
+    pub turns: Option<Turns>,
+    /// What each MIG instance is made into.
+    pub each: InstanceShare,
+}
+
+/// What holds for all MPS slices of a GPU, whatever their size.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MpsRules {
+    /// How hard the SM limit is.
+    pub threads: Threads,
+    /// Memory is limited.
+    pub limited: bool,
+    /// Clients of several uids share a server.
+    pub multi_user: bool,
+    /// The GPU's compute mode meanwhile.
+    pub compute_mode: ComputeMode,
+    /// Most processes of one allocation.
+    pub max_clients: Option<u32>,
+    /// Each process gets this part of its allocation's memory.
+    pub memory_parts: u32,
+}
+
+impl Default for MpsRules {
+    /// What a policy that says nothing of MPS means.
+    fn default() -> Self {
+        Self {
+            threads: ThreadPolicy::default().into(),
+            limited: true,
+            multi_user: true,
+            compute_mode: ComputeMode::default(),
+            max_clients: None,
+            memory_parts: 1,
+        }
+    }
 }
 
 /// What a policy makes of a MIG instance.
@@ -74,18 +123,8 @@ pub enum InstanceShare {
 pub struct MpsShare {
     /// How many, or how large.
     pub size: ShareSize,
-    /// How hard the SM limit is.
-    pub threads: Threads,
-    /// Memory is limited.
-    pub limited: bool,
-    /// Clients of several uids share a server.
-    pub multi_user: bool,
-    /// The GPU's compute mode meanwhile.
-    pub compute_mode: ComputeMode,
-    /// Most processes of one allocation.
-    pub max_clients: Option<u32>,
-    /// Each process gets this part of its allocation's memory.
-    pub memory_parts: u32,
+    /// What holds for each.
+    pub rules: MpsRules,
     /// Another resource name.
     pub resource: Option<String>,
 }
@@ -198,10 +237,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
             resource,
         )?),
         Mode::Mig => mig_share(mig.as_ref(), resource)?,
-        Mode::Auto => {
-            auto_sections(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?;
-            Share::Demand("mode Auto")
-        }
+        Mode::Auto => Share::Demand(auto(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?),
     };
     check_resource(resource, &share)?;
     let gathering = dynamic.as_ref().map(gathering).transpose()?.unwrap_or_default();
@@ -258,15 +294,22 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<Share, Error> 
     let mps = mps.ok_or(Error::Shape("mode Mps needs mps.units, mps.unitMemory or mps.sizes: Dynamic"))?;
     match equal_shares(mps, resource)? {
         Some(share) => Ok(Share::Mps(share)),
-        None if mps.sizes == Sizes::Dynamic => Ok(Share::Demand("mps.sizes: Dynamic")),
+        None if mps.sizes == Sizes::Dynamic => Ok(Share::Demand(Demand {
+            words: "mps.sizes: Dynamic",
+            mode: CutMode::Mps,
+            mps: mps_rules(mps)?,
+            shares: None,
+            turns: None,
+            each: InstanceShare::Whole,
+        })),
         None => Err(Error::Shape("mode Mps needs mps.units, mps.unitMemory or mps.sizes: Dynamic")),
     }
 }
 
 /// The shares that `units` or `unitMemory` describe; none where neither is given.
 fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, Error> {
-    let Mps { units, unit_memory, threads, memory, multi_user, compute_mode, sizes, clients } = mps;
-    let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rule)?;
+    let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
+    let rules = mps_rules(mps)?;
     if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
         return Err(Error::Shape("sizes: Dynamic cuts slices as pods ask for them: leave units and unitMemory out"));
     }
@@ -276,16 +319,20 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
         (None, Some(memory)) => ShareSize::Memory(whole_mebibytes(memory)?),
         (None, None) => return Ok(None),
     };
-    Ok(Some(MpsShare {
-        size,
+    Ok(Some(MpsShare { size, rules, resource: resource.map(str::to_owned) }))
+}
+
+fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
+    let Mps { units: _, unit_memory: _, sizes: _, threads, memory, multi_user, compute_mode, clients } = mps;
+    let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rule)?;
+    Ok(MpsRules {
         threads: (*threads).into(),
         limited: *memory == MemoryPolicy::Limited,
         multi_user: *multi_user,
         compute_mode: *compute_mode,
         max_clients,
         memory_parts,
-        resource: resource.map(str::to_owned),
-    }))
+    })
 }
 
 fn client_rule(clients: &Clients) -> Result<(Option<u32>, u32), Error> {
@@ -310,7 +357,17 @@ fn turns(slicing: &TimeSlicing, field: &'static str, resource: Option<&str>) -> 
 }
 
 fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> {
-    let Some(Mig { layout, sharing }) = mig else { return Ok(Share::Demand("mode Mig without a layout")) };
+    let demand = |each| {
+        Share::Demand(Demand {
+            words: "mode Mig without a layout",
+            mode: CutMode::Mig,
+            mps: MpsRules::default(),
+            shares: None,
+            turns: None,
+            each,
+        })
+    };
+    let Some(Mig { layout, sharing }) = mig else { return Ok(demand(InstanceShare::Whole)) };
     let each = match sharing {
         None => InstanceShare::Whole,
         Some(sharing) => match (&sharing.mps, &sharing.time_slicing) {
@@ -323,7 +380,7 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> 
             _ => return Err(Error::Shape("mig.sharing needs mps or timeSlicing, one of the two")),
         },
     };
-    let Some(layout) = layout else { return Ok(Share::Demand("mode Mig without a layout")) };
+    let Some(layout) = layout else { return by_demand(each).map(demand) };
     if layout.is_empty() {
         return Err(Error::Shape("mig.layout is empty: leave it out to have GPUs cut as pods want, or name a profile"));
     }
@@ -356,16 +413,31 @@ fn is_profile(text: &str) -> bool {
     known && named
 }
 
-/// What mode Auto's sections say, where they say something.
-fn auto_sections(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<(), Error> {
-    if let Some(mps) = mps {
-        equal_shares(mps, None)?;
+/// Instances that are cut as pods ask for them have one number of shares, whatever their profile: a request for shares must say what to cut.
+fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
+    match each {
+        InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
+            "mig.sharing.mps.unitMemory needs mig.layout: where instances are cut as pods ask for them, give mig.sharing.mps.units",
+        )),
+        each => Ok(each),
     }
-    if let Some(slicing) = slicing {
-        turns(slicing, "timeSlicing.replicas", None)?;
-    }
-    mig_share(mig, None)?;
-    Ok(())
+}
+
+/// Mode Auto: sized slices, MIG instances and whole GPUs always; shares and replicas where their sections say how many. A `mig.layout` is
+/// checked and otherwise of no use: pods say what is cut.
+fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
+    let each = match mig_share(mig, None)? {
+        Share::Mig { each, .. } | Share::Demand(Demand { each, .. }) => by_demand(each)?,
+        _ => InstanceShare::Whole,
+    };
+    Ok(Demand {
+        words: "mode Auto",
+        mode: CutMode::Auto,
+        mps: mps.map(mps_rules).transpose()?.unwrap_or_default(),
+        shares: mps.map(|mps| equal_shares(mps, None)).transpose()?.flatten().map(|share| share.size),
+        turns: slicing.map(|slicing| turns(slicing, "timeSlicing.replicas", None)).transpose()?,
+        each,
+    })
 }
 
 fn check_resource(resource: Option<&str>, share: &Share) -> Result<(), Error> {
@@ -481,13 +553,17 @@ mod tests {
         };
         let Share::Mps(share) = judge(&text("shares-by-memory")).unwrap().share else { panic!("not MPS") };
         assert_eq!(share.size, ShareSize::Memory(Mebibytes(10 * 1024)));
-        assert_eq!((share.max_clients, share.memory_parts), (Some(4), 4));
+        assert_eq!((share.rules.max_clients, share.rules.memory_parts), (Some(4), 4));
         assert_eq!(share.resource(), "nvidia.com/gpu-10gi");
         assert_eq!(
             judge(&text("dynamic-slices")).unwrap().dynamic,
             Gathering { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
         );
-        assert_eq!(judge(&text("mig-dynamic")).unwrap().share, Share::Demand("mode Mig without a layout"));
+        let Share::Demand(demand) = judge(&text("mig-dynamic")).unwrap().share else { panic!("not by demand") };
+        assert_eq!((demand.words, demand.mode), ("mode Mig without a layout", CutMode::Mig));
+        let Share::Demand(auto) = judge(&text("auto")).unwrap().share else { panic!("not by demand") };
+        assert_eq!(auto.mode, CutMode::Auto);
+        assert!(auto.mps.multi_user && auto.mps.limited);
     }
 
     #[test]

@@ -63,6 +63,7 @@ impl World {
             labels: labels.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect(),
             agent: Some(Agent { ready: true }),
             gpu_node: Some(Ok(object)),
+            ..Node::default()
         };
         self.observed.nodes.insert(name.to_owned(), node);
         self
@@ -439,7 +440,9 @@ fn a_slip_in_a_policy_recuts_nothing() {
         assert_eq!(world.plan().nodes["n1"], before, "{spec}");
         assert!(changes(&world.plan(), &world.observed).is_empty(), "{spec}");
     }
-    world.says("p", "Ready", "False", "NotPlanned", "mps.sizes: Dynamic shares GPUs by what pods ask for");
+    world.write();
+    world.serve();
+    world.says("p", "Ready", "True", "Ready", "4 GPUs of n1 are cut as pods ask for it");
     // Taken away, it is another matter.
     world.observed.policies.clear();
     assert!(world.plan().nodes["n1"].gpus.iter().all(|gpu| gpu.partition.whole.is_some()));

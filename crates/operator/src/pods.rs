@@ -1,0 +1,397 @@
+//! What planning needs of a pod, and what the scheduler adds up of it. Pure.
+use std::collections::BTreeMap;
+
+use cleave_api::names::{GATE, is_served};
+use cleave_plan::Quantity;
+use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod as CorePod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::{Resource, ResourceExt};
+use serde::Deserialize;
+
+/// A pod as the API server tells it, without what nobody reads here.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "CorePod")]
+pub struct PodObject {
+    /// Name, namespace, UID and times.
+    pub metadata: ObjectMeta,
+    /// What it asks for.
+    #[serde(default)]
+    pub spec: PodSpec,
+    /// How far it is.
+    #[serde(default)]
+    pub status: PodStatus,
+}
+
+/// What is read of a pod's spec.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PodSpec {
+    /// The node, once it is bound.
+    pub node_name: Option<String>,
+    /// Priority.
+    pub priority: Option<i32>,
+    /// Labels that the node must have.
+    pub node_selector: BTreeMap<String, String>,
+    /// Where it may run.
+    pub affinity: Option<Box<Affinity>>,
+    /// Taints that it tolerates.
+    pub tolerations: Vec<Toleration>,
+    /// Containers.
+    pub containers: Vec<Container>,
+    /// Init containers and sidecars.
+    pub init_containers: Vec<Container>,
+    /// What running it costs besides.
+    pub overhead: BTreeMap<String, Quantity>,
+    /// What all of its containers may use together.
+    pub resources: Option<Resources>,
+    /// What the scheduler waits for.
+    pub scheduling_gates: Vec<Gate>,
+    /// What the scheduler adds up, once [`PodObject::trim`] has.
+    #[serde(skip)]
+    pub requests: BTreeMap<String, Quantity>,
+}
+
+/// What is read of a pod's status.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub struct PodStatus {
+    /// Pending, Running, Succeeded, Failed.
+    pub phase: String,
+}
+
+/// A pod's affinity.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Affinity {
+    /// To nodes.
+    pub node_affinity: Option<NodeAffinity>,
+}
+
+/// A pod's affinity to nodes.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NodeAffinity {
+    /// What must hold.
+    pub required_during_scheduling_ignored_during_execution: Option<NodeSelector>,
+}
+
+/// Terms of which one must match.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NodeSelector {
+    /// The terms.
+    pub node_selector_terms: Vec<NodeSelectorTerm>,
+}
+
+/// What is read of a container.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Container {
+    /// What it asks for.
+    pub resources: Resources,
+    /// `Always` makes an init container a sidecar.
+    pub restart_policy: Option<String>,
+}
+
+/// Requests and limits.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub struct Resources {
+    /// What must be there.
+    pub requests: BTreeMap<String, Quantity>,
+    /// What it may use at most; also what is requested where `requests` does not say it.
+    pub limits: BTreeMap<String, Quantity>,
+}
+
+/// A scheduling gate.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub struct Gate {
+    /// Its name.
+    pub name: String,
+}
+
+/// A pod that wants, or has, something of a node.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Claimant {
+    /// Its UID.
+    pub uid: String,
+    /// When it was created; none is before all others.
+    pub created: Option<Timestamp>,
+    /// The node that it is bound to; none where it waits.
+    pub node: Option<String>,
+    /// What planning needs: `namespace/name`, requests, constraints.
+    pub pod: PlanPod,
+}
+
+impl Claimant {
+    /// What it asks of GPUs, in whole numbers.
+    pub fn of_gpus(&self) -> impl Iterator<Item = (&str, u64)> {
+        let served = |(name, quantity): (&'_ String, &Quantity)| is_served(name).then(|| quantity.count()).flatten();
+        self.pod.requests.iter().filter_map(move |one| Some((one.0.as_str(), served(one).filter(|&count| count > 0)?)))
+    }
+}
+
+impl PodObject {
+    /// The node that it is bound to.
+    pub fn node(&self) -> Option<&str> {
+        self.spec.node_name.as_deref().filter(|node| !node.is_empty())
+    }
+
+    /// Whether it asks for something that Cleave can serve; after [`Self::trim`].
+    pub fn wants_gpus(&self) -> bool {
+        self.spec.requests.iter().any(|(name, quantity)| is_served(name) && quantity.milli() != Some(0))
+    }
+
+    /// Adds up what it asks for, and drops what is read no more: a cluster has many pods, and few that wait for GPUs.
+    pub fn trim(&mut self) {
+        let meta = &mut self.metadata;
+        (meta.managed_fields, meta.annotations, meta.labels) = (None, None, None);
+        (meta.owner_references, meta.finalizers, meta.generate_name) = (None, None, None);
+        if !self.spec.containers.is_empty() {
+            self.spec.requests = requests(&self.spec);
+        }
+        let spec = &mut self.spec;
+        (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
+        spec.resources = None;
+        if spec.node_name.is_some() || !self.wants_gpus() {
+            let spec = &mut self.spec;
+            (spec.node_selector, spec.affinity, spec.tolerations) = (BTreeMap::new(), None, Vec::new());
+        }
+    }
+}
+
+/// What a pod means for planning; nothing for one that has ended, waits for nothing of GPUs, or may not be scheduled yet. After
+/// [`PodObject::trim`].
+pub fn claimant(pod: &PodObject) -> Option<Claimant> {
+    if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
+        return None;
+    }
+    let node = pod.node().map(str::to_owned);
+    if node.is_none() {
+        // A gate of somebody else (a queue) says that it is not to run yet; one of ours is what a plan opens.
+        let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
+        if gated || pod.metadata.deletion_timestamp.is_some() || !pod.wants_gpus() {
+            return None;
+        }
+    }
+    let spec = &pod.spec;
+    let required = spec.affinity.as_ref().and_then(|affinity| affinity.node_affinity.as_ref());
+    let terms = required.and_then(|affinity| affinity.required_during_scheduling_ignored_during_execution.as_ref());
+    // No term at all matches no node, unlike no affinity.
+    let affinity = terms.map_or_else(Vec::new, |selector| match selector.node_selector_terms.as_slice() {
+        [] => vec![NodeSelectorTerm::default()],
+        some => some.to_vec(),
+    });
+    Some(Claimant {
+        uid: pod.uid().unwrap_or_default(),
+        created: pod.metadata.creation_timestamp.as_ref().map(|time| time.0),
+        node,
+        pod: PlanPod {
+            name: full_name(&pod.metadata),
+            priority: spec.priority.unwrap_or(0),
+            requests: spec.requests.clone(),
+            node_selector: spec.node_selector.clone(),
+            affinity,
+            tolerations: spec.tolerations.clone(),
+            planned_node: None,
+        },
+    })
+}
+
+/// `namespace/name`.
+pub fn full_name(meta: &ObjectMeta) -> String {
+    format!(
+        "{}/{}",
+        meta.namespace.as_deref().unwrap_or("default"),
+        meta.name.as_deref().or(meta.generate_name.as_deref()).unwrap_or_default()
+    )
+}
+
+/// What the scheduler counts a pod as: its containers and sidecars together, or the init container that needs more while the sidecars
+/// before it run, whichever is more; then the overhead. What the pod as a whole asks for takes the place of that.
+pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
+    let mut containers = Sum::default();
+    spec.containers.iter().for_each(|container| containers.add(&container.resources));
+    let mut sidecars = Sum::default();
+    let mut first = Sum::default();
+    for container in &spec.init_containers {
+        let mut at_once = sidecars.clone();
+        at_once.add(&container.resources);
+        first.at_least(&at_once);
+        if container.restart_policy.as_deref() == Some("Always") {
+            sidecars.add(&container.resources);
+        }
+    }
+    containers.add_sum(&sidecars);
+    containers.at_least(&first);
+    if let Some(pod) = &spec.resources {
+        let mut whole = Sum::default();
+        whole.add(pod);
+        containers.amounts.extend(whole.amounts);
+    }
+    containers.add(&Resources { requests: spec.overhead.clone(), limits: BTreeMap::new() });
+    containers.into_quantities()
+}
+
+/// Amounts by resource.
+#[derive(Debug, Clone, Default)]
+pub struct Sum {
+    amounts: BTreeMap<String, Amount>,
+}
+
+/// Thousandths, or a text that is no quantity: one of those spoils its sum.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Amount {
+    Milli(u64),
+    Malformed(Quantity),
+}
+
+impl Sum {
+    fn add(&mut self, resources: &Resources) {
+        let implied = resources.limits.iter().filter(|(name, _)| !resources.requests.contains_key(*name));
+        for (name, quantity) in resources.requests.iter().chain(implied) {
+            self.add_one(name, quantity);
+        }
+    }
+
+    /// Adds an amount of one resource.
+    pub fn add_one(&mut self, name: &str, quantity: &Quantity) {
+        let amount = quantity.milli().map_or_else(|| Amount::Malformed(quantity.clone()), Amount::Milli);
+        self.add_amount(name, amount);
+    }
+
+    fn add_amount(&mut self, name: &str, amount: Amount) {
+        let sum = self.amounts.entry(name.to_owned()).or_insert(Amount::Milli(0));
+        match (&mut *sum, amount) {
+            (Amount::Milli(sum), Amount::Milli(more)) => *sum = sum.saturating_add(more),
+            (Amount::Malformed(_), _) => {}
+            (_, malformed) => *sum = malformed,
+        }
+    }
+
+    fn add_sum(&mut self, other: &Self) {
+        for (name, amount) in &other.amounts {
+            self.add_amount(name, amount.clone());
+        }
+    }
+
+    fn at_least(&mut self, other: &Self) {
+        for (name, amount) in &other.amounts {
+            let sum = self.amounts.entry(name.clone()).or_insert(Amount::Milli(0));
+            match (&mut *sum, amount) {
+                (Amount::Milli(sum), Amount::Milli(least)) => *sum = (*sum).max(*least),
+                (Amount::Malformed(_), _) => {}
+                (_, malformed) => *sum = malformed.clone(),
+            }
+        }
+    }
+
+    /// As Kubernetes writes them.
+    pub fn into_quantities(self) -> BTreeMap<String, Quantity> {
+        let quantity = |amount: Amount| match amount {
+            Amount::Milli(milli) if milli % 1000 == 0 => Quantity::whole(milli / 1000),
+            Amount::Milli(milli) => Quantity::new(&format!("{milli}m")),
+            Amount::Malformed(text) => text,
+        };
+        self.amounts.into_iter().map(|(name, amount)| (name, quantity(amount))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(yaml: &str) -> PodObject {
+        let text = format!("metadata: {{name: p, namespace: team, uid: u}}\n{yaml}");
+        let mut pod: PodObject = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+        pod.trim();
+        pod
+    }
+
+    fn asks(pod: &PodObject, resource: &str) -> Option<u64> {
+        pod.spec.requests.get(resource).and_then(Quantity::milli)
+    }
+
+    #[test]
+    fn a_pod_counts_as_the_scheduler_counts_it() {
+        let pod = pod("
+spec:
+  overhead: {cpu: 100m}
+  initContainers:
+  - {resources: {requests: {cpu: '1'}}, restartPolicy: Always}
+  - {resources: {requests: {cpu: '5', memory: 1Gi}}}
+  containers:
+  - {resources: {requests: {cpu: '2'}, limits: {nvidia.com/gpu-10gb: 1}}}
+  - {resources: {requests: {cpu: 1500m, nvidia.com/gpu-10gb: 1}, limits: {nvidia.com/gpu-10gb: 1}}}");
+        // The sidecar and the init container (6) need more than the sidecar and the containers (4.5).
+        assert_eq!(asks(&pod, "cpu"), Some(6100));
+        assert_eq!(asks(&pod, "memory"), Some((1 << 30) * 1000));
+        assert_eq!(asks(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of what is not divisible are requests");
+    }
+
+    #[test]
+    fn what_a_pod_as_a_whole_asks_for_takes_the_place_of_the_sum() {
+        let pod = pod("
+spec:
+  resources: {requests: {cpu: '3'}}
+  containers:
+  - {resources: {requests: {cpu: '1', memory: 1Gi}}}");
+        assert_eq!((asks(&pod, "cpu"), asks(&pod, "memory")), (Some(3000), Some((1 << 30) * 1000)));
+    }
+
+    #[test]
+    fn a_malformed_quantity_spoils_its_own_pod_and_is_not_lost() {
+        let pod = pod("
+spec:
+  containers:
+  - {resources: {requests: {nvidia.com/gpu: one}}}
+  - {resources: {requests: {nvidia.com/gpu: '1'}}}");
+        assert_eq!(pod.spec.requests["nvidia.com/gpu"], Quantity::new("one"));
+        assert!(claimant(&pod).is_some(), "it is told why it waits");
+    }
+
+    const ONE: &str = "containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]";
+
+    #[test]
+    fn only_those_that_could_be_scheduled_now_wait() {
+        for (counts, yaml) in [
+            (true, format!("spec: {{{ONE}}}")),
+            (true, format!("spec: {{{ONE}, schedulingGates: [{{name: cleave.dev/placement}}]}}")),
+            (false, format!("spec: {{{ONE}, schedulingGates: [{{name: kueue.x-k8s.io/admission}}]}}")),
+            (false, format!("spec: {{{ONE}}}\nstatus: {{phase: Failed}}")),
+            (false, "spec: {containers: [{resources: {limits: {cpu: 1}}}]}".to_owned()),
+            (true, "spec: {nodeName: n1, containers: [{resources: {limits: {cpu: 1}}}]}".to_owned()),
+        ] {
+            assert_eq!(claimant(&pod(&yaml)).is_some(), counts, "{yaml}");
+        }
+        let mut going = pod(&format!("spec: {{{ONE}}}"));
+        going.metadata.deletion_timestamp =
+            Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(Timestamp::UNIX_EPOCH));
+        assert_eq!(claimant(&going), None);
+        going.spec.node_name = Some("n1".to_owned());
+        assert!(claimant(&going).is_some(), "it holds what it has until it is gone");
+    }
+
+    #[test]
+    fn an_affinity_without_terms_matches_no_node() {
+        let affinity =
+            "affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: []}}}";
+        let claimant = claimant(&pod(&format!("spec: {{{ONE}, {affinity}}}"))).unwrap();
+        assert_eq!(claimant.pod.affinity, [NodeSelectorTerm::default()]);
+        assert_eq!(claimant.pod.name, "team/p");
+        assert_eq!(claimant.of_gpus().collect::<Vec<_>>(), [("nvidia.com/gpu", 1)]);
+    }
+
+    #[test]
+    fn what_is_not_read_is_not_kept() {
+        let kept = pod(
+            "spec: {nodeName: n1, nodeSelector: {a: b}, tolerations: [{operator: Exists}], containers: [{resources: {limits: {cpu: 1}}}]}",
+        );
+        assert!(
+            kept.spec.containers.is_empty() && kept.spec.tolerations.is_empty() && kept.spec.node_selector.is_empty()
+        );
+    }
+}
