@@ -120,15 +120,15 @@ fn two_equal_pods_may_swap() {
 
 #[test]
 fn of_equal_reservations_that_of_the_device_that_served_the_pod_goes() {
-    let mut ledger = ledger(&[0, 0]);
-    reserve(&mut ledger, "p", &[6], 9);
-    reserve(&mut ledger, "q", &[6], 9);
-    for device in ["a", "b"] {
-        let mut ledger = ledger.clone();
-        let used = if device == "a" { [6, 0] } else { [0, 6] };
-        ledger.observe("n", node(&used, &[("p", device, 6)]));
-        assert_eq!(held(&ledger, "n"), [on(if device == "a" { "b" } else { "a" }, 6)]);
+    let mut ledger = ledger(&[5, 6]);
+    for pod in ["p", "q", "r"] {
+        reserve(&mut ledger, pod, &[2], 9);
     }
+    assert_eq!(held(&ledger, "n"), [on("a", 2), on("b", 2), on("b", 2)]);
+    // Others leave b, so that a is the fuller one; and still what was kept there was for p.
+    ledger.observe("n", node(&[5, 0], &[]));
+    ledger.observe("n", node(&[7, 0], &[("p", "a", 2)]));
+    assert_eq!(held(&ledger, "n"), [on("b", 2), on("b", 2)]);
 }
 
 #[test]
