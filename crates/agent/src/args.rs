@@ -75,6 +75,10 @@ pub struct AgentArgs {
     #[arg(long = "container-env", value_name = "NAME=VALUE")]
     pub container_envs: Vec<EnvArg>,
 
+    /// Whether MIG mode of a GPU that nothing uses is turned on and off as the `GpuNode` says. MIG instances are made and destroyed either way.
+    #[arg(long, env = "CLEAVE_MIG_MODE", value_enum, default_value_t = MigMode::Manage)]
+    pub mig_mode: MigMode,
+
     /// XIDs that say nothing about the GPU's health: a program's own fault, or reported once more by another XID.
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
@@ -103,6 +107,15 @@ pub enum DeviceListStrategy {
     Cdi,
     /// Device nodes, for a runtime that knows nothing of GPUs; the driver comes from `--driver-root`.
     DeviceNodes,
+}
+
+/// Who turns MIG mode on and off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum MigMode {
+    /// The agent.
+    Manage,
+    /// A person.
+    Never,
 }
 
 /// `HOST:CONTAINER[:ro]`.

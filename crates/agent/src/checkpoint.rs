@@ -1,5 +1,5 @@
 //! What the agent has to know before the API server, and NVML, answer: versioned, on the host's disk, whole or not there.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -33,6 +33,9 @@ pub struct Checkpoint {
     pub layouts: BTreeMap<String, Layout>,
     /// What was given out.
     pub allocations: Vec<Allocation>,
+    /// GPUs that a spec has cut by MIG: they become whole where no spec names them any more.
+    #[serde(default)]
+    pub cut: BTreeSet<String>,
 }
 
 /// Why a checkpoint is no help.
@@ -138,7 +141,7 @@ mod tests {
 
     fn checkpoint() -> Checkpoint {
         let spec = mps_spec("GPU-a", 10);
-        let layout = wanted(Some(&spec), &gpu("GPU-a", 0)).unwrap().layout;
+        let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         Checkpoint {
             generation: 7,
             spec: Some(GpuNodeSpec { plan_id: "p".into(), gpus: vec![spec], reservations: Vec::new() }),
@@ -146,6 +149,7 @@ mod tests {
             layouts: BTreeMap::from([("GPU-a".into(), layout)]),
             allocations: vec![allocation(&["GPU-a::0"])],
             boot_id: "boot".into(),
+            cut: BTreeSet::from(["GPU-b".to_owned()]),
         }
     }
 

@@ -3,10 +3,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_REFUSED, STEP_WAITING};
-use cleave_gpu::nvml::Gpu;
+use cleave_gpu::nvml::{Gpu, Process};
 
 use crate::hardware::Hardware;
 use crate::layout::{Layout, Wanted, parse_id, wanted};
+use crate::mig::{Change, in_use_by};
 use crate::usage::Usage;
 
 /// Most pods that a step names.
@@ -21,6 +22,21 @@ pub struct Decision {
     pub steps: Vec<StepStatus>,
     /// The node is as the spec says.
     pub applied: bool,
+    /// What has to change of each GPU, in order; nothing that is known to be in use.
+    pub changes: BTreeMap<String, Vec<Change>>,
+    /// Processes outside of Kubernetes are in the way.
+    pub foreign: bool,
+}
+
+/// What else decides.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// MIG mode is left alone.
+    pub keep_mig_mode: bool,
+    /// GPUs that a spec has cut by MIG.
+    pub cut: BTreeSet<String>,
+    /// Processes that are not of our MPS daemons, by GPU.
+    pub processes: BTreeMap<String, Vec<Process>>,
 }
 
 /// Decides for each GPU by itself; a GPU of the spec that the node does not have is left out. `usage` is none while the kubelet has not said who holds what: then nothing that is served goes.
@@ -29,6 +45,7 @@ pub fn decide(
     spec: Option<&GpuNodeSpec>,
     current: &BTreeMap<String, Layout>,
     usage: Option<&Usage>,
+    rules: &Rules,
 ) -> Decision {
     let mut decision = Decision { applied: true, ..Decision::default() };
     let mut specs: BTreeMap<&str, Vec<&GpuSpec>> = BTreeMap::new();
@@ -38,43 +55,21 @@ pub fn decide(
     for known in hardware.by_index() {
         let gpu = &known.gpu;
         let before = current.get(&gpu.uuid);
+        let cut = !rules.keep_mig_mode && rules.cut.contains(&gpu.uuid);
         let shall = match specs.remove(gpu.uuid.as_str()).as_deref() {
             // Before the first spec nothing is known to be wanted: what is served stays.
             None | Some([]) if spec.is_none() => match before {
                 Some(layout) => Ok(layout.clone().into()),
                 None => continue,
             },
-            None | Some([]) => wanted(None, gpu),
-            Some([one]) => wanted(Some(one), gpu),
+            None | Some([]) => wanted(None, gpu, cut),
+            Some([one]) => wanted(Some(one), gpu, cut),
             Some(_) => Err("the spec names this GPU twice".into()),
         };
         match shall {
-            Ok(Wanted { layout, missing, note }) => {
-                if !missing.is_empty() {
-                    decision.step(gpu, &layout, STEP_WAITING, missing.join("; "));
-                    decision.applied = false;
-                }
-                let blockers = blockers(gpu, before, &layout, usage);
-                match (before, blockers) {
-                    (Some(before), _) if *before == layout => {}
-                    (_, Ok(())) => decision.step(gpu, &layout, STEP_DONE, note),
-                    (_, Err(why)) => {
-                        decision.step(gpu, &layout, STEP_WAITING, why);
-                        decision.applied = false;
-                        decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
-                        continue;
-                    }
-                }
-                decision.layouts.insert(gpu.uuid.clone(), layout);
-            }
+            Ok(wanted) => decision.follow(gpu, before, wanted, usage, rules),
             Err(why) => {
-                decision.steps.push(StepStatus {
-                    gpu: gpu.uuid.clone(),
-                    action: "apply the spec".into(),
-                    result: STEP_REFUSED.into(),
-                    message: why,
-                });
-                decision.applied = false;
+                decision.open("apply the spec".into(), gpu, STEP_REFUSED, why);
                 decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             }
         }
@@ -83,9 +78,77 @@ pub fn decide(
 }
 
 impl Decision {
-    fn step(&mut self, gpu: &Gpu, layout: &Layout, result: &str, message: String) {
-        self.steps.push(StepStatus { gpu: gpu.uuid.clone(), action: describe(layout), result: result.into(), message });
+    /// Goes as far towards what is wanted of a GPU as nothing in use is in the way.
+    fn follow(&mut self, gpu: &Gpu, before: Option<&Layout>, wanted: Wanted, usage: Option<&Usage>, rules: &Rules) {
+        let Wanted { mut layout, mut changes, note } = wanted;
+        if rules.keep_mig_mode
+            && let Some(at) = changes.iter().position(|change| matches!(change, Change::Mode(_)))
+        {
+            let on = changes.remove(at) == Change::Mode(true);
+            self.open(describe(&layout), gpu, STEP_WAITING, by_hand(gpu, on));
+            if on {
+                // What cannot become MIG stays what it is.
+                self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
+                return;
+            }
+        }
+        let mut held = match (usage, before) {
+            (Some(usage), _) => held(gpu, before, &layout, &changes, usage),
+            // Serving for the first time takes nothing away.
+            (None, None) => BTreeMap::new(),
+            (None, Some(before)) if *before == layout => BTreeMap::new(),
+            (None, Some(_)) => {
+                let why = "the kubelet has not said yet which slices are in use".to_owned();
+                BTreeMap::from([(gpu.uuid.clone(), why)])
+            }
+        };
+        let foreign = foreign(gpu, before, &changes, rules);
+        self.foreign |= !foreign.is_empty();
+        for (device, why) in foreign {
+            held.entry(device).or_insert(why);
+        }
+        if !held.is_empty() {
+            let why: BTreeSet<&str> = held.values().map(String::as_str).collect();
+            let why = why.into_iter().collect::<Vec<_>>().join("; ");
+            self.open(describe(&layout), gpu, STEP_WAITING, why);
+        }
+        if held.contains_key(&gpu.uuid) {
+            self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
+            return;
+        }
+        // MIG instances are in nobody's way but their own.
+        for device in held.keys() {
+            layout.keep(device, before);
+            changes.retain(|change| !matches!(change, Change::Destroy(instance) if instance.uuid == *device));
+        }
+        self.applied &= changes.is_empty();
+        if held.is_empty() && changes.is_empty() && before != Some(&layout) {
+            self.step(describe(&layout), gpu, STEP_DONE, note);
+        }
+        self.layouts.insert(gpu.uuid.clone(), layout);
+        if !changes.is_empty() {
+            self.changes.insert(gpu.uuid.clone(), changes);
+        }
     }
+
+    fn step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+        self.steps.push(StepStatus { gpu: gpu.uuid.clone(), action, result: result.into(), message });
+    }
+
+    /// A step that is not done.
+    fn open(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+        self.applied = false;
+        self.step(action, gpu, result, message);
+    }
+}
+
+/// What a person has to do where the agent must leave MIG mode alone.
+fn by_hand(gpu: &Gpu, on: bool) -> String {
+    let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
+    format!(
+        "MIG mode is {is}, and this agent leaves it alone (--mig-mode never): when nothing uses the GPU, run nvidia-smi -i {} -mig {flag}",
+        gpu.pci
+    )
 }
 
 /// `serve 10 nvidia.com/gpu-mps`.
@@ -101,39 +164,68 @@ fn describe(layout: &Layout) -> String {
     }
 }
 
-/// Whether a slice that is served would go, or be another.
-pub fn takes_away(before: &Layout, after: &Layout) -> bool {
-    before.pools.iter().any(|pool| pool.ids().any(|id| !keeps(Some(before), after, &pool.resource, &id)))
-}
-
-/// Whether each slice in use would stay just what it is.
-fn blockers(gpu: &Gpu, before: Option<&Layout>, after: &Layout, usage: Option<&Usage>) -> Result<(), String> {
-    let Some(usage) = usage else {
-        return match before {
-            // Serving for the first time takes nothing away.
-            None => Ok(()),
-            Some(_) => Err("the kubelet has not said yet which slices are in use".into()),
-        };
-    };
+/// The devices of which a slice in use would not stay just what it is, with who holds it.
+fn held(
+    gpu: &Gpu,
+    before: Option<&Layout>,
+    after: &Layout,
+    changes: &[Change],
+    usage: &Usage,
+) -> BTreeMap<String, String> {
     let mut devices: BTreeSet<&str> = BTreeSet::from([gpu.uuid.as_str()]);
     devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
     devices.extend(before.iter().flat_map(|layout| &layout.pools).map(|pool| pool.device.as_str()));
-    let mut pods: BTreeSet<&str> = BTreeSet::new();
-    for (resource, id, holders) in usage.of(&devices) {
-        if !keeps(before, after, resource, id) {
-            pods.extend(holders.iter().map(String::as_str));
+    devices.remove("");
+    let ends = |device: &str| {
+        changes.iter().any(|change| match change {
+            Change::Destroy(instance) => instance.uuid == device,
+            Change::Mode(true) => gpu.uuid == device,
+            Change::Mode(false) | Change::Create { .. } => false,
+        })
+    };
+    let mut found = BTreeMap::new();
+    for device in devices {
+        let one = BTreeSet::from([device]);
+        let mut pods: BTreeSet<&str> = BTreeSet::new();
+        for (resource, id, holders) in usage.of(&one) {
+            if ends(device) || !keeps(before, after, resource, id) {
+                pods.extend(holders.iter().map(String::as_str));
+            }
+        }
+        if !pods.is_empty() {
+            let named: Vec<&str> = pods.iter().copied().take(NAMED).collect();
+            let more = if pods.len() > NAMED { format!(" and {} more", pods.len() - NAMED) } else { String::new() };
+            found.insert(device.to_owned(), format!("in use by {}{more}", named.join(", ")));
         }
     }
-    if pods.is_empty() {
-        return Ok(());
+    found
+}
+
+/// The devices that are served, and would be destroyed under processes that the kubelet knows nothing of.
+fn foreign(gpu: &Gpu, before: Option<&Layout>, changes: &[Change], rules: &Rules) -> BTreeMap<String, String> {
+    let processes: &[Process] = rules.processes.get(&gpu.uuid).map_or(&[], Vec::as_slice);
+    let served = |device: &str| before.is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device));
+    let inside = |wanted: &dyn Fn(&Process) -> bool| -> Vec<&Process> {
+        processes.iter().filter(|process| wanted(process)).collect()
+    };
+    let mut found = BTreeMap::new();
+    for change in changes {
+        let (device, there) = match change {
+            Change::Destroy(instance) => {
+                (&instance.uuid, inside(&|process| process.gpu_instance == Some(instance.gpu_instance)))
+            }
+            Change::Mode(true) => (&gpu.uuid, inside(&|_| true)),
+            Change::Mode(false) | Change::Create { .. } => continue,
+        };
+        if !there.is_empty() && served(device) {
+            found.insert(device.clone(), in_use_by(&there));
+        }
     }
-    let named: Vec<&str> = pods.iter().copied().take(NAMED).collect();
-    let more = if pods.len() > NAMED { format!(" and {} more", pods.len() - NAMED) } else { String::new() };
-    Err(format!("in use by {}{more}", named.join(", ")))
+    found
 }
 
 /// A slice stays itself if it is there afterwards, with the same limits, under a daemon that need not start anew.
-fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
+pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_id(id) else { return true };
     let find = |layout: &Layout| {
         let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.holds(device, number))?;
@@ -163,9 +255,18 @@ mod tests {
     fn hardware(uuids: &[&str]) -> Hardware {
         let known = |(index, uuid): (usize, &&str)| {
             let gpu = gpu(uuid, u32::try_from(index).unwrap());
-            ((*uuid).to_owned(), KnownGpu { gpu, health: Health::default() })
+            ((*uuid).to_owned(), KnownGpu { gpu, health: Health::default(), observed: true, processes: Vec::new() })
         };
         Hardware { driver: Driver::Present("580".into()), gpus: uuids.iter().enumerate().map(known).collect() }
+    }
+
+    fn decide(
+        hardware: &Hardware,
+        spec: Option<&GpuNodeSpec>,
+        current: &BTreeMap<String, Layout>,
+        usage: Option<&Usage>,
+    ) -> Decision {
+        super::decide(hardware, spec, current, usage, &Rules::default())
     }
 
     fn spec(gpus: Vec<GpuSpec>) -> GpuNodeSpec {

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::Health;
-use cleave_gpu::nvml::{Gpu, Inventory, NvmlError};
+use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process};
 
 /// How long a GPU must answer without a further XID before it is healthy again.
 ///
@@ -38,6 +38,10 @@ pub struct KnownGpu {
     pub gpu: Gpu,
     /// Whether it can serve.
     pub health: Health,
+    /// NVML has described it to this process, and not only to one before.
+    pub observed: bool,
+    /// Processes on it, those in its MIG instances included, as NVML last said.
+    pub processes: Vec<Process>,
 }
 
 impl Hardware {
@@ -70,6 +74,8 @@ pub struct Book {
 #[derive(Debug)]
 struct Entry {
     gpu: Gpu,
+    observed: bool,
+    processes: Vec<Process>,
     /// Why NVML cannot ask it.
     lost: Option<(&'static str, String)>,
     /// The last XID that counts, and when.
@@ -79,7 +85,8 @@ struct Entry {
 impl Book {
     /// Starts with the GPUs of a checkpoint, which count as healthy until NVML says otherwise: pods may start before it has answered.
     pub fn remembering(gpus: Vec<Gpu>, same_boot: bool) -> Self {
-        let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry { gpu, lost: None, xid: None });
+        let entry =
+            |gpu: Gpu| (gpu.uuid.clone(), Entry { gpu, observed: false, processes: Vec::new(), lost: None, xid: None });
         Self { driver: Driver::Unknown, gpus: gpus.into_iter().map(entry).collect(), earlier_boot: !same_boot }
     }
 
@@ -96,7 +103,7 @@ impl Book {
                 return;
             }
         };
-        let Inventory { driver, gpus } = inventory;
+        let Inventory { driver, gpus, mut processes } = inventory;
         self.driver = Driver::Present(driver);
         let seen: Vec<String> = gpus.values().flatten().map(|gpu| gpu.uuid.clone()).collect();
         if std::mem::take(&mut self.earlier_boot) && gpus.values().all(Result::is_ok) {
@@ -110,22 +117,35 @@ impl Book {
         }
         for (index, result) in gpus {
             match result {
-                Ok(gpu) => match self.gpus.get_mut(&gpu.uuid) {
-                    Some(entry) => {
-                        // Lost and back: it was reset, and what it had is over.
-                        if entry.lost.take().is_some() {
-                            entry.xid = None;
-                        }
-                        entry.gpu = gpu;
-                    }
-                    None => {
-                        self.gpus.insert(gpu.uuid.clone(), Entry { gpu, lost: None, xid: None });
-                    }
-                },
+                Ok(gpu) => {
+                    let processes = processes.remove(&gpu.uuid).unwrap_or_default();
+                    self.see(gpu, processes);
+                }
                 // One that was never seen has no UUID, and nothing is served of it.
                 Err(error) => tracing::debug!(index, error = &error as &dyn std::error::Error, "a GPU does not answer"),
             }
         }
+    }
+
+    /// Takes in what NVML says of one GPU.
+    pub fn see(&mut self, gpu: Gpu, processes: Vec<Process>) {
+        match self.gpus.get_mut(&gpu.uuid) {
+            Some(entry) => {
+                // Lost and back: it was reset, and what it had is over.
+                if entry.lost.take().is_some() {
+                    entry.xid = None;
+                }
+                (entry.gpu, entry.observed, entry.processes) = (gpu, true, processes);
+            }
+            None => {
+                self.gpus.insert(gpu.uuid.clone(), Entry { gpu, observed: true, processes, lost: None, xid: None });
+            }
+        }
+    }
+
+    /// A GPU as it was described last.
+    pub fn known(&self, uuid: &str) -> Option<&Gpu> {
+        self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
 
     /// Takes in an XID that says something about the GPU.
@@ -146,7 +166,8 @@ impl Book {
                 ),
                 (None, _) => Health { healthy: true, ..Health::default() },
             };
-            KnownGpu { gpu: entry.gpu.clone(), health }
+            let Entry { gpu, observed, processes, .. } = entry;
+            KnownGpu { gpu: gpu.clone(), health, observed: *observed, processes: processes.clone() }
         };
         Hardware {
             driver: self.driver.clone(),
@@ -172,7 +193,8 @@ mod tests {
 
     #[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
     fn inventory(gpus: Vec<(u32, Result<Gpu, NvmlError>)>) -> Result<Inventory, NvmlError> {
-        Ok(Inventory { driver: "580.159".into(), gpus: gpus.into_iter().collect() })
+        let gpus = gpus.into_iter().collect();
+        Ok(Inventory { driver: "580.159".into(), gpus, processes: BTreeMap::new() })
     }
 
     fn reason(hardware: &Hardware, uuid: &str) -> String {

@@ -1,7 +1,9 @@
 //! What a GPU is served as: its part of the spec, checked against the hardware. Pure.
 use std::collections::BTreeMap;
 
-use cleave_api::gpunode::{GpuSpec, MigPartition, MpsPartition, Partition, TimeSlicedPartition, Whole};
+use cleave_api::gpunode::{
+    GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, Partition, TimeSlicedPartition, Whole,
+};
 use cleave_api::names::{MODE_MIG, MODE_MPS, MODE_TIMESLICING, MODE_WHOLE, RESOURCE_GPU, mig_resource};
 use cleave_api::sharingpolicy::{ComputeMode, Interval};
 use cleave_gpu::mps::wire;
@@ -10,6 +12,8 @@ use cleave_kubelet::ResourceName;
 use cleave_plan::mps::MAX_CLIENTS;
 use cleave_plan::units::Percent;
 use serde::{Deserialize, Serialize};
+
+use crate::mig::{Change, Target, changes};
 
 /// How a GPU is served as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,6 +96,18 @@ impl Pool {
     }
 }
 
+impl Layout {
+    /// Leaves what a device is served as just as it was before.
+    pub fn keep(&mut self, device: &str, before: Option<&Self>) {
+        self.pools.retain(|pool| pool.device != device);
+        self.daemons.remove(device);
+        if let Some(before) = before {
+            self.pools.extend(before.pools.iter().filter(|pool| pool.device == device).cloned());
+            self.daemons.extend(before.daemons.get(device).map(|daemon| (device.to_owned(), daemon.clone())));
+        }
+    }
+}
+
 /// The id of a slice, stable for ever.
 pub fn device_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
@@ -105,39 +121,37 @@ pub fn parse_id(id: &str) -> Option<(&str, u32)> {
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
-/// A layout that can be served now, and what of the spec cannot.
+/// A layout that can be served now, and what of the GPU has to change until all of the spec can.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// What can be served.
     pub layout: Layout,
-    /// What cannot yet, in sentences.
-    pub missing: Vec<String>,
-    /// What never can, and hinders nothing; empty where there is nothing to say.
+    /// What has to change first, in order.
+    pub changes: Vec<Change>,
+    /// What never can be, and hinders nothing; empty where there is nothing to say.
     pub note: String,
 }
 
 impl From<Layout> for Wanted {
     fn from(layout: Layout) -> Self {
-        Self { layout, missing: Vec::new(), note: String::new() }
+        Self { layout, changes: Vec::new(), note: String::new() }
     }
 }
 
-/// What `spec` makes of `gpu`; without a spec it is whole, or its MIG instances are.
+/// What `spec` makes of `gpu`; without a spec it is whole, or its MIG instances are. `cut`: a spec has cut it that is no more, so that its
+/// instances go.
 ///
 /// # Errors
 /// A sentence, for the step's status.
-pub fn wanted(spec: Option<&GpuSpec>, gpu: &Gpu) -> Result<Wanted, String> {
+pub fn wanted(spec: Option<&GpuSpec>, gpu: &Gpu, cut: bool) -> Result<Wanted, String> {
     let mig = gpu.mig.as_ref().filter(|mig| mig.enabled);
     let Some(GpuSpec { partition, .. }) = spec else {
         return Ok(match mig {
-            Some(mig) => existing_instances(mig),
-            None => whole(&gpu.uuid, RESOURCE_GPU).into(),
+            Some(mig) if !cut => existing_instances(mig),
+            _ => undivided_after(gpu, whole(&gpu.uuid, RESOURCE_GPU), if cut { Target::Off } else { Target::Leave })?,
         });
     };
     let Partition { whole: undivided, mps, time_slicing, mig: instances } = partition;
-    if let (Some(_), None) = (mig, instances) {
-        return Err("MIG mode is on: only MIG instances can be used".into());
-    }
     let layout = match (undivided, mps, time_slicing, instances) {
         (Some(Whole { resource }), None, None, None) => {
             Layout { pools: vec![whole_pool(&gpu.uuid, named(resource)?)], ..empty(Mode::Whole) }
@@ -156,25 +170,40 @@ pub fn wanted(spec: Option<&GpuSpec>, gpu: &Gpu) -> Result<Wanted, String> {
         (None, None, Some(slicing), None) => {
             Layout { pools: vec![replicas(&gpu.uuid, slicing)?], ..empty(Mode::TimeSlicing) }
         }
-        (None, None, None, Some(instances)) => {
-            let Some(mig) = mig else {
-                return Err(match &gpu.mig {
-                    Some(_) => "MIG mode is off".into(),
-                    None => format!("{} has no MIG", gpu.model),
-                });
-            };
-            let mut wanted = Wanted::from(empty(Mode::Mig));
-            for spec in instances {
-                match mig.instances.iter().find(|found| found.profile == spec.profile && found.start == spec.start) {
-                    Some(found) if !found.uuid.is_empty() => add_instance(&mut wanted.layout, found, &spec.partition)?,
-                    _ => wanted.missing.push(format!("there is no MIG instance {} at {}", spec.profile, spec.start)),
-                }
-            }
-            return Ok(wanted);
-        }
+        (None, None, None, Some(instances)) => return cut_into(gpu, instances),
         _ => return Err("the spec must say exactly one of whole, mps, timeSlicing and mig".into()),
     };
-    Ok(Wanted { layout, missing: Vec::new(), note: interval_note(time_slicing.as_ref()) })
+    let wanted = undivided_after(gpu, layout, Target::Off)?;
+    Ok(Wanted { note: interval_note(time_slicing.as_ref()), ..wanted })
+}
+
+/// A layout of the GPU itself, which can be served with MIG mode off and not before.
+fn undivided_after(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<Wanted, String> {
+    let cut = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
+    let layout = if cut { empty(Mode::Mig) } else { layout };
+    Ok(Wanted { layout, changes: changes(gpu, target)?, note: String::new() })
+}
+
+/// The instances of the spec that are there, and what has to change until all are.
+fn cut_into(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<Wanted, String> {
+    let changes = changes(gpu, Target::On(instances))?;
+    let (mut layout, mut rest) = (empty(Mode::Mig), empty(Mode::Mig));
+    let there: &[MigInstance] = gpu.mig.as_ref().filter(|mig| mig.enabled).map_or(&[], |mig| &mig.instances);
+    for spec in instances {
+        let is =
+            |found: &&MigInstance| found.profile == spec.profile && found.start == spec.start && !found.uuid.is_empty();
+        match there.iter().find(is) {
+            Some(found) => add_instance(&mut layout, found, &spec.partition)?,
+            None => {
+                // Nothing is made for what could not be served.
+                let (profile, start) = (spec.profile.clone(), spec.start);
+                let later =
+                    MigInstance { uuid: String::new(), profile, start, gpu_instance: 0, compute_instance: None };
+                add_instance(&mut rest, &later, &spec.partition)?;
+            }
+        }
+    }
+    Ok(Wanted { layout, changes, note: String::new() })
 }
 
 fn empty(mode: Mode) -> Layout {
@@ -293,7 +322,7 @@ fn named(resource: &str) -> Result<String, String> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use cleave_api::gpunode::{MigInstanceSpec, MpsSlices};
+    use cleave_api::gpunode::MpsSlices;
     use cleave_plan::mps::{Threads, memory, threads};
     use cleave_plan::units::{Mebibytes, Sms};
     use proptest::prelude::*;
@@ -313,6 +342,43 @@ pub(crate) mod tests {
             compute_capability: (9, 0),
             mig: None,
         }
+    }
+
+    /// With some of the profiles of an H100 of 80 GB.
+    pub(crate) fn mig_gpu(uuid: &str, enabled: bool, instances: Vec<MigInstance>) -> Gpu {
+        let profile = |name: &str, slices, size, starts: &[u32]| cleave_gpu::nvml::MigProfile {
+            id: slices,
+            name: name.into(),
+            memory: Mebibytes(u64::from(size) * 9_984),
+            sms: Sms(slices * 16),
+            slices,
+            size,
+            starts: starts.to_vec(),
+        };
+        let profiles = vec![
+            profile("1g.10gb", 1, 1, &[0, 1, 2, 3, 4, 5, 6]),
+            profile("2g.20gb", 2, 2, &[0, 2, 4]),
+            profile("3g.40gb", 3, 4, &[0, 4]),
+            profile("4g.40gb", 4, 4, &[0]),
+            profile("7g.80gb", 7, 8, &[0]),
+            profile("1g.10gb+me", 1, 1, &[0, 1, 2, 3, 4, 5, 6]),
+            profile("1g.20gb", 1, 2, &[0, 2, 4, 6]),
+        ];
+        Gpu { mig: Some(Mig { enabled, pending: None, profiles, instances }), ..gpu(uuid, 0) }
+    }
+
+    /// Instances, each whole or of some shares.
+    pub(crate) fn mig_spec(uuid: &str, instances: &[(&str, u32, u32)]) -> GpuSpec {
+        let instance = |&(profile, start, units): &(&str, u32, u32)| MigInstanceSpec {
+            profile: profile.into(),
+            start,
+            partition: match units {
+                0 => MigPartition { whole: Some(Whole { resource: mig_resource(profile) }), ..MigPartition::default() },
+                units => MigPartition { mps: Some(mps_partition(units)), ..MigPartition::default() },
+            },
+        };
+        let mig = Some(instances.iter().map(instance).collect());
+        GpuSpec { partition: Partition { mig, ..Partition::default() }, ..mps_spec(uuid, 1) }
     }
 
     pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
@@ -347,15 +413,15 @@ pub(crate) mod tests {
 
     #[test]
     fn a_gpu_that_the_spec_does_not_name_is_whole() {
-        let Wanted { layout, missing, .. } = wanted(None, &gpu("GPU-a", 0)).unwrap();
+        let Wanted { layout, changes, .. } = wanted(None, &gpu("GPU-a", 0), false).unwrap();
         assert_eq!(layout, whole("GPU-a", "nvidia.com/gpu"));
         assert_eq!(layout.pools[0].ids().collect::<Vec<_>>(), ["GPU-a::0"]);
-        assert!(missing.is_empty());
+        assert!(changes.is_empty());
     }
 
     #[test]
     fn an_mps_daemon_lets_the_largest_allocation_through_and_no_more() {
-        let layout = wanted(Some(&mps_spec("GPU-a", 10)), &gpu("GPU-a", 0)).unwrap().layout;
+        let layout = wanted(Some(&mps_spec("GPU-a", 10)), &gpu("GPU-a", 0), false).unwrap().layout;
         let daemon = &layout.daemons["GPU-a"];
         assert_eq!((daemon.default_threads, daemon.default_memory_mib), (Some(100), Some(143_027)));
         assert!(daemon.exclusive && daemon.multi_user);
@@ -368,7 +434,7 @@ pub(crate) mod tests {
         let slices = &mut spec.partition.mps.as_mut().unwrap().slices[0];
         slices.threads.clear();
         slices.memory_mib.clear();
-        let layout = wanted(Some(&spec), &gpu("GPU-a", 0)).unwrap().layout;
+        let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         assert_eq!(layout.daemons["GPU-a"].default_threads, None);
         assert_eq!(layout.daemons["GPU-a"].default_memory_mib, None);
     }
@@ -378,7 +444,7 @@ pub(crate) mod tests {
         let refused = |change: &dyn Fn(&mut GpuSpec)| {
             let mut spec = mps_spec("GPU-a", 4);
             change(&mut spec);
-            wanted(Some(&spec), &gpu("GPU-a", 0)).unwrap_err()
+            wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap_err()
         };
         let slices = |change: &dyn Fn(&mut MpsSlices)| {
             refused(&|spec| change(&mut spec.partition.mps.as_mut().unwrap().slices[0]))
@@ -404,8 +470,8 @@ pub(crate) mod tests {
         };
         assert!(refused(&twice).contains("twice"));
         let old = Gpu { compute_capability: (6, 1), model: "Tesla P4".into(), ..gpu("GPU-a", 0) };
-        assert!(wanted(Some(&mps_spec("GPU-a", 4)), &old).unwrap_err().contains("Tesla P4 has 6.1"));
-        assert!(wanted(Some(&sliced_spec("GPU-a", 0)), &old).unwrap_err().contains("0 time-sliced replicas"));
+        assert!(wanted(Some(&mps_spec("GPU-a", 4)), &old, false).unwrap_err().contains("Tesla P4 has 6.1"));
+        assert!(wanted(Some(&sliced_spec("GPU-a", 0)), &old, false).unwrap_err().contains("0 time-sliced replicas"));
     }
 
     #[test]
@@ -419,9 +485,8 @@ pub(crate) mod tests {
         };
         let instances =
             vec![instance("1g.10gb+me", 0, "MIG-a"), instance("3g.40gb", 4, "MIG-b"), instance("1g.10gb", 1, "")];
-        let mig = Mig { enabled: true, instances, ..Mig::default() };
-        let gpu = Gpu { mig: Some(mig), ..gpu("GPU-a", 0) };
-        let served = wanted(None, &gpu).unwrap().layout;
+        let gpu = mig_gpu("GPU-a", true, instances.clone());
+        let served = wanted(None, &gpu, false).unwrap().layout;
         assert_eq!(
             served.pools.iter().map(|pool| (pool.device.as_str(), pool.resource.as_str())).collect::<Vec<_>>(),
             [("MIG-a", "nvidia.com/mig-1g.10gb.me"), ("MIG-b", "nvidia.com/mig-3g.40gb")]
@@ -437,11 +502,33 @@ pub(crate) mod tests {
             },
             ..mps_spec("GPU-a", 1)
         };
-        let Wanted { layout, missing, .. } = wanted(Some(&spec), &gpu).unwrap();
+        let Wanted { layout, changes, .. } = wanted(Some(&spec), &gpu, false).unwrap();
         assert_eq!(layout.pools.len(), 1);
         assert!(!layout.daemons["MIG-b"].exclusive, "never on MIG");
-        assert_eq!(missing, ["there is no MIG instance 3g.40gb at 0"]);
-        assert!(wanted(Some(&mps_spec("GPU-a", 4)), &gpu).unwrap_err().contains("MIG mode is on"));
+        let [first, _, third] = instances.try_into().unwrap();
+        assert_eq!(
+            changes,
+            [Change::Destroy(first), Change::Destroy(third), Change::Create { profile: "3g.40gb".into(), start: 0 }],
+            "the one of the spec stays"
+        );
+        for (whole, cut) in [(Some(&mps_spec("GPU-a", 4)), false), (None, true)] {
+            let Wanted { layout, changes, .. } = wanted(whole, &gpu, cut).unwrap();
+            assert_eq!(
+                (layout, changes.len()),
+                (empty(Mode::Mig), 4),
+                "not before the instances and MIG mode are gone"
+            );
+            assert_eq!(changes[3], Change::Mode(false));
+            let off = mig_gpu("GPU-a", false, vec![]);
+            assert!(wanted(whole, &off, cut).unwrap().changes.is_empty());
+            let mut pending = off;
+            pending.mig.as_mut().unwrap().pending = Some(true);
+            assert_eq!(wanted(whole, &pending, cut).unwrap().changes, [Change::Mode(false)]);
+        }
+        assert!(wanted(None, &gpu, false).unwrap().changes.is_empty(), "made by somebody else");
+        let mut nonsense = spec.clone();
+        nonsense.partition.mig.as_mut().unwrap()[1].partition = MigPartition::default();
+        assert!(wanted(Some(&nonsense), &gpu, false).unwrap_err().contains("exactly one"), "before it is made");
     }
 
     #[test]

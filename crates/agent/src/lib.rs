@@ -14,6 +14,7 @@
 //!
 //! `Allocate` and `GetPreferredAllocation` are answered from [`serve::Table`] under a lock that nobody holds across an await; the main loop
 //! is told afterwards. The first lists come from the checkpoint, before NVML, PodResources and the API server have answered.
+mod act;
 pub mod allocate;
 pub mod args;
 pub mod cdi;
@@ -24,9 +25,12 @@ pub mod hardware;
 pub mod http;
 pub mod layout;
 pub mod metrics;
+pub mod mig;
 pub mod mps;
 pub mod node;
 mod offline;
+#[cfg(test)]
+mod recut;
 pub mod report;
 pub mod serve;
 pub mod status;
@@ -47,11 +51,11 @@ use tokio::task::JoinSet;
 pub use args::AgentArgs;
 
 use crate::allocate::Handover;
-use crate::args::DeviceListStrategy;
+use crate::args::{DeviceListStrategy, MigMode};
 use crate::checkpoint::Store;
 use crate::http::Pulse;
 use crate::metrics::Metrics;
-use crate::node::{Node, Object, Occurrence, Turn};
+use crate::node::{Ended, Node, Object, Occurrence, Turn};
 use crate::serve::{Counter, Served, Table};
 
 /// Between inventories; an event asks for one at once.
@@ -71,7 +75,8 @@ const WRITE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What the main loop is told.
 enum Input {
-    Inventory(Result<Inventory, NvmlError>),
+    Inventory(Result<Inventory, NvmlError>, Instant),
+    Ended(Ended),
     Event(GpuEvent),
     Object(Object),
     Mps(mps::View),
@@ -101,7 +106,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let metrics = Metrics::new();
     let link = mps::Link::new(Paths::new(&args.run_dir));
     let store = Store::new(&args.state_dir);
-    let (mut node, allocations) = remember(&args, &store, &link, now);
+    let (node, allocations) = remember(&args, &store, &link, now);
+    let mut node = node.keeping_mig_mode(args.mig_mode == MigMode::Never);
     node.mps(link.look());
     let offline = args.offline.clone().map(offline::Folder::new);
     let spec = offline.as_ref().map(|folder| folder.read(1));
@@ -123,6 +129,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (occurrences, to_tell) = mpsc::channel(64);
     let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0 });
     let (look, looks) = watch::channel(());
+    let search = Search {
+        library: args.nvml_library.clone(),
+        host_root: args.host_root.clone(),
+        driver_root: args.driver_root.clone(),
+    };
     let main = Main {
         node,
         counter: Arc::clone(&counter),
@@ -136,17 +147,14 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         occurrences,
         listing,
         look,
+        search: search.clone(),
+        inputs: inputs.downgrade(),
         steps: Vec::new(),
         kubelet_answers: true,
     };
     let plugin_states = main.plugins.state();
 
     let mut tasks = JoinSet::new();
-    let search = Search {
-        library: args.nvml_library.clone(),
-        host_root: args.host_root.clone(),
-        driver_root: args.driver_root.clone(),
-    };
     // The first to be polled: it serves what the checkpoint says before anything else is waited for.
     tasks.spawn(main.run(received));
     tasks.spawn(watch_hardware(search, inputs.clone(), looks));
@@ -200,6 +208,8 @@ struct Main {
     occurrences: mpsc::Sender<Occurrence>,
     listing: watch::Sender<Listing>,
     look: watch::Sender<()>,
+    search: Search,
+    inputs: mpsc::WeakSender<Input>,
     /// What was logged.
     steps: Vec<cleave_api::gpunode::StepStatus>,
     kubelet_answers: bool,
@@ -240,12 +250,18 @@ impl Main {
 
     fn take(&mut self, input: Input) {
         match input {
-            Input::Inventory(answer) => {
+            Input::Ended(ended) => {
+                let Ended { order, outcome, .. } = &ended;
+                tracing::info!(gpu = order.gpu, change = %order.change, ?outcome, "a GPU was to be changed");
+                self.metrics.change(&order.change, outcome);
+                self.node.ended(ended, Instant::now());
+            }
+            Input::Inventory(answer, asked) => {
                 if let Err(error) = &answer {
                     self.metrics.error("nvml");
                     tracing::warn!(error = error as &dyn std::error::Error, "NVML does not say what GPUs there are");
                 }
-                self.node.inventory(answer);
+                self.node.inventory(answer, asked);
             }
             Input::Event(GpuEvent::Xid { uuid, xid, gpu_instance }) => {
                 let counts = !self.args.ignore_xids.contains(&xid);
@@ -282,7 +298,7 @@ impl Main {
     fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let mut table = self.counter.table();
-        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, again } =
+        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, orders, look, again } =
             self.node.turn(&mut table, now);
         let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
         table.nodes = match self.args.device_list_strategy {
@@ -291,6 +307,7 @@ impl Main {
         };
         let nodes = table.nodes.clone();
         drop(table);
+        // The kubelet hears of what goes first.
         self.serve(lists);
         self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep });
         self.metrics.node(&status);
@@ -312,6 +329,19 @@ impl Main {
             }
         }
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, list_every) != list_every);
+        for order in orders {
+            let inputs = self.inputs.clone();
+            let tell = async move |ended| {
+                if let Some(inputs) = inputs.upgrade() {
+                    // Nobody listens any more when the agent ends.
+                    let _ = inputs.send(Input::Ended(ended)).await;
+                }
+            };
+            tokio::spawn(act::carry_out(self.search.clone(), order, tell));
+        }
+        if look {
+            self.look.send_replace(());
+        }
         self.pulse.send_replace(Pulse { turned: now, unready });
         again
     }
@@ -369,8 +399,9 @@ async fn watch_hardware(
     };
     let inventory = async {
         loop {
+            let asked = Instant::now();
             let answer = worker.call(INVENTORY_DEADLINE, |gpus| gpus.inventory()).await;
-            if inputs.send(Input::Inventory(answer)).await.is_err() {
+            if inputs.send(Input::Inventory(answer, asked)).await.is_err() {
                 break;
             }
             tokio::select! {

@@ -9,6 +9,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use crate::mig::{self, Change};
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Answer {
     resource: String,
@@ -46,6 +48,12 @@ struct Kind {
     reason: String,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ChangeLabels {
+    change: &'static str,
+    result: &'static str,
+}
+
 /// Metrics of the agent; a handle to share.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
@@ -58,6 +66,7 @@ pub struct Metrics {
     clients: Family<OfDevice, Gauge>,
     xids: Family<OfDevice, Counter>,
     errors: Family<Kind, Counter>,
+    changes: Family<ChangeLabels, Counter>,
     registry: Arc<Mutex<Registry>>,
 }
 
@@ -74,6 +83,7 @@ impl Metrics {
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         registry.register("mps_clients", "Clients of the allocations of a device", metrics.clients.clone());
         registry.register("xids", "XIDs that count, by GPU", metrics.xids.clone());
+        registry.register("mig_changes", "MIG instances made and destroyed, by how it ended", metrics.changes.clone());
         registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
         metrics
@@ -87,6 +97,24 @@ impl Metrics {
     /// An XID that counts.
     pub fn xid(&self, gpu: &str) {
         self.xids.get_or_create(&OfDevice { device: gpu.to_owned() }).inc();
+    }
+
+    /// A change of a GPU by MIG.
+    pub fn change(&self, change: &Change, outcome: &mig::Outcome) {
+        let change = match change {
+            Change::Destroy(_) => "destroy",
+            Change::Create { .. } => "create",
+            Change::Mode(true) => "mode-on",
+            Change::Mode(false) => "mode-off",
+        };
+        let result = match outcome {
+            mig::Outcome::Done => "done",
+            mig::Outcome::Busy(_) => "busy",
+            mig::Outcome::AfterReset => "after-reset",
+            mig::Outcome::Slow(_) => "slow",
+            mig::Outcome::Failed(_) => "failed",
+        };
+        self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
     /// Something that will be tried again.

@@ -4,17 +4,18 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use cleave_api::GpuNodeSpec;
-use cleave_api::gpunode::{GpuNodeStatus, StepStatus};
+use cleave_api::gpunode::{GpuNodeStatus, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_WAITING};
 use cleave_gpu::mps::wire::{self, DaemonState, Desired};
-use cleave_gpu::nvml::{Inventory, NvmlError};
+use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process};
 use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
 
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
-use crate::diff::{Decision, decide, takes_away};
+use crate::diff::{Decision, Rules, decide, keeps};
 use crate::hardware::{Book, Hardware, KnownGpu};
 use crate::layout::{Kind, Layout, Pool};
+use crate::mig::{Change, Next, Outcome, Trial, next};
 use crate::mps;
 use crate::serve::Table;
 use crate::status::{self, Facts};
@@ -28,6 +29,9 @@ const LIST_IDLE: Duration = Duration::from_secs(30);
 /// How long slices are told as Unhealthy before they go: the kubelet may be handing one out just now, and a pod that comes with a slice that
 /// is no more would fail for good.
 pub const WITHDRAW: Duration = Duration::from_millis(300);
+
+/// Between looks at processes that are in the way.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Desired files whose hash is remembered: more than the MPS host can be behind.
 const REMEMBERED: usize = 64;
@@ -76,8 +80,34 @@ pub struct Turn {
     pub list_every: Duration,
     /// Folders of allocations that are not wanted may go.
     pub sweep: bool,
+    /// Changes of GPUs that are to be made now, each in its own time; how each ended is to be told to [`Node::ended`].
+    pub orders: Vec<Order>,
+    /// NVML is to be asked now.
+    pub look: bool,
     /// Turn again after this long, at the latest.
     pub again: Option<Duration>,
+}
+
+/// A change that is to be made now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order {
+    /// The GPU.
+    pub gpu: String,
+    /// What.
+    pub change: Change,
+}
+
+/// How an order ended, or that it has not yet.
+#[derive(Debug)]
+pub struct Ended {
+    /// What was to be done.
+    pub order: Order,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The GPU afterwards, and the processes on it, where NVML says so.
+    pub after: Option<(Gpu, Vec<Process>)>,
+    /// When NVML had said that.
+    pub at: Instant,
 }
 
 /// The node as the agent knows it.
@@ -100,8 +130,21 @@ pub struct Node {
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
-    /// GPUs whose slices are about to go, and since when the kubelet is told.
-    withdrawing: BTreeMap<String, Instant>,
+    /// Slices that are about to go, by resource and id, and since when the kubelet is told.
+    withdrawing: BTreeMap<(String, String), Instant>,
+    /// MIG mode is left alone.
+    keep_mig_mode: bool,
+    /// GPUs that a spec has cut by MIG.
+    cut: BTreeSet<String>,
+    /// What came of changes of GPUs.
+    trials: BTreeMap<String, Trial>,
+    /// When GPUs were last looked at after a change: an inventory that was asked for before knows less.
+    changed: BTreeMap<String, Instant>,
+    /// Every allocation of before is known: the checkpoint of this boot was found.
+    remembers: bool,
+    /// Events of changes, until the next turn.
+    news: Vec<Occurrence>,
+    looked: Option<Instant>,
     doors: Acknowledged,
     /// What was told of daemons, by device.
     told: BTreeMap<String, Told>,
@@ -128,6 +171,7 @@ struct Acknowledged {
     sequence: u64,
     hashes: VecDeque<(u64, String)>,
     changed: BTreeMap<String, u64>,
+    removed: BTreeMap<String, u64>,
     acted: u64,
 }
 
@@ -142,6 +186,9 @@ impl Acknowledged {
                 }
             }
             self.changed.retain(|device, _| desired.daemons.contains_key(device));
+            let gone = self.last.daemons.keys().filter(|device| !desired.daemons.contains_key(*device));
+            self.removed.extend(gone.map(|device| (device.clone(), self.sequence)));
+            self.removed.retain(|device, sequence| *sequence > self.acted && !desired.daemons.contains_key(device));
             self.hashes.push_back((self.sequence, desired.hash()));
             if self.hashes.len() > REMEMBERED {
                 self.hashes.pop_front();
@@ -155,6 +202,11 @@ impl Acknowledged {
         if let Some((sequence, _)) = self.hashes.iter().rev().find(|(_, known)| known == hash) {
             self.acted = self.acted.max(*sequence);
         }
+    }
+
+    /// Whether the MPS host knows that the daemon shall not run.
+    fn knows_gone(&self, device: &str) -> bool {
+        self.removed.get(device).is_none_or(|sequence| self.acted >= *sequence)
     }
 
     /// Whether the daemon runs as it shall, and not as it should have before.
@@ -173,11 +225,12 @@ impl Node {
         now: Instant,
     ) -> (Self, Allocations) {
         let found = checkpoint.is_some();
-        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, .. } =
+        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, cut } =
             checkpoint.unwrap_or_default();
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
         let node = Self {
             book: Book::remembering(gpus, written_in == boot_id),
+            remembers: found && written_in == boot_id,
             boot_id,
             grace,
             inventoried: false,
@@ -192,6 +245,12 @@ impl Node {
             adopted_allocations: adopted.allocations,
             steps: Vec::new(),
             withdrawing: BTreeMap::new(),
+            keep_mig_mode: false,
+            cut,
+            trials: BTreeMap::new(),
+            changed: BTreeMap::new(),
+            news: Vec::new(),
+            looked: None,
             doors: Acknowledged::default(),
             told: BTreeMap::new(),
             failed: BTreeSet::new(),
@@ -199,10 +258,37 @@ impl Node {
         (node, Allocations::remembering(allocations, now))
     }
 
-    /// NVML answered.
-    pub fn inventory(&mut self, answer: Result<Inventory, NvmlError>) {
+    /// Leaves MIG mode of every GPU alone.
+    #[must_use]
+    pub fn keeping_mig_mode(self, keep_mig_mode: bool) -> Self {
+        Self { keep_mig_mode, ..self }
+    }
+
+    /// NVML answered what it was asked at `asked`.
+    pub fn inventory(&mut self, mut answer: Result<Inventory, NvmlError>, asked: Instant) {
         self.inventoried = true;
+        for gpu in answer.iter_mut().flat_map(|inventory| inventory.gpus.values_mut()).flatten() {
+            if self.changed.get(&gpu.uuid).is_some_and(|at| asked < *at)
+                && let Some(known) = self.book.known(&gpu.uuid)
+            {
+                gpu.clone_from(known);
+            }
+        }
         self.book.observe(answer);
+    }
+
+    /// An order ended, or takes long.
+    pub fn ended(&mut self, ended: Ended, now: Instant) {
+        let Ended { order: Order { gpu: uuid, change }, outcome, after, at } = ended;
+        if let Some((gpu, processes)) = after {
+            self.book.see(gpu, processes);
+            self.changed.insert(uuid.clone(), at);
+        }
+        let hardware = self.book.hardware(now);
+        let after = hardware.gpus.get(&uuid).map(|known| (&known.gpu, known.health.healthy));
+        let after = after.filter(|_| self.changed.get(&uuid) == Some(&at));
+        let trial = self.trials.entry(uuid.clone()).or_insert_with(|| Trial::new(None));
+        self.news.extend(trial.ended(&uuid, &change, &outcome, after, now).map(|note| warning("MigFailed", note)));
     }
 
     /// An XID that says something about the GPU.
@@ -294,9 +380,19 @@ impl Node {
         let usage = self.held.as_ref().map(|rows| Usage::new(rows, &table.allocations));
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         table.reservations = spec.map(|spec| spec.reservations.clone()).unwrap_or_default();
-        let decided = decide(&hardware, spec, &self.layouts, usage.as_ref());
-        let Decision { layouts, steps, applied } = self.withdraw(decided, now);
-        self.remember(steps, layouts != self.layouts);
+        let partitions: BTreeMap<&str, &Partition> =
+            spec.iter().flat_map(|spec| &spec.gpus).map(|gpu| (gpu.uuid.as_str(), &gpu.partition)).collect();
+        self.cut = cut(&hardware, &partitions, &self.cut);
+        let rules = Rules {
+            keep_mig_mode: self.keep_mig_mode,
+            cut: self.cut.clone(),
+            processes: foreign(&hardware, &self.view),
+        };
+        let decided = decide(&hardware, spec, &self.layouts, usage.as_ref(), &rules);
+        let partitions: BTreeMap<String, Partition> =
+            partitions.into_iter().map(|(uuid, partition)| (uuid.to_owned(), partition.clone())).collect();
+        let Decision { layouts, mut steps, applied, changes, foreign } = self.withdraw(self.spare(decided), now);
+        let served_otherwise = layouts != self.layouts;
         self.layouts = layouts;
         self.let_go(usage.as_ref());
 
@@ -308,6 +404,9 @@ impl Node {
         let desired = self.desired(&table.allocations);
         self.doors.wants(&desired);
         self.doors.acted(&self.view.status.desired);
+        let orders = self.orders(&hardware, &partitions, changes, now);
+        steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
+        self.remember(steps, served_otherwise);
         let lists = self.lists(&hardware);
         let occurrences = self.occurrences(&hardware);
         let status = status::build(&Facts {
@@ -333,6 +432,7 @@ impl Node {
             gpus: hardware.by_index().into_iter().map(|known| known.gpu.clone()).collect(),
             layouts: self.layouts.clone(),
             allocations: table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect(),
+            cut: self.cut.clone(),
         };
         let unready = self.unready(&desired);
         let list_every = if self.steps.iter().any(|step| step.result == STEP_WAITING) {
@@ -342,22 +442,107 @@ impl Node {
         } else {
             LIST_IN_USE
         };
-        let again = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
+        let look = foreign && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK);
+        if look {
+            self.looked = Some(now);
+        }
+        let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
+        let looked = foreign.then_some(LOOK);
+        let tried = self.trials.values().filter_map(|trial| trial.pause(now)).min();
+        let again = [withdrawn, looked, tried].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
-        Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, again }
+        Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, orders, look, again }
+    }
+
+    /// The next change of each GPU that has some, where nothing is in its way.
+    fn orders(
+        &mut self,
+        hardware: &Hardware,
+        partitions: &BTreeMap<String, Partition>,
+        mut changes: BTreeMap<String, Vec<Change>>,
+        now: Instant,
+    ) -> Vec<Order> {
+        // Without the checkpoint of before, what was given out is known only once the kubelet has said it for some time.
+        let settled = self.remembers || now.saturating_duration_since(self.kubelet_since) >= self.grace;
+        let known = self.held.is_some() && self.held_error.is_none() && settled;
+        self.trials.retain(|uuid, _| hardware.gpus.contains_key(uuid));
+        let mut orders = Vec::new();
+        for (uuid, KnownGpu { gpu, health, observed, .. }) in &hardware.gpus {
+            let left = changes.remove(uuid).unwrap_or_default();
+            let partition = partitions.get(uuid);
+            if left.is_empty() && !self.trials.contains_key(uuid) {
+                continue;
+            }
+            let mut trial = self.trials.remove(uuid).unwrap_or_else(|| Trial::new(partition));
+            trial.review(partition, gpu, health.healthy);
+            let next = if *observed && health.healthy {
+                let served = |device: &str| {
+                    self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
+                };
+                let may = left.iter().filter(|change| trial.may(change, now));
+                next(may, gpu, known, served, |device| self.daemon_gone(device))
+            } else {
+                Next::Nothing
+            };
+            trial.plans(uuid, &left, &next);
+            if let Some(done) = trial.told(&left) {
+                self.news.push(Occurrence {
+                    warning: false,
+                    reason: "MigChanged",
+                    note: format!("GPU {uuid}: {done}"),
+                });
+            }
+            if let Next::Do(change) = next {
+                orders.push(Order { gpu: uuid.clone(), change });
+            }
+            self.trials.insert(uuid.clone(), trial);
+        }
+        orders
+    }
+
+    /// Whether the MPS daemon of a device is no more, and will not be.
+    fn daemon_gone(&self, device: &str) -> Result<(), String> {
+        if self.adopted.contains_key(device) {
+            return Err("the MPS daemon of an agent before this one serves it".into());
+        }
+        if self.view.status.daemons.contains_key(device) {
+            return Err(if self.view.alive {
+                "its MPS daemon has not ended yet".into()
+            } else {
+                "its MPS daemon may still run: the MPS host does not answer".into()
+            });
+        }
+        if self.doors.knows_gone(device) {
+            Ok(())
+        } else {
+            Err("the MPS host has not read yet that its MPS daemon shall end".into())
+        }
+    }
+
+    /// Leaves out what a change that is being made takes away, though it may be wanted again by now.
+    fn spare(&self, mut decided: Decision) -> Decision {
+        for (uuid, trial) in self.trials.iter().filter(|(_, trial)| trial.is_acting()) {
+            decided.applied = false;
+            if let Some(layout) = decided.layouts.get_mut(uuid) {
+                layout.pools.retain(|pool| !trial.takes(uuid, &pool.device));
+                layout.daemons.retain(|device, _| !trial.takes(uuid, device));
+            }
+        }
+        decided
     }
 
     /// Holds back what takes slices away until the kubelet has had the time to hear of it. What it hands out meanwhile blocks the change.
     fn withdraw(&mut self, mut decided: Decision, now: Instant) -> Decision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
-            let Some(before) = self.layouts.get(uuid).filter(|before| takes_away(before, after)) else { continue };
-            let since = self.withdrawing.get(uuid).copied().unwrap_or(now);
-            if now.saturating_duration_since(since) < WITHDRAW {
+            let Some(before) = self.layouts.get(uuid) else { continue };
+            let going = going(before, after);
+            let since = |slice: &(String, String)| self.withdrawing.get(slice).copied().unwrap_or(now);
+            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAW) {
                 after.clone_from(before);
                 decided.steps.retain(|step| step.gpu != *uuid || step.result != STEP_DONE);
                 decided.applied = false;
-                withdrawing.insert(uuid.clone(), since);
+                withdrawing.extend(going.into_iter().map(|slice| (slice.clone(), since(&slice))));
             }
         }
         self.withdrawing = withdrawing;
@@ -370,7 +555,8 @@ impl Node {
             self.steps = steps;
             return;
         }
-        self.steps.retain(|old| old.result == STEP_DONE && !steps.iter().any(|new| new.gpu == old.gpu));
+        let open = |new: &StepStatus, old: &StepStatus| new.gpu == old.gpu && new.result != STEP_DONE;
+        self.steps.retain(|old| old.result == STEP_DONE && !steps.iter().any(|new| open(new, old) || new == old));
         self.steps.extend(steps);
     }
 
@@ -404,12 +590,14 @@ impl Node {
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
         for (uuid, layout) in &self.layouts {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
-            let stays = !self.withdrawing.contains_key(uuid);
             for pool in &layout.pools {
                 let Ok(name) = ResourceName::parse(&pool.resource) else { continue };
-                let healthy = stays && self.can_serve(known, pool).is_ok();
-                let device =
-                    |id: String| Some(Device { id: DeviceId::parse(&id).ok()?, healthy, numa: known.gpu.numa });
+                let serves = self.can_serve(known, pool).is_ok();
+                let device = |id: String| {
+                    let goes = || self.withdrawing.contains_key(&(pool.resource.clone(), id.clone()));
+                    let healthy = serves && (self.withdrawing.is_empty() || !goes());
+                    Some(Device { id: DeviceId::parse(&id).ok()?, healthy, numa: known.gpu.numa })
+                };
                 lists.entry(name).or_default().extend(pool.ids().filter_map(device));
             }
         }
@@ -420,6 +608,10 @@ impl Node {
     fn can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
+        }
+        let instances = known.gpu.mig.iter().flat_map(|mig| &mig.instances);
+        if pool.device != known.gpu.uuid && !instances.clone().any(|instance| instance.uuid == pool.device) {
+            return Err("the MIG instance is no more".into());
         }
         match pool.kind {
             Kind::Mps { .. } => status::daemon_trouble(&self.view, &pool.device).and_then(|()| {
@@ -439,7 +631,7 @@ impl Node {
 
     /// What is worth an event: daemons that went and came, GPUs that failed and recovered. Each once.
     fn occurrences(&mut self, hardware: &Hardware) -> Vec<Occurrence> {
-        let mut found = Vec::new();
+        let mut found = std::mem::take(&mut self.news);
         for (uuid, known) in &hardware.gpus {
             if known.health.healthy == self.failed.contains(uuid) {
                 if known.health.healthy {
@@ -501,6 +693,34 @@ impl Node {
     }
 }
 
+/// Slices that are served and would go, or be others, by resource and id.
+fn going(before: &Layout, after: &Layout) -> Vec<(String, String)> {
+    let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
+    slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
+}
+
+/// The GPUs that a spec has cut by MIG, and that are not whole again.
+fn cut(hardware: &Hardware, partitions: &BTreeMap<&str, &Partition>, before: &BTreeSet<String>) -> BTreeSet<String> {
+    let wanted = |uuid: &str| partitions.get(uuid).is_some_and(|partition| partition.mig.is_some());
+    let is = |uuid: &str| {
+        let mig = hardware.gpus.get(uuid).and_then(|known| known.gpu.mig.as_ref());
+        mig.is_none_or(|mig| mig.enabled || mig.pending == Some(true))
+    };
+    let stays = before.iter().filter(|uuid| is(uuid)).cloned();
+    stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
+}
+
+/// The processes on each GPU that are not of its MPS daemons: those know their clients, and a client's allocation is known.
+fn foreign(hardware: &Hardware, view: &mps::View) -> BTreeMap<String, Vec<Process>> {
+    let daemons = || view.status.daemons.values();
+    let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();
+    ours.extend(daemons().flat_map(|daemon| &daemon.clients).map(|client| client.pid));
+    let of = |known: &KnownGpu| -> Vec<Process> {
+        known.processes.iter().filter(|process| !ours.contains(&process.pid)).cloned().collect()
+    };
+    hardware.gpus.iter().map(|(uuid, known)| (uuid.clone(), of(known))).collect()
+}
+
 fn warning(reason: &'static str, note: String) -> Occurrence {
     Occurrence { warning: true, reason, note }
 }
@@ -527,7 +747,8 @@ mod tests {
 
     #[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
     fn inventory() -> Result<Inventory, NvmlError> {
-        Ok(Inventory { driver: "580".into(), gpus: BTreeMap::from([(0, Ok(gpu("GPU-a", 0)))]) })
+        let gpus = BTreeMap::from([(0, Ok(gpu("GPU-a", 0)))]);
+        Ok(Inventory { driver: "580".into(), gpus, processes: BTreeMap::new() })
     }
 
     /// A node that has started long ago, and its table.
@@ -562,7 +783,7 @@ mod tests {
     /// With ten shares that are served.
     fn serving(start: Instant) -> (Node, Table, Desired) {
         let (mut node, mut table) = node(None, None, start);
-        node.inventory(inventory());
+        node.inventory(inventory(), start);
         node.object(spec(10));
         let desired = node.turn(&mut table, start).desired;
         node.mps(view(DaemonState::Active, 0, &desired));
@@ -650,7 +871,7 @@ mod tests {
     fn a_start_is_no_event_and_a_start_that_fails_is() {
         let start = Instant::now();
         let (mut node, mut table) = node(None, None, start);
-        node.inventory(inventory());
+        node.inventory(inventory(), start);
         node.object(spec(10));
         let desired = node.turn(&mut table, start).desired;
         for state in [DaemonState::Stopping, DaemonState::Starting] {
@@ -741,7 +962,7 @@ mod tests {
 
         let (mut second, mut table) = node(None, Some(desired.clone()), start);
         assert_eq!(second.turn(&mut table, start).desired, desired, "before anything is known");
-        second.inventory(inventory());
+        second.inventory(inventory(), start);
         second.object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
         second.held(Ok(vec![held("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
         let turn = second.turn(&mut table, start);
@@ -758,7 +979,7 @@ mod tests {
     fn a_spec_that_is_not_planned_yet_is_none_and_a_malformed_one_leaves_the_last() {
         let start = Instant::now();
         let (mut node, mut table) = node(None, None, start);
-        node.inventory(inventory());
+        node.inventory(inventory(), start);
         node.object(Object::Present(1, GpuNodeSpec::default()));
         let turn = node.turn(&mut table, start);
         assert!(turn.lists.is_empty(), "no whole GPU for a moment");

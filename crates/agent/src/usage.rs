@@ -117,14 +117,14 @@ impl Usage {
         Self(usage)
     }
 
-    /// The slices in use of these devices, as resource, id and holders.
+    /// The slices in use of these devices, as resource, id and holders. An id may be a device's own: other plugins name their devices so.
     pub fn of<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
     ) -> impl Iterator<Item = (&'a str, &'a str, &'a BTreeSet<String>)> {
         self.0
             .iter()
-            .filter(|((_, id), _)| parse_id(id).is_some_and(|(device, _)| devices.contains(device)))
+            .filter(|((_, id), _)| devices.contains(parse_id(id).map_or(id.as_str(), |(device, _)| device)))
             .map(|((resource, id), holders)| (resource.as_str(), id.as_str(), holders))
     }
 

@@ -8,10 +8,12 @@ use nvml_wrapper::Device;
 use nvml_wrapper::bitmasks::InitFlags;
 use nvml_wrapper::enum_wrappers::device::ComputeMode as WrappedMode;
 use nvml_wrapper::enums::device::UsedGpuMemory;
-use nvml_wrapper::error::NvmlError as Code;
+use nvml_wrapper::error::{NvmlError as Code, nvml_try};
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 
-use super::{ComputeMode, Gpu, Gpus, Inventory, Mig, MigInstance, NvmlError, Process, Search, find, sys};
+use super::{
+    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Search, find, sys,
+};
 
 /// The NVML library, loaded and started.
 #[derive(Debug)]
@@ -49,6 +51,10 @@ impl Nvml {
     fn gpu(&self, index: u32) -> Result<Gpu, NvmlError> {
         let device =
             self.inner.device_by_index(index).map_err(|code| NvmlError::of("nvmlDeviceGetHandleByIndex", code))?;
+        self.describe(&device, index)
+    }
+
+    fn describe(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
         let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
         let capability = device
             .cuda_compute_capability()
@@ -58,7 +64,7 @@ impl Nvml {
             .pci_info()
             .map(|info| sysfs_bus_id(&info.bus_id))
             .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
-        let mig = mig(&self.inner, &device)?;
+        let mig = mig(&self.inner, device)?;
         let cores = optional("nvmlDeviceGetNumGpuCores", device.num_cores())?;
         let sms = match cores {
             Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
@@ -69,7 +75,7 @@ impl Nvml {
             index,
             minor: optional("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
             model: device.name().map_err(|code| NvmlError::of("nvmlDeviceGetName", code))?,
-            memory: Mebibytes::from_bytes(cuda_memory(&self.inner, &device)?),
+            memory: Mebibytes::from_bytes(cuda_memory(&self.inner, device)?),
             sms,
             numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
             pci,
@@ -86,7 +92,15 @@ impl Gpus for Nvml {
             self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
         let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
         let gpus: BTreeMap<_, _> = (0..count).map(|index| (index, self.gpu(index))).collect();
-        Ok(Inventory { driver, gpus })
+        let known = gpus.values().flatten();
+        let processes = known.filter_map(|gpu| Some((gpu.uuid.clone(), self.processes(&gpu.uuid).ok()?))).collect();
+        Ok(Inventory { driver, gpus, processes })
+    }
+
+    fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+        let device = self.device(uuid)?;
+        let index = device.index().map_err(|code| NvmlError::of("nvmlDeviceGetIndex", code))?;
+        self.describe(&device, index)
     }
 
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
@@ -115,6 +129,17 @@ impl Gpus for Nvml {
             device.set_compute_mode(mode).map_err(|code| NvmlError::of("nvmlDeviceSetComputeMode", code))?;
         }
         Ok(before)
+    }
+
+    fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError> {
+        const CALL: &str = "nvmlDeviceSetMigMode";
+        let status = self.device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::of(CALL, code))?;
+        match nvml_try(status) {
+            Ok(()) => Ok(MigActivation::Now),
+            Err(Code::ResetRequired) => Ok(MigActivation::AfterReset),
+            Err(Code::InUse) => Ok(MigActivation::InUse),
+            Err(code) => Err(NvmlError::of(CALL, code)),
+        }
     }
 
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError> {
@@ -187,13 +212,13 @@ fn numa_node(pci: &str) -> Option<u32> {
 
 /// NVML lists an MPS client in both lists; its memory is the larger, should they differ.
 fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
-    let mut processes: BTreeMap<u32, Process> = BTreeMap::new();
+    let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
     for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {
         let memory = match info.used_gpu_memory {
             UsedGpuMemory::Used(bytes) => Some(bytes),
             UsedGpuMemory::Unavailable => None,
         };
-        let entry = processes.entry(info.pid).or_insert(Process {
+        let entry = processes.entry((info.pid, info.gpu_instance_id)).or_insert(Process {
             pid: info.pid,
             memory,
             mps,
@@ -242,5 +267,7 @@ mod tests {
         );
         let process = |pid, memory, mps| Process { pid, memory, mps, gpu_instance: None };
         assert_eq!(merged, [process(3, None, false), process(7, Some(9), true), process(8, Some(1), true)]);
+        let inside = |gpu_instance_id| ProcessInfo { gpu_instance_id, ..info(7, UsedGpuMemory::Used(5)) };
+        assert_eq!(merge(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it holds both instances");
     }
 }

@@ -89,11 +89,18 @@ pub trait Gpus: Send {
     /// Every GPU by index, each with its own result.
     fn inventory(&self) -> Result<Inventory, NvmlError>;
 
+    /// One GPU by its UUID.
+    fn look(&self, uuid: &str) -> Result<Gpu, NvmlError>;
+
     /// The processes that use a GPU or MIG device by its UUID.
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
 
     /// Sets the compute mode of a GPU, and says what it was before.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
+
+    /// Turns MIG mode of a GPU on or off, and says whether it is so already. The GPU must be idle; a driver may reset it, and change what
+    /// it says of it.
+    fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
     /// Makes a GPU instance of `profile` at exactly `start`, with one compute instance over all of it; nothing is left where it fails.
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
@@ -109,6 +116,19 @@ pub struct Inventory {
     pub driver: String,
     /// GPUs by NVML's index; one that cannot be asked says why.
     pub gpus: BTreeMap<u32, Result<Gpu, NvmlError>>,
+    /// Processes by the GPU's UUID, those in its MIG instances included; a GPU that does not say them is left out.
+    pub processes: BTreeMap<String, Vec<Process>>,
+}
+
+/// When a MIG mode that was set holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MigActivation {
+    /// Now.
+    Now,
+    /// After a reset of the GPU, which the driver cannot do: of a GPU that is passed through to a virtual machine, after its restart.
+    AfterReset,
+    /// Not before nothing uses the GPU; the driver keeps it pending.
+    InUse,
 }
 
 /// One GPU.

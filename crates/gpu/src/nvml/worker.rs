@@ -117,14 +117,21 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ComputeMode, Inventory, MigInstance, Process};
+    use super::super::{ComputeMode, Gpu, Inventory, MigActivation, MigInstance, Process};
     use super::*;
 
     struct NoGpus;
 
     impl Gpus for NoGpus {
         fn inventory(&self) -> Result<Inventory, NvmlError> {
-            Ok(Inventory { driver: "1".into(), gpus: std::collections::BTreeMap::default() })
+            let (gpus, processes) = Default::default();
+            Ok(Inventory { driver: "1".into(), gpus, processes })
+        }
+        fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+            Err(NvmlError::NotFound(uuid.into()))
+        }
+        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
+            Err(NvmlError::NotSupported { call: "set" })
         }
         fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
             Err(NvmlError::NoDriver)

@@ -1,0 +1,94 @@
+//! Changes of GPUs, made through NVML, each on a thread of its own: a driver that hangs in one holds up no other GPU, and nothing else.
+use std::time::{Duration, Instant};
+
+use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, Nvml, NvmlError, Process, Search, Worker};
+
+use crate::hardware::chain;
+use crate::mig::{Change, Outcome, in_use_by};
+use crate::node::{Ended, Order};
+
+/// After this long a change counts as hanging. An instance takes a fraction of a second, a GPU that the driver resets some seconds.
+const SLOW: Duration = Duration::from_secs(15);
+
+/// Makes a change and tells how it ended; before, that it takes long.
+pub(crate) async fn carry_out(search: Search, order: Order, tell: impl AsyncFn(Ended)) {
+    let open = move || Nvml::open(&search).map(|nvml| Box::new(nvml) as Box<dyn Gpus>);
+    let worker = match Worker::start(Box::new(open)) {
+        Ok(worker) => worker,
+        Err(error) => {
+            let outcome = Outcome::Failed(format!("cannot start a thread: {error}"));
+            return tell(Ended { order, outcome, after: None, at: Instant::now() }).await;
+        }
+    };
+    let begun = Instant::now();
+    let ordered = order.clone();
+    // No deadline: what it did must be known before anything else is done to this GPU.
+    let call = worker.call(Duration::MAX, move |gpus| Ok(perform(gpus, &ordered)));
+    let mut call = std::pin::pin!(call);
+    let answer = match tokio::time::timeout(SLOW, &mut call).await {
+        Ok(answer) => answer,
+        Err(_) => {
+            let outcome = Outcome::Slow(begun.elapsed());
+            tell(Ended { order: order.clone(), outcome, after: None, at: Instant::now() }).await;
+            call.await
+        }
+    };
+    let (outcome, after) = answer.unwrap_or_else(|error| (Outcome::Failed(chain(&error)), None));
+    tell(Ended { order, outcome, after, at: Instant::now() }).await;
+}
+
+/// Makes a change, unless something uses what would go, and looks at the GPU afterwards.
+pub(crate) fn perform(gpus: &dyn Gpus, order: &Order) -> (Outcome, Option<(Gpu, Vec<Process>)>) {
+    let Order { gpu, change } = order;
+    let outcome = attempt(gpus, gpu, change).unwrap_or_else(|error| match error {
+        NvmlError::InUse { .. } => Outcome::Busy(chain(&error)),
+        error => Outcome::Failed(chain(&error)),
+    });
+    let look = || Ok::<_, NvmlError>((gpus.look(gpu)?, gpus.processes(gpu)?));
+    (outcome, look().ok())
+}
+
+fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<Outcome, NvmlError> {
+    let gpu = gpus.look(uuid)?;
+    let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
+    let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<Outcome>, NvmlError> {
+        let processes = gpus.processes(uuid)?;
+        let users: Vec<&Process> = processes.iter().filter(|process| wanted(process)).collect();
+        Ok((!users.is_empty()).then(|| Outcome::Busy(in_use_by(&users))))
+    };
+    match change {
+        Change::Destroy(instance) => {
+            // Another one that has its place by now is not the one that was to go.
+            if !there.contains(instance) {
+                return Ok(Outcome::Done);
+            }
+            if let Some(busy) = users(&|process| process.gpu_instance == Some(instance.gpu_instance))? {
+                return Ok(busy);
+            }
+            gpus.destroy_mig_instance(uuid, instance.gpu_instance)?;
+            Ok(Outcome::Done)
+        }
+        Change::Mode(on) => {
+            if !there.is_empty() {
+                return Ok(Outcome::Busy("MIG instances are there".into()));
+            }
+            if let Some(busy) = users(&|_| true)? {
+                return Ok(busy);
+            }
+            Ok(match gpus.set_mig_mode(uuid, *on)? {
+                MigActivation::Now => Outcome::Done,
+                MigActivation::AfterReset => Outcome::AfterReset,
+                MigActivation::InUse => Outcome::Busy(
+                    "the driver says that the GPU is in use, if only by a monitor or the persistence daemon".into(),
+                ),
+            })
+        }
+        Change::Create { profile, start } => {
+            let is = |found: &&MigInstance| found.profile == *profile && found.start == *start;
+            if there.iter().find(is).is_none_or(|found| found.uuid.is_empty()) {
+                gpus.create_mig_instance(uuid, profile, *start)?;
+            }
+            Ok(Outcome::Done)
+        }
+    }
+}
