@@ -108,19 +108,11 @@ pub fn overlay(plan: &mut Plan, observed: &Observed, memory: &mut Memory, now: D
 
 /// Takes a plan over into what nodes shall be.
 fn adopt(plan: &mut Plan, observed: &Observed, built: &Built, planned: &Planned, outcome: &mut Outcome) {
-    let takes = planned.plan.placements.iter().flat_map(|placement| {
-        placement.takes.iter().map(|take| (placement.node.as_str(), take.gpu.as_str(), take.resource.as_str()))
-    });
-    let given_whole: BTreeSet<(&str, &str)> =
-        takes.filter(|(_, _, resource)| *resource == RESOURCE_GPU).map(|(node, gpu, _)| (node, gpu)).collect();
     for gpu in &planned.plan.gpus {
         let at = (gpu.node.clone(), gpu.uuid.clone());
         let Some(by_demand) = plan.demand.get(&gpu.node).and_then(|node| node.get(&gpu.uuid)) else { continue };
         if !built.open.contains(&at) {
             // It is becoming what its spec says, or nobody knows what it is.
-            if gpu.slices.is_empty() && given_whole.contains(&(gpu.node.as_str(), gpu.uuid.as_str())) {
-                outcome.cuts.push(at);
-            }
             continue;
         }
         let Some(status) = gpu_status(observed, &at) else { continue };

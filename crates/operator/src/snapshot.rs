@@ -5,8 +5,8 @@
 //! | follows a policy by demand and is as its spec says | its slices; it may be cut |
 //! | is becoming what its spec says | what it will be; nothing of its node is cut until then |
 //! | waits for pods, which hold what would go | its slices as they are; it may be cut around them |
-//! | could not be cut as it was told | its slices as they are; it is left alone for a while |
-//! | has not become what it was told in time, or is not healthy | nothing |
+//! | could not be cut as it was told, or not in time | its slices as they are; it is left alone for a while |
+//! | is not healthy, or of a node whose agent does not answer | nothing |
 //! | follows another policy, or none | its slices; a whole one can be given, and none is cut |
 //!
 //! Slices of pods that are bound and that the kubelet does not list yet are in use, though nobody knows which: until that is known, what they
@@ -32,7 +32,7 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 /// A deadline below this is no deadline: making a MIG instance alone takes a second.
 const LEAST_DEADLINE: Duration = Duration::from_secs(5);
 /// How long a GPU is left alone that could not be cut as it was told, at first and at most.
-const LEFT_ALONE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(600));
+const LEFT_ALONE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
 /// How long the watch may lag behind what was written. Afterwards somebody else has put the object back.
 const LAG: Duration = Duration::from_secs(10);
@@ -107,17 +107,31 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
         return Progress::Changing;
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
-    let Some(step) = steps.iter().find(|step| step.gpu == gpu.uuid) else { return Progress::Changing };
-    let held = || gpu.slices.iter().any(|told| told.in_use > 0) || !gpu.allocations.is_empty();
-    match step.result.as_str() {
-        STEP_FAILED | STEP_REFUSED => Progress::Failed(step.message.clone()),
-        STEP_WAITING if held() && !is_grown(&spec.partition, gpu) => Progress::Blocked,
-        _ => Progress::Changing,
+    let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
+    // The agent tries again itself for a while. Pods need not wait for that: they may find room elsewhere.
+    if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
+        return Progress::Failed(step.message.clone());
     }
+    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !has_place_for_all_in_use(&spec.partition, gpu);
+    if blocked { Progress::Blocked } else { Progress::Changing }
+}
+
+/// How long a node may take to become what it was told.
+fn deadline(plan: &Plan, node: &str) -> Duration {
+    let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
+    timeout.unwrap_or(DEADLINE).max(LEAST_DEADLINE)
+}
+
+/// What a GPU says that it waits for.
+fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
+    let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
+    let step =
+        steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING && !step.message.is_empty());
+    step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 
 /// Whether all that is in use has its place in what the GPU shall be: then no pod is in the way.
-fn is_grown(partition: &Partition, gpu: &GpuStatus) -> bool {
+fn has_place_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     let all = |slices: &[Slice]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
         for slice in slices {
@@ -163,7 +177,7 @@ impl Memory {
     }
 
     /// Looks at the cluster: what each GPU has been doing since when, and what has gone wrong.
-    fn look(&mut self, observed: &Observed, now: Duration) -> BTreeMap<At, Progress> {
+    fn look(&mut self, observed: &Observed, plan: &Plan, now: Duration) -> BTreeMap<At, Progress> {
         let mut all = BTreeMap::new();
         for (name, node) in &observed.nodes {
             let Some(object) = node.object() else { continue };
@@ -178,13 +192,20 @@ impl Memory {
             for gpu in node.reported().unwrap_or_default() {
                 let Some(spec) = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid) else { continue };
                 let at = (name.clone(), gpu.uuid.clone());
-                let progress = progress(node, spec, gpu);
-                match &progress {
-                    Progress::Changing => {
-                        if self.changing.get(&at).is_none_or(|(partition, _)| *partition != spec.partition) {
-                            self.changing.insert(at.clone(), (spec.partition.clone(), now));
-                        }
+                let mut progress = progress(node, spec, gpu);
+                if progress == Progress::Changing {
+                    if self.changing.get(&at).is_none_or(|(partition, _)| *partition != spec.partition) {
+                        self.changing.insert(at.clone(), (spec.partition.clone(), now));
                     }
+                    let since = self.changing.get(&at).map_or(now, |(_, since)| *since);
+                    let deadline = deadline(plan, name);
+                    if has_read(node) && now.saturating_sub(since) >= deadline {
+                        let why = waits_for(node, gpu);
+                        progress = Progress::Failed(format!("it was not done within {} s{why}", deadline.as_secs()));
+                    }
+                }
+                match &progress {
+                    Progress::Changing => {}
                     Progress::Failed(message) => {
                         self.changing.remove(&at);
                         self.fail(&at, &spec.partition, message, now);
@@ -235,7 +256,7 @@ impl Memory {
 
 /// What is planned with now.
 pub fn build(observed: &Observed, plan: &Plan, memory: &mut Memory, now: Duration) -> Built {
-    let progress = memory.look(observed, now);
+    let progress = memory.look(observed, plan, now);
     let mut built = Built::default();
     let mut on_node: BTreeMap<&str, Vec<&Claimant>> = BTreeMap::new();
     for claimant in &observed.pods {
@@ -275,21 +296,15 @@ struct Look<'a> {
 impl Look<'_> {
     fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], built: &mut Built) {
         let demand = self.plan.demand.get(self.name);
-        let deadline = demand.into_iter().flatten().find_map(|(_, by)| by.gathering.timeout);
-        let deadline = deadline.unwrap_or(DEADLINE).max(LEAST_DEADLINE);
+        let deadline = deadline(self.plan, self.name);
         let left_out = self.silent(deadline, built);
         if let Some(reason) = &left_out {
             built.silent.insert(self.name.to_owned(), reason.clone());
         }
         let mut changing = left_out.is_none() && self.memory.unheard.contains_key(self.name);
-        let mut overdue = BTreeSet::new();
-        for gpu in gpus {
-            let at = (self.name.to_owned(), gpu.uuid.clone());
-            let Some((_, since)) = self.memory.changing.get(&at) else { continue };
-            if self.now.saturating_sub(*since) >= deadline {
-                overdue.insert(gpu.uuid.as_str());
-            } else if left_out.is_none() {
-                wake(built, *since + deadline, self.now);
+        for gpu in gpus.iter().filter(|_| left_out.is_none()) {
+            if let Some((_, since)) = self.memory.changing.get(&(self.name.to_owned(), gpu.uuid.clone())) {
+                wake(built, since.saturating_add(deadline), self.now);
                 changing = true;
             }
         }
@@ -301,10 +316,7 @@ impl Look<'_> {
             let by_demand = demand.and_then(|demand| demand.get(&gpu.uuid));
             let at = (self.name.to_owned(), gpu.uuid.clone());
             let mut planned = self.gpu(gpu, by_demand);
-            if overdue.contains(gpu.uuid.as_str()) {
-                let reason = format!("it has not become what it was told within {} s", deadline.as_secs());
-                planned.left_out = Some(reason);
-            } else if !gpu.health.healthy {
+            if !gpu.health.healthy {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
                 planned.left_out = Some(format!("it is not healthy: {why}"));
             }
@@ -357,7 +369,7 @@ impl Look<'_> {
         }
         let (_, since) = self.memory.unheard.get(self.name)?;
         if self.now.saturating_sub(*since) < deadline {
-            wake(built, *since + deadline, self.now);
+            wake(built, since.saturating_add(deadline), self.now);
             return None;
         }
         Some(format!("its agent has not read what was written to it within {} s", deadline.as_secs()))
@@ -411,7 +423,7 @@ impl Look<'_> {
         let wanted =
             self.plan.nodes.get(self.name).and_then(|spec| spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
         planned.slices = match wanted {
-            Some(spec) if progress(self.node, spec, gpu) == Progress::Changing => cut::desired(&spec.partition, gpu),
+            Some(spec) if self.is_becoming(spec) => cut::desired(&spec.partition, gpu),
             _ => cut::observed(gpu, None),
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
@@ -423,6 +435,14 @@ impl Look<'_> {
                 Some(MigSharing { units: slice.count.max(1), resource_name: Some(slice.resource.clone()) });
         }
         pin(planned);
+    }
+
+    /// Whether a GPU is told to be this, or is about to be told.
+    fn is_becoming(&self, wanted: &GpuSpec) -> bool {
+        let told = self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
+        let at = (self.name.to_owned(), wanted.uuid.clone());
+        told.is_none_or(|told| told.partition != wanted.partition)
+            || self.progress.get(&at) == Some(&Progress::Changing)
     }
 
     /// Takes what bound pods hold that the kubelet does not list yet.
