@@ -24,6 +24,7 @@ pub mod apply;
 pub mod args;
 pub mod cut;
 pub mod demand;
+pub mod dry;
 pub mod events;
 mod http;
 pub mod layout;

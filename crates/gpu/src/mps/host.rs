@@ -161,15 +161,17 @@ const REPLY: Duration = Duration::from_secs(5);
 
 /// Runs until SIGTERM or SIGINT.
 ///
+/// `subcommand` is what this program's own command line has before [`HostArgs`]: nothing, where it is the MPS host and no more.
+///
 /// Wants a current-thread runtime. Reaps every child of this process: there can be one in a process, and no other children.
 ///
 /// # Errors
 /// [`HostError`], where it cannot start. What goes wrong later is told in the status.
-pub async fn run(args: HostArgs) -> Result<(), HostError> {
+pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     if let Some(HostCommand::ComputeMode { device, mode, nvml_library }) = &args.command {
         return set_compute_mode(nvml_library.as_deref(), device, *mode);
     }
-    LocalSet::new().run_until(serve(args)).await
+    LocalSet::new().run_until(serve(args, subcommand)).await
 }
 
 fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<(), HostError> {
@@ -187,12 +189,14 @@ fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<
     writeln!(io::stdout(), "{former}").map_err(HostError::System)
 }
 
-async fn serve(args: HostArgs) -> Result<(), HostError> {
+async fn serve(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     let HostArgs { command: _, run_dir, mps_control, mps_library_path, nvml_library } = args;
     let paths = Paths::new(run_dir);
     let lock = prepare(&paths)?;
     let descriptors = raise_descriptor_limit();
-    let mut compute_mode = vec![std::env::current_exe()?.into_os_string(), "mps-host".into(), "compute-mode".into()];
+    let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];
+    compute_mode.extend(subcommand.map(OsString::from));
+    compute_mode.push("compute-mode".into());
     if let Some(library) = nvml_library {
         compute_mode.extend(["--nvml-library".into(), library.into_os_string()]);
     }

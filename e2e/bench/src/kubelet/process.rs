@@ -63,13 +63,15 @@ impl Launcher {
         }
     }
 
-    /// Cleave's agent on simulated GPUs.
+    /// Cleave's agent on simulated GPUs: `cleave`, whose subcommand it is, or `cleave-agent`.
     pub(super) fn agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
+        let alone = cleave.file_name().is_some_and(|name| name == "cleave-agent");
         let args = ["agent", "--node-name", "bench", "--offline", "{dir}/offline", "--metrics-addr", "127.0.0.1:0"];
+        let args = &args[usize::from(alone)..];
         Ok(Self {
             resource: resource.to_owned(),
             program: cleave.to_owned(),
-            args: args.map(str::to_owned).into(),
+            args: args.iter().copied().map(str::to_owned).collect(),
             simulated: Some(Simulated::new(resource, cleave, sharing, gpus, units)?),
         })
     }
@@ -111,7 +113,7 @@ impl Launcher {
             None => None,
         };
         let host = match self.simulated.as_ref().and_then(Simulated::mps_host) {
-            Some(args) => Some(command(&self.program, args)?.spawn().context("cannot start the MPS host")?),
+            Some(program) => Some(command(program, Vec::new())?.spawn().context("cannot start the MPS host")?),
             None => None,
         };
         let args = self.args.iter().map(|arg| arg.replace("{dir}", dir)).collect();

@@ -22,6 +22,7 @@ pub(super) struct Simulated {
     units: u32,
     nvml: PathBuf,
     mps_control: PathBuf,
+    mps_host: PathBuf,
 }
 
 impl Simulated {
@@ -30,7 +31,7 @@ impl Simulated {
         let beside = |name: &str| {
             let path = cleave.canonicalize().ok().and_then(|path| Some(path.parent()?.join(name)));
             let path = path.with_context(|| format!("there is no {}", cleave.display()))?;
-            ensure!(path.exists(), "{} is missing: cargo build -p sim-nvml -p sim-mps", path.display());
+            ensure!(path.exists(), "{} is missing: cargo build -p cleave -p sim-nvml -p sim-mps", path.display());
             Ok(path)
         };
         Ok(Self {
@@ -40,6 +41,7 @@ impl Simulated {
             units,
             nvml: beside("libnvidia_ml.so")?,
             mps_control: beside("nvidia-cuda-mps-control")?,
+            mps_host: beside("cleave-mps-host")?,
         })
     }
 
@@ -56,9 +58,9 @@ impl Simulated {
         ]
     }
 
-    /// The MPS host's arguments, if one is needed.
-    pub(super) fn mps_host(&self) -> Option<Vec<String>> {
-        (self.sharing == Sharing::Mps).then(|| vec!["mps-host".to_owned()])
+    /// The MPS host's program, if one is needed.
+    pub(super) fn mps_host(&self) -> Option<&Path> {
+        (self.sharing == Sharing::Mps).then_some(self.mps_host.as_path())
     }
 
     /// Makes the machine, and the spec for its GPUs.

@@ -73,21 +73,19 @@ fn ready(pod: &Value) -> bool {
     pod["status"]["containerStatuses"][0]["ready"] == true
 }
 
-/// Kills the process of a part by SIGKILL, as seen on the node.
-fn kill_process(subcommand: &str) -> Result<()> {
-    let find = format!("grep -azl '^{subcommand}$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3");
-    let pids = on_node(NODE, &["sh", "-c", &find])?;
+/// Kills a program of Cleave's by SIGKILL, as seen on the node.
+fn kill_process(program: &str) -> Result<()> {
+    let find = format!("grep -azl '^/usr/bin/{program}$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3");
     let mut killed = 0;
-    for pid in pids.split_whitespace() {
-        // The search itself names the subcommand too.
-        if on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")])
-            .is_ok_and(|line| line.starts_with("/usr/bin/cleave "))
-        {
+    for pid in on_node(NODE, &["sh", "-c", &find])?.split_whitespace() {
+        // The search itself names the program too.
+        let own = on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]);
+        if own.is_ok_and(|line| line.starts_with("/usr/bin/")) {
             on_node(NODE, &["kill", "-9", pid])?;
             killed += 1;
         }
     }
-    ensure!(killed == 1, "{killed} processes of `cleave {subcommand}` were found on {NODE}");
+    ensure!(killed == 1, "{killed} processes of {program} were found on {NODE}");
     Ok(())
 }
 
@@ -107,7 +105,7 @@ fn the_agent_is_killed_and_comes_back() -> Result<()> {
     let scope = ten_shares(&cluster, "agent")?;
     let running = running(&cluster, &scope)?;
     let before = restarts(&part(&cluster, "agent")?);
-    kill_process("agent")?;
+    kill_process("cleave-agent")?;
     hold_until(
         "the agent is back",
         || part(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
