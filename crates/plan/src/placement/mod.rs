@@ -56,8 +56,9 @@ impl Node {
                 1 => false,
                 gpus => self.gpus.iter().filter(enough).take(gpus as usize).count() == gpus as usize,
             };
-        let devices = self.gpus.iter().enumerate().filter(move |&(index, free)| {
-            single && *free >= demand.per_gpu && self.gpus.iter().position(|first| first == free) == Some(index)
+        let gpus = if single { self.gpus.as_slice() } else { &[] };
+        let devices = gpus.iter().enumerate().filter(move |&(index, free)| {
+            *free >= demand.per_gpu && !gpus.iter().take(index).any(|earlier| earlier == free)
         });
         devices.map(|(index, _)| Some(index)).chain(other.then_some(None))
     }
@@ -167,7 +168,7 @@ pub struct Placer<S: Score> {
     changes: Vec<usize>,
 }
 
-/// The log of changes is begun anew when it is this many times longer than there are nodes.
+/// The older half of the log of changes is forgotten when it is this many times longer than there are nodes.
 const LOG: usize = 8;
 
 impl<S: Score> Placer<S> {
@@ -191,20 +192,26 @@ impl<S: Score> Placer<S> {
 
     /// The best place for a pod, or none where it fits nowhere. Nothing is taken yet.
     pub fn choose(&mut self, demand: &Demand) -> Option<Choice> {
-        if !self.answers.contains_key(demand) {
+        let behind = self.answers.get(demand).map_or(usize::MAX, |answers| self.changes.len() - answers.seen);
+        if behind > self.nodes.len() {
             let best = (0..self.nodes.len()).map(|node| self.best(node, demand)).collect();
             self.answers.insert(demand.clone(), Answers { best, seen: self.changes.len() });
-        }
-        let seen = self.answers.get(demand)?.seen;
-        let changed: Vec<(usize, Best)> =
-            self.changes.get(seen..)?.iter().map(|&node| (node, self.best(node, demand))).collect();
-        let answers = self.answers.get_mut(demand)?;
-        for (node, best) in changed {
-            if let Some(answer) = answers.best.get_mut(node) {
-                *answer = best;
+        } else {
+            let changed: Vec<(usize, Best)> = self
+                .changes
+                .get(self.changes.len() - behind..)?
+                .iter()
+                .map(|&node| (node, self.best(node, demand)))
+                .collect();
+            let answers = self.answers.get_mut(demand)?;
+            for (node, best) in changed {
+                if let Some(answer) = answers.best.get_mut(node) {
+                    *answer = best;
+                }
             }
+            answers.seen = self.changes.len();
         }
-        answers.seen = self.changes.len();
+        let answers = self.answers.get(demand)?;
         let mut winner: Option<(Rank, usize, Option<usize>)> = None;
         for (node, best) in answers.best.iter().enumerate() {
             let Some((rank, way)) = best else { continue };
@@ -231,11 +238,14 @@ impl<S: Score> Placer<S> {
         let (Some(node), Some(before)) = (self.nodes.get_mut(index), self.before.get_mut(index)) else { return };
         change(node);
         *before = self.policy.before(node);
-        if self.changes.len() > LOG * self.nodes.len() {
-            self.changes.clear();
-            self.answers.clear();
-        }
         self.changes.push(index);
+        if self.changes.len() > LOG * self.nodes.len() {
+            // Only answers that are all but useless go: those that nobody has asked for through half of the log.
+            let cut = self.changes.len() / 2;
+            self.changes.drain(..cut);
+            self.answers.retain(|_, answers| answers.seen >= cut);
+            self.answers.values_mut().for_each(|answers| answers.seen -= cut);
+        }
     }
 
     fn best(&self, index: usize, demand: &Demand) -> Best {
