@@ -139,3 +139,29 @@ tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+
+{{/*
+In CEL, whether a container's limits name what Cleave shares: k is the resource's name. The one place where the admission policies have these
+names from; cleave-api's `names` has the same. Literal: a parameter that cannot be had would refuse every pod of the cluster.
+*/}}
+{{- define "cleave.isShared" -}}
+(k.startsWith('nvidia.com/gpu-') || k.startsWith('nvidia.com/mig-') || k == 'nvidia.com/gpu.shared')
+{{- end }}
+
+{{/* In CEL, the most of k that can be on one device, as text: contexts of an MPS server, or replicas. Of MIG instances several may be meant. */}}
+{{- define "cleave.mostShares" -}}
+(k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')
+{{- end }}
+
+{{/* In CEL, whether k is an annotation of ours. */}}
+{{- define "cleave.isOurs" -}}
+(k.startsWith('cleave.dev/') || k.contains('.cleave.dev/'))
+{{- end }}
+
+{{/*
+In CEL, whether e is an environment variable that container c must not set. Sidecars without shares may keep GPUs away from themselves, which
+images of CUDA programs ask for by default.
+*/}}
+{{- define "cleave.isOverride" -}}
+(e.name.startsWith('CUDA_MPS_') || (e.name == 'NVIDIA_VISIBLE_DEVICES' && (variables.sharing.exists(s, s.name == c.name) || has(e.valueFrom) || !(e.?value.orValue('') in ['', 'void', 'none']))))
+{{- end }}
