@@ -20,19 +20,8 @@ use serde_json::{Value, json};
 use crate::plan::{Output, print, told};
 
 /// Try policies before they are applied: who would run where, on GPUs cut into what, and who would not, and why.
-///
-/// Everything is YAML, in any order and any number of files: SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet, Job, PriorityClass, Node and
-/// GpuNode, as `kubectl get -o yaml` prints them, lists included. Pods wait in the order in which they are written. A node's GPUs are those of the GpuNode
-/// of its name, or whole ones that are written into the Node:
-///
-///   kind: Node
-///   metadata: {name: n1, labels: {zone: a}}
-///   gpus:
-///   - {model: NVIDIA A100-SXM4-40GB, memory: 40Gi, count: 4}
-///
-/// Nothing is asked of a cluster.
 #[derive(Debug, clap::Args)]
-#[command(verbatim_doc_comment)]
+#[command(long_about = HELP)]
 pub(crate) struct Args {
     /// YAML files; `-` is standard input.
     #[arg(required = true, value_name = "FILE")]
@@ -41,6 +30,23 @@ pub(crate) struct Args {
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     output: Output,
 }
+
+/// Kinds are written as in manifests.
+const HELP: &str = "\
+Try policies before they are applied: who would run where, on GPUs cut into what, and who would not, and why.
+
+Everything is YAML, in any order and any number of files: SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet, Job, PriorityClass, Node
+and GpuNode, as `kubectl get -o yaml` prints them, lists included. Pods wait in the order in which they are written. A node's GPUs are
+those of the GpuNode of its name, or whole ones that are written into the Node:
+
+  kind: Node
+  metadata: {name: n1, labels: {zone: a}}
+  gpus:
+  - {model: NVIDIA A100-SXM4-40GB, memory: 40Gi, count: 4}
+
+Nothing is asked of a cluster.
+
+Example: cleave simulate policy.yaml pods.yaml nodes.yaml";
 
 /// Prints what would be.
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -94,7 +100,10 @@ struct World {
 
 impl World {
     fn add_text(&mut self, text: &str) -> Result<()> {
-        let documents: Vec<Value> = serde_saphyr::from_multiple(text).context("this is no YAML")?;
+        // A node named `n` is no boolean.
+        let options = serde_saphyr::options! { strict_booleans: true };
+        let documents: Vec<Value> =
+            serde_saphyr::from_multiple_with_options(text, options).context("this is no YAML")?;
         documents.into_iter().filter(|document| !document.is_null()).try_for_each(|document| self.add(document))
     }
 
@@ -118,11 +127,12 @@ impl World {
                 self.priorities.insert(name.clone(), value.with_context(|| format!("{} has no value", here()))?);
             }
             "Pod" => self.pods.push(object),
-            "Deployment" | "ReplicaSet" | "StatefulSet" => self.add_workload(&object, &name, "/spec/replicas").with_context(here)?,
+            "Deployment" | "ReplicaSet" | "StatefulSet" => {
+                self.add_workload(&object, &name, "/spec/replicas").with_context(here)?;
+            }
             "Job" => self.add_workload(&object, &name, "/spec/parallelism").with_context(here)?,
             _ if object.get("items").is_some_and(Value::is_array) => {
                 let items = object.get("items").and_then(Value::as_array).cloned().unwrap_or_default();
-                // What `kubectl get pods` prints as a list has no kinds of its own in older versions.
                 items.into_iter().try_for_each(|item| self.add(item))?;
             }
             "" => bail!("an object has no kind"),
@@ -196,8 +206,10 @@ impl World {
 fn listed(node: &str, gpus: &[Gpus]) -> Result<Vec<GpuStatus>> {
     let mut all = Vec::new();
     for Gpus { model, memory, count, sms } in gpus {
-        let memory_mib =
-            memory.as_mebibytes().filter(|&memory| memory > 0).with_context(|| format!("{memory} is no memory of {model}"))?;
+        let memory_mib = memory
+            .as_mebibytes()
+            .filter(|&memory| memory > 0)
+            .with_context(|| format!("{memory} is no memory of {model}"))?;
         let profile = |profile: cleave_plan::mig::Profile| MigProfileStatus {
             name: profile.name,
             memory_mib: profile.memory_mib,

@@ -351,7 +351,7 @@ struct Sevenths {
 }
 
 /// The places of A30, of the data centre GPUs with seven compute slices, and of the RTX PRO 6000, as `nvidia-smi mig -lgipp` prints them.
-pub(crate) fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
+pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
     let large = |gigabytes: u64| memory_mib >= gigabytes * 1000;
