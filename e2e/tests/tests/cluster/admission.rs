@@ -1,0 +1,266 @@
+//! What would break a promise is refused when a pod is created, with a sentence that helps; nobody else notices.
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
+use serde_json::{Value, json};
+
+use crate::{NODE, SHARES};
+
+/// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
+const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
+
+/// A pod that asks for these, with changes to its spec.
+fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
+    let mut pod = pod("t", limits, "true");
+    change(&mut pod["spec"]);
+    pod
+}
+
+fn with_env(limits: &Value, env: &Value) -> Value {
+    changed(limits, |spec| spec["containers"][0]["env"] = json!([env]))
+}
+
+fn all_gpus() -> Value {
+    json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
+}
+
+/// Another container, which asks for nothing.
+fn beside(name: &str, env: &Value) -> Value {
+    json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
+}
+
+/// What the API server says to a pod, without making it: nothing if it is admitted.
+fn answer(scope: &Scope, pod: &Value) -> Result<Option<String>> {
+    said(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
+}
+
+fn said(result: Result<Value>) -> Result<Option<String>> {
+    match result {
+        Ok(_) => Ok(None),
+        Err(error) => match error.downcast_ref::<Refused>() {
+            Some(refused) => Ok(Some(refused.message.clone())),
+            None => Err(error),
+        },
+    }
+}
+
+/// That a pod is refused, and that the sentence says all of it.
+fn refused(scope: &Scope, pod: &Value, says: &[&str]) -> Result<()> {
+    let said = answer(scope, pod)?.with_context(|| format!("admitted: {pod}"))?;
+    ensure!(says.iter().all(|part| said.contains(part)), "{pod} is refused with {said:?}, which does not say {says:?}");
+    Ok(())
+}
+
+fn admitted(scope: &Scope, pod: &Value) -> Result<()> {
+    let said = answer(scope, pod)?;
+    ensure!(said.is_none(), "{pod} is refused: {said:?}");
+    Ok(())
+}
+
+fn label(scope: &Scope, allow: &str) -> Result<()> {
+    let change = json!({"metadata": {"labels": {"cleave.dev/allow": allow}}});
+    scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(|_| ())
+}
+
+#[test]
+fn the_policies_are_sound_and_in_force() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    for name in ["cleave-pods", "cleave-annotations"] {
+        let path = format!("/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/{name}");
+        wait_until(&format!("{name} was type-checked"), || {
+            let policy = cluster.get(&path)?;
+            Ok(policy["status"]["observedGeneration"] == policy["metadata"]["generation"])
+        })?;
+        let policy = cluster.get(&path)?;
+        let warnings = &policy["status"]["typeChecking"]["expressionWarnings"];
+        ensure!(warnings.is_null(), "{name}: {warnings}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "environment")?;
+    let shares = json!({SHARES: 2});
+    let help = "cleave.dev/allow=environment";
+    for (env, name) in [
+        (json!({"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"}), "CUDA_MPS_PIPE_DIRECTORY"),
+        (
+            json!({"name": "CUDA_MPS_LOG_DIRECTORY", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}),
+            "CUDA_MPS_LOG_DIRECTORY",
+        ),
+        (all_gpus(), "NVIDIA_VISIBLE_DEVICES"),
+        (json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}), "NVIDIA_VISIBLE_DEVICES"),
+    ] {
+        refused(&scope, &with_env(&shares, &env), &["container \"main\" sets", name, help])?;
+    }
+    for resource in
+        ["nvidia.com/gpu-10gb", "nvidia.com/gpu-timeslice", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb"]
+    {
+        refused(&scope, &with_env(&json!({resource: 1}), &all_gpus()), &["NVIDIA_VISIBLE_DEVICES", help])?;
+    }
+    let sidecar = changed(&shares, |spec| spec["initContainers"] = json!([beside("first", &all_gpus())]));
+    refused(&scope, &sidecar, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])?;
+    let asking = changed(&json!({}), |spec| {
+        spec["initContainers"] = json!([beside("first", &all_gpus())]);
+        spec["initContainers"][0]["resources"] = json!({"limits": shares});
+    });
+    refused(&scope, &asking, &["container \"first\" sets NVIDIA_VISIBLE_DEVICES"])
+}
+
+#[test]
+fn an_ephemeral_container_cannot_set_it_either() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "ephemeral")?;
+    // Nobody offers shares: it waits, and that is enough.
+    scope.pod("waits", &json!({SHARES: 1}), "true")?;
+    let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
+    let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [beside("debug", env)]}});
+    let said = said(cluster.patch(&path, &debug(&all_gpus())))?.context("admitted")?;
+    ensure!(said.contains("container \"debug\" sets NVIDIA_VISIBLE_DEVICES"), "{said}");
+    cluster.patch(&path, &debug(&json!({"name": "A", "value": "b"})))?;
+    Ok(())
+}
+
+#[test]
+fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "size")?;
+    for (resource, most) in [(SHARES, 48), ("nvidia.com/gpu-10gb", 48), ("nvidia.com/gpu-timeslice", 100)] {
+        admitted(&scope, &pod("t", &json!({resource: most}), "true"))?;
+        let asked = format!("asks for {} {resource}", most + 1);
+        let at_most = format!("one GPU has {most} at most");
+        refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Ask for fewer"])?;
+    }
+    // Instances may be of several GPUs, and so may whole GPUs.
+    admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))
+}
+
+#[test]
+fn a_pod_with_shares_goes_through_the_scheduler() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "node-name")?;
+    let on_node = |limits: Value| changed(&limits, |spec| spec["nodeName"] = json!(NODE));
+    refused(
+        &scope,
+        &on_node(json!({SHARES: 1})),
+        &["spec.nodeName is set", "kubernetes.io/hostname", "cleave.dev/allow=node-name"],
+    )?;
+    admitted(&scope, &on_node(json!({})))?;
+    admitted(
+        &scope,
+        &changed(&json!({SHARES: 1}), |spec| spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE})),
+    )
+}
+
+#[test]
+fn annotations_below_cleave_dev_are_the_operators() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "annotations")?;
+    let annotated = |annotations: Value| {
+        let mut pod = pod("t", &json!({}), "true");
+        pod["metadata"]["annotations"] = annotations;
+        pod
+    };
+    refused(&scope, &annotated(json!({"cleave.dev/slice": "x", "a": "b"})), &["(cleave.dev/slice)", "operator alone"])?;
+    refused(&scope, &annotated(json!({"placement.cleave.dev/slice": "x"})), &["cleave.dev/allow=annotations"])?;
+    admitted(&scope, &annotated(json!({"cleave.dev.example.com/slice": "x", "notcleave.dev/slice": "y"})))?;
+    scope.pod("t", &json!({SHARES: 1}), "true")?;
+    let annotate = |value: &Value| json!({"metadata": {"annotations": {"cleave.dev/slice": value}}});
+    let path = scope.pod_path("t");
+    for path in [path.clone(), format!("{path}/status")] {
+        let said = said(cluster.patch(&path, &annotate(&json!("forged"))))?.context("forged")?;
+        ensure!(said.contains("(cleave.dev/slice)"), "{said}");
+    }
+    kubectl(&[&OPERATOR[..], &["-n", &scope.namespace, "annotate", "pod", "t", "cleave.dev/slice=true"]].concat())?;
+    for value in [json!("changed"), Value::Null] {
+        let said = said(cluster.patch(&path, &annotate(&value)))?.context("changed")?;
+        ensure!(said.contains("(cleave.dev/slice)"), "{said}");
+    }
+    // What is not ours may change as before.
+    cluster.patch(&path, &json!({"metadata": {"annotations": {"mine": "yes"}}}))?;
+    let now = cluster.get(&path)?;
+    ensure!(text(&now["metadata"]["annotations"]["cleave.dev/slice"]) == "true", "{}", now["metadata"]);
+    Ok(())
+}
+
+#[test]
+fn nobody_else_notices() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "others")?;
+    let anything = |limits: Value| {
+        changed(&limits, |spec| {
+            spec["nodeName"] = json!(NODE);
+            spec["containers"][0]["env"] = json!([all_gpus(), {"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"}]);
+        })
+    };
+    for limits in [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES: 0}), json!({"example.com/gpu-mps": 60})] {
+        admitted(&scope, &anything(limits))?;
+    }
+    // Images of CUDA programs ask for all GPUs by default: a container without shares may say that it wants none.
+    for value in ["", "void", "none"] {
+        let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
+        let pod = changed(&json!({SHARES: 1}), |spec| {
+            if let Some(containers) = spec["containers"].as_array_mut() {
+                containers.push(beside("log", &env));
+            }
+        });
+        admitted(&scope, &pod)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "allow")?;
+    let shares = json!({SHARES: 1});
+    let mut forged = pod("t", &shares, "true");
+    forged["metadata"]["annotations"] = json!({"cleave.dev/slice": "x"});
+    let broken = [
+        ("environment", with_env(&shares, &all_gpus())),
+        ("size", pod("t", &json!({SHARES: 49}), "true")),
+        ("node-name", changed(&shares, |spec| spec["nodeName"] = json!(NODE))),
+        ("annotations", forged),
+    ];
+    for allow in ["environment", "size", "node-name", "annotations", "environment.node-name", "all", "anything", ""] {
+        label(&scope, allow)?;
+        for (word, pod) in &broken {
+            let excepted = allow == "all" || allow.split('.').any(|allowed| allowed == *word);
+            // The API server learns of a label a moment later.
+            wait_until(&format!("{word} under {allow:?} is excepted: {excepted}"), || {
+                let said = answer(&scope, pod)?;
+                ensure!(said.is_none() == excepted, "{said:?}");
+                Ok(true)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_deployment_says_why_its_pods_are_refused() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "template")?;
+    let mut template = with_env(&json!({SHARES: 1}), &all_gpus());
+    template["metadata"] = json!({"labels": {"app": "t"}});
+    template["spec"]["restartPolicy"] = json!("Always");
+    let deployments = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
+    let deployment = json!({
+        "metadata": {"name": "t"},
+        "spec": {"selector": {"matchLabels": {"app": "t"}}, "template": template},
+    });
+    // The template is not looked at, its pods are.
+    cluster.create(&deployments, &deployment)?;
+    wait_until("the Deployment says why", || {
+        let conditions = cluster.get(&format!("{deployments}/t"))?["status"]["conditions"].clone();
+        let failed =
+            conditions.as_array().into_iter().flatten().find(|condition| condition["type"] == "ReplicaFailure");
+        let failed = failed.with_context(|| conditions.to_string())?;
+        let message = text(&failed["message"]);
+        ensure!(message.contains("container \"main\" sets NVIDIA_VISIBLE_DEVICES"), "{message}");
+        Ok(true)
+    })?;
+    ensure!(scope.pods()?.is_empty(), "there are pods");
+    cluster.delete(&format!("{deployments}/t"), None)
+}
