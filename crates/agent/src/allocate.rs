@@ -4,6 +4,7 @@
 //! to refuse, since the container's start waits for it.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 
 use cleave_api::gpunode::Reservation;
 use cleave_kubelet::{ContainerResponse, DeviceNode, Mount, PreferredRequest};
@@ -194,6 +195,7 @@ pub struct Handover {
     alloc_dir: String,
     mounts: Vec<Mount>,
     envs: Vec<EnvArg>,
+    cdi_dir: PathBuf,
 }
 
 impl Handover {
@@ -217,7 +219,13 @@ impl Handover {
             alloc_dir: args.run_dir.join("alloc").display().to_string(),
             mounts,
             envs: args.container_envs.clone(),
+            cdi_dir: args.cdi_dir.clone(),
         }
+    }
+
+    /// The folder of the CDI specification that must have an allocation's devices before its container can start, if one must.
+    pub fn specification(&self) -> Option<&Path> {
+        (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 
     /// What a container gets with an allocation. `nodes` are the device nodes of each device.

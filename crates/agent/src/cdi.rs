@@ -4,7 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cleave_gpu::nvml::Gpu;
+use cleave_gpu::nvml::{Gpu, MigInstance};
+use rustix::fs::{CWD, FileType, Mode};
 use serde_json::{Value, json};
 
 use crate::args::AgentArgs;
@@ -32,13 +33,7 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
         let mut of_gpu = control.clone();
         of_gpu.extend(there(&own).then_some(own));
         for instance in gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty()) {
-            let folder = format!("proc/driver/nvidia/capabilities/gpu{}/mig/gi{}", gpu.minor, instance.gpu_instance);
-            let compute = instance.compute_instance.unwrap_or_default();
-            let accesses = [format!("{folder}/access"), format!("{folder}/ci{compute}/access")];
-            let caps = accesses.iter().filter_map(|file| fs::read_to_string(host_root.join(file)).ok());
-            let caps = caps
-                .filter_map(|text| capability_minor(&text))
-                .map(|minor| format!("/dev/nvidia-caps/nvidia-cap{minor}"));
+            let caps = capabilities(gpu, instance, host_root).map(Capability::path);
             let mut of_instance = of_gpu.clone();
             of_instance.extend(caps.filter(|path| there(path)));
             nodes.insert(instance.uuid.clone(), of_instance);
@@ -48,9 +43,81 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
     nodes
 }
 
-/// The minor number in a capability's `access` file.
-fn capability_minor(text: &str) -> Option<u32> {
-    text.lines().find_map(|line| line.strip_prefix("DeviceFileMinor:"))?.trim().parse().ok()
+/// What lets a program into a GPU instance, or into a compute instance of it: a device of the kernel driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Capability {
+    minor: u32,
+    mode: u32,
+}
+
+impl Capability {
+    /// From its `access` file in the driver's part of `/proc`.
+    fn parse(text: &str) -> Option<Self> {
+        let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();
+        Some(Self { minor: field("DeviceFileMinor:")?, mode: field("DeviceFileMode:").unwrap_or(0o444) & 0o777 })
+    }
+
+    /// Where its device node is on a host.
+    fn path(self) -> String {
+        format!("/dev/nvidia-caps/nvidia-cap{}", self.minor)
+    }
+}
+
+/// The capabilities of a MIG instance: of the GPU instance, and of the compute instance.
+fn capabilities<'a>(
+    gpu: &Gpu,
+    instance: &MigInstance,
+    host_root: &'a Path,
+) -> impl Iterator<Item = Capability> + use<'a> {
+    let folder = format!("proc/driver/nvidia/capabilities/gpu{}/mig/gi{}", gpu.minor, instance.gpu_instance);
+    let compute = instance.compute_instance.unwrap_or_default();
+    let accesses = [format!("{folder}/access"), format!("{folder}/ci{compute}/access")];
+    accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
+}
+
+/// Makes the device nodes of MIG instances that the host does not have yet: the driver makes none, NVIDIA's tools do when they run.
+pub fn make_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
+    let instances =
+        gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
+    for (gpu, instance) in instances.filter(|(_, instance)| !instance.uuid.is_empty()) {
+        for capability in capabilities(gpu, instance, host_root) {
+            let path = host_root.join(capability.path().trim_start_matches('/'));
+            if path.exists() {
+                continue;
+            }
+            let devices = fs::read_to_string(host_root.join("proc/devices"))?;
+            let Some(major) = major(&devices) else {
+                return Err(io::Error::new(io::ErrorKind::NotFound, "the kernel has no devices nvidia-caps"));
+            };
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            let device = rustix::fs::makedev(major, capability.minor);
+            let mode = Mode::from_raw_mode(capability.mode);
+            match rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, mode, device) {
+                Ok(()) => rustix::fs::chmod(&path, mode)?,
+                // NVIDIA's tools were faster.
+                Err(rustix::io::Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The number of `nvidia-caps` in `/proc/devices`.
+fn major(devices: &str) -> Option<u32> {
+    let numbers = devices.lines().filter_map(|line| line.trim().split_once(' '));
+    numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
+}
+
+/// Whether the specification that is there has all these devices.
+pub fn describes(folder: &Path, devices: &[String]) -> bool {
+    let Ok(text) = fs::read(folder.join(FILE)) else { return false };
+    let spec: Value = serde_json::from_slice(&text).unwrap_or_default();
+    let named: Vec<&str> =
+        spec["devices"].as_array().into_iter().flatten().filter_map(|device| device["name"].as_str()).collect();
+    devices.iter().all(|device| named.contains(&device.as_str()))
 }
 
 /// The specification.
@@ -90,7 +157,9 @@ pub fn write(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Res
 
 #[cfg(test)]
 mod tests {
-    use cleave_gpu::nvml::{Mig, MigInstance};
+    use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+
+    use cleave_gpu::nvml::Mig;
 
     use super::*;
     use crate::layout::tests::gpu;
@@ -124,6 +193,31 @@ mod tests {
             nodes["MIG-a"],
             ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap12"]
         );
+        assert!(make_capability_nodes(&[&whole, &cut], host.path()).is_err(), "nothing says what nodes they are");
+        touch(
+            "proc/devices",
+            "Character devices:\n195 nvidia\n236 nvidia-caps-imex-channels\n237 nvidia-caps\n\nBlock devices:\n",
+        );
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        make_capability_nodes(&[&whole, &cut], host.path()).unwrap();
+        let made = fs::metadata(host.path().join("dev/nvidia-caps/nvidia-cap13")).unwrap();
+        assert!(made.file_type().is_char_device());
+        assert_eq!((made.rdev(), made.permissions().mode() & 0o777), (rustix::fs::makedev(237, 13), 0o444));
+        assert_eq!(device_nodes(&[&cut], host.path())["MIG-a"].len(), 5);
+        make_capability_nodes(&[&cut], host.path()).unwrap();
+    }
+
+    #[test]
+    fn a_specification_is_known_by_its_devices() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        assert!(!describes(folder.path(), &names(&["MIG-a"])), "there is none");
+        let nodes = BTreeMap::from([("MIG-a".to_owned(), Vec::new())]);
+        fs::write(folder.path().join(FILE), specification(&nodes, None).to_string()).unwrap();
+        assert!(describes(folder.path(), &names(&["MIG-a"])));
+        assert!(!describes(folder.path(), &names(&["MIG-a", "MIG-b"])));
     }
 
     #[test]

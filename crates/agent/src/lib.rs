@@ -303,7 +303,13 @@ impl Main {
         let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
         table.nodes = match self.args.device_list_strategy {
             DeviceListStrategy::Envvar => BTreeMap::new(),
-            DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => cdi::device_nodes(&gpus, &self.args.host_root),
+            DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => {
+                if let Err(error) = cdi::make_capability_nodes(&gpus, &self.args.host_root) {
+                    self.metrics.error("capability-nodes");
+                    tracing::warn!(%error, "cannot make the device nodes of MIG instances");
+                }
+                cdi::device_nodes(&gpus, &self.args.host_root)
+            }
         };
         let nodes = table.nodes.clone();
         drop(table);

@@ -10,6 +10,7 @@ use futures::future::BoxFuture;
 use tokio::sync::{Notify, watch};
 
 use crate::allocate::{Allocation, Handover, View, grant, prefer};
+use crate::cdi;
 use crate::layout::Pool;
 use crate::metrics::{Metrics, Outcome};
 use crate::mps::Link;
@@ -17,6 +18,9 @@ use crate::usage::Allocations;
 
 /// How long a container's start waits for its door. The kubelet gives up after 30 s, and tries again.
 const START: Duration = Duration::from_secs(25);
+
+/// Between looks at the CDI specification.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// What the kubelet's calls are answered from.
 #[derive(Debug, Default)]
@@ -83,6 +87,16 @@ impl Counter {
     }
 
     async fn ready(&self, allocation: &Allocation) -> Result<(), String> {
+        if let Some(folder) = self.handover.specification() {
+            // A MIG instance that was made just now may not be in it yet.
+            let end = Instant::now() + START;
+            while !cdi::describes(folder, &allocation.devices) {
+                if Instant::now() > end {
+                    return Err(format!("{} are not in the CDI specification yet", allocation.devices.join(", ")));
+                }
+                tokio::time::sleep(LOOK).await;
+            }
+        }
         if allocation.mps.is_none() {
             return Ok(());
         }

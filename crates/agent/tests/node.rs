@@ -1,6 +1,7 @@
 //! The agent as a process, between a fake kubelet, the MPS host, and simulated GPUs and MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
 mod machine;
+mod mig;
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -98,6 +98,11 @@ impl Machine {
         String::from_utf8(output.stdout).unwrap()
     }
 
+    /// A program that uses a device, and that no pod is of.
+    pub(crate) fn holder(&self, device: &str) -> Child {
+        self.command("simgpu").args(["hold", device]).stdout(Stdio::null()).spawn().unwrap()
+    }
+
     fn log(&self, name: &str) -> File {
         File::options().create(true).append(true).open(self.path(name)).unwrap()
     }
@@ -256,9 +261,13 @@ impl Drop for Machine {
 
 fn kill(child: &mut Option<Child>) {
     if let Some(mut child) = child.take() {
-        child.kill().unwrap();
-        child.wait().unwrap();
+        kill_child(&mut child);
     }
+}
+
+pub(crate) fn kill_child(child: &mut Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
 }
 
 /// Kills another process, as root on the node would.
@@ -307,7 +316,7 @@ pub(crate) fn sliced(uuid: &str, replicas: u32) -> GpuSpec {
     spec(uuid, Partition { time_slicing: Some(partition), ..Partition::default() })
 }
 
-fn spec(uuid: &str, partition: Partition) -> GpuSpec {
+pub(crate) fn spec(uuid: &str, partition: Partition) -> GpuSpec {
     GpuSpec {
         uuid: uuid.into(),
         policy: None,
