@@ -5,6 +5,8 @@ use serde_json::{Value, json};
 
 use crate::{NODE, SHARES};
 
+/// Path of the policies and their bindings.
+const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
@@ -65,7 +67,7 @@ fn label(scope: &Scope, allow: &str) -> Result<()> {
 fn the_policies_are_sound_and_in_force() -> Result<()> {
     let cluster = Cluster::connect()?;
     for name in ["cleave-pods", "cleave-annotations"] {
-        let path = format!("/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/{name}");
+        let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/{name}");
         wait_until(&format!("{name} was type-checked"), || {
             let policy = cluster.get(&path)?;
             Ok(policy["status"]["observedGeneration"] == policy["metadata"]["generation"])
@@ -73,6 +75,8 @@ fn the_policies_are_sound_and_in_force() -> Result<()> {
         let policy = cluster.get(&path)?;
         let warnings = &policy["status"]["typeChecking"]["expressionWarnings"];
         ensure!(warnings.is_null(), "{name}: {warnings}");
+        let binding = cluster.get(&format!("{REGISTRATIONS}/validatingadmissionpolicybindings/{name}"))?;
+        ensure!(binding["spec"] == json!({"policyName": name, "validationActions": ["Deny"]}), "{}", binding["spec"]);
     }
     Ok(())
 }
