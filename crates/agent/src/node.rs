@@ -382,7 +382,7 @@ impl Node {
         table.reservations = spec.map(|spec| spec.reservations.clone()).unwrap_or_default();
         let partitions: BTreeMap<&str, &Partition> =
             spec.iter().flat_map(|spec| &spec.gpus).map(|gpu| (gpu.uuid.as_str(), &gpu.partition)).collect();
-        self.cut = cut(&hardware, &partitions, &self.cut);
+        self.cut = cut(&hardware, &partitions, &self.cut, |uuid| self.trials.get(uuid).is_some_and(Trial::is_acting));
         let rules = Rules {
             keep_mig_mode: self.keep_mig_mode,
             cut: self.cut.clone(),
@@ -699,14 +699,19 @@ fn going(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
 }
 
-/// The GPUs that a spec has cut by MIG, and that are not whole again.
-fn cut(hardware: &Hardware, partitions: &BTreeMap<&str, &Partition>, before: &BTreeSet<String>) -> BTreeSet<String> {
+/// The GPUs that a spec has cut by MIG, and that are not whole again. What a change makes of one is known when it has ended.
+fn cut(
+    hardware: &Hardware,
+    partitions: &BTreeMap<&str, &Partition>,
+    before: &BTreeSet<String>,
+    changing: impl Fn(&str) -> bool,
+) -> BTreeSet<String> {
     let wanted = |uuid: &str| partitions.get(uuid).is_some_and(|partition| partition.mig.is_some());
     let is = |uuid: &str| {
         let mig = hardware.gpus.get(uuid).and_then(|known| known.gpu.mig.as_ref());
         mig.is_none_or(|mig| mig.enabled || mig.pending == Some(true))
     };
-    let stays = before.iter().filter(|uuid| is(uuid)).cloned();
+    let stays = before.iter().filter(|uuid| is(uuid) || changing(uuid)).cloned();
     stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
 }
 

@@ -895,5 +895,8 @@ proptest! {
         lock(&world.board).calls.clear();
         world.rest();
         prop_assert!(lock(&world.board).calls.is_empty());
+        world.want(vec![]);
+        world.rest();
+        prop_assert!(world.applied() && world.slices(WHOLE) == 1, "{:?}", world.steps());
     }
 }
