@@ -37,6 +37,9 @@ const LEFT_ALONE: (Duration, Duration) = (Duration::from_secs(5), Duration::from
 /// How long the watch may lag behind what was written. Afterwards somebody else has put the object back.
 const LAG: Duration = Duration::from_secs(10);
 
+/// The agent's word for a GPU whose MPS daemon does not serve.
+const MPS_UNAVAILABLE: &str = "MpsUnavailable";
+
 /// A GPU of a node.
 pub type At = (String, String);
 
@@ -316,7 +319,9 @@ impl Look<'_> {
             let by_demand = demand.and_then(|demand| demand.get(&gpu.uuid));
             let at = (self.name.to_owned(), gpu.uuid.clone());
             let mut planned = self.gpu(gpu, by_demand);
-            if !gpu.health.healthy {
+            // A daemon that is being started or ended for a change is part of the change.
+            let becoming = self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == MPS_UNAVAILABLE;
+            if !gpu.health.healthy && !becoming {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
                 planned.left_out = Some(format!("it is not healthy: {why}"));
             }

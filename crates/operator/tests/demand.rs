@@ -800,6 +800,21 @@ fn an_unhealthy_gpu_is_not_cut() {
 }
 
 #[test]
+fn a_daemon_that_starts_for_a_change_is_no_reason_to_cut_another_gpu() {
+    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    world.pod("one", TEN, 1);
+    world.pass();
+    let node = world.written()[0].to_owned();
+    let generation = world.object(&node).metadata.generation.unwrap();
+    let status = world.status(&node);
+    status.observed_generation = generation;
+    status.gpus[0].health = Health { healthy: false, reason: "MpsUnavailable".into(), message: "stopping".into() };
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written(), [] as [&str; 0]);
+    world.waits(&outcome, "one", Reason::Cutting, "");
+}
+
+#[test]
 fn an_edited_policy_tells_idle_gpus_and_leaves_those_in_use() {
     let mut world = World::new("mode: Auto\nmps:\n  threads: Strict").node("n1", 2);
     world.pod("one", TWENTY, 1);
