@@ -20,6 +20,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 
 pub use choose::{NoFit, Tightest};
+use choose::{Worth, wanted};
 pub use containers::{Container, Kind, asks};
 use pack::{pack, tightest};
 use stock::Stock;
@@ -293,24 +294,26 @@ impl Ledger {
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        let mut found: Vec<(f64, u32, Fit)> = Vec::new();
+        let wanted = wanted(asks);
+        let mut found: Vec<(Worth, &'a str, &Node)> = Vec::new();
         let mut why = NoFit::NoNode;
         for name in nodes {
             let Some(node) = self.nodes.get(name) else { continue };
-            match node.fit(asks, score) {
-                Ok((score, left, takes)) => found.push((score, left, Fit { node: name.to_owned(), takes })),
+            match node.worth(&wanted, score) {
+                Ok(worth) => found.push((worth, name, node)),
                 Err(reason) => why = why.max(reason),
             }
         }
-        found.sort_by(|(score, left, fit), (other_score, other_left, other)| {
-            other_score.total_cmp(score).then(left.cmp(other_left)).then_with(|| fit.node.cmp(&other.node))
+        found.sort_unstable_by(|((score, left), name, _), ((other_score, other_left), other, _)| {
+            other_score.total_cmp(score).then(left.cmp(other_left)).then(name.cmp(other))
         });
-        found.dedup_by(|(.., one), (.., other)| one.node == other.node);
-        found.truncate(most);
-        if found.is_empty() {
-            return Err(why);
-        }
-        Ok(Fits { asks: asks.to_vec(), fits: found.into_iter().map(|(.., fit)| fit).collect() })
+        found.dedup_by_key(|(_, name, _)| *name);
+        let fits = found.into_iter().take(most).map(|(_, name, node)| {
+            let (_, takes) = node.fit(&wanted, score)?;
+            Ok(Fit { node: name.to_owned(), takes })
+        });
+        let fits = fits.collect::<Result<Vec<Fit>, NoFit>>()?;
+        if fits.is_empty() { Err(why) } else { Ok(Fits { asks: asks.to_vec(), fits }) }
     }
 
     /// Holds all that the fits take, for a pod that may then be let through to these nodes.
