@@ -209,10 +209,8 @@ impl Memory {
                 }
                 match &progress {
                     Progress::Changing => {}
-                    Progress::Failed(message) => {
-                        self.changing.remove(&at);
-                        self.fail(&at, &spec.partition, message, now);
-                    }
+                    // Since when it has been changing is kept: one that is told nothing else is late for good, and not anew each time.
+                    Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
                         // What failed has been done after all.
@@ -306,7 +304,10 @@ impl Look<'_> {
         }
         let mut changing = left_out.is_none() && self.memory.unheard.contains_key(self.name);
         for gpu in gpus.iter().filter(|_| left_out.is_none()) {
-            if let Some((_, since)) = self.memory.changing.get(&(self.name.to_owned(), gpu.uuid.clone())) {
+            let at = (self.name.to_owned(), gpu.uuid.clone());
+            if let (Some(Progress::Changing), Some((_, since))) =
+                (self.progress.get(&at), self.memory.changing.get(&at))
+            {
                 wake(built, since.saturating_add(deadline), self.now);
                 changing = true;
             }

@@ -632,6 +632,36 @@ fn a_gpu_that_does_not_get_there_in_time_is_put_back_and_the_pod_goes_elsewhere(
 }
 
 #[test]
+fn a_gpu_of_another_policy_that_is_late_holds_the_node_up_once() {
+    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);
+    world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mig\nmig:\n  layout: [3g.20gb]");
+    world.pass();
+    let generation = world.object("n1").metadata.generation.unwrap();
+    let status = world.status("n1");
+    status.observed_generation = generation;
+    status.steps = vec![StepStatus {
+        gpu: status.gpus[0].uuid.clone(),
+        result: "Waiting".into(),
+        message: "MIG mode changes with the next reset of this GPU".into(),
+        ..StepStatus::default()
+    }];
+    world.pod("one", TEN, 1);
+    world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "the node is at it");
+    world.now += Duration::from_secs(30);
+    world.pass();
+    assert_eq!(world.written(), ["n1"]);
+    let generation = world.object("n1").metadata.generation.unwrap();
+    world.status("n1").observed_generation = generation;
+    let partition = world.partition("n1", 1);
+    serve(&mut world.status("n1").gpus[1], &partition);
+    world.pod("two", SMALL, 1);
+    world.now += Duration::from_secs(1);
+    let (_, outcome) = world.pass();
+    assert!(outcome.changing.is_empty(), "it is late, and nobody waits for it again");
+}
+
+#[test]
 fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     let mut world = World::new("mode: Auto").node("n1", 1);
     world.pod("one", TEN, 1);

@@ -92,6 +92,7 @@ fn matches(requirement: &Requirement, value: Option<&str>) -> bool {
         Operator::DoesNotExist => value.is_none(),
         Operator::Gt => compared() == Some(std::cmp::Ordering::Greater),
         Operator::Lt => compared() == Some(std::cmp::Ordering::Less),
+        Operator::Unknown => false,
     }
 }
 
@@ -139,6 +140,7 @@ mod tests {
             (false, r#"{"affinity": [{"matchExpressions": [{"key": "gen", "operator": "Lt", "values": ["9"]}]}]}"#),
             (false, r#"{"affinity": [{"matchExpressions": [{"key": "zone", "operator": "Gt", "values": ["8"]}]}]}"#),
             (true, r#"{"affinity": [{}, {"matchExpressions": [{"key": "gen", "operator": "Exists"}]}]}"#),
+            (false, r#"{"affinity": [{"matchExpressions": [{"key": "zone", "operator": "Like", "values": ["a"]}]}]}"#),
             (false, r#"{"affinity": [{}]}"#),
             (
                 true,

@@ -202,6 +202,9 @@ pub enum Operator {
     Gt,
     /// A smaller integer.
     Lt,
+    /// One that this version does not know: nothing matches it.
+    #[serde(other)]
+    Unknown,
 }
 
 /// A taint of a node.
