@@ -1,3 +1,5 @@
+use std::sync::LazyLock;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -285,6 +287,16 @@ fn what_pods_typically_ask_for_decides_where_holes_are_left() {
     assert_eq!(device(&ledger.fit(&asks(&[6]), ["n"], 1, &value).unwrap()), "b");
 }
 
+/// Learned once: it takes a second without optimization.
+static LEARNED: LazyLock<Value> = LazyLock::new(|| {
+    let mut observed = Observed::new(None);
+    for per_gpu in [600, 400, 300] {
+        observed.add(&Demand { cpu: 1, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
+    }
+    let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, memory: 1, gpus: vec![GPU; 2] };
+    Value::learn(&observed.typical(true), &[there])
+});
+
 proptest! {
     /// What every node is asked is what the chosen one then gives.
     #[test]
@@ -292,17 +304,11 @@ proptest! {
         used in prop::collection::vec(0_u32..=10, 0..6),
         sizes in prop::collection::vec(1_u32..=11, 0..3),
     ) {
-        let mut observed = Observed::new(None);
-        for per_gpu in [600, 400, 300] {
-            observed.add(&Demand { cpu: 1, memory: 0, gpus: 1, per_gpu, models: Vec::new() });
-        }
-        let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, memory: 1, gpus: vec![GPU; 2] };
-        let value = Value::learn(&observed.typical(true), &[there]);
         let ledger = ledger(&used);
         let asks = asks(&sizes);
         let wanted = wanted(&asks);
         let node = &ledger.nodes["n"];
-        prop_assert_eq!(node.worth(&wanted, &value), node.fit(&wanted, &value).map(|(worth, _)| worth));
+        prop_assert_eq!(node.worth(&wanted, &*LEARNED), node.fit(&wanted, &*LEARNED).map(|(worth, _)| worth));
         prop_assert_eq!(node.worth(&wanted, &Tightest), node.fit(&wanted, &Tightest).map(|(worth, _)| worth));
     }
 }
