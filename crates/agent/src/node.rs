@@ -140,7 +140,7 @@ pub struct Node {
     trials: BTreeMap<String, Trial>,
     /// When GPUs were last looked at after a change: an inventory that was asked for before knows less.
     changed: BTreeMap<String, Instant>,
-    /// Every allocation of before is known: the checkpoint of this boot was found.
+    /// Every allocation of before is known: the checkpoint was found.
     remembers: bool,
     /// Events of changes, until the next turn.
     news: Vec<Occurrence>,
@@ -230,7 +230,7 @@ impl Node {
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
         let node = Self {
             book: Book::remembering(gpus, written_in == boot_id),
-            remembers: found && written_in == boot_id,
+            remembers: found,
             boot_id,
             grace,
             inventoried: false,

@@ -648,6 +648,24 @@ fn nothing_goes_while_the_kubelet_does_not_say_who_holds_what() {
 }
 
 #[test]
+fn a_slice_in_use_stays_though_the_agent_that_gave_it_out_has_left_nothing() {
+    let mut world = World::new("H100-80");
+    world.want(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    world.rest();
+    world.give(0);
+    let before = world.places();
+    world.want(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    world.restart(false);
+    world.now += GRACE;
+    world.rest();
+    assert_eq!(world.places(), before);
+    assert!(world.messages().contains("in use by ns/p1"), "{}", world.messages());
+    world.held.clear();
+    world.rest();
+    assert!(world.applied() && world.is(&[("2g.20gb", 0)]));
+}
+
+#[test]
 fn an_answer_of_before_a_change_does_not_undo_what_is_known_of_it() {
     let mut world = World::new("H100-80");
     world.want(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);

@@ -344,6 +344,9 @@ fn is_applied(facts: &Facts<'_>) -> Verdict {
     let refused = open.iter().any(|step| step.result == cleave_api::names::STEP_REFUSED);
     let mut said: Vec<String> = open.iter().map(|step| format!("{}: {}", step.gpu, step.message)).collect();
     said.extend(facts.held_error.map(|error| format!("the kubelet does not say which slices are in use: {error}")));
+    if said.is_empty() {
+        said.push("the GPUs are being changed".into());
+    }
     verdict(false, if refused { reason::REFUSED } else { reason::WAITING }, said.join("; "))
 }
 
