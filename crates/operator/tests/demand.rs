@@ -857,3 +857,62 @@ fn an_edited_policy_tells_idle_gpus_and_leaves_those_in_use() {
     world.settle();
     assert!(world.mps("n1", at).slices[0].threads.is_empty());
 }
+
+#[test]
+fn a_gpu_that_is_lost_keeps_its_spec() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    world.pod("one", TEN, 1);
+    world.settle();
+    let before = world.object("n1").spec.clone();
+    let gpu = &mut world.status("n1").gpus[0];
+    gpu.health = Health { healthy: false, reason: "GpuLost".into(), message: "it fell off the bus".into() };
+    gpu.slices.clear();
+    gpu.allocations.clear();
+    world.pass();
+    assert_eq!(world.object("n1").spec, before, "what it shows now is not what its pods hold");
+}
+
+#[test]
+fn what_another_policy_is_about_to_give_counts() {
+    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
+    // Both in one `kubectl apply`: the first policy's GPU is not told yet.
+    world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");
+    world.pod("shares", "nvidia.com/gpu-mps", 2);
+    let (_, outcome) = world.pass();
+    world.waits(&outcome, "shares", Reason::Scheduler, "GPU 0 has 2 nvidia.com/gpu-mps free");
+    assert!(world.partition("n1", 1).whole.is_some());
+    world.settle();
+    assert!(world.is_bound("shares") && world.partition("n1", 1).whole.is_some());
+}
+
+#[test]
+fn shares_of_an_instance_in_use_stay_when_the_policy_is_edited() {
+    let sharing =
+        |units: u32| format!("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: {units}\n      threads: Strict");
+    let mut world = World::new(&sharing(4)).node("n1", 1);
+    let shared = "nvidia.com/mig-3g.20gb.shared";
+    world.pod("two", shared, 2);
+    world.settle();
+    world = world.policy("p", &sharing(2));
+    world.settle();
+    let held = world.mig("n1", 0).remove(0);
+    assert_eq!(held.partition.mps.unwrap().slices[0].count, 4, "a pod holds two of it");
+    world.end("two");
+    world.pod("next", shared, 1);
+    world.settle();
+    assert!(world.is_bound("next"));
+}
+
+#[test]
+fn a_node_that_is_full_of_pods_is_not_cut() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    let full = BTreeMap::from([("pods".to_owned(), cleave_plan::Quantity::whole(1))]);
+    world.observed.nodes.get_mut("n1").unwrap().allocatable = full;
+    world.pod_with("other", "cpu", 1, "  nodeName: n1\n");
+    world.pod("one", TEN, 1);
+    let (_, outcome) = world.pass();
+    world.waits(&outcome, "one", Reason::NoRoom, "too little pods");
+    world.end("other");
+    let (_, outcome) = world.pass();
+    world.waits(&outcome, "one", Reason::Cutting, "n1");
+}
