@@ -346,7 +346,7 @@ fn agent_and_operator_are_killed_at_every_step_and_nothing_in_use_is_lost() -> R
     scope.running("holder")?;
     let before = kept(&cluster, &scope, &["holder"])?;
     // Each re-cut is another: by MIG, for MPS, and whole again.
-    let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-40gb", "nvidia.com/mig-1g.5gb", WHOLE];
+    let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE];
     let mut asked = wants.iter().cycle();
     for part in [Part::Agent, Part::Operator] {
         for step in [Step::Asked, Step::Told, Step::Begun, Step::Done] {
