@@ -69,11 +69,14 @@ fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<Outcome, Nvml
             Ok(Outcome::Done)
         }
         Change::Mode(on) => {
-            if !there.is_empty() {
-                return Ok(Outcome::Busy("MIG instances are there".into()));
-            }
-            if let Some(busy) = users(&|_| true)? {
-                return Ok(busy);
+            // Taking back what is only pending disturbs nobody.
+            if gpu.mig.as_ref().is_none_or(|mig| mig.enabled != *on) {
+                if !there.is_empty() {
+                    return Ok(Outcome::Busy("MIG instances are there".into()));
+                }
+                if let Some(busy) = users(&|_| true)? {
+                    return Ok(busy);
+                }
             }
             Ok(match gpus.set_mig_mode(uuid, *on)? {
                 MigActivation::Now => Outcome::Done,

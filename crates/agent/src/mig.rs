@@ -295,8 +295,8 @@ impl Trial {
     pub fn takes(&self, gpu: &str, device: &str) -> bool {
         match &self.acting {
             Some(Change::Destroy(instance)) => instance.uuid == device,
-            Some(Change::Mode(_)) => gpu == device,
-            Some(Change::Create { .. }) | None => false,
+            Some(Change::Mode(true)) => gpu == device,
+            Some(Change::Mode(false) | Change::Create { .. }) | None => false,
         }
     }
 

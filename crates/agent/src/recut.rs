@@ -240,7 +240,7 @@ impl World {
         next.node.object(left);
         *self = next;
         self.list();
-        self.host_says();
+        self.host_says(self.host.hash());
     }
 
     fn look(&mut self) {
@@ -255,10 +255,15 @@ impl World {
     /// The MPS host acts upon the desired file and says so.
     fn host_acts(&mut self) {
         self.host = self.last.desired.clone();
-        self.host_says();
+        self.host_says(self.host.hash());
     }
 
-    fn host_says(&mut self) {
+    /// It has read that file, and daemons that shall end are on their way.
+    fn host_reads(&mut self) {
+        self.host_says(self.last.desired.hash());
+    }
+
+    fn host_says(&mut self, desired: String) {
         let daemon = |device: &String| {
             let (pid, server_pid, restarts, door) = (Some(1), None, 0, Door::Hard);
             let (message, clients) = Default::default();
@@ -268,7 +273,6 @@ impl World {
             )
         };
         let daemons = self.host.daemons.keys().map(daemon).collect();
-        let desired = self.host.hash();
         let status = Status { version: 1, desired, daemons, ..Status::default() };
         self.node.mps(mps::View { alive: true, status, error: None });
     }
@@ -285,6 +289,16 @@ impl World {
         self.notes.extend(self.last.occurrences.iter().map(|event| (event.reason, event.note.clone())));
         assert!(self.orders.len() <= 1, "one change of a GPU at a time: {:?}", self.orders);
         self.ids_are_unique();
+        for Order { change, .. } in &self.orders {
+            let taken = match change {
+                Change::Destroy(instance) => instance.uuid.as_str(),
+                Change::Mode(true) => GPU,
+                // While it is on, nothing but instances is served.
+                Change::Mode(false) | Change::Create { .. } => continue,
+            };
+            let given_out = self.table.pools.values().flatten().any(|pool| pool.device == taken);
+            assert!(!given_out, "{change} while its slices can be given out");
+        }
     }
 
     fn ids_are_unique(&self) {
@@ -571,9 +585,11 @@ fn a_mig_mode_that_needs_a_reset_is_told_and_waits_and_is_asked_for_once() {
     assert!(world.messages().contains("next reset") && world.messages().contains("restart the node"));
     assert!(world.steps().contains(&("turn MIG mode on", "Waiting")), "{:?}", world.steps());
     assert_eq!(world.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
-    // Not wanted any more, it is taken back; the GPU serves as it is.
+    // Not wanted any more, it is taken back, whoever uses the GPU: it serves as it is.
     world.want(vec![]);
+    lock(&world.board).processes.insert(5, None);
     world.rest();
+    lock(&world.board).processes.clear();
     assert!(world.applied() && world.slices(WHOLE) == 1, "{:?}", world.steps());
     assert!(!lock(&world.board).gpu.mig_pending);
     world.want(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
@@ -663,6 +679,29 @@ fn a_slice_in_use_stays_though_the_agent_that_gave_it_out_has_left_nothing() {
     world.held.clear();
     world.rest();
     assert!(world.applied() && world.is(&[("2g.20gb", 0)]));
+}
+
+#[test]
+fn an_instance_goes_after_its_daemon() {
+    let mut world = World::new("H100-80");
+    world.want(vec![mig_spec(GPU, &[("2g.20gb", 0, 4)])]);
+    world.rest();
+    world.want(vec![mig_spec(GPU, &[])]);
+    world.turn();
+    assert!(world.orders.is_empty(), "the kubelet hears first");
+    world.now += WITHDRAW;
+    for (says, host) in [("has not ended yet", None), ("has not ended yet", Some(World::host_reads as fn(&mut World)))]
+    {
+        host.into_iter().for_each(|does| does(&mut world));
+        world.turn();
+        assert!(world.orders.is_empty() && world.messages().contains(says), "{}", world.messages());
+    }
+    world.host_acts();
+    world.turn();
+    assert!(matches!(world.orders[0].change, Change::Destroy(_)));
+    world.act();
+    world.rest();
+    assert!(world.applied() && world.is(&[]));
 }
 
 #[test]
@@ -791,6 +830,7 @@ enum Happens {
     Turn,
     Act,
     Host,
+    HostReads,
     List,
     Look,
     Time(u64),
@@ -838,6 +878,7 @@ fn happens() -> impl Strategy<Value = Happens> {
         8 => Just(Happens::Turn),
         6 => Just(Happens::Act),
         3 => Just(Happens::Host),
+        2 => Just(Happens::HostReads),
         3 => Just(Happens::List),
         3 => Just(Happens::Look),
         4 => (1_u64..40_000).prop_map(Happens::Time),
@@ -893,6 +934,7 @@ impl World {
             Happens::Turn => self.turn(),
             Happens::Act => self.act(),
             Happens::Host => self.host_acts(),
+            Happens::HostReads => self.host_reads(),
             Happens::List => self.list(),
             Happens::Look => self.look(),
             Happens::Time(ms) => self.now += Duration::from_millis(*ms),
