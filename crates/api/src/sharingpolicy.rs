@@ -360,7 +360,8 @@ pub struct Dynamic {
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
         .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
-    /// Plan after this long at the latest, for example `10s`.
+    /// Plan after this long at the latest, for example `10s`. Also how long a node may take to become what it was told (at least 5 s, 30 s
+    /// where this is left out) before pods are planned for elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
