@@ -322,9 +322,11 @@ impl World {
         devices.filter(|device| there.contains(device)).collect()
     }
 
+    /// GPU instance id and first slice of each MIG device. What has no compute instance is none, and nothing can be in it.
     fn places(&self) -> BTreeMap<String, (u32, u32)> {
         let gpu = lock(&self.board).describe();
-        gpu.mig.iter().flat_map(|mig| &mig.instances).map(|i| (i.uuid.clone(), (i.gpu_instance, i.start))).collect()
+        let made = gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty());
+        made.map(|instance| (instance.uuid.clone(), (instance.gpu_instance, instance.start))).collect()
     }
 
     /// Makes the change that was ordered; nothing in use may be touched by it, and no daemon may run in what goes.
@@ -702,6 +704,23 @@ fn an_instance_goes_after_its_daemon() {
     world.act();
     world.rest();
     assert!(world.applied() && world.is(&[]));
+}
+
+#[test]
+fn an_instance_stays_while_an_mps_host_that_starts_may_start_its_daemon() {
+    let mut world = World::new("H100-80");
+    world.want(vec![mig_spec(GPU, &[("2g.20gb", 0, 4)])]);
+    world.rest();
+    world.host = Desired::default();
+    world.host_says(String::new());
+    world.want(vec![mig_spec(GPU, &[])]);
+    world.turn();
+    world.now += WITHDRAW;
+    world.turn();
+    assert!(world.orders.is_empty() && world.messages().contains("has not read yet"), "{}", world.messages());
+    world.host_acts();
+    world.turn();
+    assert_eq!(world.orders.len(), 1);
 }
 
 #[test]
