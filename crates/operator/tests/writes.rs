@@ -4,6 +4,8 @@
 use cleave_api::sharingpolicy::SharingPolicyStatus;
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_operator::apply::{self, Change};
+use cleave_operator::demand::Reason;
+use cleave_operator::dry;
 use cleave_operator::leader::Elector;
 use cleave_operator::status::{self, Update};
 use http::{Request, Response, StatusCode};
@@ -217,4 +219,72 @@ async fn who_loses_the_race_for_a_lease_does_not_lead() {
     answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
     answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
     assert!(claim.is_known() && !claim.is_current());
+}
+
+fn list(items: &Value) -> Value {
+    json!({"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items})
+}
+
+/// What `cleave plan --live` asks for, and what it makes of objects as an API server writes them.
+#[tokio::test]
+async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
+    let (client, mut server) = client();
+    let gpu = json!({
+        "uuid": "GPU-a", "index": 0, "model": "NVIDIA A100-SXM4-40GB", "memoryMib": 40960, "sms": 108, "mode": "Whole",
+        "health": {"healthy": true},
+        "slices": [{"device": "GPU-a", "resource": "nvidia.com/gpu", "total": 1, "inUse": 0, "unhealthy": 0}],
+    });
+    let pod = |name: &str, spec: Value| {
+        json!({"metadata": {"name": name, "namespace": "team", "uid": name, "creationTimestamp": "2026-01-01T00:00:00Z",
+            "managedFields": [{"manager": "kubectl"}]}, "spec": spec, "status": {"phase": "Pending"}})
+    };
+    let ten = json!({"containers": [{"name": "main", "image": "x", "resources": {"limits": {"nvidia.com/gpu-10gb": "1"}, "requests": {"cpu": "100m", "nvidia.com/gpu-10gb": "1"}}}],
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}]}}},
+        "tolerations": [{"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}]});
+    let mut odd = ten.clone();
+    odd["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]["matchExpressions"]
+        [0]["operator"] = json!("Resembles");
+    let answers = [
+        list(&json!([{"metadata": {"name": "n1", "uid": "u1", "labels": {"zone": "a"}},
+            "spec": {"podCIDR": "10.0.0.0/24", "taints": [{"key": "soft", "effect": "PreferNoSchedule"}]},
+            "status": {"allocatable": {"cpu": "8", "memory": "64Gi", "pods": "110"}, "images": [{"names": ["a"]}]}}])),
+        list(
+            &json!([{"metadata": {"name": "agent", "namespace": "cleave-system"}, "spec": {"nodeName": "n1", "containers": []},
+            "status": {"conditions": [{"type": "Ready", "status": "True"}]}}]),
+        ),
+        list(&json!([{"metadata": {"name": "n1", "generation": 1}, "spec": {"planId": "", "gpus": []},
+            "status": {"observedGeneration": 1, "agentVersion": "0.1.0", "gpus": [gpu]}}])),
+        list(
+            &json!([{"metadata": {"name": "auto"}, "spec": {"mode": "Auto"}}, {"metadata": {"name": "broken"}, "spec": {"mode": 7}}]),
+        ),
+        list(&json!([pod("one", ten), pod("odd", odd)])),
+    ];
+    let serve = async {
+        let mut asked = Vec::new();
+        for reply in &answers {
+            let (method, uri, _) = answer(&mut server, StatusCode::OK, reply).await;
+            asked.push(format!("{method} {uri}"));
+        }
+        asked
+    };
+    let (observed, asked) = tokio::join!(dry::observe(&client, "cleave-system", "a=b"), serve);
+    assert_eq!(
+        asked,
+        [
+            "GET /api/v1/nodes?",
+            "GET /api/v1/namespaces/cleave-system/pods?&labelSelector=a%3Db",
+            "GET /apis/cleave.dev/v1alpha1/gpunodes?",
+            "GET /apis/cleave.dev/v1alpha1/sharingpolicies?",
+            "GET /api/v1/pods?&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed",
+        ]
+    );
+    let run = dry::dry_run(&observed.unwrap()).unwrap();
+    assert_eq!(run.outcome.waiting["team/one"].reason, Reason::Cutting);
+    assert_eq!(
+        run.outcome.waiting["team/odd"].reason,
+        Reason::NoRoom,
+        "what it asks for is not known, and it alone waits"
+    );
+    assert_eq!(run.changes.len(), 1);
+    assert_eq!(run.changes[0].spec.gpus[0].partition.mps.as_ref().unwrap().slices[0].count, 1);
 }
