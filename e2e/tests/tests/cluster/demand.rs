@@ -306,18 +306,25 @@ enum Step {
     Done,
 }
 
+/// Kills the process of a part. Its pod goes too: the kubelet lets one that was killed often wait for minutes.
 fn kill(cluster: &Cluster, part: Part) -> Result<()> {
-    match part {
-        Part::Agent => signal_agent("KILL"),
-        Part::Operator => {
-            let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator");
-            for pod in cluster.list(&path)? {
-                let name = text(&pod["metadata"]["name"]);
-                cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{name}"), Some(0))?;
-            }
-            Ok(())
+    let component = match part {
+        Part::Agent => {
+            signal_agent("KILL")?;
+            "agent"
+        }
+        Part::Operator => "operator",
+    };
+    let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
+    for pod in cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io/component={component}"))? {
+        if component == "operator" || pod["spec"]["nodeName"] == NODE {
+            cluster.delete(&format!("{pods}/{}", text(&pod["metadata"]["name"])), Some(0))?;
         }
     }
+    if let Part::Agent = part {
+        wait_until("an agent runs again", || signal_agent("CONT").map(|()| true))?;
+    }
+    Ok(())
 }
 
 /// Waits until a re-cut of [`NODE`] is so far, coming from that plan; or is over.
