@@ -34,7 +34,7 @@ impl LogArgs {
         let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
         match self.log_format {
             LogFormat::Text => {
-                registry.with(lines.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))).init()
+                registry.with(lines.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))).init();
             }
             LogFormat::Json => registry.with(lines.json().flatten_event(true)).init(),
         }

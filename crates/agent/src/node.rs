@@ -21,9 +21,8 @@ use crate::serve::Table;
 use crate::status::{self, Facts};
 use crate::usage::{Allocations, Usage};
 
-/// Between the kubelet's lists while a change waits for pods to end, while slices are in use, and while none are.
-const LIST_WAITING: Duration = Duration::from_secs(1);
-const LIST_IN_USE: Duration = Duration::from_secs(5);
+/// Between the kubelet's lists while slices are in use or a change waits for pods to end (which somebody may wait for), and while none are.
+const LIST_IN_USE: Duration = Duration::from_secs(1);
 const LIST_IDLE: Duration = Duration::from_secs(30);
 
 /// How long slices are told as Unhealthy before they go: the kubelet may be handing one out just now, and a pod that comes with a slice that
@@ -435,13 +434,9 @@ impl Node {
             cut: self.cut.clone(),
         };
         let unready = self.unready(&desired);
-        let list_every = if self.steps.iter().any(|step| step.result == STEP_WAITING) {
-            LIST_WAITING
-        } else if usage.as_ref().is_some_and(Usage::is_empty) {
-            LIST_IDLE
-        } else {
-            LIST_IN_USE
-        };
+        let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
+        let idle = !waits && usage.as_ref().is_some_and(Usage::is_empty);
+        let list_every = if idle { LIST_IDLE } else { LIST_IN_USE };
         let look = foreign && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK);
         if look {
             self.looked = Some(now);
@@ -901,7 +896,7 @@ mod tests {
         node.object(spec(5));
         let turn = node.turn(&mut table, later + GRACE / 2);
         assert_eq!(turn.lists.values().flatten().count(), 10, "{:?}", turn.status.steps);
-        assert_eq!(turn.list_every, LIST_WAITING);
+        assert_eq!(turn.list_every, LIST_IN_USE);
         assert_eq!(node.held(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
         node.turn(&mut table, later + GRACE);
         assert_eq!(node.turn(&mut table, later + GRACE + WITHDRAW).lists.values().flatten().count(), 5);
