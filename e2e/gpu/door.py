@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The MPS host and its doors against the real driver, without Kubernetes. One JSON object of results on standard output.
 
-usage: door.py CLEAVE      CLEAVE is the binary; needs root, a GPU, and its driver's nvidia-cuda-mps-control on the PATH
+usage: door.py HOST      HOST is cleave-mps-host; needs root, a GPU, and its driver's nvidia-cuda-mps-control on the PATH
 Compute mode, MIG mode, clocks and persistence are left alone.
 """
 import json, os, pathlib, random, shutil, signal, socket, statistics, subprocess, sys, tempfile, time
@@ -97,7 +97,7 @@ for k in range(1, units + 1):
     allocation(f"{k:02x}", 100 * k // units, usable * k // units)
 allocation("ff", None, None)
 log = open(run / "host.log", "w")
-host = subprocess.Popen([cleave, "mps-host", "--run-dir", str(run)], stdout=log, stderr=log)
+host = subprocess.Popen([cleave, "--run-dir", str(run)], stdout=log, stderr=log)
 try:
     write()
     start = time.monotonic()
