@@ -47,6 +47,7 @@ use cleave_gpu::nvml::{EventWatch, GpuEvent, Inventory, Nvml, NvmlError, Search,
 use cleave_kubelet::{Config, HeldDevices, Plugins, PluginsState, PodResources, Resource, ResourceName};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
 pub use args::AgentArgs;
 
@@ -151,16 +152,18 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         inputs: inputs.downgrade(),
         steps: Vec::new(),
         kubelet_answers: true,
+        stopping: CancellationToken::new(),
     };
     let plugin_states = main.plugins.state();
 
     let mut tasks = JoinSet::new();
     // The first to be polled: it serves what the checkpoint says before anything else is waited for.
+    let stopping = main.stopping.clone();
     tasks.spawn(main.run(received));
     tasks.spawn(watch_hardware(search, inputs.clone(), looks));
     tasks.spawn(watch_mps(link.clone(), inputs.clone()));
     tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
-    tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone()));
+    tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
     match (offline, spec) {
@@ -213,6 +216,8 @@ struct Main {
     /// What was logged.
     steps: Vec<cleave_api::gpunode::StepStatus>,
     kubelet_answers: bool,
+    /// The agent was told to stop: what ends now ends for that.
+    stopping: CancellationToken,
 }
 
 impl Main {
@@ -236,6 +241,7 @@ impl Main {
                 // Cancel-safe: a signal that is not taken is seen by the next call.
                 _ = terminate.recv() => {
                     tracing::info!("told to stop");
+                    self.stopping.cancel();
                     self.plugins.shutdown().await;
                     return Ok(());
                 }
@@ -475,7 +481,11 @@ async fn watch_pods(
 }
 
 /// Notices that the kubelet started: it registers plugins anew, and does not know its pods yet.
-async fn watch_kubelet(mut states: watch::Receiver<PluginsState>, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
+async fn watch_kubelet(
+    mut states: watch::Receiver<PluginsState>,
+    inputs: mpsc::Sender<Input>,
+    stopping: CancellationToken,
+) -> anyhow::Result<()> {
     let mut seen: u64 = 0;
     while states.changed().await.is_ok() {
         let most =
@@ -486,6 +496,10 @@ async fn watch_kubelet(mut states: watch::Receiver<PluginsState>, inputs: mpsc::
                 break;
             }
         }
+    }
+    if stopping.is_cancelled() {
+        // The main loop has ended it, and says by its own end that the agent may go.
+        std::future::pending::<()>().await;
     }
     anyhow::bail!("the device plugins' manager has ended")
 }

@@ -272,6 +272,14 @@ async fn without_a_driver_the_agent_stays_and_serves_when_one_comes() {
 }
 
 #[tokio::test]
+async fn told_to_stop_the_agent_ends_without_an_error() {
+    let mut machine = Machine::running(&["1xH200"], |gpus| vec![mps(&gpus[0], 10)]);
+    machine.healthy(MPS, 10).await;
+    let ended = machine.stop_agent();
+    assert!(ended.success(), "{ended}");
+}
+
+#[tokio::test]
 async fn a_driver_without_a_gpu_is_told() {
     let mut machine = Machine::new(&[]);
     machine.want("first", vec![]);

@@ -150,6 +150,14 @@ impl Machine {
         kill(&mut self.host);
     }
 
+    /// SIGTERM; how the agent ended.
+    pub(crate) fn stop_agent(&mut self) -> std::process::ExitStatus {
+        let mut agent = self.agent.take().unwrap();
+        let pid = rustix::process::Pid::from_child(&agent);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        agent.wait().unwrap()
+    }
+
     pub(crate) fn agent_runs(&mut self) -> bool {
         self.agent.as_mut().unwrap().try_wait().unwrap().is_none()
     }
