@@ -186,7 +186,7 @@ impl Chooser {
                 let value = Value::learn(&seen.typical(true), &nodes);
                 Self::Cleave(Placer::new(nodes, value))
             }
-            Policy::Fgd => Self::Fgd(Placer::new(nodes, Fgd::new(&seen.typical(false)))),
+            Policy::Fgd => Self::Fgd(Placer::new(nodes, Fgd::new(&seen.typical(true)))),
             Policy::BestFit => Self::BestFit(Placer::new(nodes, BestFit)),
             Policy::Random => Self::Random(Placer::new(nodes, BestFit), Rng(!seed)),
         }
@@ -216,7 +216,7 @@ impl Chooser {
                 let value = Value::learn(&seen.typical(true), placer.nodes()).awaited(waiting);
                 placer.set_policy(value);
             }
-            Self::Fgd(placer) => placer.set_policy(Fgd::new(&seen.typical(false))),
+            Self::Fgd(placer) => placer.set_policy(Fgd::new(&seen.typical(true))),
             Self::BestFit(_) | Self::Random(..) => {}
         }
     }

@@ -32,11 +32,12 @@ impl Fgd {
     }
 
     /// Free GPU that typical pods cannot use.
-    fn fragment(&self, cpu: u64, gpus: &[u32]) -> f64 {
+    fn fragment(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
         let free: u32 = gpus.iter().sum();
         let of = |kind: &Typical| {
             let able = gpus.iter().filter(|&&free| free >= kind.per_gpu).count();
-            if kind.gpus == 0 || cpu < kind.cpu || able < kind.gpus as usize {
+            let other = !kind.models.is_empty() && !kind.models.iter().any(|allowed| allowed == model);
+            if kind.gpus == 0 || other || cpu < kind.cpu || able < kind.gpus as usize {
                 return f64::from(free);
             }
             f64::from(gpus.iter().filter(|&&free| free < kind.per_gpu).sum::<u32>())
@@ -49,7 +50,7 @@ impl Score for Fgd {
     type Before = f64;
 
     fn before(&self, node: &Node) -> f64 {
-        self.fragment(node.cpu, &node.gpus)
+        self.fragment(&node.model, node.cpu, &node.gpus)
     }
 
     fn rank(&self, node: &Node, before: &f64, demand: &Demand, way: Option<usize>) -> Rank {
@@ -62,7 +63,7 @@ impl Score for Fgd {
                 wanted -= 1;
             }
         }
-        let fall = before - self.fragment(node.cpu - demand.cpu, &gpus);
+        let fall = before - self.fragment(&node.model, node.cpu - demand.cpu, &gpus);
         let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
         Rank { score, spread: spread(node, demand), left: left(node, demand, way) }
     }
