@@ -204,6 +204,49 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     launcher(&args)
 }
 
+/// Sends a signal to the one process of a program of Cleave's on a node: `STOP`, `CONT`, `KILL`.
+pub fn signal(node: &str, program: &str, signal: &str) -> Result<()> {
+    let find = format!("grep -azl '^/usr/bin/{program}$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3");
+    let mut found = 0;
+    for pid in on_node(node, &["sh", "-c", &find])?.split_whitespace() {
+        // The search itself names the program too.
+        let own = on_node(node, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]);
+        if own.is_ok_and(|line| line.starts_with("/usr/bin/")) {
+            on_node(node, &["kill", &format!("-{signal}"), pid])?;
+            found += 1;
+        }
+    }
+    ensure!(found == 1, "{found} processes of {program} were found on {node}");
+    Ok(())
+}
+
+/// Faults of a node's simulated hardware, which are taken away with the value.
+pub struct Faults<'a> {
+    node: &'a str,
+}
+
+impl<'a> Faults<'a> {
+    /// None yet.
+    pub fn on(node: &'a str) -> Self {
+        Self { node }
+    }
+
+    /// `simgpu` with arguments.
+    pub fn simgpu(&self, args: &[&str]) -> Result<String> {
+        let mut command = vec!["/opt/simgpu/bin/simgpu"];
+        command.extend_from_slice(args);
+        on_node(self.node, &command)
+    }
+}
+
+impl Drop for Faults<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.simgpu(&["clear"]) {
+            let _ = writeln!(std::io::stderr(), "the injected faults could not be taken away: {error:#}");
+        }
+    }
+}
+
 /// `kubectl` with arguments.
 pub fn kubectl(args: &[&str]) -> Result<String> {
     run("kubectl", args)
@@ -291,6 +334,13 @@ impl<'a> Scope<'a> {
     /// Makes a pod with one container `main` of the client's image, which runs a shell script.
     pub fn pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &pod(name, limits, script))
+    }
+
+    /// The same, on a node although others could run it too.
+    pub fn pod_on(&self, node: &str, name: &str, limits: &Value, script: &str) -> Result<Value> {
+        let mut object = pod(name, limits, script);
+        object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
+        self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &object)
     }
 
     /// Waits until a pod's container runs.

@@ -1,6 +1,6 @@
 //! MPS daemons that die: clients wait at the door, none runs unlimited, and the node tells.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, on_node, text, wait_until};
+use cleave_e2e::{Cluster, Faults, on_node, text, wait_until};
 use serde_json::json;
 
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares};
@@ -15,14 +15,14 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
     let (_, daemon) = daemon_pids(&cluster)?.into_iter().find(|(of, _)| *of == device).context("no daemon for it")?;
     // The daemon cannot come back until this is cleared: what starts meanwhile has to wait.
-    let faults = Faults;
-    simgpu(&["fail", "mps:start", "--gpu", &device])?;
+    let faults = Faults::on(NODE);
+    faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     scope.exec("two", &["sh", "-c", "cleave-client --once >/seen 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
         ensure!(scope.exec("two", &["cat", "/seen"])?.is_empty(), "it ran without a daemon");
-        waiting(&device)
+        waiting()
     })?;
     drop(faults);
     wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/seen"])?.trim().is_empty()))?;
@@ -40,26 +40,8 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     Ok(())
 }
 
-/// Injected faults, which are taken away with the value.
-struct Faults;
-
-impl Drop for Faults {
-    fn drop(&mut self) {
-        if let Err(error) = simgpu(&["clear"]) {
-            eprintln!("the injected faults could not be taken away: {error:#}");
-        }
-    }
-}
-
-fn simgpu(args: &[&str]) -> Result<String> {
-    let mut command = vec!["/opt/simgpu/bin/simgpu"];
-    command.extend_from_slice(args);
-    on_node(NODE, &command)
-}
-
-/// Whether a client waits at a door of the device.
-fn waiting(device: &str) -> Result<bool> {
+/// Whether a client waits at a door.
+fn waiting() -> Result<bool> {
     let status: serde_json::Value = serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?;
-    let _ = device;
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }

@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, pod, text, wait_until};
+use cleave_e2e::{Cluster, Faults, SYSTEM, Scope, signal, text, wait_until};
 use cleave_plan::mps::{self, Threads};
 use cleave_plan::units::Sms;
 use serde_json::{Value, json};
@@ -31,10 +31,7 @@ fn auto<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'
 
 /// A pod on [`NODE`] that holds what it gets.
 fn ask(scope: &Scope, name: &str, resource: &str, count: u32) -> Result<()> {
-    let mut object = pod(name, &json!({resource: count}), HOLD);
-    object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
-    scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-    Ok(())
+    scope.pod_on(NODE, name, &json!({resource: count}), HOLD).map(drop)
 }
 
 fn gpu(cluster: &Cluster, index: usize) -> Result<Value> {
@@ -198,31 +195,14 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     Ok(())
 }
 
-/// Injected faults of [`NODE`], which are taken away with the value.
-struct Faults;
-
-impl Drop for Faults {
-    fn drop(&mut self) {
-        if let Err(error) = simgpu(&["clear"]) {
-            eprintln!("the injected faults could not be taken away: {error:#}");
-        }
-    }
-}
-
-fn simgpu(args: &[&str]) -> Result<String> {
-    let mut command = vec!["/opt/simgpu/bin/simgpu"];
-    command.extend_from_slice(args);
-    on_node(NODE, &command)
-}
-
 #[test]
 fn a_creation_that_nvml_refuses_is_rolled_back_and_tried_again_when_that_helps() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "refused", &[0])?;
     let uuid = text(&gpu(&cluster, 0)?["uuid"]);
     let before = told(&cluster, "Node", NODE, "GpuLeftOut")?;
-    let faults = Faults;
-    simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
+    let faults = Faults::on(NODE);
+    faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
     ask(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     is_told(&cluster, ("Node", NODE, "GpuLeftOut"), &before, &uuid)?;
     wait_until("nothing of it is left", || {
@@ -233,29 +213,13 @@ fn a_creation_that_nvml_refuses_is_rolled_back_and_tried_again_when_that_helps()
     scope.running("mig").map(drop)
 }
 
-/// Stops, or lets go on, the agent's process of [`NODE`].
-fn signal_agent(signal: &str) -> Result<()> {
-    let find = "grep -azl '^/usr/bin/cleave-agent$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3";
-    let mut found = 0;
-    for pid in on_node(NODE, &["sh", "-c", find])?.split_whitespace() {
-        // The search itself names the program too.
-        let own = on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]);
-        if own.is_ok_and(|line| line.starts_with("/usr/bin/")) {
-            on_node(NODE, &["kill", &format!("-{signal}"), pid])?;
-            found += 1;
-        }
-    }
-    ensure!(found == 1, "{found} agents were found on {NODE}");
-    Ok(())
-}
-
 /// The agent of [`NODE`] is stopped as long as the value lives.
 struct Stopped;
 
 impl Drop for Stopped {
     fn drop(&mut self) {
         // The kubelet may have started it anew meanwhile: then there is nothing to let go on.
-        if let Err(error) = signal_agent("CONT") {
+        if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
             eprintln!("the agent could not be let go on: {error:#}");
         }
     }
@@ -269,7 +233,7 @@ fn a_silent_node_delays_nobody_and_is_taken_back() -> Result<()> {
     let left_out = told(&cluster, "Node", NODE, "GpuNodeLeftOut")?;
     let taken_back = told(&cluster, "Node", NODE, "GpuNodeTakenBack")?;
     let stopped = Stopped;
-    signal_agent("STOP")?;
+    signal(NODE, "cleave-agent", "STOP")?;
     // Two that only the other node could serve as well: wherever a plan sees them first, they run.
     for index in 0..2 {
         scope.pod(&format!("any-{index}"), &json!({TWENTY: 1}), HOLD)?;
@@ -310,7 +274,7 @@ enum Step {
 fn kill(cluster: &Cluster, part: Part) -> Result<()> {
     let component = match part {
         Part::Agent => {
-            signal_agent("KILL")?;
+            signal(NODE, "cleave-agent", "KILL")?;
             "agent"
         }
         Part::Operator => "operator",
@@ -322,7 +286,7 @@ fn kill(cluster: &Cluster, part: Part) -> Result<()> {
         }
     }
     if let Part::Agent = part {
-        wait_until("an agent runs again", || signal_agent("CONT").map(|()| true))?;
+        wait_until("an agent runs again", || signal(NODE, "cleave-agent", "CONT").map(|()| true))?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Policies: refused with a sentence where they are wrong, in force without a restart where they are right.
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, pod, text, wait_until};
+use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
@@ -27,14 +27,6 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     let seen = scope.seen("one")?;
     ensure!(seen["sms"] == 26, "one of five shares sees {seen}");
     ensure!(before == daemon_pids(&cluster)?, "the MPS daemons were started again");
-    Ok(())
-}
-
-/// A pod that stays, on [`NODE`] although another node could run it too.
-fn here(scope: &Scope, name: &str, limits: &Value) -> Result<()> {
-    let mut object = pod(name, limits, HOLD);
-    object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
-    scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
     Ok(())
 }
 
@@ -89,7 +81,7 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
     offers(&cluster, "nvidia.com/gpu", 1)?;
     let pods = [("mps", SHARES), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
     for (name, resource) in pods {
-        here(&scope, name, &json!({resource: 1}))?;
+        scope.pod_on(NODE, name, &json!({resource: 1}), HOLD)?;
     }
     let mut gpus = Vec::new();
     for (name, _) in pods {
@@ -164,7 +156,7 @@ fn without_a_policy_gpus_are_whole_again() -> Result<()> {
     cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
     offers(&cluster, SHARES, 0)?;
     offers(&cluster, "nvidia.com/gpu", GPUS)?;
-    here(&scope, "whole", &json!({"nvidia.com/gpu": 2}))?;
+    scope.pod_on(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
     scope.running("whole")?;
     let seen = scope.seen("whole")?;
     ensure!(seen["viaMps"] == false && seen["sms"] == 132, "it sees {seen}");

@@ -1,6 +1,6 @@
 //! Restarting, upgrading or killing any part of Cleave, or the kubelet, disturbs no running pod.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, run, text, wait_until};
+use cleave_e2e::{Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, run, signal, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
@@ -73,22 +73,6 @@ fn ready(pod: &Value) -> bool {
     pod["status"]["containerStatuses"][0]["ready"] == true
 }
 
-/// Kills a program of Cleave's by SIGKILL, as seen on the node.
-fn kill_process(program: &str) -> Result<()> {
-    let find = format!("grep -azl '^/usr/bin/{program}$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3");
-    let mut killed = 0;
-    for pid in on_node(NODE, &["sh", "-c", &find])?.split_whitespace() {
-        // The search itself names the program too.
-        let own = on_node(NODE, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]);
-        if own.is_ok_and(|line| line.starts_with("/usr/bin/")) {
-            on_node(NODE, &["kill", "-9", pid])?;
-            killed += 1;
-        }
-    }
-    ensure!(killed == 1, "{killed} processes of {program} were found on {NODE}");
-    Ok(())
-}
-
 #[test]
 fn the_kubelet_is_killed_and_comes_back() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -105,7 +89,7 @@ fn the_agent_is_killed_and_comes_back() -> Result<()> {
     let scope = ten_shares(&cluster, "agent")?;
     let running = running(&cluster, &scope)?;
     let before = restarts(&part(&cluster, "agent")?);
-    kill_process("cleave-agent")?;
+    signal(NODE, "cleave-agent", "KILL")?;
     hold_until(
         "the agent is back",
         || part(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
