@@ -182,6 +182,9 @@ webhook
 
 {{/* Which pods get the gate, as conditions of the policy and of the webhook. */}}
 {{- define "cleave.gateConditions" -}}
+# Pods come here before they are validated: one without containers is to be refused for that, and not because nothing can be said of it.
+- name: has-containers
+  expression: object.spec.containers != null
 - name: asks-for-shares
   expression: >-
     {{ include "cleave.asksForShares" "object" }}

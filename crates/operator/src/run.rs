@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use cleave_api::gpunode::StepStatus;
-use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_REFUSED};
+use cleave_api::names::{ALLOW_LABEL, STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
 use futures::{FutureExt as _, Stream, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::ObjectReference;
-use kube::core::DeserializeGuard;
+use k8s_openapi::api::core::v1::{Namespace, ObjectReference};
+use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::reflector::{self, Store};
@@ -27,6 +27,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::args::OperatorArgs;
+use crate::certificate::{self, Keeper};
 use crate::demand::{self, Reason};
 use crate::events::{self, Teller};
 use crate::http::{Health, serve};
@@ -37,7 +38,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
-use crate::{apply, plan, status};
+use crate::{apply, plan, status, webhook};
 
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
 const WRITE: Duration = Duration::from_secs(5);
@@ -48,10 +49,17 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends by itself.
 pub async fn run(args: OperatorArgs) -> Result<()> {
-    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr } = args;
+    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr } = args;
     // Two providers may be linked; an error says that one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = TcpListener::bind(metrics_addr).await.with_context(|| format!("listening on {metrics_addr}"))?;
+    let webhook = match webhook {
+        None => None,
+        Some(name) => {
+            let listener = TcpListener::bind(webhook_addr).await;
+            Some((name, listener.with_context(|| format!("listening on {webhook_addr}"))?))
+        }
+    };
     let client = Client::try_default().await.context("finding the API server")?;
     let stop = CancellationToken::new();
     let released = CancellationToken::new();
@@ -90,6 +98,11 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
             (PodObject::trim, PodObject::wants_gpus),
         ),
     };
+    let namespaces = webhook.is_some().then(|| {
+        let excepted = watcher::Config::default().labels(ALLOW_LABEL);
+        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
+        watches.keep("Namespace", watch, (trim, |_| false))
+    });
 
     let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
     let (elector, claim) = Elector::new(leases, lease, identity.clone());
@@ -100,12 +113,35 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
             ("lease", Ok(()))
         });
     }
+    let mut certified = None;
+    if let Some(((name, listener), namespaces)) = webhook.zip(namespaces) {
+        let (keeper, served) = Keeper::new(&client, &namespace, name, claim.clone());
+        let tls = certificate::tls(served.clone()).context("setting up TLS")?;
+        certified = Some(served);
+        let (known, until) = (namespaces.clone(), stop.clone());
+        tasks.spawn(async move {
+            ("webhook", webhook::serve(listener, tls, known, until, webhook::LINGER).await.map_err(Into::into))
+        });
+        let stop = stop.clone();
+        tasks.spawn(async move {
+            // Nothing is answered, and nobody asks, before it is known where there are exceptions.
+            tokio::select! {
+                () = stop.cancelled() => {}
+                listed = namespaces.wait_until_ready() => match listed {
+                    Ok(()) => keeper.run(stop.clone()).await,
+                    Err(error) => return ("certificate", Err(error.into())),
+                }
+            }
+            ("certificate", Ok(()))
+        });
+    }
     let listed = Arc::new(AtomicBool::new(false));
     let health = Health {
         listed: Arc::clone(&listed),
         claim: claim.clone(),
         metrics: metrics.clone(),
         registry: Arc::new(registry),
+        certified,
     };
     {
         let stop = stop.clone();
