@@ -154,8 +154,10 @@ def compare(direct, times):
     for _ in range(times):
         measured["directMs"].append(seen(child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))
         measured["throughMs"].append(seen(child()).get("contextMs"))
-    medians = {name: statistics.median(value for value in values if value is not None) for name, values in measured.items()}
-    say(medians=medians, **measured)
+    if None in measured["directMs"] + measured["throughMs"]:
+        say(error="a context could not be made", **measured)
+    else:
+        say(medians={name: statistics.median(values) for name, values in measured.items()}, **measured)
 
 
 def await_file(path):
@@ -231,7 +233,7 @@ if __name__ == "__main__":
         if options.compare:
             sys.exit(compare(options.compare, options.times))
         sys.exit(main())
-    except CudaError as error:
-        say(error=str(error), code=error.code, at=time.time())
+    except (CudaError, OSError) as error:
+        say(error=str(error), code=getattr(error, "code", None), at=time.time())
         # The context is broken: what Python would do on the way out can hang in it.
         os._exit(1)

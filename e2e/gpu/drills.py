@@ -41,8 +41,8 @@ def wait(what, condition, seconds=60.0, pause=0.02):
         try:
             if value := condition():
                 return value
-        except (OSError, ValueError, KeyError, IndexError):
-            pass
+        except (OSError, ValueError, LookupError, RuntimeError, subprocess.CalledProcessError, StopIteration):
+            pass  # not there yet
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds} s")
         time.sleep(pause)
