@@ -21,7 +21,7 @@ use std::num::NonZeroU32;
 
 pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
-pub use containers::{Container, Kind, asks};
+pub use containers::{Container, Kind, Part, asks, parts};
 use pack::{pack, tightest};
 use stock::Stock;
 
