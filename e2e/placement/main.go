@@ -42,6 +42,7 @@ type options struct {
 	seed     uint64
 	qps      int
 	stall    time.Duration
+	limit    time.Duration
 }
 
 func parse(arguments []string) (options, error) {
@@ -65,6 +66,7 @@ func parse(arguments []string) (options, error) {
 	flags.Uint64Var(&o.seed, "seed", 42, "of the pods' sizes")
 	flags.IntVar(&o.qps, "qps", 5000, "requests a second that the scheduler and the controller manager may send; their own defaults are 50 and 20")
 	flags.DurationVar(&o.stall, "stall", 30*time.Second, "how long no pod is bound until the others count as not bound")
+	flags.DurationVar(&o.limit, "limit", 100*time.Second, "how long pods may take to be bound until the others count as not bound")
 	if err := flags.Parse(arguments); err != nil {
 		return o, err
 	}
@@ -221,7 +223,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	if err != nil {
 		return r, err
 	}
-	if err := t.tracker.settle(ctx, warm, o.stall); err != nil {
+	if err := t.tracker.settle(ctx, warm, o.stall, o.limit); err != nil {
 		return r, err
 	}
 	if bound := t.tracker.count(warm, func(r *record) bool { return r.node != "" }); bound < warming {
@@ -260,7 +262,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	r.Burst = t.tracker.latencies(burst)
 	r.CreateSeconds = created.Sub(t.tracker.first(burst)).Seconds()
 	r.Writes = after.writes.since(before.writes)
-	r.WritesPerPod = r.Writes.total() / float64(len(burst))
+	r.WritesPerPod = r.Writes.total() / float64(max(r.Burst.Bound, 1))
 	r.Processes = make(map[string]usage)
 	for name, used := range after.processes {
 		used.CPUSeconds -= before.processes[name].CPUSeconds
@@ -283,7 +285,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 
 // quiet waits until what is to be bound is, runs, and has been told.
 func (t *trial) quiet(ctx context.Context, pods []string) error {
-	if err := t.tracker.settle(ctx, pods, t.options.stall); err != nil {
+	if err := t.tracker.settle(ctx, pods, t.options.stall, t.options.limit); err != nil {
 		return err
 	}
 	if t.agents.tell == nil {

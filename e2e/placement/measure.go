@@ -120,19 +120,19 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 	return count
 }
 
-// settle waits until all of the pods are bound, or none has been for a while, and
-// then until those that are run.
-func (t *tracker) settle(ctx context.Context, pods []string, stall time.Duration) error {
+// settle waits until all of the pods are bound, or none has been for a while, or the
+// time is over; and then until those that are bound run.
+func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started := time.Now()
-	err := until(ctx, time.Hour, "the pods to be bound", func(context.Context) (bool, error) {
+	err := until(ctx, 2*limit, "the pods to be bound", func(context.Context) (bool, error) {
 		t.mutex.Lock()
 		last := t.progress
 		t.mutex.Unlock()
 		if last.Before(started) {
 			last = started
 		}
-		return t.count(pods, isBound) == len(pods) || time.Since(last) > stall, nil
+		return t.count(pods, isBound) == len(pods) || time.Since(last) > stall || time.Since(started) > limit, nil
 	})
 	if err != nil {
 		return err

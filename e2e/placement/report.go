@@ -96,7 +96,7 @@ func table(results []result) string {
 	fmt.Fprintln(&out, "\nWrites, per pod:")
 	for _, k := range keys {
 		r := median(grouped[k])
-		fmt.Fprintf(&out, "  %d nodes, %s: %s\n", k.nodes, titles[k.system], r.Writes.perPod(r.Burst.Pods))
+		fmt.Fprintf(&out, "  %d nodes, %s: %s\n", k.nodes, titles[k.system], r.Writes.perPod(max(r.Burst.Bound, 1)))
 	}
 	fmt.Fprintln(&out, "\nProcesses: CPU seconds in the burst; MiB resident afterwards, at most")
 	for _, k := range keys {

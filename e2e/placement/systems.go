@@ -372,7 +372,7 @@ func share(ctx context.Context, t *trial) error {
 		var list struct{ Items []gpuNode }
 		return list.Items, json.Unmarshal(raw, &list)
 	}
-	if err := until(ctx, 2*time.Minute, "the operator to make a GpuNode for each node", func(ctx context.Context) (bool, error) {
+	if err := until(ctx, 5*time.Minute, "the operator to make a GpuNode for each node", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		return len(found) == t.nodes, err
 	}); err != nil {
@@ -381,7 +381,7 @@ func share(ctx context.Context, t *trial) error {
 	if err := forEach(ctx, t.nodes, atOnce, tell.write); err != nil {
 		return err
 	}
-	if err := until(ctx, 2*time.Minute, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
+	if err := until(ctx, 5*time.Minute, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		if err != nil {
 			return false, err
@@ -401,7 +401,7 @@ func share(ctx context.Context, t *trial) error {
 	if err := forEach(ctx, t.nodes, atOnce, tell.write); err != nil {
 		return err
 	}
-	return until(ctx, 2*time.Minute, "the policy to be Ready", func(ctx context.Context) (bool, error) {
+	return until(ctx, 5*time.Minute, "the policy to be Ready", func(ctx context.Context) (bool, error) {
 		raw, err := t.plane.custom.Get().AbsPath(policiesPath, "ten-shares").Do(ctx).Raw()
 		if err != nil {
 			return false, err
