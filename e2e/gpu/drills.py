@@ -64,7 +64,7 @@ def daemon():
     return next(iter(mps_status()["daemons"].values()))
 
 
-def policy(mode, resource, units, **section):
+def policy(mode, resource, total, /, **section):
     """Makes the one policy this, and waits until the kubelet offers what it says and nothing else."""
     spec = {"mode": mode}
     if section:
@@ -75,12 +75,12 @@ def policy(mode, resource, units, **section):
     def offered():
         allocatable = get("node", NODE)["status"]["allocatable"]
         ready = [p for p in status()["policies"] if p["name"] == "drill" and p["ready"]["status"] == "True" and p["mode"] == mode]
-        return ready and allocatable.get(resource) == str(units) and (mode != "Mps" or daemon()["state"] == "Active")
+        return ready and allocatable.get(resource) == str(total) and (mode != "Mps" or daemon()["state"] == "Active")
 
-    wait(f"{units} {resource}", offered, 60, 0.2)
+    wait(f"{total} {resource}", offered, 60, 0.2)
     if mode == "Mps":
         # The limits of the shares, not only their number, have to be those of this policy.
-        threads = {"Strict": 100 // units, "Burst": min(100, 200 // units), "Uncapped": None}[section["threads"]]
+        threads = {"Strict": 100 // total, "Burst": min(100, 200 // total), "Uncapped": None}[section["threads"]]
         wait("the policy's limits", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
         generation = get("gpunode", NODE)["metadata"]["generation"]
         wait("the agent has applied them", lambda: (n := get("gpunode", NODE)) and n["status"].get("observedGeneration", 0) >= generation and n["status"].get("planId") == n["spec"]["planId"], 30)
@@ -112,7 +112,7 @@ class Pod:
         container = {
             "name": "main", "image": "localhost/drill:dev", "imagePullPolicy": "Never",
             "command": ["/usr/bin/python3", f"/drill/{program}", *log, *map(str, command)] if program else list(command),
-            "env": [{"name": key, "value": value} for key, value in {"HOME": "/tmp", "PATH": "/usr/bin:/bin", **(env or {})}.items()],
+            "env": [{"name": key, "value": value} for key, value in {"HOME": "/tmp", "USER": "drill", "PATH": "/usr/bin:/bin", **(env or {})}.items()],
             "securityContext": security,
             "volumeMounts": [{"name": key, "mountPath": inside, "readOnly": read_only} for key, _, inside, read_only in volumes],
         }
@@ -305,9 +305,9 @@ def worth(results):
         pods = [Pod(name, "/drill", name, program="infer.py", resource=resource) for name in names]
         create(*pods)
         try:
-            wait("all are ready", lambda: all((FOLDER / f"ready-{name}").exists() for name in names), 150, 0.1)
+            wait("all are ready", lambda: all((FOLDER / f"ready-{name}").exists() for name in names), 75, 0.1)
         except TimeoutError as error:
-            raise TimeoutError(f"{error} {shell('kubectl', 'logs', '-n', NAMESPACE, names[0], check=False).stdout[-2000:]}")
+            raise TimeoutError(f"{error} {shell('kubectl', 'logs', '-n', NAMESPACE, names[0], check=False).stdout[:3000]}")
         seen = [json.loads((FOLDER / f"ready-{name}").read_text()) for name in names]
         results.note(**{f"{configuration} sees": seen[0]})
         phases(FOLDER, configuration, sizes)
@@ -326,7 +326,7 @@ def worth(results):
         limited = {**env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
         clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", folder, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
         try:
-            wait("all are ready", lambda: all((folder / f"ready-{name}").exists() for name in names), 150, 0.1)
+            wait("all are ready", lambda: all((folder / f"ready-{name}").exists() for name in names), 75, 0.1)
             phases(folder, configuration, sizes)
             for client in clients:
                 client.wait(30)

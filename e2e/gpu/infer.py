@@ -2,7 +2,7 @@
 
 usage: infer.py FOLDER NAME    FOLDER/phase-K.json is {"begin": epoch, "seconds", "names": [...]}; answers in FOLDER/result-K-NAME.json
 """
-import json, os, pathlib, sys, time
+import json, pathlib, sys, time
 
 import torch
 from transformers import YolosConfig, YolosForObjectDetection
