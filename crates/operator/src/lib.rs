@@ -28,6 +28,7 @@ pub mod cut;
 pub mod demand;
 pub mod dry;
 pub mod events;
+pub mod gate;
 mod http;
 pub mod layout;
 pub mod leader;
