@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -96,6 +97,18 @@ func (m *machine) give(pod string) bool {
 	return ok
 }
 
+// holders are the pods that hold shares of a GPU, and how many.
+func (m *machine) holders(gpu int) string {
+	var all []string
+	for pod, h := range m.held {
+		if h.gpu == gpu {
+			all = append(all, fmt.Sprintf("%s has %d", pod, len(h.ids)))
+		}
+	}
+	slices.Sort(all)
+	return strings.Join(all, ", ")
+}
+
 // placement is the annotation that the operator writes.
 type placement struct {
 	Nodes map[string][]struct {
@@ -138,7 +151,7 @@ type agents struct {
 	names map[string]int
 
 	refused   int // pods that no single GPU of their node had room for
-	elsewhere int // pods whose GPU, as noted, had no room
+	elsewhere []string // pods whose GPU, as noted, had no room, and who had it
 	unnoted   int // pods without a note of where
 	malformed []error
 }
@@ -171,7 +184,7 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 		a.changed(index)
 		return
 	default:
-		a.elsewhere++
+		a.elsewhere = append(a.elsewhere, fmt.Sprintf("%s (%d shares) on %s, GPU %d: %s", pod, shares, node, gpu, m.holders(gpu)))
 	}
 	if gpu = m.tightest(shares); gpu < 0 {
 		a.refused++

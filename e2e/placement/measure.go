@@ -202,7 +202,7 @@ func percentile(sorted []float64, p int) float64 {
 }
 
 // create makes pods from several clients at once: as fast as they can, or at a rate
-// a second. It returns the pods' names.
+// a second. It returns the names of those for which there was time.
 func (t *trial) create(ctx context.Context, prefix string, shares []int, clients int, rate float64) ([]string, error) {
 	names := make([]string, len(shares))
 	for i := range names {
@@ -210,6 +210,9 @@ func (t *trial) create(ctx context.Context, prefix string, shares []int, clients
 	}
 	start := time.Now()
 	err := forEach(ctx, len(shares), clients, func(ctx context.Context, index int) error {
+		if time.Since(start) > t.options.limit {
+			return nil
+		}
 		if rate > 0 {
 			due := start.Add(time.Duration(float64(index) / rate * float64(time.Second)))
 			select {
@@ -227,7 +230,9 @@ func (t *trial) create(ctx context.Context, prefix string, shares []int, clients
 	if err != nil {
 		return nil, fmt.Errorf("create the pods: %w", err)
 	}
-	return names, nil
+	return slices.DeleteFunc(names, func(name string) bool {
+		return t.tracker.count([]string{name}, func(*record) bool { return true }) == 0
+	}), nil
 }
 
 // remove deletes pods and waits until they are gone.

@@ -101,13 +101,13 @@ func TestAPodWithANoteGetsThatGPU(t *testing.T) {
 	a := newAgents(2)
 	note := `{"until":9,"nodes":{"node-0001":[{"resource":"nvidia.com/gpu-mps","units":4,"device":"` + deviceOf(1, 5) + `"}]}}`
 	a.bound("n/p", "node-0001", note, 4)
-	if free := a.nodes[1].free(5); free != 6 || a.unnoted+a.elsewhere+a.refused != 0 {
+	if free := a.nodes[1].free(5); free != 6 || a.unnoted+len(a.elsewhere)+a.refused != 0 {
 		t.Errorf("%d free, %+v", free, a)
 	}
 	// Another GPU where that one is full, and counted.
 	a.bound("n/q", "node-0001", note, 7)
-	if a.elsewhere != 1 || a.nodes[1].free(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
-		t.Errorf("%d elsewhere", a.elsewhere)
+	if len(a.elsewhere) != 1 || !strings.HasSuffix(a.elsewhere[0], "n/q (7 shares) on node-0001, GPU 5: n/p has 4") || a.nodes[1].free(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
+		t.Errorf("%q", a.elsewhere)
 	}
 	a.gone("n/p", "node-0001")
 	a.gone("n/p", "node-0001")
