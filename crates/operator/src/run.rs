@@ -1,6 +1,7 @@
 //! The operator's tasks, and what they share.
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -53,13 +54,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr } = args;
     // Two providers may be linked; an error says that one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let listener = TcpListener::bind(metrics_addr).await.with_context(|| format!("listening on {metrics_addr}"))?;
+    let listener = listen(metrics_addr).await?;
     let webhook = match webhook {
         None => None,
-        Some(name) => {
-            let listener = TcpListener::bind(webhook_addr).await;
-            Some((name, listener.with_context(|| format!("listening on {webhook_addr}"))?))
-        }
+        Some(name) => Some((name, listen(webhook_addr).await?)),
     };
     let client = Client::try_default().await.context("finding the API server")?;
     let stop = CancellationToken::new();
@@ -71,34 +69,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let mut tasks: JoinSet<(&'static str, Result<()>)> = JoinSet::new();
     let (dirty, dirty_gate) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let mut watches = Watches { tasks: &mut tasks, dirty: [&dirty, &dirty_gate], metrics: &metrics, stop: &stop };
-    let everything = watcher::Config::default();
-    let agents = watcher::Config::default().labels(&agent_selector);
-    // Pods that have ended hold nothing; the API server need not even tell of them.
-    let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
-    let stores = Stores {
-        policies: watches.keep(
-            "SharingPolicy",
-            watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
-            (trim, |_| true),
-        ),
-        gpu_nodes: watches.keep(
-            "GpuNode",
-            watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
-            (trim, |_| true),
-        ),
-        nodes: watches.keep("Node", watcher(Api::<NodeObject>::all(client.clone()), everything), (trim, |_| true)),
-        agents: watches.keep(
-            "AgentPod",
-            watcher(Api::<AgentPod>::namespaced(client.clone(), &namespace), agents),
-            (trim, |_| true),
-        ),
-        // What other pods do changes little, and the next pass sees it.
-        pods: watches.keep(
-            "Pod",
-            watcher(Api::<PodObject>::all(client.clone()), living),
-            (PodObject::trim, PodObject::wants_gpus),
-        ),
-    };
+    let stores = watches.stores(&client, &namespace, &agent_selector);
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
@@ -137,13 +108,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         });
     }
     let listed = Arc::new(AtomicBool::new(false));
-    let health = Health {
-        listed: Arc::clone(&listed),
-        claim: claim.clone(),
-        metrics: metrics.clone(),
-        registry: Arc::new(registry),
-        certified,
-    };
+    let (registry, all) = (Arc::new(registry), Arc::clone(&listed));
+    let health = Health { listed: all, claim: claim.clone(), metrics: metrics.clone(), registry, certified };
     {
         let stop = stop.clone();
         tasks.spawn(async move { ("http", serve(listener, health, stop).await.map_err(Into::into)) });
@@ -188,6 +154,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     finish(tasks, stop).await
 }
 
+async fn listen(address: SocketAddr) -> Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("listening on {address}"))
+}
+
 /// Waits for a signal or the end of a task, and then for all of them.
 async fn finish(mut tasks: JoinSet<(&'static str, Result<()>)>, stop: CancellationToken) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
@@ -228,6 +198,38 @@ struct Watches<'a> {
 }
 
 impl Watches<'_> {
+    /// Keeps all that passes and the gate look at.
+    fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
+        let everything = watcher::Config::default();
+        let agents = watcher::Config::default().labels(agent_selector);
+        // Pods that have ended hold nothing; the API server need not even tell of them.
+        let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
+        Stores {
+            policies: self.keep(
+                "SharingPolicy",
+                watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
+                (trim, |_| true),
+            ),
+            gpu_nodes: self.keep(
+                "GpuNode",
+                watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
+                (trim, |_| true),
+            ),
+            nodes: self.keep("Node", watcher(Api::<NodeObject>::all(client.clone()), everything), (trim, |_| true)),
+            agents: self.keep(
+                "AgentPod",
+                watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
+                (trim, |_| true),
+            ),
+            // What other pods do changes little, and the next pass sees it.
+            pods: self.keep(
+                "Pod",
+                watcher(Api::<PodObject>::all(client.clone()), living),
+                (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
+            ),
+        }
+    }
+
     /// Keeps what a watch tells in a store, for ever. `trim` drops what nobody reads before it is kept; of what `matters` a pass is made.
     fn keep<K>(
         &mut self,
@@ -249,7 +251,7 @@ impl Watches<'_> {
                     Ok(Event::Init | Event::InitApply(_)) => {}
                     Ok(Event::Apply(object) | Event::Delete(object)) if !matters(&object) => {}
                     Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => {
-                        dirty.iter().for_each(|dirty| dirty.notify_one())
+                        dirty.iter().for_each(|dirty| dirty.notify_one());
                     }
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Kind { kind }).inc();

@@ -162,6 +162,9 @@ struct Known {
 }
 
 /// What of a pod decides whether it fits.
+type Wish<'a> = (Vec<Ask>, &'a BTreeMap<String, Quantity>, Signature<'a>);
+
+/// What of a pod decides which nodes it may run on.
 type Signature<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
 impl Gatekeeper {
@@ -362,7 +365,7 @@ impl Gatekeeper {
         let Self { nodes, uids, gated, .. } = self;
         let mut free = nodes.free(ledger, seen.living);
         let mut eligible: BTreeMap<Signature<'_>, Vec<&str>> = BTreeMap::new();
-        let mut refused: BTreeMap<(Vec<Ask>, &BTreeMap<String, Quantity>, Signature<'_>), Verdict> = BTreeMap::new();
+        let mut refused: BTreeMap<Wish<'_>, Verdict> = BTreeMap::new();
         let planned: Vec<(String, &PodObject, PlanPod)> = candidates
             .into_iter()
             .map(|(name, pod)| (name, pod, claimant(pod).map_or_else(|| plain(pod), |found| found.pod)))

@@ -1,5 +1,3 @@
-#![expect(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "tests, their helpers included")]
-
 use cleave_api::names::GATE;
 use proptest::prelude::*;
 use serde_json::json;
@@ -9,7 +7,8 @@ use super::*;
 const MPS: &str = "nvidia.com/gpu-mps";
 
 fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
-    serde_json::from_value(value.clone()).unwrap_or_else(|error| panic!("{error}\n{value}"))
+    let text = value.to_string();
+    serde_json::from_value(value).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
 /// A cluster as it is, from which watches tell; every change of an object raises its version.
@@ -60,13 +59,11 @@ impl World {
         self.pod_with(name, shares, json!({}))
     }
 
-    fn pod_with(mut self, name: &str, shares: u32, spec: Value) -> Self {
+    fn pod_with(mut self, name: &str, shares: u32, mut spec: Value) -> Self {
         let mut pod = json!({"metadata": {"name": name, "namespace": "team", "uid": format!("{name}-{}", self.version)},
             "spec": {"schedulingGates": [{"name": GATE}],
                 "containers": [{"name": "main", "resources": {"limits": {MPS: shares.to_string()}}}]}});
-        for (key, value) in spec.as_object().unwrap() {
-            pod["spec"][key] = value.clone();
-        }
+        pod["spec"].as_object_mut().unwrap().append(spec.as_object_mut().unwrap());
         let pod = self.raise(pod);
         self.pods.insert(format!("team/{name}"), pod);
         self
@@ -307,21 +304,21 @@ fn a_gpu_that_cannot_serve_now_is_waited_for() {
                 |world| &mut world.agents,
                 "n1",
                 |pod| pod["status"]["conditions"][0]["status"] = json!("False"),
-            )
+            );
         },
         |world| {
             world.change(
                 |world| &mut world.gpu_nodes,
                 "n1",
                 |node| node["status"]["gpus"][0]["health"] = json!({"healthy": false}),
-            )
+            );
         },
         |world| {
             world.change(
                 |world| &mut world.gpu_nodes,
                 "n1",
                 |node| node["status"]["gpus"][0]["slices"][0]["unhealthy"] = json!(10),
-            )
+            );
         },
         |world| {
             world.change(
