@@ -150,9 +150,9 @@ type agents struct {
 	nodes []machine
 	names map[string]int
 
-	refused   int // pods that no single GPU of their node had room for
+	refused   int      // pods that no single GPU of their node had room for
 	elsewhere []string // pods whose GPU, as noted, had no room, and who had it
-	unnoted   int // pods without a note of where
+	unnoted   int      // pods without a note of where
 	malformed []error
 }
 

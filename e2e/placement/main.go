@@ -66,7 +66,7 @@ func parse(arguments []string) (options, error) {
 	flags.Uint64Var(&o.seed, "seed", 42, "of the pods' sizes")
 	flags.IntVar(&o.qps, "qps", 5000, "requests a second that the scheduler and the controller manager may send; their own defaults are 50 and 20")
 	flags.DurationVar(&o.stall, "stall", 30*time.Second, "how long no pod is bound until the others count as not bound")
-	flags.DurationVar(&o.limit, "limit", 100*time.Second, "how long pods are created for, and how long the last ones may take to be bound")
+	flags.DurationVar(&o.limit, "limit", 90*time.Second, "how long pods are created and waited for at most; those not bound by then are counted")
 	if err := flags.Parse(arguments); err != nil {
 		return o, err
 	}

@@ -121,10 +121,10 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 }
 
 // settle waits until all of the pods are bound, or none has been for a while, or the
-// time is over; and then until those that are bound run.
+// time is over that began with the first of them; and then until those that are bound run.
 func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
-	started := time.Now()
+	started, began := time.Now(), t.first(pods)
 	err := until(ctx, 2*limit, "the pods to be bound", func(context.Context) (bool, error) {
 		t.mutex.Lock()
 		last := t.progress
@@ -132,7 +132,7 @@ func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.D
 		if last.Before(started) {
 			last = started
 		}
-		return t.count(pods, isBound) == len(pods) || time.Since(last) > stall || time.Since(started) > limit, nil
+		return t.count(pods, isBound) == len(pods) || time.Since(last) > stall || time.Since(began) > limit, nil
 	})
 	if err != nil {
 		return err
