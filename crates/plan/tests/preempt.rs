@@ -197,6 +197,17 @@ fn asks_go_to_the_devices_where_together_they_cost_least() {
 }
 
 #[test]
+fn a_way_that_is_hard_to_find_is_found() {
+    let sizes = [14, 14, 12, 11, 11, 10, 10, 10, 9, 8, 8, 8, 7, 6, 5, 3, 2];
+    let mut facts = node(&["a", "b", "c", "d", "e"], &[("v", "a", 1)]);
+    for (device, capacity) in facts.devices.iter_mut().zip([29, 30, 30, 30, 29]) {
+        device.capacity = capacity;
+    }
+    assert_eq!(sizes.iter().sum::<u32>(), 148, "no unit is to spare");
+    assert_eq!(victims(facts, &sizes, &[("v", holder(1))]), Some(names(&["v"])));
+}
+
+#[test]
 fn what_is_reserved_for_others_is_not_room() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[("v", "a", 5)]));
@@ -454,7 +465,7 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
     /// Of each way, by all sets of pods that could leave: the set in which those stay that should. Of all ways, the least cost. And of what is
     /// chosen: it helps, everyone in it is needed, and nobody is in it who is not of lower priority.

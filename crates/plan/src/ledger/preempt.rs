@@ -80,7 +80,8 @@ impl Ledger {
     /// longer. Of all ways, the one is taken that has fewest protected victims, then the lowest highest priority, the smallest sum of
     /// priorities, the fewest victims, the latest start among the highest; then the first by names.
     ///
-    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about.
+    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about. Of pods on a device that is to give nothing now,
+    /// such as one that is not healthy, nothing is to be told in `holders`: their leaving frees nothing.
     pub fn preempt<'a>(
         &self,
         waiting: Waiting<'_>,
@@ -169,9 +170,7 @@ impl Node {
 struct Spot<'a> {
     resource: &'a str,
     device: &'a str,
-    /// Units that are free if nobody leaves who need not; below zero where more is kept than there is.
-    room: i64,
-    /// Units that would be if all left who may be made to.
+    /// Units that are free once all have left who may be made to; below zero where even then more is kept than there is.
     most: i64,
 }
 
@@ -207,9 +206,9 @@ impl<'a> View<'a> {
             for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
                 let kept = kept.copied().unwrap_or(0);
-                let room = room(stock) - i64::from(kept);
+                let most = room(stock) - i64::from(kept);
                 at.insert((resource, device), spots.len());
-                spots.push(Spot { resource, device, room, most: room });
+                spots.push(Spot { resource, device, most });
             }
         }
         let mut candidates = Vec::new();
@@ -227,7 +226,6 @@ impl<'a> View<'a> {
             for (&spot, units) in &units {
                 if let Some(spot) = spots.get_mut(spot) {
                     spot.most += units;
-                    spot.room += if holder.ending { *units } else { 0 };
                 }
             }
             if !holder.ending && !units.is_empty() {
