@@ -1,6 +1,6 @@
 # Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster check image crds render bench
+.PHONY: help demo demo-down test test-rust test-go test-cluster check image crds render bench bench-placement
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -34,3 +34,6 @@ render: ## writes deploy/ from the chart
 
 bench: ## the benchmarks that need no GPU
 	@e2e/test bench
+
+bench-placement: ## pods per second beside an extended resource and DRA, on 200 and 1,000 simulated nodes
+	@e2e/placement/bench

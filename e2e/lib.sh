@@ -65,7 +65,7 @@ images() {
   local tag
   for tag in dev next; do
     image localhost/cleave:$tag --ldd --dir /tmp:1777 --add "$programs/cleave:/usr/bin/cleave:755" --add "$programs/cleave-agent:/usr/bin/cleave-agent:755" \
-      --add "$programs/cleave-mps-host:/usr/bin/cleave-mps-host:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
+      --add "$programs/cleave-mps-host:/usr/bin/cleave-mps-host:755" --add "$programs/cleave-supervise:/usr/bin/cleave-supervise:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
   done
   image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }

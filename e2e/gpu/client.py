@@ -1,49 +1,239 @@
-"""A small CUDA driver-API program: prints what it sees, then does as it is told. Used by the drills on a real GPU.
+"""A small CUDA driver-API program for the drills on a real GPU: prints JSON lines of what it sees, then does as it is told.
 
-usage: client.py [--hold]      one JSON line: {"sms", "freeMiB", "totalMiB", "allocatableMiB", "contextMs", "error"}
+Without further arguments: {"sms", "freeMiB", "totalMiB", "contextMs"}, or {"error"}. Times are seconds since the epoch.
 """
-import ctypes, json, sys, time
+import argparse, ctypes, json, os, random, signal, statistics, subprocess, sys, time
 
-cuda = ctypes.CDLL("libcuda.so.1")
+# spin: keeps one SM busy for so many cycles. fault: writes where nothing is mapped.
+PTX = b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry spin(.param .u64 cycles)
+{
+  .reg .pred %again;
+  .reg .b64 %limit, %start, %now;
+  ld.param.u64 %limit, [cycles];
+  mov.u64 %start, %clock64;
+loop:
+  mov.u64 %now, %clock64;
+  sub.u64 %now, %now, %start;
+  setp.lt.u64 %again, %now, %limit;
+  @%again bra loop;
+  ret;
+}
+.visible .entry fault()
+{
+  .reg .b64 %address;
+  .reg .b32 %value;
+  mov.u64 %address, 0x7f0000000000;
+  mov.u32 %value, 1;
+  st.global.u32 [%address], %value;
+  ret;
+}
+\0"""
+SM_COUNT, CLOCK_KHZ = 16, 13
 
 
-def call(name, *arguments):
-    code = getattr(cuda, name)(*arguments)
-    if code:
-        raise RuntimeError(f"{name}: {code}")
+class CudaError(Exception):
+    def __init__(self, name, code):
+        super().__init__(f"{name}: {code}")
+        self.code = code
+
+
+class Gpu:
+    def __init__(self):
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.call("cuInit", 0)
+        self.device, self.context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(self.device), 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
+        self.call("cuCtxSetCurrent", self.context)
+
+    def call(self, name, *arguments):
+        code = getattr(self.cuda, name)(*arguments)
+        if code:
+            raise CudaError(name, code)
+
+    def attribute(self, number):
+        value = ctypes.c_int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), number, self.device)
+        return value.value
+
+    def memory(self):
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def allocate(self, size):
+        """The address of so many bytes, or None where they cannot be had."""
+        pointer = ctypes.c_uint64()
+        return None if self.cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) else pointer
+
+    def allocatable(self):
+        """The most that one allocation can get, by halving steps; plain memory, given back at once."""
+        total, got, step = self.memory()[1], 0, 1 << 37
+        while step >= 1 << 20:
+            if got + step <= total and (pointer := self.allocate(got + step)):
+                got += step
+                self.call("cuMemFree_v2", pointer)
+            step >>= 1
+        return got
+
+    def load(self):
+        module = ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), PTX)
+        self.spinning, self.faulting = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleGetFunction", ctypes.byref(self.spinning), module, b"spin")
+        self.call("cuModuleGetFunction", ctypes.byref(self.faulting), module, b"fault")
+        self.khz = self.attribute(CLOCK_KHZ)
+
+    def launch(self, function, *values):
+        parameters = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values))
+        self.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, None, parameters, None)
+
+    def spin(self, milliseconds):
+        self.launch(self.spinning, ctypes.c_uint64(int(milliseconds * self.khz)))
+        self.call("cuCtxSynchronize")
+
+    def fault(self):
+        self.launch(self.faulting)
+        self.call("cuCtxSynchronize")
+
+
+def say(**line):
+    text = json.dumps(line) + "\n"
+    if options.log:
+        with open(options.log, "a") as file:
+            file.write(text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def see(gpu, began):
+    free, total = gpu.memory()
+    seen = {"sms": gpu.attribute(SM_COUNT), "freeMiB": free >> 20, "totalMiB": total >> 20, "contextMs": began}
+    if options.allocate:
+        seen["allocatableMiB"] = gpu.allocatable() >> 20
+    return seen
+
+
+def start():
+    began = time.monotonic()
+    gpu = Gpu()
+    return gpu, round((time.monotonic() - began) * 1000, 1)
+
+
+def child(arguments=(), **environment):
+    return subprocess.Popen([sys.executable, __file__, *arguments], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+
+
+def seen(process):
+    lines = process.communicate()[0].splitlines()
+    return json.loads(lines[0]) if lines else {"error": f"no line, status {process.returncode}"}
+
+
+def starts(count, parallel):
+    """Programs that start in bursts, every second of them with raised limits in its environment: how many SMs each sees."""
+    counts, failed, raised = {}, [], {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}
+    random.seed(os.getpid())
+    for begun in range(0, count, parallel):
+        burst = [child(**(raised if (begun + number) % 2 else {})) for number in range(min(parallel, count - begun))]
+        for process in burst:
+            got = seen(process)
+            if "error" in got:
+                failed.append(got["error"])
+            else:
+                counts[got["sms"]] = counts.get(got["sms"], 0) + 1
+    say(starts=count, sms=counts, failed=failed)
+
+
+def compare(direct, times):
+    """A context's time by the daemon's own directory and through this container's door, in turns."""
+    measured = {"directMs": [], "throughMs": []}
+    for _ in range(times):
+        measured["directMs"].append(seen(child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))
+        measured["throughMs"].append(seen(child()).get("contextMs"))
+    if None in measured["directMs"] + measured["throughMs"]:
+        say(error="a context could not be made", **measured)
+    else:
+        say(medians={name: statistics.median(values) for name, values in measured.items()}, **measured)
+
+
+def await_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.001)
+
+
+def supervise(arguments):
+    """Runs this program as a child with the arguments, so that its end can be told to the millisecond."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments, *(["--log", options.log] if options.log else [])])
+    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    status = process.wait()
+    say(exited=time.time(), status=status)
+    if options.linger:
+        time.sleep(options.linger)
+    return status & 0xFF
 
 
 def main():
-    seen = {}
-    try:
-        start = time.monotonic()
-        call("cuInit", 0)
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        call("cuDeviceGet", ctypes.byref(device), 0)
-        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        call("cuCtxSetCurrent", context)
-        seen["contextMs"] = round((time.monotonic() - start) * 1000, 1)
-        count = ctypes.c_int()
-        call("cuDeviceGetAttribute", ctypes.byref(count), 16, device)
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        seen.update(sms=count.value, freeMiB=free.value >> 20, totalMiB=total.value >> 20)
-        if "--allocate" in sys.argv:
-            # The most that one allocation can get, by halving steps; plain memory, given back at once.
-            got, step = 0, 1 << 37
-            while step >= 1 << 20:
-                pointer = ctypes.c_uint64()
-                if got + step <= total.value and cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(got + step)) == 0:
-                    got += step
-                    cuda.cuMemFree_v2(pointer)
-                step >>= 1
-            seen["allocatableMiB"] = got >> 20
-    except RuntimeError as error:
-        seen["error"] = str(error)
-    print(json.dumps(seen), flush=True)
-    if "--hold" in sys.argv:
+    gpu, began = start()
+    say(**see(gpu, began))
+    if options.hold:
         sys.stdin.read()
-    return 1 if "error" in seen else 0
+    if options.take:
+        addresses = [gpu.allocate(1 << 30) for _ in range(options.take)]
+        say(takenMiB=sum(1024 for address in addresses if address), at=time.time())
+    if options.touch or options.work is not None or options.fault:
+        gpu.load()
+        gpu.spin(0.01)
+        say(firstKernel=time.time())
+    if options.fault:
+        while not os.path.exists(options.fault):
+            gpu.spin(0.2)
+        say(fault=time.time())
+        gpu.fault()
+    if options.work is not None:
+        kernels = 0
+        while not (options.until and os.path.exists(options.until)):
+            gpu.spin(options.work)
+            kernels += 1
+        say(kernels=kernels)
+    if options.wait:
+        await_file(options.wait)
+    return 0
 
 
-sys.exit(main())
+parser = argparse.ArgumentParser()
+parser.add_argument("--log", help="file that lines are written to as well")
+parser.add_argument("--allocate", action="store_true", help="also find the most that can be allocated")
+parser.add_argument("--hold", action="store_true", help="keep the context until standard input ends")
+parser.add_argument("--wait", metavar="FILE", help="keep the context until there is such a file")
+parser.add_argument("--after", metavar="FILE", help="begin when there is such a file")
+parser.add_argument("--touch", action="store_true", help="run one short kernel")
+parser.add_argument("--work", type=float, metavar="MS", help="run kernels of so many milliseconds, one after the other")
+parser.add_argument("--until", metavar="FILE", help="with --work: until there is such a file")
+parser.add_argument("--fault", metavar="FILE", help="an illegal access when there is such a file")
+parser.add_argument("--take", type=int, metavar="GIB", help="allocate so many GiB and keep them")
+parser.add_argument("--linger", type=float, default=0, metavar="SECONDS", help="with --supervise: go on for so long after the child's end")
+parser.add_argument("--starts", type=int, metavar="N")
+parser.add_argument("--parallel", type=int, default=4)
+parser.add_argument("--compare", metavar="DIRECTORY")
+parser.add_argument("--times", type=int, default=25)
+parser.add_argument("--supervise", nargs=argparse.REMAINDER, help="run with the arguments that follow in a child, and tell its end")
+options = parser.parse_args()
+if __name__ == "__main__":
+    if options.after:
+        await_file(options.after)
+    try:
+        if options.supervise is not None:
+            sys.exit(supervise(options.supervise))
+        if options.starts:
+            sys.exit(starts(options.starts, options.parallel))
+        if options.compare:
+            sys.exit(compare(options.compare, options.times))
+        sys.exit(main())
+    except (CudaError, OSError) as error:
+        say(error=str(error), code=getattr(error, "code", None), at=time.time())
+        # The context is broken: what Python would do on the way out can hang in it.
+        os._exit(1)

@@ -148,6 +148,51 @@ names from; cleave-api's `names` has the same. Literal: a parameter that cannot 
 (k.startsWith('nvidia.com/gpu-') || k.startsWith('nvidia.com/mig-') || k == 'nvidia.com/gpu.shared')
 {{- end }}
 
+{{/*
+In CEL, whether a pod (. is its variable) asks for shares. An extended resource is always in the limits: the API server refuses requests
+without. Nothing in it can fail, and it reads only what every pod has: it decides whom a policy that fails concerns.
+*/}}
+{{- define "cleave.asksForShares" -}}
+({{ . }}.spec.containers + {{ . }}.spec.?initContainers.orValue([])).exists(c, c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isShared" . }} && string(c.resources.limits[k]) != '0'))
+{{- end }}
+
+{{/* In CEL, whether a pod (. is its variable) waits at our gate. */}}
+{{- define "cleave.isGated" -}}
+{{ . }}.spec.?schedulingGates.orValue([]).exists(g, g.name == '{{ include "cleave.gateName" . }}')
+{{- end }}
+
+{{/* The gate; cleave-api's `names` has the same. */}}
+{{- define "cleave.gateName" -}}
+cleave.dev/placement
+{{- end }}
+
+{{/* What puts the gate on pods: policy, webhook or none. */}}
+{{- define "cleave.gate" -}}
+{{- $gate := .Values.admission.gate | default "none" -}}
+{{- if not .Values.admission.enabled -}}
+none
+{{- else if ne $gate "auto" -}}
+{{ $gate }}
+{{- else if semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version -}}
+policy
+{{- else -}}
+webhook
+{{- end -}}
+{{- end }}
+
+{{/* Which pods get the gate, as conditions of the policy and of the webhook. */}}
+{{- define "cleave.gateConditions" -}}
+# Pods come here before they are validated: one without containers is to be refused for that, and not because nothing can be said of it.
+- name: has-containers
+  expression: object.spec.containers != null
+- name: asks-for-shares
+  expression: >-
+    {{ include "cleave.asksForShares" "object" }}
+# The API server refuses a gate on a pod that has its node already: another policy says so in better words. Mirrors of static pods have one.
+- name: has-no-node
+  expression: object.spec.?nodeName.orValue('') == ''
+{{- end }}
+
 {{/* In CEL, the most of k that can be on one device, as text: contexts of an MPS server, or replicas. Of MIG instances several may be meant. */}}
 {{- define "cleave.mostShares" -}}
 (k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')

@@ -6,13 +6,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use cleave_api::gpunode::Reservation;
 use cleave_kubelet::{ContainerResponse, DeviceNode, Mount, PreferredRequest};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::args::{AgentArgs, DeviceListStrategy, EnvArg, MountArg};
 use crate::cdi;
+use crate::expected::Kept;
 use crate::layout::{Kind, Pool, parse_id};
 
 /// Where a container sees its allocation's folder.
@@ -75,8 +75,8 @@ pub struct View<'a> {
     pub resource: &'a str,
     /// Its pools on all devices.
     pub pools: &'a [Pool],
-    /// Held for pods that have not come yet, of any resource.
-    pub reservations: &'a [Reservation],
+    /// Kept of the resource for pods that have not asked yet.
+    pub kept: &'a [Kept<'a>],
 }
 
 impl<'a> View<'a> {
@@ -88,8 +88,8 @@ impl<'a> View<'a> {
 
 /// Which slices to take.
 ///
-/// All of one GPU, if one has them: of those, first one that has them reserved for just this size; then one where the rest of the free
-/// slices still holds what is reserved there; then the one with the fewest free slices; then the first by UUID. Where none has them,
+/// All of one GPU, if one has them: of those, first one on which some are kept for a request of just this size; then one where the rest of
+/// the free slices still holds what is kept there; then the one with the fewest free slices; then the first by UUID. Where none has them,
 /// those with the most free, so that the fewest are touched. Lowest numbers first. What must be included is.
 pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
@@ -101,10 +101,6 @@ pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
     }
     let mut chosen: Vec<&str> = must.iter().copied().take(request.size).collect();
     let started: BTreeSet<&str> = must.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
-    let reserved = |device: &str| -> Vec<usize> {
-        let here = view.reservations.iter().filter(|held| held.resource == view.resource && held.device == device);
-        here.map(|held| held.units as usize).collect()
-    };
     let room =
         |device: &str| free.get(device).map_or(0, |slices| slices.iter().filter(|(_, id)| !must.contains(id)).count());
     let missing = request.size.saturating_sub(chosen.len());
@@ -112,9 +108,9 @@ pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
     order.sort_by_cached_key(|&device| {
         let free = room(device);
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
-        let held = reserved(device);
-        let for_this = held.contains(&request.size);
-        let for_all = held.iter().fold(0_usize, |sum, units| sum.saturating_add(*units));
+        let kept = || view.kept.iter().filter(|kept| kept.device == device);
+        let for_this = kept().any(|kept| kept.sizes.iter().any(|size| *size as usize == request.size));
+        let for_all = kept().fold(0_usize, |sum, kept| sum.saturating_add(kept.units as usize));
         let spares_others = for_this || free >= missing.saturating_add(for_all);
         let size = if fits { free } else { usize::MAX - free };
         (!fits, !started.contains(device), !for_this, !spares_others, size, device)
@@ -129,30 +125,42 @@ pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
     chosen.into_iter().map(str::to_owned).collect()
 }
 
+/// Why no container can be given these ids: a sentence for the pod's events.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Denied {
+    /// They are shares of several GPUs: the pod came around the gate, or what was held for it is gone.
+    #[error("{0}")]
+    Split(String),
+    /// They make no sense.
+    #[error("{0}")]
+    Invalid(String),
+}
+
 /// The allocation of these ids.
 ///
 /// # Errors
-/// A sentence for the pod's events, where no container can be given these ids.
-pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, String> {
+/// No container can be given these ids.
+pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, Denied> {
     let resource = view.resource;
+    let invalid = |sentence| Err(Denied::Invalid(sentence));
     if ids.is_empty() {
-        return Err(format!("a container must ask for at least one {resource}"));
+        return invalid(format!("a container must ask for at least one {resource}"));
     }
     let mut sorted = BTreeSet::new();
     let mut devices = BTreeSet::new();
     let mut first: Option<&Pool> = None;
     for id in ids {
         let Some(pool) = view.pool(id) else {
-            return Err(format!("{:?} is not a device of {resource} on this node", echo(id)));
+            return invalid(format!("{:?} is not a device of {resource} on this node", echo(id)));
         };
         if !sorted.insert(id.clone()) {
-            return Err(format!("{id} is there twice"));
+            return invalid(format!("{id} is there twice"));
         }
         devices.insert(pool.device.clone());
         let same_kind =
             first.is_none_or(|first| std::mem::discriminant(&first.kind) == std::mem::discriminant(&pool.kind));
         if !same_kind {
-            return Err(format!("{id} is not the same kind of slice as the other devices of the request"));
+            return invalid(format!("{id} is not the same kind of slice as the other devices of the request"));
         }
         first = first.or(Some(pool));
     }
@@ -160,12 +168,12 @@ pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, String> {
         None | Some(Kind::Whole | Kind::TimeSliced) => None,
         Some(Kind::Mps { memory_mib, threads, max_clients }) => {
             if devices.len() > 1 {
-                return Err(format!(
+                return Err(Denied::Split(format!(
                     "{} {resource} cannot be shares of {} GPUs ({}): no single GPU had as many free",
                     ids.len(),
                     devices.len(),
                     devices.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
-                ));
+                )));
             }
             // A list is complete or empty: `layout` sees to it.
             let last = ids.len() - 1;
@@ -300,7 +308,7 @@ mod tests {
     }
 
     fn view(pools: &[Pool]) -> View<'_> {
-        View { resource: MPS, pools, reservations: &[] }
+        View { resource: MPS, pools, kept: &[] }
     }
 
     fn ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
@@ -321,17 +329,24 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_of_that_size_comes_first_and_others_are_spared() {
+    fn what_is_kept_for_that_size_comes_first_and_the_rest_is_spared() {
         let pools = pools(&[10, 10, 10]);
         let available = [ids("GPU-0", 0..10), ids("GPU-1", 0..4), ids("GPU-2", 0..5)].concat();
-        let held = |device: &str, units| Reservation { resource: MPS.into(), units, device: device.into() };
-        let reservations = [held("GPU-0", 3), held("GPU-1", 4)];
-        let view = View { reservations: &reservations, ..view(&pools) };
-        assert_eq!(prefer(&view, &request(&available, &[], 3)), ids("GPU-0", 0..3), "its own reservation");
-        assert_eq!(prefer(&view, &request(&available, &[], 2)), ids("GPU-2", 0..2), "not from what others hold");
-        let other = Reservation { resource: "nvidia.com/gpu-10gb".into(), ..held("GPU-0", 3) };
-        let view = View { reservations: &[other], ..view };
-        assert_eq!(prefer(&view, &request(&available, &[], 3)), ids("GPU-1", 0..3), "another resource's says nothing");
+        let keep = |device, units, sizes: &[u32]| Kept { device, units, sizes: sizes.to_vec() };
+        let kept = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
+        let with_kept = View { kept: &kept, ..view(&pools) };
+        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-0", 0..3), "what is kept for it");
+        assert_eq!(prefer(&with_kept, &request(&available, &[], 2)), ids("GPU-2", 0..2), "not from what others hold");
+        let kept = [keep("GPU-0", 5, &[2, 5])];
+        let with_kept = View { kept: &kept, ..view(&pools) };
+        assert_eq!(
+            prefer(&with_kept, &request(&available, &[], 2)),
+            ids("GPU-0", 0..2),
+            "where its pod's others will be"
+        );
+        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-1", 0..3));
+        let must = ids("GPU-2", [0]);
+        assert!(prefer(&with_kept, &request(&available, &must, 2)).iter().all(|id| id.starts_with("GPU-2")));
     }
 
     #[test]
@@ -384,10 +399,16 @@ mod tests {
         });
         let refused =
             |ids: &[&str]| grant(&view(&pools), &ids.iter().map(|&id| id.to_owned()).collect::<Vec<_>>()).unwrap_err();
+        let split = refused(&["GPU-0::0", "GPU-1::0"]);
+        assert!(matches!(split, Denied::Split(_)));
         assert_eq!(
-            refused(&["GPU-0::0", "GPU-1::0"]),
+            split.to_string(),
             "2 nvidia.com/gpu-mps cannot be shares of 2 GPUs (GPU-0, GPU-1): no single GPU had as many free"
         );
+        let refused = |ids: &[&str]| match refused(ids) {
+            Denied::Invalid(sentence) => sentence,
+            Denied::Split(sentence) => panic!("{sentence}"),
+        };
         assert_eq!(refused(&["GPU-0::0", "GPU-0::0"]), "GPU-0::0 is there twice");
         assert_eq!(refused(&["GPU-0::2"]), "\"GPU-0::2\" is not a device of nvidia.com/gpu-mps on this node");
         assert!(refused(&["GPU-3::0"]).contains("not a device"), "another resource's");

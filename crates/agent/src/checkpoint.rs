@@ -144,7 +144,7 @@ mod tests {
         let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         Checkpoint {
             generation: 7,
-            spec: Some(GpuNodeSpec { plan_id: "p".into(), gpus: vec![spec], reservations: Vec::new() }),
+            spec: Some(GpuNodeSpec { plan_id: "p".into(), gpus: vec![spec] }),
             gpus: vec![gpu("GPU-a", 0)],
             layouts: BTreeMap::from([("GPU-a".into(), layout)]),
             allocations: vec![allocation(&["GPU-a::0"])],

@@ -270,7 +270,7 @@ mod tests {
     }
 
     fn spec(gpus: Vec<GpuSpec>) -> GpuNodeSpec {
-        GpuNodeSpec { plan_id: "p".into(), gpus, reservations: Vec::new() }
+        GpuNodeSpec { plan_id: "p".into(), gpus }
     }
 
     fn nobody() -> Usage {

@@ -20,6 +20,7 @@ pub mod args;
 pub mod cdi;
 pub mod checkpoint;
 pub mod diff;
+pub mod expected;
 mod files;
 pub mod hardware;
 pub mod http;
@@ -29,6 +30,7 @@ pub mod mig;
 pub mod mps;
 pub mod node;
 mod offline;
+mod pods;
 #[cfg(test)]
 mod recut;
 pub mod report;
@@ -54,6 +56,7 @@ pub use args::AgentArgs;
 use crate::allocate::Handover;
 use crate::args::{DeviceListStrategy, MigMode};
 use crate::checkpoint::Store;
+use crate::expected::Expected;
 use crate::http::Pulse;
 use crate::metrics::Metrics;
 use crate::node::{Ended, Node, Object, Occurrence, Turn};
@@ -119,7 +122,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
             tracing::warn!(%error, ids = ?allocation.ids, "cannot make the folder of an allocation");
         }
     }
-    let table = Table { allocations, ..Table::default() };
+    let expected = match &offline {
+        Some(folder) if !folder.has_pods() => Expected::default(),
+        _ => Expected::told(),
+    };
+    let table = Table { expected, allocations, ..Table::default() };
     let counter = Arc::new(Counter::new(table, Handover::new(&args), link.clone(), metrics.clone()));
     let plugins = Plugins::start(&Config::new(&args.device_plugin_dir))?;
 
@@ -167,8 +174,10 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
     match (offline, spec) {
-        (Some(folder), Some(spec)) => tasks.spawn(stay_offline(folder, spec, inputs, statuses, to_tell)),
-        _ => tasks.spawn(speak_to_the_api(args.node_name.clone(), inputs, statuses, to_tell, metrics)),
+        (Some(folder), Some(spec)) => {
+            tasks.spawn(stay_offline(folder, spec, args.node_name.clone(), counter, inputs, statuses, to_tell))
+        }
+        _ => tasks.spawn(speak_to_the_api(args.node_name.clone(), counter, inputs, statuses, to_tell, metrics)),
     };
     // All of them go on for ever: whichever ends first says why the agent does.
     match tasks.join_next().await {
@@ -291,7 +300,11 @@ impl Main {
                         ),
                     }
                 }
-                let over = self.node.held(answer, asked, &mut self.counter.table().allocations);
+                let mut table = self.counter.table();
+                if let Ok(rows) = &answer {
+                    table.expected.listed(rows, asked);
+                }
+                let over = self.node.held(answer, asked, &mut table.allocations);
                 if over > 0 {
                     tracing::info!(over, "allocations that no pod holds any more");
                 }
@@ -318,6 +331,7 @@ impl Main {
             }
         };
         let nodes = table.nodes.clone();
+        let news = std::mem::take(&mut table.news);
         drop(table);
         // The kubelet hears of what goes first.
         self.serve(lists);
@@ -334,7 +348,7 @@ impl Main {
             }
             changed
         });
-        for occurrence in occurrences {
+        for occurrence in occurrences.into_iter().chain(news) {
             tracing::info!(warning = occurrence.warning, reason = occurrence.reason, note = occurrence.note, "event");
             if self.occurrences.try_send(occurrence).is_err() {
                 self.metrics.error("event-dropped");
@@ -558,12 +572,19 @@ fn write_once(
 async fn stay_offline(
     folder: offline::Folder,
     spec: Object,
+    node: String,
+    counter: Arc<Counter>,
     inputs: mpsc::Sender<Input>,
     statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
     occurrences: mpsc::Receiver<Occurrence>,
 ) -> anyhow::Result<()> {
     let (objects, read) = mpsc::channel(4);
-    tokio::join!(folder.follow(spec, objects), folder.write(statuses, occurrences), forward_objects(read, inputs));
+    tokio::join!(
+        folder.follow(spec, objects),
+        folder.follow_pods(&node, &counter),
+        folder.write(statuses, occurrences),
+        forward_objects(read, inputs),
+    );
     Ok(())
 }
 
@@ -577,6 +598,7 @@ async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs: mpsc::Send
 
 async fn speak_to_the_api(
     name: String,
+    counter: Arc<Counter>,
     inputs: mpsc::Sender<Input>,
     statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
     occurrences: mpsc::Receiver<Occurrence>,
@@ -587,6 +609,7 @@ async fn speak_to_the_api(
     let (objects, read) = mpsc::channel(4);
     tokio::join!(
         report::follow(client.clone(), name.clone(), objects, server, metrics.clone()),
+        pods::follow(client.clone(), name.clone(), counter, metrics.clone()),
         report::write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
         report::write_events(client, name, occurrences, seen, metrics),
         forward_objects(read, inputs),

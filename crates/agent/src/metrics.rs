@@ -49,6 +49,16 @@ struct Kind {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfResource {
+    resource: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Waited {
+    result: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ChangeLabels {
     change: &'static str,
     result: &'static str,
@@ -58,6 +68,8 @@ struct ChangeLabels {
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     allocations: Family<Answer, Counter>,
+    splits: Family<OfResource, Counter>,
+    waits: Family<Waited, Counter>,
     total: Family<Slices, Gauge>,
     in_use: Family<Slices, Gauge>,
     unhealthy: Family<Slices, Gauge>,
@@ -76,6 +88,9 @@ impl Metrics {
         let metrics = Self::default();
         let mut registry = Registry::with_prefix("cleave_agent");
         registry.register("allocations", "Allocate calls of the kubelet", metrics.allocations.clone());
+        registry.register("splits", "Allocate calls refused for shares of several GPUs", metrics.splits.clone());
+        let waits = "GetPreferredAllocation calls that came before the API server had told of the pod";
+        registry.register("pod_waits", waits, metrics.waits.clone());
         registry.register("slices", "Slices that the kubelet is told of", metrics.total.clone());
         registry.register("slices_in_use", "Slices that containers hold", metrics.in_use.clone());
         registry.register("slices_unhealthy", "Slices told as Unhealthy", metrics.unhealthy.clone());
@@ -92,6 +107,16 @@ impl Metrics {
     /// A call of `Allocate`.
     pub fn allocate(&self, resource: &str, outcome: Outcome) {
         self.allocations.get_or_create(&Answer { resource: resource.to_owned(), outcome }).inc();
+    }
+
+    /// A set of shares of several GPUs was refused.
+    pub fn split(&self, resource: &str) {
+        self.splits.get_or_create(&OfResource { resource: resource.to_owned() }).inc();
+    }
+
+    /// The kubelet waited for its answer, and the pod came, or did not.
+    pub fn waited(&self, came: bool) {
+        self.waits.get_or_create(&Waited { result: if came { "came" } else { "timeout" } }).inc();
     }
 
     /// An XID that counts.

@@ -378,7 +378,6 @@ impl Node {
         let hardware = self.book.hardware(now);
         let usage = self.held.as_ref().map(|rows| Usage::new(rows, &table.allocations));
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
-        table.reservations = spec.map(|spec| spec.reservations.clone()).unwrap_or_default();
         let partitions: BTreeMap<&str, &Partition> =
             spec.iter().flat_map(|spec| &spec.gpus).map(|gpu| (gpu.uuid.as_str(), &gpu.partition)).collect();
         self.cut = cut(&hardware, &partitions, &self.cut, |uuid| self.trials.get(uuid).is_some_and(Trial::is_acting));
@@ -731,18 +730,17 @@ fn recovered(note: String) -> Occurrence {
 
 #[cfg(test)]
 mod tests {
-    use cleave_api::gpunode::Reservation;
     use cleave_gpu::mps::wire::{DaemonStatus, Door, Status};
 
     use super::*;
     use crate::layout::tests::{gpu, mps_spec};
-    use crate::usage::tests::{MPS, allocation, held};
+    use crate::usage::tests::{allocation, held};
 
     const GRACE: Duration = Duration::from_secs(30);
 
     fn spec(units: u32) -> Object {
         let gpus = vec![mps_spec("GPU-a", units)];
-        Object::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus, reservations: Vec::new() })
+        Object::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus })
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
@@ -993,17 +991,5 @@ mod tests {
         assert_eq!((applied.reason.as_str(), applied.status.as_str()), ("Malformed", "False"));
         node.object(Object::Missing);
         assert_eq!(node.turn(&mut table, start).lists.values().flatten().count(), 10);
-    }
-
-    #[test]
-    fn reservations_reach_the_table_and_do_not_change_what_is_served() {
-        let start = Instant::now();
-        let (mut node, mut table, desired) = serving(start);
-        let Object::Present(_, mut spec) = spec(10) else { panic!() };
-        spec.reservations = vec![Reservation { resource: MPS.into(), units: 3, device: "GPU-a".into() }];
-        node.object(Object::Present(4, spec.clone()));
-        let turn = node.turn(&mut table, start);
-        assert_eq!((table.reservations, turn.desired), (spec.reservations, desired));
-        assert_eq!((turn.status.plan_id.as_str(), turn.status.observed_generation), ("p10", 4));
     }
 }

@@ -2,7 +2,7 @@
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::GpuNodeStatus;
 use tokio::sync::{mpsc, watch};
@@ -10,6 +10,8 @@ use tokio::time::sleep;
 
 use crate::files::write_atomically;
 use crate::node::{Object, Occurrence};
+use crate::pods::PodObject;
+use crate::serve::Counter;
 
 /// Between looks at the spec.
 const LOOK: Duration = Duration::from_millis(100);
@@ -32,6 +34,35 @@ impl Folder {
                 Ok(spec) => Object::Present(generation, spec),
                 Err(error) => Object::Malformed(error.to_string()),
             },
+        }
+    }
+
+    /// Whether it says which pods there are: none come otherwise.
+    pub(crate) fn has_pods(&self) -> bool {
+        self.pods().exists()
+    }
+
+    fn pods(&self) -> PathBuf {
+        self.0.join("pods.json")
+    }
+
+    /// Follows the pods, a list of objects as the API server has them, for ever.
+    pub(crate) async fn follow_pods(&self, node: &str, counter: &Counter) {
+        let mut last = Vec::new();
+        loop {
+            let text = fs::read(self.pods()).unwrap_or_default();
+            if text != last {
+                match serde_json::from_slice::<Vec<PodObject>>(&text) {
+                    Ok(pods) => counter.expect(|expected| {
+                        let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
+                        expected.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
+                        bound.into_iter().for_each(|pod| expected.pod(pod, Instant::now()));
+                    }),
+                    Err(error) => tracing::warn!(%error, "pods.json says nothing"),
+                }
+                last = text;
+            }
+            sleep(LOOK).await;
         }
     }
 

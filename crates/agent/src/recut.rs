@@ -279,7 +279,7 @@ impl World {
 
     fn want(&mut self, gpus: Vec<GpuSpec>) {
         let plan_id = format!("{gpus:?}");
-        self.object = Object::Present(1, GpuNodeSpec { plan_id, gpus, reservations: Vec::new() });
+        self.object = Object::Present(1, GpuNodeSpec { plan_id, gpus });
         self.node.object(self.object.clone());
     }
 
@@ -359,7 +359,7 @@ impl World {
             .filter(|(resource, id)| !self.held.iter().any(|row| row.resource == *resource && row.ids.contains(id)))
             .collect();
         let (resource, id) = slices.get(pick.checked_rem(slices.len())?)?.clone();
-        let view = View { resource: &resource, pools: &self.table.pools[&resource], reservations: &[] };
+        let view = View { resource: &resource, pools: &self.table.pools[&resource], kept: &[] };
         let given = grant(&view, std::slice::from_ref(&id)).unwrap();
         self.table.allocations.give(given, self.now);
         self.pods += 1;

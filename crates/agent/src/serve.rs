@@ -3,17 +3,18 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cleave_api::gpunode::Reservation;
 use cleave_gpu::mps::wire::{Reply, Request};
 use cleave_kubelet::{ContainerResponse, DeviceList, Options, PreferredRequest, Refusal, Resource};
 use futures::future::BoxFuture;
 use tokio::sync::{Notify, watch};
 
-use crate::allocate::{Allocation, Handover, View, grant, prefer};
+use crate::allocate::{Allocation, Denied, Handover, View, grant, prefer};
 use crate::cdi;
-use crate::layout::Pool;
+use crate::expected::Expected;
+use crate::layout::{Kind, Pool, parse_id};
 use crate::metrics::{Metrics, Outcome};
 use crate::mps::Link;
+use crate::node::Occurrence;
 use crate::usage::Allocations;
 
 /// How long a container's start waits for its door. The kubelet gives up after 30 s, and tries again.
@@ -22,17 +23,26 @@ const START: Duration = Duration::from_secs(25);
 /// Between looks at the CDI specification.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// How long the kubelet waits for its answer while the API server has not told of the pod that it asks for: it tells the kubelet and the
+/// agent at the same time, so that the kubelet may be first, by little.
+const KNOWN: Duration = Duration::from_secs(2);
+
+/// Events that wait to be told; more at once say nothing new.
+const NEWS: usize = 16;
+
 /// What the kubelet's calls are answered from.
 #[derive(Debug, Default)]
 pub struct Table {
     /// Pools by resource.
     pub pools: BTreeMap<String, Vec<Pool>>,
-    /// Held for pods that have not come yet.
-    pub reservations: Vec<Reservation>,
+    /// What the kubelet will ask for.
+    pub expected: Expected,
     /// What was given out.
     pub allocations: Allocations,
     /// Device nodes by device.
     pub nodes: BTreeMap<String, Vec<String>>,
+    /// What happened in answers, until it is told.
+    pub news: Vec<Occurrence>,
 }
 
 /// What all resources share.
@@ -46,12 +56,35 @@ pub struct Counter {
     pub given: Notify,
     /// A container starts: they are wanted now.
     pub starting: Notify,
+    /// Changes when what is expected does.
+    arrivals: watch::Sender<()>,
 }
 
 impl Counter {
     /// With nothing to give out yet.
     pub fn new(table: Table, handover: Handover, link: Link, metrics: Metrics) -> Self {
-        Self { table: Mutex::new(table), handover, link, metrics, given: Notify::new(), starting: Notify::new() }
+        let (given, starting, arrivals) = (Notify::new(), Notify::new(), watch::channel(()).0);
+        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals }
+    }
+
+    /// Takes in what was told of pods.
+    pub fn expect(&self, change: impl FnOnce(&mut Expected)) {
+        change(&mut self.table().expected);
+        self.arrivals.send_replace(());
+    }
+
+    /// Waits until a request of this size is some known pod's; not for ever.
+    async fn until_known(&self, resource: &str, units: u32) {
+        let mut arrivals = self.arrivals.subscribe();
+        let known =
+            async { while !self.table().expected.knows(resource, units) && arrivals.changed().await.is_ok() {} };
+        if tokio::time::timeout(KNOWN, known).await.is_ok() {
+            self.metrics.waited(true);
+            return;
+        }
+        self.metrics.waited(false);
+        self.table().expected.in_vain();
+        tracing::info!(resource, units, "the API server tells of no pod that asks for as many; choosing without");
     }
 
     /// The table. Held for moments only, never across an await.
@@ -62,8 +95,8 @@ impl Counter {
     fn give(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerResponse), Refusal> {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
-        let view = View { resource, pools, reservations: &table.reservations };
-        let allocation = grant(&view, ids).map_err(Refusal::Invalid)?;
+        let granted = grant(&View { resource, pools, kept: &[] }, ids);
+        let allocation = granted.map_err(|denied| self.denied(&mut table, resource, denied))?;
         let response = self.handover.response(&allocation, &table.nodes);
         table.allocations.give(allocation.clone(), Instant::now());
         drop(table);
@@ -75,6 +108,21 @@ impl Counter {
         }
         self.given.notify_one();
         Ok((allocation, response))
+    }
+
+    fn denied(&self, table: &mut Table, resource: &str, denied: Denied) -> Refusal {
+        match denied {
+            Denied::Split(sentence) => {
+                self.metrics.split(resource);
+                if table.news.len() < NEWS {
+                    let note = format!("a pod was refused: {sentence}");
+                    table.news.push(Occurrence { warning: true, reason: "SharesSplit", note });
+                }
+                self.given.notify_one();
+                Refusal::Invalid(sentence)
+            }
+            Denied::Invalid(sentence) => Refusal::Invalid(sentence),
+        }
     }
 
     /// The allocation of these ids; given out anew where it is not known, after a reboot or a lost checkpoint.
@@ -110,6 +158,15 @@ impl Counter {
             Reply::Status(_) => Err("the MPS host gave another answer than was asked for".into()),
         }
     }
+}
+
+/// Whether it matters which slices are taken: they are parts of several devices, and no device is decided on.
+fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
+    let mut devices = request.available.iter().filter_map(|id| Some(parse_id(id)?.0));
+    let first = devices.next();
+    request.must_include.is_empty()
+        && pools.iter().any(|pool| pool.kind != Kind::Whole)
+        && devices.any(|device| Some(device) != first)
 }
 
 /// One resource.
@@ -148,16 +205,28 @@ impl Resource for Served {
         Options { pre_start: true, preferred: true }
     }
 
+    fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
+        let units = u32::try_from(request.size).ok()?;
+        let table = self.counter.table();
+        let pools = table.pools.get(&self.resource)?;
+        let waits = has_choice(pools, request) && !table.expected.knows(&self.resource, units);
+        waits.then(|| Box::pin(self.counter.until_known(&self.resource, units)) as BoxFuture<'a, ()>)
+    }
+
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let table = self.counter.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
-        Ok(prefer(&View { resource: &self.resource, pools, reservations: &table.reservations }, request))
+        let kept = table.expected.kept(&self.resource);
+        Ok(prefer(&View { resource: &self.resource, pools, kept: &kept }, request))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
         let given = self.counter.give(&self.resource, ids);
         match &given {
             Ok((allocation, _)) => {
+                if let (Ok(units), [device]) = (u32::try_from(ids.len()), allocation.devices.as_slice()) {
+                    self.counter.table().expected.answered(&self.resource, units, device, Instant::now());
+                }
                 self.counter.metrics.allocate(&self.resource, Outcome::Granted);
                 tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "given out");
             }
@@ -182,5 +251,135 @@ impl Resource for Served {
                 Refusal::NotReady(format!("{}: {why}", self.resource))
             })
         })
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use clap::Parser as _;
+    use cleave_gpu::mps::wire::Paths;
+
+    use super::*;
+    use crate::args::AgentArgs;
+    use crate::expected::{Bound, Want};
+
+    const MPS: &str = "nvidia.com/gpu-mps";
+
+    pub(crate) fn counter(table: Table) -> Counter {
+        #[derive(clap::Parser)]
+        struct Cli {
+            #[command(flatten)]
+            args: AgentArgs,
+        }
+        let args = Cli::try_parse_from(["agent", "--node-name", "n"]).unwrap().args;
+        Counter::new(table, Handover::new(&args), Link::new(Paths::new("/proc/none")), Metrics::new())
+    }
+
+    impl Counter {
+        pub(crate) fn arrivals(&self) -> watch::Receiver<()> {
+            self.arrivals.subscribe()
+        }
+    }
+
+    fn pools(devices: &[&str], kind: &Kind) -> Vec<Pool> {
+        let pool = |device: &&str| Pool {
+            device: (*device).into(),
+            resource: MPS.into(),
+            first: 0,
+            count: 10,
+            kind: kind.clone(),
+        };
+        devices.iter().map(pool).collect()
+    }
+
+    fn shares() -> Kind {
+        Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None }
+    }
+
+    fn served(expected: Expected, pools: Vec<Pool>) -> Served {
+        let table = Table { pools: BTreeMap::from([(MPS.into(), pools)]), expected, ..Table::default() };
+        Served::new(MPS.into(), Arc::new(counter(table)), Vec::new())
+    }
+
+    fn bound(name: &str, units: u32, device: &str) -> Bound {
+        let want = Want {
+            container: "c".into(),
+            resource: MPS.into(),
+            units,
+            ask: 0,
+            needed: units,
+            held: Some(device.into()),
+        };
+        let (uid, namespace, name) = (name.into(), "ns".into(), name.into());
+        Bound { uid, namespace, name, leaving: false, admitted: false, wants: vec![want] }
+    }
+
+    fn ids(device: &str) -> Vec<String> {
+        (0..10).map(|number| format!("{device}::{number}")).collect()
+    }
+
+    fn all() -> Vec<String> {
+        [ids("A"), ids("B")].concat()
+    }
+
+    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
+        PreferredRequest { available, must_include, size }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_kubelet_waits_for_the_pod_and_no_longer() {
+        let served = served(Expected::told(), pools(&["A", "B"], &shares()));
+        let all = all();
+        let request = request(&all, &[], 3);
+        let waits = served.until_known(&request).unwrap();
+        let counter = Arc::clone(&served.counter);
+        let comes = async {
+            tokio::task::yield_now().await;
+            counter.expect(|expected| expected.pod(bound("other", 4, "A"), Instant::now()));
+            tokio::task::yield_now().await;
+            counter.expect(|expected| expected.pod(bound("p", 3, "B"), Instant::now()));
+        };
+        let started = tokio::time::Instant::now();
+        tokio::join!(waits, comes);
+        assert_eq!(started.elapsed(), Duration::ZERO, "the clock stands still but for timers");
+        assert!(served.until_known(&request).is_none(), "it is known");
+        let chosen = served.preferred(&request).unwrap();
+        assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
+        let _ = served.allocate(&chosen).unwrap();
+        served.until_known(&request).unwrap().await;
+        assert_eq!(started.elapsed(), KNOWN, "another of that size is not known, and its time runs out");
+    }
+
+    #[test]
+    fn nobody_waits_where_there_is_nothing_to_choose_or_nobody_tells() {
+        let all = all();
+        let two = || pools(&["A", "B"], &shares());
+        let waits = |served: &Served, request: &PreferredRequest<'_>| served.until_known(request).is_some();
+        assert!(waits(&served(Expected::told(), two()), &request(&all, &[], 3)));
+        assert!(!waits(&served(Expected::default(), two()), &request(&all, &[], 3)), "without an API server");
+        assert!(!waits(&served(Expected::told(), two()), &request(&ids("A"), &[], 3)), "all of one device");
+        assert!(
+            !waits(&served(Expected::told(), two()), &request(&all, &ids("B")[..1], 3)),
+            "an init container had it"
+        );
+        assert!(!waits(&served(Expected::told(), pools(&["A", "B"], &Kind::Whole)), &request(&all, &[], 1)));
+        assert!(!waits(&served(Expected::told(), Vec::new()), &request(&[], &[], 0)));
+    }
+
+    #[test]
+    fn shares_of_two_devices_are_refused_counted_and_told() {
+        let served = served(Expected::told(), pools(&["A", "B"], &shares()));
+        let both = ["A::0", "B::0"].map(str::to_owned);
+        let refusal = served.allocate(&both).unwrap_err();
+        assert!(refusal.to_string().contains("cannot be shares of 2 GPUs"), "{refusal}");
+        assert!(served.allocate(&[]).is_err());
+        let news = std::mem::take(&mut served.counter.table().news);
+        assert_eq!(news.iter().map(|news| news.reason).collect::<Vec<_>>(), ["SharesSplit"]);
+        let metrics = served.counter.metrics.encode().unwrap();
+        assert!(metrics.contains("cleave_agent_splits_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
+        for _ in 0..2 * NEWS {
+            let _ = served.allocate(&both);
+        }
+        assert_eq!(served.counter.table().news.len(), NEWS);
     }
 }

@@ -6,7 +6,7 @@ mod mig;
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, sliced};
+use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, pod, sliced};
 
 #[tokio::test]
 async fn one_node_serves_whole_gpus_shares_and_turns_at_once_and_a_share_is_bound_by_its_limits() {
@@ -64,6 +64,38 @@ async fn what_cannot_be_granted_is_refused_with_a_sentence_and_disturbs_nothing(
         assert!(refusal.message().contains(says), "{refusal:?}");
     }
     machine.kubelet.allocate(MPS, &[&a]).await.unwrap();
+    machine.until("the event", || (machine.events() == ["SharesSplit"]).then_some(())).await;
+}
+
+#[tokio::test]
+async fn a_request_is_answered_with_the_gpu_on_which_its_pod_is_held_though_the_kubelet_is_first_to_know_the_pod() {
+    let mut machine = Machine::new(&["2xH200"]);
+    let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
+    machine.want("first", vec![mps(&first, 10), mps(&second, 10)]);
+    machine.pods_are(&[]);
+    machine.start_host();
+    machine.start_agent(&[]);
+    machine.healthy(MPS, 20).await;
+    let all = [ids(&first, 0..10), ids(&second, 0..10)].concat();
+    let all: Vec<&str> = all.iter().map(String::as_str).collect();
+    let (asked, ()) = tokio::join!(machine.kubelet.preferred(MPS, &all, &[], 3), async {
+        machine.pods_are(&[pod("a", 3, &second), pod("b", 4, &first), pod("c", 3, &first)]);
+    });
+    let asked = asked.unwrap();
+    let device = |ids: &[String]| ids[0].split("::").next().unwrap().to_owned();
+    machine.kubelet.allocate(MPS, &asked.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    let free: Vec<&str> = all.iter().copied().filter(|id| !asked.iter().any(|taken| taken == id)).collect();
+    let other = machine.kubelet.preferred(MPS, &free, &[], 3).await.unwrap();
+    assert_eq!(
+        [device(&asked), device(&other)].into_iter().collect::<std::collections::BTreeSet<_>>(),
+        [first.clone(), second.clone()].into(),
+        "each of the two that ask for three has what is held for one of them, and the second not what the first was given"
+    );
+    let four = machine.kubelet.preferred(MPS, &free, &[], 4).await.unwrap();
+    assert_eq!(device(&four), first);
+    // Nobody asks for nine: the kubelet has its answer all the same.
+    let nine = machine.kubelet.preferred(MPS, &all, &[], 9).await.unwrap();
+    assert_eq!(nine.len(), 9);
 }
 
 #[tokio::test]
@@ -140,6 +172,25 @@ async fn a_killed_agent_comes_back_to_the_same_ids_allocations_and_daemons() {
         assert_eq!(machine.desired().unwrap(), desired, "{round}");
         assert_eq!(machine.host_status().unwrap().daemons[&uuid].pid, daemon, "{round}: the daemon was not touched");
     }
+}
+
+#[tokio::test]
+async fn a_killed_agent_is_started_again_by_its_parent_which_goes_on() {
+    let mut machine = Machine::new(&["H200"]);
+    machine.want("first", vec![mps(&machine.uuids[0], 10)]);
+    machine.start_host();
+    machine.start_supervised_agent();
+    for _ in 0..3 {
+        let before = machine.healthy(MPS, 10).await.registrations.len();
+        let agent = machine.until("the agent's process", || machine.supervised()).await;
+        kill_pid(agent);
+        let back =
+            |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
+        machine.seen("another registration", back).await;
+        assert_ne!(machine.supervised(), Some(agent));
+    }
+    machine.healthy(MPS, 10).await;
+    assert!(machine.stop_agent().success(), "told to stop, it ends without an error");
 }
 
 #[tokio::test]

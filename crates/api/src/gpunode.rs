@@ -69,10 +69,6 @@ pub struct GpuNodeSpec {
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub gpus: Vec<GpuSpec>,
-    /// Held for pods that have not come yet.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 4096))]
-    pub reservations: Vec<Reservation>,
 }
 
 /// What one GPU shall be.
@@ -196,18 +192,6 @@ pub struct MigPartition {
     /// Time-sliced replicas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slicing: Option<TimeSlicedPartition>,
-}
-
-/// Units of one GPU held for a pod of that size.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Reservation {
-    /// The extended resource.
-    pub resource: String,
-    /// How many units, on one GPU.
-    pub units: u32,
-    /// The GPU or MIG instance.
-    pub device: String,
 }
 
 /// What the node is.

@@ -16,6 +16,12 @@ pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
 /// The scheduling gate that pods asking for placed resources carry.
 pub const GATE: &str = "cleave.dev/placement";
+/// The label of a namespace with exceptions to what is refused and gated: a word, or several with dots between them.
+pub const ALLOW_LABEL: &str = "cleave.dev/allow";
+/// Word of [`ALLOW_LABEL`]: pods go to the scheduler without a gate.
+pub const ALLOW_PLACEMENT: &str = "placement";
+/// Value of [`ALLOW_LABEL`], alone: nothing is looked at.
+pub const ALLOW_ALL: &str = "all";
 
 /// The operator's field manager, on `GpuNode.spec` and `SharingPolicy.status`.
 pub const OPERATOR_MANAGER: &str = "cleave-operator";
@@ -60,6 +66,12 @@ pub fn is_served(resource: &str) -> bool {
         || resource == RESOURCE_SHARED
         || resource.starts_with(RESOURCE_SHARES_PREFIX)
         || resource.starts_with(RESOURCE_MIG_PREFIX)
+}
+
+/// Whether a resource is one that pods share GPUs by, by its name: all that is served but whole GPUs. The admission policies in the chart
+/// have the same.
+pub fn is_shared(resource: &str) -> bool {
+    is_served(resource) && resource != RESOURCE_GPU
 }
 
 /// The extended resource of MIG instances of a profile, named as NVIDIA's plugin names it: `+` becomes a dot.
@@ -134,9 +146,10 @@ mod tests {
             "nvidia.com/gpu-10gb",
         ] {
             assert!(is_served(served), "{served}");
+            assert_eq!(is_shared(served), served != RESOURCE_GPU, "{served}");
         }
         for other in ["nvidia.com/gpumps", "amd.com/gpu", "nvidia.com/gpu.shared2", "cpu", ""] {
-            assert!(!is_served(other), "{other}");
+            assert!(!is_served(other) && !is_shared(other), "{other}");
         }
     }
 }

@@ -28,7 +28,7 @@ pub struct HeldDevices {
     pub container: String,
     /// The extended resource.
     pub resource: String,
-    /// Ids of its devices.
+    /// Ids of its devices, in order.
     pub ids: Vec<String>,
 }
 
@@ -113,7 +113,7 @@ impl PodResources {
     }
 }
 
-/// One row per container and resource; the kubelet sends one per NUMA node.
+/// One row per container and resource, its ids in order; the kubelet sends one per NUMA node.
 fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
     let mut rows: Vec<HeldDevices> = Vec::new();
     for pod in answer.pod_resources {
@@ -134,12 +134,33 @@ fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
             }
         }
     }
+    // It lists them in another order each time, and who compares two lists is not to find a difference.
+    rows.iter_mut().for_each(|row| row.ids.sort_unstable());
     rows
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_order_in_which_the_kubelet_lists_ids_makes_no_difference() {
+        let answer = |ids: [&str; 3]| wire::ListPodResourcesResponse {
+            pod_resources: vec![wire::PodResources {
+                name: "p".to_owned(),
+                containers: vec![wire::ContainerResources {
+                    devices: vec![wire::ContainerDevices {
+                        resource_name: "r".to_owned(),
+                        device_ids: ids.map(str::to_owned).to_vec(),
+                        topology: None,
+                    }],
+                    ..Default::default()
+                }],
+                ..Default::default()
+            }],
+        };
+        assert_eq!(held(answer(["c", "a", "b"])), held(answer(["b", "c", "a"])));
+    }
 
     #[test]
     fn a_containers_devices_of_several_numa_nodes_are_one_row() {

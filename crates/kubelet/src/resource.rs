@@ -12,7 +12,7 @@ use crate::proto::v1beta1 as wire;
 
 /// One extended resource of this node, as the kubelet asks for it.
 ///
-/// Everything but [`pre_start`](Resource::pre_start) is answered from memory: the kubelet holds a pod's admission (and, on some paths, its
+/// Everything but [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start) is answered from memory: the kubelet holds a pod's admission (and, on some paths, its
 /// device manager) while it waits.
 pub trait Resource: Send + Sync + 'static {
     /// The devices, as they change. Each new value replaces the whole list in the open stream; an equal one is not sent.
@@ -22,6 +22,12 @@ pub trait Resource: Send + Sync + 'static {
 
     /// What the kubelet may call. It reads this once per registration; a replacement with other options is registered anew.
     fn options(&self) -> Options;
+
+    /// What the answer to such a question has to wait for, if anything; for a short, bounded time, since no pod is admitted meanwhile.
+    fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
+        let _ = request;
+        None
+    }
 
     /// Which of the available devices to take. Only a hint: the kubelet may hand out others.
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;

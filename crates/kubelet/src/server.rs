@@ -163,15 +163,15 @@ impl DevicePlugin for Service {
         request: Request<wire::PreferredAllocationRequest>,
     ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
         let resource = self.resource();
-        let container_responses = request
-            .get_ref()
-            .container_requests
-            .iter()
-            .map(|container| {
-                let device_i_ds = resource.preferred(&preferred_request(container)?)?;
-                Ok(wire::ContainerPreferredAllocationResponse { device_i_ds })
-            })
-            .collect::<Result<_, Refusal>>()?;
+        let mut container_responses = Vec::with_capacity(request.get_ref().container_requests.len());
+        for container in &request.get_ref().container_requests {
+            let request = preferred_request(container)?;
+            if let Some(known) = resource.until_known(&request) {
+                known.await;
+            }
+            let device_i_ds = resource.preferred(&request)?;
+            container_responses.push(wire::ContainerPreferredAllocationResponse { device_i_ds });
+        }
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses }))
     }
 

@@ -28,4 +28,13 @@ pub struct OperatorArgs {
     /// Where /metrics, /healthz and /readyz are served.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,
+
+    /// Answers API servers that ask which pods to gate: the name of the Service, the Secret and the `MutatingWebhookConfiguration` for it, which
+    /// are part of the chart.
+    #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
+    pub webhook: Option<String>,
+
+    /// Where API servers are answered.
+    #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
+    pub webhook_addr: SocketAddr,
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, EventType};
 
-use crate::demand::{Outcome, Reason};
+use crate::demand::{Outcome, Reason, Waiting};
 use crate::read::Observed;
 use crate::status::cut;
 
@@ -43,16 +43,23 @@ impl Teller {
     /// The events to publish now.
     pub fn events(&mut self, outcome: &Outcome, observed: &Observed, now: Duration) -> Vec<(ObjectReference, Event)> {
         let mut events = self.of_nodes(outcome, observed);
-        events.extend(self.of_pods(outcome, observed, now));
+        let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
+        let uids = waiting.map(|claimant| (claimant.pod.name.clone(), claimant.uid.clone())).collect();
+        events.extend(self.of_pods(&outcome.waiting, &uids, now));
         events
     }
 
-    fn of_pods(&mut self, outcome: &Outcome, observed: &Observed, now: Duration) -> Vec<(ObjectReference, Event)> {
-        self.pods.retain(|pod, _| outcome.waiting.contains_key(pod));
+    /// The events of pods that wait. `uids` are those of the pods that are there.
+    pub fn of_pods(
+        &mut self,
+        waiting: &BTreeMap<String, Waiting>,
+        uids: &BTreeMap<String, String>,
+        now: Duration,
+    ) -> Vec<(ObjectReference, Event)> {
+        self.pods.retain(|pod, _| waiting.contains_key(pod));
         let mut events = Vec::new();
-        for claimant in observed.pods.iter().filter(|claimant| claimant.node.is_none()) {
-            let name = &claimant.pod.name;
-            let Some(waiting) = outcome.waiting.get(name) else { continue };
+        for (name, waiting) in waiting {
+            let Some(uid) = uids.get(name) else { continue };
             let told = self.pods.entry(name.clone()).or_insert(Told { reason: waiting.reason, since: now, last: None });
             if told.reason != waiting.reason {
                 (told.reason, told.since) = (waiting.reason, now);
@@ -72,16 +79,7 @@ impl Teller {
                 continue;
             }
             told.last = Some((waiting.message.clone(), now));
-            let (namespace, pod) = name.split_once('/').unwrap_or(("default", name));
-            let regarding = ObjectReference {
-                api_version: Some("v1".to_owned()),
-                kind: Some("Pod".to_owned()),
-                namespace: Some(namespace.to_owned()),
-                name: Some(pod.to_owned()),
-                uid: Some(claimant.uid.clone()),
-                ..ObjectReference::default()
-            };
-            events.push((regarding, event(type_, reason, &waiting.message)));
+            events.push((of_pod(name, uid), event(type_, reason, &waiting.message)));
         }
         events
     }
@@ -114,6 +112,24 @@ impl Teller {
     }
 }
 
+/// A pod, `namespace/name`.
+pub fn of_pod(pod: &str, uid: &str) -> ObjectReference {
+    let (namespace, name) = pod.split_once('/').unwrap_or(("default", pod));
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        namespace: Some(namespace.to_owned()),
+        name: Some(name.to_owned()),
+        uid: Some(uid.to_owned()),
+        ..ObjectReference::default()
+    }
+}
+
+/// A pod was let through though nothing here can hold it.
+pub fn unschedulable(message: &str) -> Event {
+    event(EventType::Warning, "NoGpuFits", &format!("{message}. No node of this cluster can hold it as it is."))
+}
+
 fn of_node(observed: &Observed, node: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),
@@ -137,7 +153,6 @@ fn event(type_: EventType, reason: &str, note: &str) -> Event {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demand::Waiting;
     use crate::pods::Claimant;
 
     fn cluster(pods: usize) -> Observed {

@@ -12,6 +12,7 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
+use crate::certificate::Served;
 use crate::leader::Claim;
 use crate::metrics::Metrics;
 
@@ -26,6 +27,8 @@ pub(crate) struct Health {
     pub(crate) metrics: Metrics,
     /// What is counted, to be written out.
     pub(crate) registry: Arc<Registry>,
+    /// What API servers are answered with, where this process is asked by them.
+    pub(crate) certified: Option<Served>,
 }
 
 /// Serves until `stop`.
@@ -40,18 +43,20 @@ pub(crate) async fn serve(listener: TcpListener, health: Health, stop: Cancellat
 }
 
 async fn readyz(State(health): State<Health>) -> Response {
-    match readiness(health.listed.load(Ordering::Acquire), health.claim.is_known()) {
+    let certified = health.certified.is_none_or(|served| served.borrow().is_some());
+    match readiness(health.listed.load(Ordering::Acquire), health.claim.is_known(), certified) {
         Ok(()) => (StatusCode::OK, "ok\n").into_response(),
         Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")).into_response(),
     }
 }
 
-/// Ready is to know the cluster, and to lead or to stand by.
-fn readiness(listed: bool, known: bool) -> Result<(), &'static str> {
-    match (listed, known) {
-        (false, _) => Err("the cluster's objects are not all listed yet"),
-        (true, false) => Err("the lease has not been read yet"),
-        (true, true) => Ok(()),
+/// Ready is to know the cluster, to lead or to stand by, and to be believed by API servers that ask.
+fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
+    match (listed, known, certified) {
+        (false, ..) => Err("the cluster's objects are not all listed yet"),
+        (true, false, _) => Err("the lease has not been read yet"),
+        (true, true, false) => Err("the webhook has no certificate yet"),
+        (true, true, true) => Ok(()),
     }
 }
 
@@ -73,8 +78,9 @@ mod tests {
 
     #[test]
     fn ready_is_to_know_the_cluster_and_who_leads() {
-        assert!(readiness(false, true).is_err());
-        assert!(readiness(true, false).is_err());
-        assert!(readiness(true, true).is_ok());
+        assert!(readiness(false, true, true).is_err());
+        assert!(readiness(true, false, true).is_err());
+        assert!(readiness(true, true, false).is_err());
+        assert!(readiness(true, true, true).is_ok());
     }
 }

@@ -15,6 +15,7 @@
 //!  lease task ──▶ claim (watch channel) ───────────────────────────────────┼─▶ pass task ──▶ writes, while the claim lasts
 //!  signals ──▶ cancellation token ─────────────────────────────────────────┘
 //!  http task: /metrics /healthz /readyz
+//!  webhook tasks, where the API server has no policies that gate pods: [`webhook`] answers, [`certificate`] keeps what it answers with
 //! ```
 //!
 //! The cluster is planned as a whole, since GPUs of one policy are on many nodes: there is one pass at a time, and no controller per object.
@@ -22,10 +23,12 @@
 //! API server: without one, nothing is written.
 pub mod apply;
 pub mod args;
+pub mod certificate;
 pub mod cut;
 pub mod demand;
 pub mod dry;
 pub mod events;
+pub mod gate;
 mod http;
 pub mod layout;
 pub mod leader;
@@ -39,6 +42,7 @@ pub mod select;
 pub mod snapshot;
 pub mod status;
 pub mod validate;
+pub mod webhook;
 
 pub use args::OperatorArgs;
 pub use run::run;

@@ -33,6 +33,12 @@ pub(crate) struct Metrics {
     pub(crate) steps: Family<Outcome, Counter>,
     /// Pods that wait for GPUs.
     pub(crate) pods_waiting: Family<Reason, Gauge>,
+    /// Pods let through to the scheduler, by why.
+    pub(crate) gates_opened: Family<Outcome, Counter>,
+    /// From the first sight of a pod at the gate to the patch that let it through.
+    pub(crate) gate_seconds: Histogram,
+    /// Pods that wait at the gate.
+    pub(crate) gated: Family<Reason, Gauge>,
     /// Of the free memory of GPUs by demand, the part that lies beside something in use.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
     /// Nodes that plans leave out.
@@ -58,6 +64,9 @@ impl Default for Metrics {
             reaction_seconds: seconds(),
             steps: Family::default(),
             pods_waiting: Family::default(),
+            gates_opened: Family::default(),
+            gate_seconds: seconds(),
+            gated: Family::default(),
             fragmentation: Gauge::default(),
             left_out: Gauge::default(),
             leader: Gauge::default(),
@@ -115,6 +124,9 @@ impl Metrics {
         );
         registry.register("steps", "What nodes did of what they were told", self.steps.clone());
         registry.register("pods_waiting", "Pods that wait for GPUs, by what for", self.pods_waiting.clone());
+        registry.register("gates_opened", "Pods let through to the scheduler, by why", self.gates_opened.clone());
+        registry.register("gate_seconds", "Time that a pod spent at the gate", self.gate_seconds.clone());
+        registry.register("pods_gated", "Pods that wait at the gate, by what for", self.gated.clone());
         registry.register(
             "fragmentation_ratio",
             "Of the free memory of GPUs that are cut as pods ask for it, the part that lies beside something in use",

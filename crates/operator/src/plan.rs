@@ -246,8 +246,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     }
     desired.sort_by_key(|spec| gpus.iter().find(|gpu| gpu.uuid == spec.uuid).map(|gpu| gpu.index));
     let plan_id = plan_id(&desired);
-    plan.nodes
-        .insert(name.to_owned(), GpuNodeSpec { plan_id, gpus: desired, reservations: current.reservations.clone() });
+    plan.nodes.insert(name.to_owned(), GpuNodeSpec { plan_id, gpus: desired });
 }
 
 fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {

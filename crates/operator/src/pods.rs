@@ -1,14 +1,18 @@
 //! What planning needs of a pod, and what the scheduler adds up of it. Pure.
 use std::collections::BTreeMap;
 
-use cleave_api::names::{GATE, is_served};
+use cleave_api::names::{GATE, RESOURCE_GPU, RESOURCE_MIG_PREFIX, is_served};
+use cleave_api::placement::{self, Placement};
 use cleave_plan::Quantity;
+use cleave_plan::device::SHARED_SUFFIX;
+use cleave_plan::ledger::{self, Ask, Kind, Units};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod as CorePod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Resource, ResourceExt};
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 /// A pod as the API server tells it, without what nobody reads here.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -22,6 +26,12 @@ pub struct PodObject {
     /// How far it is.
     #[serde(default)]
     pub status: PodStatus,
+    /// It has annotations, once [`PodObject::trim`] has dropped them.
+    #[serde(skip)]
+    pub annotated: bool,
+    /// What was noted on it when it was let through.
+    #[serde(skip)]
+    pub placement: Option<Placement>,
 }
 
 /// What is read of a pod's spec.
@@ -48,6 +58,18 @@ pub struct PodSpec {
     pub resources: Option<Resources>,
     /// What the scheduler waits for.
     pub scheduling_gates: Vec<Gate>,
+    /// Whether it takes room from pods of lower priority: `Never`, or nothing.
+    pub preemption_policy: Option<String>,
+    /// How it is to be spread.
+    pub topology_spread_constraints: Vec<IgnoredAny>,
+    /// What it mounts.
+    pub volumes: Vec<Volume>,
+    /// What has to be of one device each, once [`PodObject::trim`] has found out; nothing of [`counted`] resources.
+    #[serde(skip)]
+    pub asks: Vec<Ask>,
+    /// The scheduler may keep it from a node for reasons that are not looked at here: other pods, volumes, ports.
+    #[serde(skip)]
+    pub particular: bool,
     /// What the scheduler adds up, once [`PodObject::trim`] has.
     #[serde(skip)]
     pub requests: BTreeMap<String, Quantity>,
@@ -67,6 +89,20 @@ pub struct PodStatus {
 pub struct Affinity {
     /// To nodes.
     pub node_affinity: Option<NodeAffinity>,
+    /// To other pods.
+    pub pod_affinity: Option<IgnoredAny>,
+    /// Away from other pods.
+    pub pod_anti_affinity: Option<IgnoredAny>,
+}
+
+/// What is read of a volume: whether it may tie the pod to nodes.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Volume {
+    /// A claim of its own.
+    pub persistent_volume_claim: Option<IgnoredAny>,
+    /// A claim that is made with it.
+    pub ephemeral: Option<IgnoredAny>,
 }
 
 /// A pod's affinity to nodes.
@@ -93,6 +129,16 @@ pub struct Container {
     pub resources: Resources,
     /// `Always` makes an init container a sidecar.
     pub restart_policy: Option<String>,
+    /// Ports.
+    pub ports: Vec<Port>,
+}
+
+/// What is read of a port.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Port {
+    /// The node's port that it takes.
+    pub host_port: Option<u16>,
 }
 
 /// Requests and limits.
@@ -104,6 +150,9 @@ pub struct Resources {
     /// What it may use at most; also what is requested where `requests` does not say it.
     pub limits: BTreeMap<String, Quantity>,
 }
+
+/// More devices than a node has.
+const MOST_DEVICES: u64 = 1024;
 
 /// A scheduling gate.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -135,6 +184,23 @@ impl Claimant {
 }
 
 impl PodObject {
+    /// All that it asks of devices: what has to be of one device each, and one at a time what is only [`counted`].
+    pub fn asks(&self) -> Vec<Ask> {
+        let mut asks = self.spec.asks.clone();
+        for (resource, quantity) in self.spec.requests.iter().filter(|(name, _)| is_served(name) && counted(name)) {
+            // More than a node can have is as many as that: no node has it.
+            let count = quantity.count().unwrap_or(0).min(MOST_DEVICES);
+            let one = Units::new(1).map(|units| Ask { resource: resource.clone(), units });
+            asks.extend((0..count).filter_map(|_| one.clone()));
+        }
+        asks
+    }
+
+    /// Whether our gate keeps it, and no other.
+    pub fn is_ours_to_open(&self) -> bool {
+        self.node().is_none() && matches!(self.spec.scheduling_gates.as_slice(), [gate] if gate.name == GATE)
+    }
+
     /// The node that it is bound to.
     pub fn node(&self) -> Option<&str> {
         self.spec.node_name.as_deref().filter(|node| !node.is_empty())
@@ -148,13 +214,20 @@ impl PodObject {
     /// Adds up what it asks for, and drops what is read no more: a cluster has many pods, and few that wait for GPUs.
     pub fn trim(&mut self) {
         let meta = &mut self.metadata;
+        // A note that is not what the operator writes says nothing.
+        let note = meta.annotations.as_ref().and_then(|all| all.get(placement::ANNOTATION));
+        self.placement = note.and_then(|text| Placement::parse(text).ok());
+        self.annotated = meta.annotations.is_some();
         (meta.managed_fields, meta.annotations, meta.labels) = (None, None, None);
         (meta.owner_references, meta.finalizers, meta.generate_name) = (None, None, None);
         if !self.spec.containers.is_empty() {
             self.spec.requests = requests(&self.spec);
+            self.spec.asks = asks(&self.spec);
+            self.spec.particular = is_particular(&self.spec);
         }
         let spec = &mut self.spec;
         (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
+        (spec.volumes, spec.topology_spread_constraints) = (Vec::new(), Vec::new());
         spec.resources = None;
         if spec.node_name.is_some() || !self.wants_gpus() {
             let spec = &mut self.spec;
@@ -163,13 +236,54 @@ impl PodObject {
     }
 }
 
+/// Whether only the number counts of a resource, and not on which devices its units are: whole GPUs and whole MIG instances.
+pub fn counted(resource: &str) -> bool {
+    resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
+}
+
+/// What has to be of one device each.
+fn asks(spec: &PodSpec) -> Vec<Ask> {
+    let container = |(kind, container): (Kind, &Container)| ledger::Container {
+        kind,
+        limits: container.resources.limits.iter().filter_map(limit).collect(),
+    };
+    let limit_kind = |container: &Container| match container.restart_policy.as_deref() {
+        Some("Always") => Kind::Sidecar,
+        _ => Kind::Init,
+    };
+    let init = spec.init_containers.iter().map(|container| (limit_kind(container), container));
+    let main = spec.containers.iter().map(|container| (Kind::Main, container));
+    ledger::asks(&init.chain(main).map(container).collect::<Vec<_>>())
+}
+
+/// A limit of what has to be of one device; one that is no number is the API server's to refuse.
+fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
+    let placed = is_served(resource) && !counted(resource);
+    let units = quantity.count().filter(|_| placed)?;
+    Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
+}
+
+/// Whether the scheduler looks at more than labels, taints and amounts.
+fn is_particular(spec: &PodSpec) -> bool {
+    let affinity = spec.affinity.as_ref();
+    affinity.is_some_and(|affinity| affinity.pod_affinity.is_some() || affinity.pod_anti_affinity.is_some())
+        || !spec.topology_spread_constraints.is_empty()
+        || spec.volumes.iter().any(|volume| volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some())
+        || spec.containers.iter().flat_map(|container| &container.ports).any(|port| port.host_port.is_some())
+}
+
 /// What a pod means for planning; nothing for one that has ended, waits for nothing of GPUs, or may not be scheduled yet. After
 /// [`PodObject::trim`].
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
         return None;
     }
-    let node = pod.node().map(str::to_owned);
+    let let_through = || {
+        // Room on one node is held for it: it is as good as there, and what it will be given is not to be cut.
+        let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
+        placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
+    };
+    let node = pod.node().or_else(let_through).map(str::to_owned);
     if node.is_none() {
         // A gate of somebody else (a queue) says that it is not to run yet; one of ours is what a plan opens.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
@@ -373,6 +487,49 @@ spec:
         assert_eq!(claimant(&going), None);
         going.spec.node_name = Some("n1".to_owned());
         assert!(claimant(&going).is_some(), "it holds what it has until it is gone");
+    }
+
+    #[test]
+    fn who_was_let_through_to_one_node_counts_there() {
+        let with = |nodes: &str, gates: &str| {
+            let note = format!(r#"{{"until": 1, "nodes": {nodes}}}"#);
+            let text = format!(
+                "metadata: {{name: p, annotations: {{cleave.dev/placement: '{note}'}}}}\nspec: {{{ONE}, schedulingGates: {gates}}}"
+            );
+            let mut pod: PodObject = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+            pod.trim();
+            claimant(&pod).and_then(|claimant| claimant.node)
+        };
+        assert_eq!(with(r#"{"n1": []}"#, "[]").as_deref(), Some("n1"));
+        assert_eq!(with(r#"{"n1": [], "n2": []}"#, "[]"), None, "which of them is for the scheduler to say");
+        assert_eq!(
+            with(r#"{"n1": []}"#, "[{name: cleave.dev/placement}]"),
+            None,
+            "a gated pod's note is somebody's invention"
+        );
+    }
+
+    #[test]
+    fn what_has_to_be_of_one_device_is_told_from_what_is_counted() {
+        let pod = pod("
+spec:
+  initContainers:
+  - {resources: {limits: {nvidia.com/gpu-mps: 2}}}
+  - {resources: {limits: {nvidia.com/gpu-mps: 1}}, restartPolicy: Always}
+  containers:
+  - {resources: {limits: {nvidia.com/gpu-mps: 5, nvidia.com/mig-1g.10gb: 2}}}
+  - {resources: {limits: {nvidia.com/mig-1g.10gb.shared: 3, cpu: 1}}}");
+        let asks = |asks: &[Ask]| {
+            asks.iter()
+                .map(|ask| format!("{} {}", ask.units, ask.resource.trim_start_matches("nvidia.com/")))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            asks(&pod.spec.asks),
+            ["6 gpu-mps", "3 mig-1g.10gb.shared"],
+            "what the init container had is used again, on its device"
+        );
+        assert_eq!(asks(&pod.asks())[2..], ["1 mig-1g.10gb", "1 mig-1g.10gb"]);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 use kube::runtime::reflector::Store;
+use kube::runtime::reflector::store::WriterDropped;
 use kube::{Resource, ResourceExt};
 use serde::Deserialize;
 
@@ -185,6 +186,19 @@ pub struct Stores {
 }
 
 impl Stores {
+    /// Waits until each watch has listed all of its objects once.
+    ///
+    /// # Errors
+    /// A watch has ended.
+    pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
+        let Self { policies, gpu_nodes, nodes, agents, pods } = self;
+        policies.wait_until_ready().await?;
+        gpu_nodes.wait_until_ready().await?;
+        nodes.wait_until_ready().await?;
+        agents.wait_until_ready().await?;
+        pods.wait_until_ready().await
+    }
+
     /// The cluster as the watches last told it.
     pub fn observe(&self) -> Observed {
         let mut observed = Observed::default();
@@ -245,7 +259,7 @@ impl Observed {
 }
 
 /// Whether an agent's pod is ready and staying.
-fn is_ready(pod: &AgentPod) -> bool {
+pub(crate) fn is_ready(pod: &AgentPod) -> bool {
     pod.metadata.deletion_timestamp.is_none()
         && pod.status.conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }

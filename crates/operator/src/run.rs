@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use cleave_api::gpunode::StepStatus;
-use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_REFUSED};
+use cleave_api::names::{ALLOW_LABEL, STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
 use futures::{FutureExt as _, Stream, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::coordination::v1::Lease;
-use k8s_openapi::api::core::v1::ObjectReference;
-use kube::core::DeserializeGuard;
+use k8s_openapi::api::core::v1::{Namespace, ObjectReference};
+use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::events::{Recorder, Reporter};
 use kube::runtime::reflector::{self, Store};
@@ -22,13 +22,15 @@ use kube::{Api, Client, Resource, ResourceExt};
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::args::OperatorArgs;
-use crate::demand::{self, Reason};
+use crate::certificate::{self, Keeper};
+use crate::demand::{self, Reason, Waiting};
 use crate::events::{self, Teller};
+use crate::gate::{self, Gate};
 use crate::http::{Health, serve};
 use crate::leader::{Claim, Elector};
 use crate::metrics::{self, Kind, Metrics, Outcome, Write};
@@ -37,7 +39,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
-use crate::{apply, plan, status};
+use crate::{apply, plan, status, webhook};
 
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
 const WRITE: Duration = Duration::from_secs(5);
@@ -48,10 +50,17 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends by itself.
 pub async fn run(args: OperatorArgs) -> Result<()> {
-    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr } = args;
+    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr } = args;
     // Two providers may be linked; an error says that one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = TcpListener::bind(metrics_addr).await.with_context(|| format!("listening on {metrics_addr}"))?;
+    let webhook = match webhook {
+        None => None,
+        Some(name) => {
+            let listener = TcpListener::bind(webhook_addr).await;
+            Some((name, listener.with_context(|| format!("listening on {webhook_addr}"))?))
+        }
+    };
     let client = Client::try_default().await.context("finding the API server")?;
     let stop = CancellationToken::new();
     let released = CancellationToken::new();
@@ -60,8 +69,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     metrics.register(&mut registry);
 
     let mut tasks: JoinSet<(&'static str, Result<()>)> = JoinSet::new();
-    let dirty = Arc::new(Notify::new());
-    let mut watches = Watches { tasks: &mut tasks, dirty: &dirty, metrics: &metrics, stop: &stop };
+    let (dirty, dirty_gate) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let mut watches = Watches { tasks: &mut tasks, dirty: [&dirty, &dirty_gate], metrics: &metrics, stop: &stop };
     let everything = watcher::Config::default();
     let agents = watcher::Config::default().labels(&agent_selector);
     // Pods that have ended hold nothing; the API server need not even tell of them.
@@ -90,6 +99,11 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
             (PodObject::trim, PodObject::wants_gpus),
         ),
     };
+    let namespaces = webhook.is_some().then(|| {
+        let excepted = watcher::Config::default().labels(ALLOW_LABEL);
+        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
+        watches.keep("Namespace", watch, (trim, |_| false))
+    });
 
     let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
     let (elector, claim) = Elector::new(leases, lease, identity.clone());
@@ -100,12 +114,35 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
             ("lease", Ok(()))
         });
     }
+    let mut certified = None;
+    if let Some(((name, listener), namespaces)) = webhook.zip(namespaces) {
+        let (keeper, served) = Keeper::new(&client, &namespace, name, claim.clone());
+        let tls = certificate::tls(served.clone()).context("setting up TLS")?;
+        certified = Some(served);
+        let (known, until) = (namespaces.clone(), stop.clone());
+        tasks.spawn(async move {
+            ("webhook", webhook::serve(listener, tls, known, until, webhook::LINGER).await.map_err(Into::into))
+        });
+        let stop = stop.clone();
+        tasks.spawn(async move {
+            // Nothing is answered, and nobody asks, before it is known where there are exceptions.
+            tokio::select! {
+                () = stop.cancelled() => {}
+                listed = namespaces.wait_until_ready() => match listed {
+                    Ok(()) => keeper.run(stop.clone()).await,
+                    Err(error) => return ("certificate", Err(error.into())),
+                }
+            }
+            ("certificate", Ok(()))
+        });
+    }
     let listed = Arc::new(AtomicBool::new(false));
     let health = Health {
         listed: Arc::clone(&listed),
         claim: claim.clone(),
         metrics: metrics.clone(),
         registry: Arc::new(registry),
+        certified,
     };
     {
         let stop = stop.clone();
@@ -113,7 +150,19 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     }
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
+    let (demand, gated) = watch::channel(Arc::default());
+    let gate = Gate::new(gate::Parts {
+        client: client.clone(),
+        stores: stores.clone(),
+        claim: claim.clone(),
+        metrics: metrics.clone(),
+        recorder: recorder.clone(),
+        dirty: dirty_gate,
+        demand: gated,
+        stop: stop.clone(),
+    });
     let passes = Passes {
+        demand,
         client,
         stores,
         claim,
@@ -131,10 +180,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         stop: stop.clone(),
     };
     tasks.spawn(async move {
-        let ended = passes.run().await;
+        let (passes, gate) = tokio::join!(passes.run(), gate.run());
         // Nothing is written from here on: the lease may go.
         released.cancel();
-        ("passes", ended)
+        ("passes", passes.and(gate))
     });
     finish(tasks, stop).await
 }
@@ -172,7 +221,8 @@ type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
 /// What the watches share.
 struct Watches<'a> {
     tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
-    dirty: &'a Arc<Notify>,
+    /// Whom a change wakes.
+    dirty: [&'a Arc<Notify>; 2],
     metrics: &'a Metrics,
     stop: &'a CancellationToken,
 }
@@ -189,7 +239,7 @@ impl Watches<'_> {
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
     {
         let (store, writer) = reflector::store();
-        let (dirty, metrics, stop) = (Arc::clone(self.dirty), self.metrics.clone(), self.stop.clone());
+        let (dirty, metrics, stop) = (self.dirty.map(Arc::clone), self.metrics.clone(), self.stop.clone());
         // A bare watcher repeats a failed request at once; this waits from 0.8 to 30 s.
         let events = watch.default_backoff().modify(trim).reflect(writer);
         self.tasks.spawn(async move {
@@ -198,7 +248,9 @@ impl Watches<'_> {
                     // A list in progress is not what the cluster says yet.
                     Ok(Event::Init | Event::InitApply(_)) => {}
                     Ok(Event::Apply(object) | Event::Delete(object)) if !matters(&object) => {}
-                    Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => dirty.notify_one(),
+                    Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => {
+                        dirty.iter().for_each(|dirty| dirty.notify_one())
+                    }
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Kind { kind }).inc();
                         tracing::warn!(
@@ -246,6 +298,8 @@ struct Passes {
     steps: BTreeMap<String, Vec<StepStatus>>,
     /// When to look again though nothing changes.
     next: Option<Duration>,
+    /// What pods wait for, for the gate.
+    demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
     stop: CancellationToken,
 }
 
@@ -294,12 +348,7 @@ impl Passes {
     }
 
     async fn wait_for_lists(&self) -> Result<()> {
-        let Stores { policies, gpu_nodes, nodes, agents, pods } = &self.stores;
-        policies.wait_until_ready().await.context("policies")?;
-        gpu_nodes.wait_until_ready().await.context("GpuNodes")?;
-        nodes.wait_until_ready().await.context("nodes")?;
-        agents.wait_until_ready().await.context("agents' pods")?;
-        pods.wait_until_ready().await.context("pods")?;
+        self.stores.wait_until_ready().await.context("listing the cluster's objects")?;
         self.listed.store(true, Ordering::Release);
         tracing::info!("all objects are listed");
         Ok(())
@@ -320,6 +369,13 @@ impl Passes {
         self.measure(&observed, &plan);
         let nodes = self.apply(&plan, &observed, seen).await;
         if let Some(outcome) = &outcome {
+            self.demand.send_if_modified(|told| {
+                let news = **told != outcome.waiting;
+                if news {
+                    *told = Arc::new(outcome.waiting.clone());
+                }
+                news
+            });
             self.tell_of(outcome, &observed).await;
         }
         let policies = self.tell(&plan, &observed).await;

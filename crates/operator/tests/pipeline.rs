@@ -547,15 +547,6 @@ fn the_same_cluster_gives_the_same_plan_whatever_order_gpus_are_reported_in() {
 }
 
 #[test]
-fn reservations_are_left_as_they_are() {
-    let mut world = World::default().four("n1").policy("p", TEN);
-    let held =
-        cleave_api::gpunode::Reservation { resource: "nvidia.com/gpu-mps".into(), units: 2, device: uuid("n1", 0) };
-    world.object("n1").spec.reservations = vec![held.clone()];
-    assert_eq!(world.plan().nodes["n1"].reservations, [held]);
-}
-
-#[test]
 fn events_tell_of_what_a_person_waits_for_or_must_act_on() {
     let condition = |type_: &str, status: &str, reason: &str| Condition {
         type_: type_.into(),

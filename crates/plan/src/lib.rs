@@ -19,7 +19,7 @@ pub mod placement;
 mod planner;
 mod quantity;
 mod report;
-mod scheduling;
+pub mod scheduling;
 mod search;
 pub mod snapshot;
 mod states;

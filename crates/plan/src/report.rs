@@ -8,7 +8,6 @@ use crate::board::{Board, Rule, Spot};
 use crate::cut::{Demand, Kind};
 use crate::device::WHOLE;
 use crate::model::{Group, Model, NodeModel, as_u32};
-use crate::scheduling::Refused;
 use crate::snapshot::Snapshot;
 use crate::states::{StateId, States};
 
@@ -170,12 +169,8 @@ fn obstacle(
     if let Some(reason) = &node.left_out {
         return format!("left out of the plan, {reason}");
     }
-    match group.constraints.admit(node.node) {
-        Err(Refused::Selector(label)) => return format!("it does not have the label {label} that the pod selects"),
-        Err(Refused::Affinity) => return "it does not match the pod's node affinity".to_owned(),
-        Err(Refused::Taint(taint)) => return format!("the pod does not tolerate its taint {taint}"),
-        Err(Refused::Cordoned) => return "it is cordoned".to_owned(),
-        Ok(()) => {}
+    if let Err(refused) = group.constraints.admit(node.node) {
+        return refused.to_string();
     }
     for (dimension, need) in &group.needs {
         let free = empty.free(index).get(usize::from(*dimension)).copied().unwrap_or(0);

@@ -20,6 +20,22 @@ pub(crate) enum Refused {
     Cordoned,
 }
 
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Selector(label) => write!(f, "it does not have the label {label} that the pod selects"),
+            Self::Affinity => f.write_str("it does not match the pod's node affinity"),
+            Self::Taint(taint) => write!(f, "the pod does not tolerate its taint {taint}"),
+            Self::Cordoned => f.write_str("it is cordoned"),
+        }
+    }
+}
+
+/// Why a pod may not run on a node, whoever leaves; nothing where it may.
+pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
+    Constraints::of(pod).admit(node).err().map(|refused| refused.to_string())
+}
+
 impl<'a> Constraints<'a> {
     pub(crate) fn of(pod: &'a Pod) -> Self {
         Self { selector: &pod.node_selector, affinity: &pod.affinity, tolerations: &pod.tolerations }

@@ -260,9 +260,8 @@ impl World {
         }
     }
 
-    /// A ledger made of what is written down: nodes, reservations without their pods, and pods without their reservations.
+    /// A ledger made of what is written down: nodes, and pods with what was noted for them.
     fn rebuilt(&self) -> Ledger {
-        let reservations = NODES.iter().map(|node| ((*node).to_owned(), self.ledger.reservations(node))).collect();
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
                 || {
@@ -273,9 +272,10 @@ impl World {
                 },
                 Place::Bound,
             );
-            (name.clone(), Claim { asks: asks(&pod.sizes), place })
+            let noted = self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
+            (name.clone(), Claim { asks: asks(&pod.sizes), place, noted })
         });
-        Ledger::rebuild(Facts { nodes: self.known.clone(), reservations, claims: claims.collect() })
+        Ledger::rebuild(Facts { nodes: self.known.clone(), claims: claims.collect() })
     }
 
     /// What has to hold at any time.

@@ -93,12 +93,14 @@ func makeCgroup(path string) error {
 	}
 	for _, h := range all {
 		dir := h.mount
-		if pureUnified(all) {
-			if err := enableControllers(dir); err != nil {
-				return err
+		for depth, part := range strings.Split(strings.Trim(path, "/"), "/") {
+			// Not below a node's own cgroup, which is the second: its first process has to
+			// pass through it, and could not. The kubelet does it there.
+			if pureUnified(all) && depth < 2 {
+				if err := enableControllers(dir); err != nil {
+					return err
+				}
 			}
-		}
-		for part := range strings.SplitSeq(strings.Trim(path, "/"), "/") {
 			parent := dir
 			dir = filepath.Join(dir, part)
 			if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {

@@ -204,20 +204,20 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     launcher(&args)
 }
 
+/// The one process of a program of Cleave's on a node.
+pub fn process(node: &str, program: &str) -> Result<String> {
+    // By its own name alone: the arguments of others name it too, those of this search among them.
+    let find = "for p in $(grep -azl \"^$0\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
+        [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n 1)\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
+    let found = on_node(node, &["sh", "-c", find, &format!("/usr/bin/{program}")])?;
+    let found: Vec<&str> = found.split_whitespace().collect();
+    ensure!(found.len() == 1, "{} processes of {program} were found on {node}", found.len());
+    Ok(found[0].to_owned())
+}
+
 /// Sends a signal to the one process of a program of Cleave's on a node: `STOP`, `CONT`, `KILL`.
 pub fn signal(node: &str, program: &str, signal: &str) -> Result<()> {
-    let find = format!("grep -azl '^/usr/bin/{program}$' /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3");
-    let mut found = 0;
-    for pid in on_node(node, &["sh", "-c", &find])?.split_whitespace() {
-        // The search itself names the program too.
-        let own = on_node(node, &["sh", "-c", &format!("tr '\\0' ' ' </proc/{pid}/cmdline")]);
-        if own.is_ok_and(|line| line.starts_with("/usr/bin/")) {
-            on_node(node, &["kill", &format!("-{signal}"), pid])?;
-            found += 1;
-        }
-    }
-    ensure!(found == 1, "{found} processes of {program} were found on {node}");
-    Ok(())
+    on_node(node, &["kill", &format!("-{signal}"), &process(node, program)?]).map(drop)
 }
 
 /// Faults of a node's simulated hardware, which are taken away with the value.

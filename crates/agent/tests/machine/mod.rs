@@ -108,7 +108,23 @@ impl Machine {
     }
 
     pub(crate) fn start_agent(&mut self, more: &[&str]) {
-        let mut command = self.command("cleave");
+        self.start_agent_as(self.command("cleave"), more);
+    }
+
+    /// As the chart does: killed, it is started again.
+    pub(crate) fn start_supervised_agent(&mut self) {
+        let mut command = self.command("cleave-supervise");
+        command.arg(programs().join("cleave"));
+        self.start_agent_as(command, &[]);
+    }
+
+    /// The agent's process, where it is supervised.
+    pub(crate) fn supervised(&self) -> Option<u32> {
+        let pid = self.agent.as_ref().unwrap().id();
+        fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
+    }
+
+    fn start_agent_as(&mut self, mut command: Command, more: &[&str]) {
         command.args([
             "--log",
             "info,cleave_agent=debug",
@@ -164,10 +180,17 @@ impl Machine {
 
     /// What the operator would write.
     pub(crate) fn want(&self, plan: &str, gpus: Vec<GpuSpec>) {
-        let spec = GpuNodeSpec { plan_id: plan.into(), gpus, reservations: Vec::new() };
+        let spec = GpuNodeSpec { plan_id: plan.into(), gpus };
         let beside = self.path("spec/spec.json.new");
         fs::write(&beside, serde_json::to_vec(&spec).unwrap()).unwrap();
         fs::rename(beside, self.path("spec/spec.json")).unwrap();
+    }
+
+    /// Pods that are bound to the node, as the API server would tell. Before the agent starts, there has to be such a list.
+    pub(crate) fn pods_are(&self, pods: &[Value]) {
+        let beside = self.path("spec/pods.json.new");
+        fs::write(&beside, serde_json::to_vec(pods).unwrap()).unwrap();
+        fs::rename(beside, self.path("spec/pods.json")).unwrap();
     }
 
     /// What the agent says, once that is so.
@@ -292,6 +315,17 @@ pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
         resource: resource.into(),
         ids: ids.to_vec(),
     }
+}
+
+/// A pod that is bound to the node, with one container that asks for so many shares, held on a device.
+pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
+    let note =
+        serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS, "units": shares, "device": device}]}});
+    serde_json::json!({
+        "metadata": {"name": name, "namespace": "ns", "uid": name, "annotations": {"cleave.dev/placement": note.to_string()}},
+        "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS: shares.to_string()}}}]},
+        "status": {"phase": "Pending"},
+    })
 }
 
 pub(crate) fn ids(uuid: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {

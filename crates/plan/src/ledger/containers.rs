@@ -32,34 +32,74 @@ struct Group {
     reusable: u32,
 }
 
+/// What one container has of an ask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Which container, counted from 0.
+    pub container: usize,
+    /// The extended resource.
+    pub resource: String,
+    /// What the container asks for, what it takes over from others included.
+    pub units: Units,
+    /// Which ask it belongs to: an index into [`asks`].
+    pub ask: usize,
+    /// What this container and those before it need together of the ask; the last one's is the whole ask.
+    pub needed: Units,
+}
+
 /// What a pod asks for: one ask for each part that has to be on one device. Containers in the kubelet's order: init containers and
 /// sidecars as written, then the others.
 ///
 /// A container takes what ended init containers had first, and units of one container are on one device; so an init container of 2 and a
 /// container of 5 are one ask of 5, and an init container of 5 before containers of 3 and 4 is one ask of 7.
 pub fn asks(containers: &[Container]) -> Vec<Ask> {
-    let mut groups: BTreeMap<&str, Vec<Group>> = BTreeMap::new();
-    for Container { kind, limits } in containers {
-        for (resource, &units) in limits.iter().filter(|(_, units)| **units > 0) {
-            let groups = groups.entry(resource).or_default();
-            match groups.iter_mut().find(|group| group.reusable > 0) {
-                Some(group) => {
-                    let reused = units.min(group.reusable);
-                    group.units = group.units.saturating_add(units - reused);
-                    group.reusable =
-                        if *kind == Kind::Init { group.reusable.max(units) } else { group.reusable - reused };
-                }
-                None => groups.push(Group { units, reusable: if *kind == Kind::Init { units } else { 0 } }),
-            }
-        }
-    }
     let ask =
         |resource: &str, group: &Group| Some(Ask { resource: resource.to_owned(), units: Units::new(group.units)? });
-    groups.iter().flat_map(|(resource, groups)| groups.iter().filter_map(|group| ask(resource, group))).collect()
+    groups(containers, |_, _, _, _| {})
+        .iter()
+        .flat_map(|(resource, groups)| groups.iter().filter_map(|group| ask(resource, group)))
+        .collect()
+}
+
+/// Which ask the units of each container belong to, in the order of the containers.
+pub fn parts(containers: &[Container]) -> Vec<Part> {
+    let mut found = Vec::new();
+    let groups = groups(containers, |container, resource, group, needed| {
+        found.push((container, resource.to_owned(), group, needed));
+    });
+    let first = |resource: &str| groups.range(..resource).map(|(_, groups)| groups.len()).sum::<usize>();
+    let part = |(container, resource, group, needed): (usize, String, usize, u32)| {
+        let units = containers.get(container)?.limits.get(&resource)?;
+        let ask = first(&resource) + group;
+        Some(Part { container, ask, units: Units::new(*units)?, needed: Units::new(needed)?, resource })
+    };
+    found.into_iter().filter_map(part).collect()
+}
+
+/// Goes through the containers; tells for each what group of its resource it belongs to, and what that needs so far.
+fn groups(containers: &[Container], mut belongs: impl FnMut(usize, &str, usize, u32)) -> BTreeMap<&str, Vec<Group>> {
+    let mut groups: BTreeMap<&str, Vec<Group>> = BTreeMap::new();
+    for (number, Container { kind, limits }) in containers.iter().enumerate() {
+        for (resource, &units) in limits.iter().filter(|(_, units)| **units > 0) {
+            let groups = groups.entry(resource).or_default();
+            let index = groups.iter().position(|group| group.reusable > 0).unwrap_or_else(|| {
+                groups.push(Group { units: 0, reusable: 0 });
+                groups.len() - 1
+            });
+            let group = &mut groups[index];
+            let reused = units.min(group.reusable);
+            group.units = group.units.saturating_add(units - reused);
+            group.reusable = if *kind == Kind::Init { group.reusable.max(units) } else { group.reusable - reused };
+            belongs(number, resource, index, group.units);
+        }
+    }
+    groups
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn sizes(containers: &[(Kind, u32)]) -> Vec<u32> {
@@ -88,6 +128,46 @@ mod tests {
             (vec![(Init, u32::MAX), (Main, u32::MAX), (Main, 1)], vec![u32::MAX, 1]),
         ] {
             assert_eq!(sizes(&containers), expected, "{containers:?}");
+        }
+    }
+
+    #[test]
+    fn each_container_knows_its_ask_and_what_that_needs_so_far() {
+        use Kind::{Init, Main, Sidecar};
+        for (containers, expected) in [
+            (vec![(Main, 3), (Main, 2)], vec![(0, 0, 3), (1, 1, 2)]),
+            (vec![(Init, 2), (Main, 5)], vec![(0, 0, 2), (1, 0, 5)]),
+            (vec![(Init, 5), (Main, 3), (Main, 4)], vec![(0, 0, 5), (1, 0, 5), (2, 0, 7)]),
+            (vec![(Init, 3), (Main, 3), (Main, 0), (Main, 4)], vec![(0, 0, 3), (1, 0, 3), (3, 1, 4)]),
+            (vec![(Sidecar, 1), (Init, 5), (Main, 2)], vec![(0, 0, 1), (1, 1, 5), (2, 1, 5)]),
+        ] {
+            let limits = |units| BTreeMap::from([("r".to_owned(), units)]);
+            let made: Vec<Container> =
+                containers.iter().map(|&(kind, units)| Container { kind, limits: limits(units) }).collect();
+            let parts: Vec<(usize, usize, u32)> =
+                parts(&made).iter().map(|part| (part.container, part.ask, part.needed.get())).collect();
+            assert_eq!(parts, expected, "{containers:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_parts_of_an_ask_add_up_to_it(
+            wanted in prop::collection::vec((0_u8..3, prop::collection::btree_map("[ab]", 0_u32..6, 0..3)), 0..8),
+        ) {
+            let kinds = [Kind::Init, Kind::Sidecar, Kind::Main];
+            let containers: Vec<Container> = wanted
+                .into_iter()
+                .map(|(kind, limits)| Container { kind: kinds[usize::from(kind)], limits })
+                .collect();
+            let (asks, parts) = (asks(&containers), parts(&containers));
+            let wanting = containers.iter().flat_map(|container| container.limits.values()).filter(|units| **units > 0);
+            prop_assert_eq!(parts.len(), wanting.count());
+            for (index, ask) in asks.iter().enumerate() {
+                let last = parts.iter().rfind(|part| part.ask == index);
+                prop_assert_eq!(last.map(|part| (part.resource.clone(), part.needed)), Some((ask.resource.clone(), ask.units)));
+            }
+            prop_assert!(parts.iter().all(|part| part.ask < asks.len() && part.units <= part.needed));
         }
     }
 

@@ -4,8 +4,9 @@
 //! units of one device for each of its [`Ask`]s. What is held is keyed by (node, resource, size), not by pod: two pods that ask for the
 //! same may swap, and nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie where, a reservation.
 //!
-//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims still lack is wanted; a reservation that
-//! is wanted stays where it is while it fits; the others go; what is still missing gets a device, if one has room. So
+//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims still lack is wanted; of what was noted for
+//! its pods, what none of them was given yet stays where it was noted while it fits and is wanted; what is still missing gets a device, if
+//! one has room. There is no history in it. So
 //! - there are never more units reserved on a device than are free (`stock.rs` has the one subtraction, and the one way to add),
 //! - a ledger made anew from what was observed equals the one that was lost ([`Ledger::rebuild`]).
 //!
@@ -23,7 +24,7 @@ use std::num::NonZeroU32;
 
 pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
-pub use containers::{Container, Kind, asks};
+pub use containers::{Container, Kind, Part, asks, parts};
 use pack::{pack, tightest};
 pub use preempt::{Holder, Nomination, Preemption, Waiting};
 use stock::Stock;
@@ -75,6 +76,8 @@ pub struct Claim {
     pub asks: Vec<Ask>,
     /// Where it may go.
     pub place: Place,
+    /// What was noted for it when it was let through, by node: who hands units out follows that. Nothing for one that came around the gate.
+    pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
 /// Where a claim's pod may go.
@@ -153,8 +156,6 @@ pub struct Reservation {
 pub struct Facts {
     /// Nodes as observed.
     pub nodes: BTreeMap<String, NodeFacts>,
-    /// Reservations as last written down, by node. They say where units were held, not for whom.
-    pub reservations: BTreeMap<String, Vec<Reservation>>,
     /// Pods that were let through and may still want something.
     pub claims: BTreeMap<String, Claim>,
 }
@@ -249,7 +250,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// The ledger that facts make. Reservations that nobody claims are dropped; what is claimed and not reserved is reserved, if it can be.
+    /// The ledger that facts make. What is claimed and was not noted is reserved too, if it can be.
     ///
     /// The facts have to be at least as new as what the lost ledger wrote: a pod that was let through and is not among the claims loses
     /// what was held for it.
@@ -259,27 +260,15 @@ impl Ledger {
             ledger.insert(pod, claim);
         }
         for (name, observed) in facts.nodes {
-            let before = facts.reservations.get(&name).cloned().unwrap_or_default();
-            ledger.nodes.insert(name.clone(), Node::of(observed));
-            ledger.lay_out(&name, before, &BTreeSet::new());
+            ledger.observe(&name, observed);
         }
         ledger
     }
 
-    /// What a node has, and who holds what of it: also that pods now hold what was kept for them.
-    ///
-    /// A reservation that does not fit any more, because units are gone or somebody came around the gate, moves to another device, or
-    /// becomes a shortage ([`Ledger::short`]).
+    /// Takes in what was observed of a node. Pods that hold what they asked for are not kept anything any more.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
-        let mut new = Node::of(facts);
-        let old = self.nodes.remove(name).unwrap_or_default();
-        let before = old.reservations().collect();
-        let known: BTreeSet<&Allocation> = old.held.values().flatten().collect();
-        let settled = new.held.values().flatten().filter(|allocation| !known.contains(allocation));
-        let settled = settled.map(|allocation| (allocation.resource.clone(), allocation.device.clone())).collect();
-        new.short = Vec::new();
-        self.nodes.insert(name.to_owned(), new);
-        self.lay_out(name, before, &settled);
+        self.nodes.insert(name.to_owned(), Node::of(facts));
+        self.lay_out(name);
     }
 
     /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for when it comes back.
@@ -378,33 +367,43 @@ impl Ledger {
             taken.push((node, take));
         }
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
-        self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires } });
+        let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
+        self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires }, noted });
+        fits.places.iter().for_each(|fit| self.lay_out(&fit.node));
         Ok(())
     }
 
     /// A pod was bound to a node: what was held for it elsewhere is free. One that came around the gate gets a claim, and units if there are.
+    /// What was held for it on the node stays where it is.
     pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
             return;
         }
+        let mut touched = BTreeSet::from([node.to_owned()]);
+        let mut noted = BTreeMap::new();
+        if let Some(mut before) = self.remove(pod) {
+            touched.extend(before.place.nodes().into_iter().map(str::to_owned));
+            noted.extend(before.noted.remove_entry(node));
+        }
+        self.insert(pod.to_owned(), Claim { asks: asks.to_vec(), place, noted });
+        touched.iter().for_each(|node| self.lay_out(node));
+    }
+
+    /// A pod that somebody else has let through.
+    pub fn adopt(&mut self, pod: &str, claim: Claim) {
         self.release(pod);
-        self.insert(pod.to_owned(), Claim { asks: asks.to_vec(), place });
-        self.lay_out_again(node);
+        let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
+        self.insert(pod.to_owned(), claim);
+        nodes.iter().for_each(|node| self.lay_out(node));
     }
 
     /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is free when the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
-        let claim = self.claims.remove(pod)?;
+        let claim = self.remove(pod)?;
         for node in claim.place.nodes() {
-            if let Some(pods) = self.pods.get_mut(node) {
-                pods.remove(pod);
-                if pods.is_empty() {
-                    self.pods.remove(node);
-                }
-            }
-            self.lay_out_again(node);
+            self.lay_out(node);
         }
         Some(claim)
     }
@@ -422,6 +421,13 @@ impl Ledger {
     /// The claim of a pod.
     pub fn claim(&self, pod: &str) -> Option<&Claim> {
         self.claims.get(pod)
+    }
+
+    /// Whether a pod that is bound has not been seen with all that it asks for.
+    pub fn is_unserved(&self, pod: &str) -> bool {
+        let Some(Claim { asks, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
+        let held = self.nodes.get(node).and_then(|node| node.held.get(pod)).map(Vec::as_slice).unwrap_or_default();
+        outstanding(asks, held).values().any(|missing| !missing.is_empty())
     }
 
     /// All claims.
@@ -468,41 +474,58 @@ impl Ledger {
         self.claims.insert(pod, claim);
     }
 
+    /// Takes a claim out; the nodes are to be laid out again.
+    fn remove(&mut self, pod: &str) -> Option<Claim> {
+        let claim = self.claims.remove(pod)?;
+        for node in claim.place.nodes() {
+            if let Some(pods) = self.pods.get_mut(node) {
+                pods.remove(pod);
+                if pods.is_empty() {
+                    self.pods.remove(node);
+                }
+            }
+        }
+        Some(claim)
+    }
+
     fn stock(&mut self, node: &str, take: &Reservation) -> Option<&mut Stock> {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    fn lay_out_again(&mut self, name: &str) {
-        let before = self.nodes.get(name).map(|node| node.reservations().collect()).unwrap_or_default();
-        self.lay_out(name, before, &BTreeSet::new());
-    }
-
-    /// The one rule: see the module's description. `settled` are devices on which pods were found to be served just now.
-    fn lay_out(&mut self, name: &str, before: Vec<Reservation>, settled: &BTreeSet<(String, String)>) {
+    /// The one rule: see the module's description.
+    fn lay_out(&mut self, name: &str) {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
+        let mut noted: Vec<&Reservation> = Vec::new();
+        let mut given: Vec<&Allocation> = Vec::new();
+        // Where pods are that have been given a part of what they ask for: the rest belongs beside it.
+        let mut begun: BTreeSet<(&str, &str)> = BTreeSet::new();
         for pod in self.pods.get(name).into_iter().flatten() {
             let Some(claim) = self.claims.get(pod) else { continue };
             let held = node.held.get(pod).map(Vec::as_slice).unwrap_or_default();
+            noted.extend(claim.noted.get(name).into_iter().flatten());
+            given.extend(held);
             for (resource, missing) in outstanding(&claim.asks, held) {
-                wanted.entry(resource).or_default().extend(missing);
+                begun.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
+                wanted.entry(resource).or_default().extend(missing.iter().map(|(units, _)| *units));
             }
         }
+        // Pods that ask for the same may have swapped: what one was given settles a note of its size and place, whosesoever it is.
+        for part in given {
+            let same = |note: &&Reservation| {
+                note.units == part.units && note.device == part.device && note.resource == part.resource
+            };
+            if let Some(index) = noted.iter().position(same) {
+                noted.swap_remove(index);
+            }
+        }
+        // Large ones first, because they are harder to place again.
+        noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
         node.short.clear();
         for stock in node.stocks.values_mut().flat_map(BTreeMap::values_mut) {
             *stock = stock.cleared();
         }
-        let mut before: Vec<Reservation> = before;
-        let free = |node: &Node, held: &Reservation| {
-            node.stocks.get(&held.resource).and_then(|stocks| stocks.get(&held.device)).map_or(0, Stock::free)
-        };
-        let served = |held: &Reservation| settled.contains(&(held.resource.clone(), held.device.clone()));
-        // Large ones first, because they are harder to place again. Of equal ones, what goes is on a device that has just served a pod of
-        // that size, or on the emptiest.
-        before.sort_by_cached_key(|held| {
-            (std::cmp::Reverse(held.units), served(held), free(node, held), held.device.clone())
-        });
-        for held in before {
+        for held in noted {
             let Some(missing) = wanted.get_mut(held.resource.as_str()) else { continue };
             let Some(index) = missing.iter().position(|units| *units == held.units) else { continue };
             let stock = node.stocks.get_mut(&held.resource).and_then(|stocks| stocks.get_mut(&held.device));
@@ -514,9 +537,8 @@ impl Ledger {
             missing.sort_unstable_by(|one, other| other.cmp(one));
             let mut none = Stocks::new();
             let stocks = node.stocks.get_mut(resource).unwrap_or(&mut none);
-            let served: Vec<bool> =
-                stocks.keys().map(|device| settled.contains(&(resource.to_owned(), device.clone()))).collect();
-            let left = place(stocks, &served, &missing);
+            let begun: Vec<bool> = stocks.keys().map(|device| begun.contains(&(resource, device.as_str()))).collect();
+            let left = place(stocks, &begun, &missing);
             node.short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
         }
     }
@@ -561,12 +583,11 @@ impl Node {
 }
 
 /// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one. What is left over is given back.
-fn place(stocks: &mut Stocks, served: &[bool], sizes: &[Units]) -> Vec<Units> {
+fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
     let mut order = |size: u32, free: &[u32]| {
         let mut devices = tightest(size, free);
-        // What a pod still lacks belongs beside what it was given just now.
-        devices.sort_by_key(|device| !served.get(*device).copied().unwrap_or_default());
+        devices.sort_by_key(|device| !begun.get(*device).copied().unwrap_or_default());
         devices
     };
     let numbers: Vec<u32> = sizes.iter().map(|units| units.get()).collect();
@@ -590,19 +611,25 @@ fn place(stocks: &mut Stocks, served: &[bool], sizes: &[Units]) -> Vec<Units> {
     left
 }
 
+/// What a pod lacks, and the device that it began on, if so.
+type Missing<'a> = (Units, Option<&'a str>);
+
 /// What a pod that asks for this and holds that still lacks, by resource.
 ///
 /// Each part that it holds settles an ask of its size; else the smallest larger one, which then lacks the rest: one ask can be several
 /// containers. What it holds beyond that, other than asked for, settles what there is.
-fn outstanding<'a>(asks: &'a [Ask], held: &[Allocation]) -> BTreeMap<&'a str, Vec<Units>> {
-    let mut missing: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
+    let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {
-        missing.entry(&ask.resource).or_default().push(ask.units.get());
+        missing.entry(&ask.resource).or_default().push((ask.units.get(), None));
     }
     for (resource, sizes) in &mut missing {
-        let mut held: Vec<u32> =
-            held.iter().filter(|part| part.resource == *resource).map(|part| part.units.get()).collect();
-        held.retain(|part| match sizes.iter().position(|size| size == part) {
+        let mut held: Vec<(u32, &str)> = held
+            .iter()
+            .filter(|part| part.resource == *resource)
+            .map(|part| (part.units.get(), part.device.as_str()))
+            .collect();
+        held.retain(|(part, _)| match sizes.iter().position(|(size, _)| size == part) {
             Some(index) => {
                 sizes.swap_remove(index);
                 false
@@ -610,30 +637,29 @@ fn outstanding<'a>(asks: &'a [Ask], held: &[Allocation]) -> BTreeMap<&'a str, Ve
             None => true,
         });
         held.sort_unstable_by(|one, other| other.cmp(one));
-        for mut part in held {
+        for (mut part, device) in held {
             sizes.sort_unstable();
-            if let Some(larger) = sizes.iter_mut().find(|size| **size >= part) {
+            if let Some((larger, begun)) = sizes.iter_mut().find(|(size, _)| *size >= part) {
                 *larger -= part;
+                *begun = Some(device);
             } else {
-                while let Some(largest) = sizes.pop() {
+                while let Some((largest, begun)) = sizes.pop() {
                     let settled = largest.min(part);
                     part -= settled;
                     if largest > settled {
-                        sizes.push(largest - settled);
+                        sizes.push((largest - settled, begun.or(Some(device))));
                     }
                     if part == 0 {
                         break;
                     }
                 }
             }
-            sizes.retain(|size| *size > 0);
+            sizes.retain(|(size, _)| *size > 0);
         }
         sizes.sort_unstable();
     }
-    missing
-        .into_iter()
-        .map(|(resource, sizes)| (resource, sizes.into_iter().filter_map(Units::new).collect()))
-        .collect()
+    let units = |(size, begun): (u32, _)| Some((Units::new(size)?, begun));
+    missing.into_iter().map(|(resource, sizes)| (resource, sizes.into_iter().filter_map(units).collect())).collect()
 }
 
 #[cfg(test)]

@@ -123,16 +123,19 @@ fn two_equal_pods_may_swap() {
 }
 
 #[test]
-fn of_equal_reservations_that_of_the_device_that_served_the_pod_goes() {
-    let mut ledger = ledger(&[5, 6]);
-    for pod in ["p", "q", "r"] {
-        reserve(&mut ledger, pod, &[2], 9);
+fn what_was_noted_stays_where_it_was_noted_whoever_else_goes() {
+    let mut ledger = ledger(&[0, 0]);
+    for (pod, size) in [("p", 9), ("q", 9), ("r", 1), ("s", 1)] {
+        reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(held(&ledger, "n"), [on("a", 2), on("b", 2), on("b", 2)]);
-    // Others leave b, so that a is the fuller one; and still what was kept there was for p.
-    ledger.observe("n", node(&[5, 0], &[]));
-    ledger.observe("n", node(&[7, 0], &[("p", "a", 2)]));
-    assert_eq!(held(&ledger, "n"), [on("b", 2), on("b", 2)]);
+    assert_eq!(held(&ledger, "n"), [on("a", 1), on("a", 9), on("b", 1), on("b", 9)]);
+    let noted = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().noted["n"][0].device.clone();
+    assert_eq!((noted(&ledger, "r"), noted(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
+    ledger.release("r");
+    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 1), on("b", 9)], "s will be given what it was told");
+    ledger.bind("s", "n", &asks(&[1]));
+    ledger.release("q");
+    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 1)]);
 }
 
 #[test]
@@ -193,7 +196,7 @@ fn a_pod_around_the_gate_is_held_for_if_there_is_room() {
     ledger.bind("x", "n", &asks(&[4]));
     assert_eq!(held(&ledger, "n"), [on("a", 4)]);
     ledger.bind("y", "n", &asks(&[7]));
-    assert_eq!(ledger.short("n"), asks(&[7]));
+    assert_eq!(ledger.short("n"), asks(&[4]), "there is no room for both, and the larger one is harder to place");
     ledger.bind("z", "unknown", &asks(&[7]));
     ledger.observe("unknown", node(&[0], &[]));
     assert_eq!(held(&ledger, "unknown"), [on("a", 7)]);
@@ -219,7 +222,7 @@ fn what_a_pod_holds_otherwise_than_asked_for_settles_what_there_is() {
     let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
         let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
         let facts = node(&[0], &parts);
-        outstanding(&asks(sizes), &facts.allocations)[R].iter().map(|units| units.get()).collect()
+        outstanding(&asks(sizes), &facts.allocations)[R].iter().map(|(units, _)| units.get()).collect()
     };
     assert_eq!(missing(&[5], &[]), [5]);
     assert_eq!(missing(&[5, 2], &[2]), [5]);
@@ -255,13 +258,12 @@ fn a_ledger_can_be_made_anew() {
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[3], 9);
     ledger.bind("q", "n", &asks(&[3]));
-    let facts = Facts {
-        nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]),
-        reservations: BTreeMap::from([("n".to_owned(), ledger.reservations("n"))]),
-        claims: ledger.claims().clone(),
-    };
+    let facts =
+        Facts { nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]), claims: ledger.claims().clone() };
     assert_eq!(Ledger::rebuild(facts.clone()), ledger);
-    let unwritten = Ledger::rebuild(Facts { reservations: BTreeMap::new(), ..facts.clone() });
+    let mut unwritten = facts.clone();
+    unwritten.claims.values_mut().for_each(|claim| claim.noted.clear());
+    let unwritten = Ledger::rebuild(unwritten);
     assert_eq!(held(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(), 8, "claims are held for all the same");
     let nobody = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
     assert!(held(&nobody, "n").is_empty(), "what nobody claims is free");

@@ -80,7 +80,7 @@ impl Simulated {
                 partition: self.partition(total),
             });
         }
-        let spec = GpuNodeSpec { plan_id: "bench".to_owned(), gpus, reservations: Vec::new() };
+        let spec = GpuNodeSpec { plan_id: "bench".to_owned(), gpus };
         let text = serde_json::to_vec(&spec).context("a spec")?;
         std::fs::write(folder.join("offline/spec.json"), text).context("a spec")?;
         Ok(machine)

@@ -60,7 +60,7 @@ impl Shares {
     }
 
     fn view(&self) -> View<'_> {
-        View { resource: &self.resource, pools: &self.pools, reservations: &[] }
+        View { resource: &self.resource, pools: &self.pools, kept: &[] }
     }
 }
 
@@ -78,7 +78,7 @@ impl Resource for Shares {
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
-        let allocation = grant(&self.view(), ids).map_err(Refusal::Invalid)?;
+        let allocation = grant(&self.view(), ids).map_err(|denied| Refusal::Invalid(denied.to_string()))?;
         Ok(self.handover.response(&allocation, &self.nodes))
     }
 }

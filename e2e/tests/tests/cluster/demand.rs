@@ -270,11 +270,12 @@ enum Step {
     Done,
 }
 
-/// Kills the process of a part. Its pod goes too: the kubelet lets one that was killed often wait for minutes.
+/// Kills the process of a part. The agent's is its supervisor, which takes it along. Its pod goes too: the kubelet lets one that
+/// was killed often wait for minutes.
 fn kill(cluster: &Cluster, part: Part) -> Result<()> {
     let component = match part {
         Part::Agent => {
-            signal(NODE, "cleave-agent", "KILL")?;
+            signal(NODE, "cleave-supervise", "KILL")?;
             "agent"
         }
         Part::Operator => "operator",

@@ -4,6 +4,8 @@
 mod admission;
 mod daemons;
 mod demand;
+mod gate;
+mod gate_admission;
 mod policies;
 mod restarts;
 mod shares;

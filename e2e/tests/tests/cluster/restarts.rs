@@ -1,6 +1,6 @@
 //! Restarting, upgrading or killing any part of Cleave, or the kubelet, disturbs no running pod.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, run, signal, text, wait_until};
+use cleave_e2e::{Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, process, run, signal, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
@@ -84,12 +84,37 @@ fn the_kubelet_is_killed_and_comes_back() -> Result<()> {
 }
 
 #[test]
-fn the_agent_is_killed_and_comes_back() -> Result<()> {
+fn a_killed_agent_is_back_at_once_and_no_share_is_ever_missing() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "agent")?;
     let running = running(&cluster, &scope)?;
     let before = restarts(&part(&cluster, "agent")?);
-    signal(NODE, "cleave-agent", "KILL")?;
+    let supervisor = process(NODE, "cleave-supervise")?;
+    for _ in 0..3 {
+        let old = process(NODE, "cleave-agent")?;
+        signal(NODE, "cleave-agent", "KILL")?;
+        hold_until(
+            "the agent is back",
+            || {
+                let another = process(NODE, "cleave-agent").is_ok_and(|pid| pid != old);
+                Ok(another && part(&cluster, "agent").is_ok_and(|pod| ready(&pod)))
+            },
+            never_below(&cluster),
+        )?;
+    }
+    running.still(&cluster, &scope)?;
+    ensure!(process(NODE, "cleave-supervise")? == supervisor, "the supervisor is another");
+    ensure!(restarts(&part(&cluster, "agent")?) == before, "the container was started again");
+    Ok(())
+}
+
+#[test]
+fn the_agents_container_is_killed_and_comes_back() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "container")?;
+    let running = running(&cluster, &scope)?;
+    let before = restarts(&part(&cluster, "agent")?);
+    signal(NODE, "cleave-supervise", "KILL")?;
     hold_until(
         "the agent is back",
         || part(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
@@ -98,7 +123,7 @@ fn the_agent_is_killed_and_comes_back() -> Result<()> {
     running.still(&cluster, &scope)
 }
 
-/// While the agent is down the kubelet tells its devices as unhealthy, which is the kubelet's doing: allocatable falls to nothing and
+/// While the agent's container is down the kubelet tells its devices as unhealthy, which is the kubelet's doing: allocatable falls to nothing and
 /// comes back whole. What must not be seen is some of them.
 fn never_below_once_offered(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {

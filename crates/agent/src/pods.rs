@@ -1,0 +1,324 @@
+//! The node's own pods, from the API server: what is read of them, and what it means for what the kubelet will ask.
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use cleave_api::names::is_served;
+use cleave_api::placement::{ANNOTATION, Placement};
+use cleave_plan::Quantity;
+use cleave_plan::ledger::{self, Kind};
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Pod as CorePod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::Api;
+use kube::core::DeserializeGuard;
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{Config, Event, watcher};
+use kube::{Client, Resource};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use crate::expected::{Bound, Expected, Want};
+use crate::metrics::Metrics;
+use crate::serve::Counter;
+
+/// Pods in one answer of a list: a whole node's are a megabyte, which would stay this process's.
+const PAGE: u32 = 20;
+
+/// A pod as the API server tells it, without what nobody reads here.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "CorePod")]
+pub(crate) struct PodObject {
+    metadata: ObjectMeta,
+    #[serde(default)]
+    spec: PodSpec,
+    #[serde(default)]
+    status: PodStatus,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct PodSpec {
+    containers: Vec<Container>,
+    init_containers: Vec<Container>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Container {
+    name: String,
+    restart_policy: Option<String>,
+    resources: Resources,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct Resources {
+    limits: BTreeMap<String, Quantity>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct PodStatus {
+    phase: String,
+    /// The kubelet writes it when it has admitted the pod, or refused it.
+    start_time: Option<IgnoredAny>,
+}
+
+impl PodObject {
+    /// What the kubelet of this node will ask for it; nothing for a pod that has ended or wants nothing that is served.
+    pub(crate) fn bound(&self, node: &str) -> Option<Bound> {
+        let PodObject { metadata, spec, status } = self;
+        if matches!(status.phase.as_str(), "Succeeded" | "Failed") {
+            return None;
+        }
+        let note = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
+        // A note that is not what the operator writes says nothing.
+        let mut note = note.and_then(|text| Placement::parse(text).ok()).unwrap_or_default();
+        let held = note.nodes.remove(node).unwrap_or_default();
+        let wants = wants(spec, &held);
+        (!wants.is_empty()).then_some(Bound {
+            uid: metadata.uid.clone()?,
+            namespace: metadata.namespace.clone()?,
+            name: metadata.name.clone()?,
+            leaving: metadata.deletion_timestamp.is_some(),
+            admitted: status.start_time.is_some() || !matches!(status.phase.as_str(), "" | "Pending"),
+            wants,
+        })
+    }
+}
+
+fn wants(spec: &PodSpec, held: &[cleave_api::placement::Held]) -> Vec<Want> {
+    let init = spec.init_containers.iter().map(|container| {
+        let sidecar = container.restart_policy.as_deref() == Some("Always");
+        (if sidecar { Kind::Sidecar } else { Kind::Init }, container)
+    });
+    let all: Vec<(Kind, &Container)> = init.chain(spec.containers.iter().map(|main| (Kind::Main, main))).collect();
+    let limit = |(resource, quantity): (&String, &Quantity)| {
+        let units = quantity.count().filter(|_| is_served(resource))?;
+        Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
+    };
+    let containers: Vec<ledger::Container> = all
+        .iter()
+        .map(|(kind, container)| {
+            let limits = container.resources.limits.iter().filter_map(limit).collect();
+            ledger::Container { kind: *kind, limits }
+        })
+        .collect();
+    let asks = ledger::asks(&containers);
+    // Of each resource apart: whole devices are held one by one, and elsewhere in the note.
+    let place = |ask: usize| {
+        let resource = asks.get(ask)?.resource.as_str();
+        let nth = asks[..ask].iter().filter(|before| before.resource == resource).count();
+        let held = held.iter().filter(|held| held.resource == resource).nth(nth)?;
+        (held.units == asks[ask].units.get()).then(|| held.device.clone())
+    };
+    let want = |part: ledger::Part| {
+        Some(Want {
+            container: all.get(part.container)?.1.name.clone(),
+            held: place(part.ask),
+            units: part.units.get(),
+            needed: part.needed.get(),
+            ask: part.ask,
+            resource: part.resource,
+        })
+    };
+    ledger::parts(&containers).into_iter().filter_map(want).collect()
+}
+
+/// Follows the pods that are bound to this node, for ever.
+pub(crate) async fn follow(client: Client, node: String, counter: Arc<Counter>, metrics: Metrics) {
+    let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
+    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
+    let mut events = std::pin::pin!(watcher(api, config).default_backoff());
+    let mut listed = BTreeSet::new();
+    while let Some(event) = events.next().await {
+        match event {
+            Ok(event) => counter.expect(|expected| {
+                expected.answers(true);
+                take(expected, event, &node, &mut listed);
+            }),
+            Err(error) => {
+                counter.expect(|expected| expected.answers(false));
+                metrics.error("api-pods");
+                tracing::warn!(error = &error as &dyn std::error::Error, "following the node's pods failed");
+            }
+        }
+    }
+}
+
+/// Takes an event in. `listed` are the pods of the list that is being read.
+fn take(expected: &mut Expected, event: Event<DeserializeGuard<PodObject>>, node: &str, listed: &mut BTreeSet<String>) {
+    let (DeserializeGuard(object), is_listed) = match event {
+        Event::Init => return listed.clear(),
+        Event::InitDone => return expected.only(&std::mem::take(listed)),
+        Event::Delete(DeserializeGuard(object)) => {
+            let uid = match &object {
+                Ok(pod) => &pod.metadata.uid,
+                Err(invalid) => &invalid.metadata.uid,
+            };
+            return uid.iter().for_each(|uid| expected.gone(uid));
+        }
+        Event::InitApply(object) => (object, true),
+        Event::Apply(object) => (object, false),
+    };
+    match object {
+        Ok(pod) => match (pod.bound(node), &pod.metadata.uid) {
+            (Some(bound), _) => {
+                if is_listed {
+                    listed.insert(bound.uid.clone());
+                }
+                expected.pod(bound, Instant::now());
+            }
+            (None, Some(uid)) => expected.gone(uid),
+            (None, None) => {}
+        },
+        Err(invalid) => tracing::warn!(error = invalid.error, "a pod is malformed; nothing is expected of it"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::client::Body;
+    use serde_json::{Value, json};
+    use tokio::time::timeout;
+    use tower_test::mock;
+
+    use super::*;
+    use crate::serve::Table;
+    use crate::serve::tests::counter;
+
+    const MPS: &str = "nvidia.com/gpu-mps";
+
+    fn object(name: &str, held: &str, spec: &Value) -> Value {
+        json!({
+            "metadata": {"name": name, "namespace": "ns", "uid": format!("uid-{name}"), "resourceVersion": "1",
+                "annotations": {"cleave.dev/placement": held}},
+            "spec": spec,
+        })
+    }
+
+    fn read(object: &Value) -> Option<Bound> {
+        serde_json::from_value::<PodObject>(object.clone()).unwrap().bound("n")
+    }
+
+    fn container(name: &str, limits: &Value) -> Value {
+        json!({"name": name, "resources": {"limits": limits}, "image": "i", "env": [{"name": "A", "value": "b"}]})
+    }
+
+    fn held(entries: &[(&str, u32, &str)]) -> String {
+        let held: Vec<Value> = entries
+            .iter()
+            .map(|(resource, units, device)| json!({"resource": resource, "units": units, "device": device}))
+            .collect();
+        json!({"until": 9, "nodes": {"n": held, "m": []}}).to_string()
+    }
+
+    #[test]
+    fn a_pod_wants_what_its_containers_ask_for_where_it_is_held() {
+        let spec = json!({
+            "initContainers": [container("first", &json!({MPS: "2"}))],
+            "containers": [
+                container("main", &json!({MPS: 5, "cpu": "1", "nvidia.com/gpu-10gb": "1"})),
+                container("beside", &json!({"memory": "1Gi"})),
+                container("other", &json!({MPS: "3", "nvidia.com/gpu": "2"})),
+            ],
+        });
+        let note = held(&[
+            ("nvidia.com/gpu-10gb", 1, "GPU-c"),
+            (MPS, 5, "GPU-a"),
+            (MPS, 3, "GPU-b"),
+            ("nvidia.com/gpu", 1, "GPU-d"),
+            ("nvidia.com/gpu", 1, "GPU-e"),
+        ]);
+        let bound = read(&object("p", &note, &spec)).unwrap();
+        let wants: Vec<(&str, &str, u32, Option<&str>)> = bound
+            .wants
+            .iter()
+            .map(|want| (want.container.as_str(), want.resource.as_str(), want.units, want.held.as_deref()))
+            .collect();
+        assert_eq!(
+            wants,
+            [
+                ("first", MPS, 2, Some("GPU-a")),
+                ("main", "nvidia.com/gpu-10gb", 1, Some("GPU-c")),
+                ("main", MPS, 5, Some("GPU-a")),
+                ("other", "nvidia.com/gpu", 2, None),
+                ("other", MPS, 3, Some("GPU-b")),
+            ]
+        );
+        assert!(!bound.admitted && !bound.leaving);
+    }
+
+    #[test]
+    fn a_note_that_says_something_else_says_nothing() {
+        let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
+        for note in ["", "{", "[]", &held(&[]), &held(&[(MPS, 4, "GPU-a")]), r#"{"until":1,"nodes":{"m":[]}}"#] {
+            let bound = read(&object("p", note, &spec)).unwrap();
+            assert_eq!(bound.wants[0].held, None, "{note}");
+        }
+    }
+
+    #[test]
+    fn what_has_ended_or_wants_nothing_is_not_expected_and_what_the_kubelet_knows_has_asked() {
+        let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
+        let with = |status: Value| {
+            let mut object = object("p", "", &spec);
+            object["status"] = status;
+            read(&object)
+        };
+        for phase in ["Succeeded", "Failed"] {
+            assert_eq!(with(json!({"phase": phase})), None);
+        }
+        assert!(with(json!({"phase": "Running"})).unwrap().admitted);
+        assert!(with(json!({"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"})).unwrap().admitted);
+        assert!(!with(json!({"phase": "Pending", "conditions": [{"type": "PodScheduled"}]})).unwrap().admitted);
+        for limits in [json!({}), json!({"cpu": "1"}), json!({MPS: "0"}), json!({MPS: "x"}), json!({MPS: "-1"})] {
+            assert_eq!(read(&object("p", "", &json!({"containers": [container("main", &limits)]}))), None, "{limits}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_nodes_pods_are_followed_and_a_malformed_one_stops_nothing() {
+        let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
+        let counter = Arc::new(counter(Table { expected: Expected::told(), ..Table::default() }));
+        tokio::spawn(follow(Client::new(service, "default"), "n".into(), Arc::clone(&counter), Metrics::new()));
+        let mut answer = async |body: Value| {
+            let (request, reply) =
+                timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
+            reply.send_response(http::Response::new(Body::from(body.to_string().into_bytes())));
+            request.uri().to_string()
+        };
+        let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS: shares.to_string()}))]});
+        let bad = json!({"metadata": {"name": "bad", "namespace": "ns", "uid": "bad"}, "spec": {"containers": 7}});
+        let items = json!([bad, object("a", &held(&[(MPS, 3, "GPU-a")]), &spec(3))]);
+        let asked = answer(
+            json!({"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}),
+        )
+        .await;
+        assert!(asked.contains("fieldSelector=spec.nodeName%3Dn") && asked.contains("limit=20"), "{asked}");
+        let mut arrivals = counter.arrivals();
+        let mut until = async |what: &str, condition: &dyn Fn(&Expected) -> bool| {
+            let arrived = async {
+                while !condition(&counter.table().expected) {
+                    arrivals.changed().await.unwrap();
+                }
+            };
+            timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
+        };
+        until("the listed pod", &|expected| expected.kept(MPS).iter().any(|kept| kept.device == "GPU-a")).await;
+        let mut ended = object("a", "", &spec(3));
+        ended["status"] = json!({"phase": "Failed"});
+        let changes = [
+            json!({"type": "ADDED", "object": object("b", &held(&[(MPS, 4, "GPU-b")]), &spec(4))}),
+            json!({"type": "MODIFIED", "object": ended}),
+        ];
+        let text = changes.map(|change| format!("{change}\n")).concat();
+        let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
+        reply.send_response(http::Response::new(Body::from(text.into_bytes())));
+        until("the change", &|expected| {
+            expected.kept(MPS).iter().map(|kept| kept.device).collect::<Vec<_>>() == ["GPU-b"]
+        })
+        .await;
+    }
+}

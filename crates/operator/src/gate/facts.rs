@@ -1,0 +1,76 @@
+//! What a `GpuNode` says to the ledger.
+use std::collections::BTreeMap;
+
+use cleave_api::GpuNode;
+use cleave_api::gpunode::GpuStatus;
+use cleave_api::placement::Held;
+use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units};
+
+use crate::cut;
+use crate::pods::PodObject;
+
+/// What its devices have. Units that cannot be given now, and may be later, count as used: those of a GPU that becomes something else, that are told as
+/// unhealthy, or of a node whose agent is not ready, since a pod that comes there fails.
+pub(super) fn of(object: &GpuNode, ready: bool) -> NodeFacts {
+    let gpus = object.status.iter().flat_map(|status| &status.gpus);
+    let mut facts = NodeFacts::default();
+    for gpu in gpus {
+        facts.model.clone_from(&gpu.model);
+        let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
+        let becoming = wanted.filter(|spec| !cut::is_reached(&spec.partition, gpu));
+        let given = ready && gpu.health.healthy && becoming.is_none();
+        for slice in &gpu.slices {
+            let used = if given { slice.in_use.saturating_add(slice.unhealthy).min(slice.total) } else { slice.total };
+            facts.devices.push(DeviceFacts {
+                device: slice.device.clone(),
+                resource: slice.resource.clone(),
+                capacity: slice.total,
+                used,
+            });
+        }
+        if let Some(spec) = becoming {
+            facts.devices.extend(promised(gpu, &spec.partition));
+        }
+        for held in &gpu.allocations {
+            let units = u32::try_from(held.ids.len()).ok().and_then(Units::new);
+            facts.allocations.extend(units.map(|units| Allocation {
+                pod: held.pod.clone(),
+                resource: held.resource.clone(),
+                device: held.device.clone(),
+                units,
+            }));
+        }
+    }
+    facts
+}
+
+/// What a GPU will have: nothing of it is free yet.
+fn promised(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<DeviceFacts> {
+    let mut sums: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
+    for slice in cut::desired(partition, gpu) {
+        let sum = sums.entry((slice.placement, slice.resource)).or_default();
+        *sum = sum.saturating_add(slice.count);
+    }
+    let device = |placement: Option<u32>| match placement {
+        // It has no UUID before it is there.
+        Some(start) => format!("{} at {start}, to be made", gpu.uuid),
+        None => format!("{}, to be cut", gpu.uuid),
+    };
+    let facts = |((placement, resource), capacity)| DeviceFacts {
+        device: device(placement),
+        resource,
+        capacity,
+        used: capacity,
+    };
+    sums.into_iter().map(facts).collect()
+}
+
+/// What is noted on a pod, as the ledger has it.
+pub(super) fn noted(pod: &PodObject) -> BTreeMap<String, Vec<Reservation>> {
+    let reservation = |held: &Held| {
+        let units = Units::new(held.units)?;
+        Some(Reservation { resource: held.resource.clone(), units, device: held.device.clone() })
+    };
+    let nodes = pod.placement.iter().flat_map(|placement| &placement.nodes);
+    nodes.map(|(node, held)| (node.clone(), held.iter().filter_map(reservation).collect())).collect()
+}

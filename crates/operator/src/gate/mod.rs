@@ -1,0 +1,615 @@
+//! Lets pods through to the scheduler when room is held for them. Pure: times are given.
+//!
+//! ```text
+//!  stores (pods, nodes, GpuNodes, agents) ──[facts]──▶ ledger ──▶ Turn { pods to let through, why others wait } ──▶ one patch each
+//! ```
+//!
+//! A pod that asks for shares is created with our gate. Room of one device for each part of what it asks for is held in the ledger; then one patch
+//! narrows the pod to the nodes where that is, notes it on the pod, and takes the gate away. The note is the only record: after a crash the ledger
+//! is what pods say ([`Gatekeeper::look`] rebuilds it), and the node's agent reads it when the kubelet asks. Nothing is written anywhere else.
+//!
+//! | a gated pod that … | |
+//! |---|---|
+//! | fits | is let through to the node, or to a few where the scheduler may object for reasons that are not looked at here |
+//! | fits when others are gone, or when a GPU has been cut | waits, and is told what for |
+//! | no device here can ever hold | is let through away from nodes that would fail it: it is honestly unschedulable, and autoscalers act |
+//! | asks for nothing that Cleave serves | is let through as it is |
+mod facts;
+mod patch;
+mod run;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_api::GpuNode;
+use cleave_api::names::{RESOURCE_MIG_PREFIX, is_served};
+use cleave_api::placement::{Held, Placement};
+use cleave_plan::Quantity;
+use cleave_plan::affinity::HOSTNAME;
+use cleave_plan::device::sized;
+use cleave_plan::ledger::{Ask, Claim, Facts, Fits, Ledger, Moment, NoFit, NodeFacts, Place, Reservation, Tightest};
+use cleave_plan::scheduling;
+use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
+use kube::core::DeserializeGuard;
+use kube::{Resource, ResourceExt};
+use serde_json::Value;
+
+use crate::demand::{Reason, Waiting};
+use crate::pods::{PodObject, claimant, counted};
+use crate::read::{AgentPod, NodeObject};
+
+pub(crate) use run::{Gate, Parts};
+
+/// How long room is held for a pod that finds no node after all.
+pub const HOLD: Duration = Duration::from_secs(300);
+/// How many nodes a pod is let through to that the scheduler may keep from one for reasons that are not looked at here.
+const SEVERAL: usize = 4;
+/// How long nothing must have been able to hold a pod before it is let through as unschedulable: a policy may just have been applied.
+pub const PATIENCE: Duration = Duration::from_secs(2);
+/// How long what a bound pod asked for is kept after the pod is gone, if it was never seen with it: who is deleted without grace may still hold it.
+pub const LINGER: Duration = Duration::from_secs(5);
+/// How many pods are let through at once: they are written before the next are looked at.
+const AT_ONCE: usize = 128;
+
+/// The cluster as the watches last told it.
+#[derive(Debug, Clone, Default)]
+pub struct Cluster {
+    /// Pods that have not ended, trimmed.
+    pub pods: Vec<Arc<PodObject>>,
+    /// Nodes.
+    pub nodes: Vec<Arc<NodeObject>>,
+    /// `GpuNode`s.
+    pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
+    /// The agents' pods.
+    pub agents: Vec<Arc<AgentPod>>,
+}
+
+/// Now.
+#[derive(Debug, Clone, Copy)]
+pub struct Now {
+    /// Since the process started.
+    pub up: Duration,
+    /// Seconds of the Unix epoch.
+    pub epoch: u64,
+}
+
+/// Why a pod is let through.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Why {
+    /// Room is held for it.
+    Held(Placement),
+    /// It asks for nothing that is served here.
+    NotOurs,
+    /// Nothing here can ever hold it; in words for its owner.
+    Never(String),
+}
+
+impl Why {
+    /// As metrics name it.
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Held(_) => "held",
+            Self::NotOurs => "not_ours",
+            Self::Never(_) => "never",
+        }
+    }
+}
+
+/// A pod that is let through.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Opening {
+    /// `namespace/name`.
+    pub pod: String,
+    /// Its UID.
+    pub uid: String,
+    /// Why.
+    pub why: Why,
+    /// How long it was waited for.
+    pub waited: Duration,
+    /// A JSON Patch (RFC 6902).
+    pub patch: Value,
+}
+
+/// What is to be done now.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Turn {
+    /// Pods to let through, in order of priority and arrival.
+    pub openings: Vec<Opening>,
+    /// Pods that wait at the gate, and what for.
+    pub waiting: BTreeMap<String, Waiting>,
+    /// There are more to let through.
+    pub more: bool,
+    /// When to look again though nothing changes, from now.
+    pub next: Option<Duration>,
+}
+
+/// Holds the ledger.
+#[derive(Debug, Default)]
+pub struct Gatekeeper {
+    /// None until the first look after a start, or after another process led.
+    ledger: Option<Ledger>,
+    nodes: Nodes,
+    /// UIDs of pods with a claim.
+    uids: BTreeMap<String, String>,
+    /// Pods that are gone and may hold something, and until when that is believed.
+    lingering: BTreeMap<String, Duration>,
+    /// Pods at the gate: UID, since when, and since when nothing could hold them.
+    gated: BTreeMap<String, Gated>,
+}
+
+#[derive(Debug)]
+struct Gated {
+    uid: String,
+    since: Duration,
+    never: Option<Duration>,
+}
+
+/// Nodes by name.
+#[derive(Debug, Default)]
+struct Nodes(BTreeMap<String, Known>);
+
+/// What of a node was taken in.
+#[derive(Debug, Default)]
+struct Known {
+    /// Versions of the node and of its `GpuNode`, and whether its agent is ready.
+    seen: (Option<String>, Option<String>, bool),
+    node: PlanNode,
+    /// Resources that its GPUs offer, or will.
+    offers: BTreeSet<String>,
+    /// It has a `GpuNode`.
+    ours: bool,
+}
+
+/// What of a pod decides whether it fits.
+type Signature<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
+
+impl Gatekeeper {
+    /// Forgets everything: another process leads, or has led.
+    pub fn reset(&mut self) {
+        *self = Self::default();
+    }
+
+    /// A pod could not be let through: what was held for it is free.
+    pub fn failed(&mut self, pod: &str) {
+        self.uids.remove(pod);
+        if let Some(ledger) = &mut self.ledger {
+            ledger.release(pod);
+        }
+    }
+
+    /// The ledger, once there is one.
+    pub fn ledger(&self) -> Option<&Ledger> {
+        self.ledger.as_ref()
+    }
+
+    /// Looks at the cluster. `demand` is what pods wait for that GPUs are cut for.
+    pub fn look(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Turn {
+        let changed = self.see_nodes(cluster);
+        let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
+        let mut ledger = match self.ledger.take() {
+            Some(mut ledger) => {
+                for (name, facts) in changed {
+                    match facts {
+                        Some(facts) => ledger.observe(&name, facts),
+                        None => ledger.forget(&name),
+                    }
+                }
+                ledger
+            }
+            None => {
+                let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
+                self.rebuild(nodes, &living, now)
+            }
+        };
+        let candidates = self.see_pods(&mut ledger, &living, now);
+        for (pod, _) in ledger.expire(Moment(now.epoch)) {
+            self.uids.remove(&pod);
+            tracing::warn!(pod, "no node was found for it in time: nothing is held for it any more");
+        }
+        let next = ledger.claims().values().filter_map(|claim| match &claim.place {
+            Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
+            Place::Bound(_) => None,
+        });
+        let lingering = self.lingering.values().map(|until| until.saturating_sub(now.up).max(Duration::from_millis(1)));
+        let mut turn = Turn { next: next.chain(lingering).min(), ..Turn::default() };
+        self.open(&mut ledger, candidates, &Seen { living: &living, demand, now }, &mut turn);
+        self.ledger = Some(ledger);
+        turn
+    }
+
+    /// Takes in nodes that have changed, and says what their devices have; nothing for those that are gone.
+    fn see_nodes(&mut self, cluster: &Cluster) -> Vec<(String, Option<NodeFacts>)> {
+        let mut ready: BTreeMap<&str, bool> = BTreeMap::new();
+        for pod in &cluster.agents {
+            if let Some(node) = &pod.spec.node_name {
+                *ready.entry(node).or_default() |= crate::read::is_ready(pod);
+            }
+        }
+        let gpu_nodes: BTreeMap<&str, &DeserializeGuard<GpuNode>> = cluster
+            .gpu_nodes
+            .iter()
+            .map(|object| (Resource::meta(&**object).name.as_deref().unwrap_or_default(), &**object))
+            .collect();
+        let mut changed = Vec::new();
+        let mut there = BTreeSet::new();
+        for object in &cluster.nodes {
+            let name = object.metadata.name.as_deref().unwrap_or_default();
+            there.insert(name);
+            let gpu_node = gpu_nodes.get(name).copied();
+            let is_ready = ready.get(name).copied().unwrap_or_default();
+            let version = |meta: &kube::api::ObjectMeta| meta.resource_version.clone();
+            let seen =
+                (version(&object.metadata), gpu_node.and_then(|object| version(Resource::meta(object))), is_ready);
+            let known = self.nodes.0.entry(name.to_owned()).or_default();
+            if known.seen == seen && known.seen.0.is_some() {
+                continue;
+            }
+            known.seen = seen;
+            known.node = PlanNode {
+                name: name.to_owned(),
+                labels: object.metadata.labels.clone().unwrap_or_default(),
+                taints: object.spec.taints.clone(),
+                unschedulable: object.spec.unschedulable,
+                allocatable: object.status.allocatable.clone(),
+                ..PlanNode::default()
+            };
+            let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| facts::of(object, is_ready));
+            known.ours = gpu_node.is_some();
+            known.offers =
+                facts.iter().flat_map(|facts| &facts.devices).map(|device| device.resource.clone()).collect();
+            changed.push((name.to_owned(), facts));
+        }
+        let gone: Vec<String> = self.nodes.0.keys().filter(|name| !there.contains(name.as_str())).cloned().collect();
+        for name in gone {
+            self.nodes.0.remove(&name);
+            changed.push((name, None));
+        }
+        changed
+    }
+
+    /// The ledger that pods' notes make.
+    fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
+        self.uids.clear();
+        let mut facts = Facts { nodes, ..Facts::default() };
+        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
+            let Some(place) = place(pod, now) else { continue };
+            let name = crate::pods::full_name(&pod.metadata);
+            self.uids.insert(name.clone(), pod.uid().unwrap_or_default());
+            facts.claims.insert(name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
+        }
+        Ledger::rebuild(facts)
+    }
+
+    /// Takes in pods: who is bound, who is gone; returns those that wait at our gate.
+    fn see_pods<'a>(
+        &mut self,
+        ledger: &mut Ledger,
+        living: &[&'a PodObject],
+        now: Now,
+    ) -> Vec<(String, &'a PodObject)> {
+        let mut there = BTreeSet::new();
+        let mut candidates = Vec::new();
+        for pod in living {
+            let open = pod.is_ours_to_open();
+            if !open && !pod.wants_gpus() {
+                continue;
+            }
+            let name = crate::pods::full_name(&pod.metadata);
+            let uid = pod.uid().unwrap_or_default();
+            if self.uids.get(&name).is_some_and(|known| *known != uid) {
+                ledger.release(&name);
+                self.uids.remove(&name);
+            }
+            if let Some(node) = pod.node() {
+                // Most pods have been bound for long.
+                if !ledger.claim(&name).is_some_and(|claim| matches!(&claim.place, Place::Bound(to) if to == node)) {
+                    if ledger.claim(&name).is_none() {
+                        let place = Place::Bound(node.to_owned());
+                        ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
+                    } else {
+                        ledger.bind(&name, node, &pod.asks());
+                    }
+                    self.uids.insert(name.clone(), uid);
+                }
+            } else if open {
+                // One with a claim has been let through: the watch has not told it yet.
+                if ledger.claim(&name).is_none() {
+                    candidates.push((name.clone(), *pod));
+                }
+            } else if ledger.claim(&name).is_none()
+                && let Some(place @ Place::OneOf { .. }) = place(pod, now)
+            {
+                ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
+                self.uids.insert(name.clone(), uid);
+            }
+            there.insert(name);
+        }
+        let gone: Vec<String> = ledger.claims().keys().filter(|name| !there.contains(*name)).cloned().collect();
+        self.lingering.retain(|name, _| !there.contains(name));
+        for name in gone {
+            let until = self.lingering.entry(name.clone()).or_insert(now.up.saturating_add(LINGER));
+            if !ledger.is_unserved(&name) || *until <= now.up {
+                ledger.release(&name);
+                self.uids.remove(&name);
+                self.lingering.remove(&name);
+            }
+        }
+        let gated = &mut self.gated;
+        gated.retain(|name, _| there.contains(name));
+        for (name, pod) in &candidates {
+            let uid = pod.uid().unwrap_or_default();
+            let new = || Gated { uid: uid.clone(), since: now.up, never: None };
+            let entry = gated.entry(name.clone()).or_insert_with(new);
+            if entry.uid != uid {
+                *entry = new();
+            }
+        }
+        candidates.sort_by(|(name, pod), (other_name, other)| {
+            let priority = |pod: &PodObject| pod.spec.priority.unwrap_or(0);
+            let created = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
+            let key = |pod| (std::cmp::Reverse(priority(pod)), created(pod));
+            key(pod).cmp(&key(other)).then_with(|| name.cmp(other_name))
+        });
+        candidates
+    }
+
+    /// Holds room for those that fit.
+    fn open(&mut self, ledger: &mut Ledger, candidates: Vec<(String, &PodObject)>, seen: &Seen<'_>, turn: &mut Turn) {
+        if candidates.is_empty() {
+            return;
+        }
+        let Self { nodes, uids, gated, .. } = self;
+        let mut free = nodes.free(ledger, seen.living);
+        let mut eligible: BTreeMap<Signature<'_>, Vec<&str>> = BTreeMap::new();
+        let mut refused: BTreeMap<(Vec<Ask>, &BTreeMap<String, Quantity>, Signature<'_>), Verdict> = BTreeMap::new();
+        let planned: Vec<(String, &PodObject, PlanPod)> = candidates
+            .into_iter()
+            .map(|(name, pod)| (name, pod, claimant(pod).map_or_else(|| plain(pod), |found| found.pod)))
+            .collect();
+        for (name, pod, wanted) in &planned {
+            if turn.openings.len() >= AT_ONCE {
+                turn.more = true;
+                break;
+            }
+            let waited = gated.get(name).map_or(Duration::ZERO, |gated| seen.now.up.saturating_sub(gated.since));
+            let opening = |why: Why, towards: Towards<'_>| Opening {
+                pod: name.clone(),
+                uid: pod.uid().unwrap_or_default(),
+                waited,
+                patch: patch::open(pod, &why, towards),
+                why,
+            };
+            let mut asks = pod.asks();
+            asks.retain(|ask| !nodes.is_foreign(&ask.resource));
+            if asks.is_empty() {
+                turn.openings.push(opening(Why::NotOurs, Towards::Anywhere));
+                continue;
+            }
+            asks.sort();
+            let signature = (&wanted.node_selector, wanted.affinity.as_slice(), wanted.tolerations.as_slice());
+            let may = eligible.entry(signature).or_insert_with(|| nodes.eligible(wanted));
+            let key = (asks, &wanted.requests, signature);
+            let known = refused.get(&key).cloned();
+            let with_room = || may.iter().copied().filter(|node| has_room(free.get(*node), &wanted.requests));
+            let most = if pod.spec.particular { SEVERAL } else { 1 };
+            let verdict = match known
+                .map_or_else(|| ledger.fit(&key.0, with_room(), most, &Tightest).map_err(Err), |known| Err(Ok(known)))
+            {
+                Ok(fits) => {
+                    let expires = Moment(seen.now.epoch.saturating_add(HOLD.as_secs()));
+                    if ledger.reserve(name, &fits, expires).is_ok() {
+                        fits.iter().for_each(|fit| take(free.get_mut(fit.node()), &wanted.requests));
+                        uids.insert(name.clone(), pod.uid().unwrap_or_default());
+                        let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
+                        let placement = note(&pod.spec.asks, &fits, expires);
+                        turn.openings.push(opening(Why::Held(placement), Towards::Among(hostnames)));
+                    }
+                    continue;
+                }
+                Err(Ok(known)) => known,
+                Err(Err(why)) => nodes.judge(ledger, &key.0, may, with_room().count(), &why),
+            };
+            let asks = key.0.clone();
+            refused.insert(key, verdict.clone());
+            let may_be_cut =
+                |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
+            let (message, may_pass) = match (verdict, seen.demand.get(name)) {
+                // What pods ask for decides what there is.
+                (Verdict::Never { absent, .. }, Some(waiting))
+                    if waiting.reason != Reason::Malformed && (absent || asks.iter().any(may_be_cut)) =>
+                {
+                    (waiting.message.clone(), true)
+                }
+                (Verdict::Never { message, .. }, _) => (message, false),
+                (Verdict::Waits(message), _) => (message, true),
+            };
+            let never = gated.get_mut(name).and_then(|gated| {
+                gated.never = if may_pass { None } else { gated.never.or(Some(seen.now.up)) };
+                Some(seen.now.up.saturating_sub(gated.never?))
+            });
+            match never {
+                Some(never) if never >= PATIENCE => {
+                    turn.openings.push(opening(Why::Never(message), Towards::Away(nodes.offering(&asks))));
+                    continue;
+                }
+                Some(never) => {
+                    let left = PATIENCE.saturating_sub(never);
+                    turn.next = Some(turn.next.map_or(left, |next| next.min(left)));
+                }
+                None => {}
+            }
+            turn.waiting.insert(name.clone(), Waiting { reason: Reason::NoRoom, message });
+        }
+    }
+}
+
+impl Nodes {
+    /// Those that a pod may run on, whoever leaves.
+    fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
+        let may = |known: &&Known| {
+            known.ours && known.node.labels.contains_key(HOSTNAME) && scheduling::refusal(pod, &known.node).is_none()
+        };
+        self.0.values().filter(may).map(|known| known.node.name.as_str()).collect()
+    }
+
+    /// Hostnames of those that offer something of this, and would fail a pod that got there.
+    fn offering(&self, asks: &[Ask]) -> Vec<&str> {
+        let offers = |known: &&Known| asks.iter().any(|ask| known.offers.contains(&ask.resource));
+        self.0.values().filter(offers).filter_map(|known| self.hostname(&known.node.name)).collect()
+    }
+
+    /// Why a pod does not fit, and whether that can pass.
+    fn judge(&self, ledger: &Ledger, asks: &[Ask], eligible: &[&str], with_room: usize, why: &NoFit) -> Verdict {
+        let of = |why: &NoFit| {
+            if why.may_pass() {
+                Verdict::Waits(why.to_string())
+            } else {
+                Verdict::Never { message: why.to_string(), absent: matches!(why, NoFit::NotOffered { .. }) }
+            }
+        };
+        if eligible.is_empty() {
+            return Verdict::Never { message: self.nobody(), absent: false };
+        }
+        if with_room < eligible.len() && !why.may_pass() {
+            // Nodes that are full in other ways: would one of them do?
+            return match ledger.fit(asks, eligible.iter().copied(), 1, &Tightest) {
+                Ok(_) => Verdict::Waits("nodes whose GPUs have room lack CPU, memory or another resource".to_owned()),
+                Err(why) => of(&why),
+            };
+        }
+        of(why)
+    }
+
+    /// Of nodes that may not be used, in words.
+    fn nobody(&self) -> String {
+        let ours = self.0.values().filter(|known| known.ours).count();
+        format!("none of {ours} nodes with GPUs may be used: node selector, affinity, taints")
+    }
+
+    fn hostname(&self, node: &str) -> Option<&str> {
+        self.0.get(node)?.node.labels.get(HOSTNAME).map(String::as_str)
+    }
+
+    /// Whether somebody else serves a resource, and nobody here.
+    fn is_foreign(&self, resource: &str) -> bool {
+        let here = self.0.values().any(|known| known.offers.contains(resource));
+        let elsewhere = |known: &Known| known.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
+        !here && self.0.values().any(elsewhere)
+    }
+
+    /// What is free of each node's other resources, in thousandths; those on the way counted.
+    fn free(&self, ledger: &Ledger, living: &[&PodObject]) -> BTreeMap<&str, BTreeMap<&str, u64>> {
+        let mut free: BTreeMap<&str, BTreeMap<&str, u64>> = BTreeMap::new();
+        for (name, known) in self.0.iter().filter(|(_, known)| known.ours) {
+            let amounts = known.node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
+            let amounts = amounts.map(|(resource, quantity)| (resource.as_str(), quantity.milli().unwrap_or(0)));
+            free.insert(name, amounts.collect());
+        }
+        for pod in living {
+            if let Some(node) = pod.node() {
+                take(free.get_mut(node), &pod.spec.requests);
+            } else if pod.wants_gpus()
+                && let Some(Claim { place: Place::OneOf { nodes, .. }, .. }) =
+                    ledger.claim(&crate::pods::full_name(&pod.metadata))
+            {
+                nodes.iter().for_each(|node| take(free.get_mut(node.as_str()), &pod.spec.requests));
+            }
+        }
+        free
+    }
+}
+
+/// What is looked at beside nodes and ledger.
+struct Seen<'a> {
+    living: &'a [&'a PodObject],
+    demand: &'a BTreeMap<String, Waiting>,
+    now: Now,
+}
+
+/// Why a pod does not fit.
+#[derive(Debug, Clone)]
+enum Verdict {
+    /// It can pass.
+    Waits(String),
+    /// It cannot.
+    Never {
+        message: String,
+        /// What it asks for is just not there.
+        absent: bool,
+    },
+}
+
+/// Where a pod is let through to.
+#[derive(Debug, Clone)]
+pub(crate) enum Towards<'a> {
+    Anywhere,
+    Among(Vec<&'a str>),
+    Away(Vec<&'a str>),
+}
+
+fn is_living(pod: &PodObject) -> bool {
+    let ended = matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
+    // One that is deleted before it is bound will not come.
+    !ended && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
+}
+
+/// Where a pod is, or may go by what is noted on it.
+fn place(pod: &PodObject, now: Now) -> Option<Place> {
+    if let Some(node) = pod.node() {
+        return Some(Place::Bound(node.to_owned()));
+    }
+    if !pod.spec.scheduling_gates.is_empty() {
+        return None;
+    }
+    let placement = pod.placement.as_ref().filter(|placement| placement.until > now.epoch)?;
+    Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires: Moment(placement.until) })
+}
+
+/// A pod whose constraints say nothing of GPUs.
+fn plain(pod: &PodObject) -> PlanPod {
+    PlanPod { requests: pod.spec.requests.clone(), ..Default::default() }
+}
+
+/// What is noted on the pod: what has to be of one device each, in the order in which it is asked for.
+fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
+    let held = |takes: &[Reservation]| {
+        let mut left: Vec<&Reservation> = takes.iter().filter(|take| !counted(&take.resource)).collect();
+        let mut held = Vec::with_capacity(asks.len());
+        for ask in asks {
+            let same = |take: &&Reservation| take.resource == ask.resource && take.units == ask.units;
+            if let Some(index) = left.iter().position(same) {
+                let Reservation { resource, units, device } = left.remove(index).clone();
+                held.push(Held { resource, units: units.get(), device });
+            }
+        }
+        held
+    };
+    let nodes = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.takes()))).collect();
+    Placement { until: expires.0, nodes }
+}
+
+fn has_room(free: Option<&BTreeMap<&str, u64>>, requests: &BTreeMap<String, Quantity>) -> bool {
+    let Some(free) = free else { return false };
+    let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
+    let fits = |(name, quantity): (&String, &Quantity)| {
+        let wanted = quantity.milli().unwrap_or(0);
+        wanted == 0 || free.get(name.as_str()).is_some_and(|free| *free >= wanted)
+    };
+    pods && requests.iter().filter(|(name, _)| !is_served(name)).all(fits)
+}
+
+fn take(free: Option<&mut BTreeMap<&str, u64>>, requests: &BTreeMap<String, Quantity>) {
+    let Some(free) = free else { return };
+    for (name, quantity) in requests.iter().filter(|(name, _)| !is_served(name)) {
+        if let Some(free) = free.get_mut(name.as_str()) {
+            *free = free.saturating_sub(quantity.milli().unwrap_or(0));
+        }
+    }
+    if let Some(pods) = free.get_mut("pods") {
+        *pods = pods.saturating_sub(1000);
+    }
+}
+
+#[cfg(test)]
+mod tests;

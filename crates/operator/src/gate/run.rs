@@ -1,0 +1,195 @@
+//! The task that opens gates, apart from the passes: a pod that waits is not to wait for nodes to be written.
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use futures::StreamExt as _;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Client;
+use kube::runtime::events::Recorder;
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::{Cluster, Gatekeeper, Now, Opening, Turn, Why};
+use crate::demand::Waiting;
+use crate::events::{self, Teller};
+use crate::leader::Claim;
+use crate::metrics::{Metrics, Outcome, Reason};
+use crate::read::Stores;
+
+/// How long the first change waits for others: pods come in bursts.
+const GATHER: Duration = Duration::from_millis(5);
+/// How long one patch may take; see [`crate::leader::CLAIM`].
+const WRITE: Duration = Duration::from_secs(5);
+/// Patches at once.
+const WRITERS: usize = 16;
+/// After how long what could not be written is looked at again, though nothing has changed.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// What the task is made of.
+pub(crate) struct Parts {
+    pub(crate) client: Client,
+    pub(crate) stores: Stores,
+    pub(crate) claim: Claim,
+    pub(crate) metrics: Metrics,
+    pub(crate) recorder: Recorder,
+    pub(crate) dirty: Arc<Notify>,
+    /// What pods wait for that GPUs are cut for.
+    pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
+    pub(crate) stop: CancellationToken,
+}
+
+/// The task.
+pub(crate) struct Gate {
+    parts: Parts,
+    keeper: Gatekeeper,
+    teller: Teller,
+    started: Instant,
+}
+
+impl Gate {
+    pub(crate) fn new(parts: Parts) -> Self {
+        Self { parts, keeper: Gatekeeper::default(), teller: Teller::default(), started: Instant::now() }
+    }
+
+    /// Opens gates until `stop`.
+    pub(crate) async fn run(mut self) -> Result<()> {
+        let stop = self.parts.stop.clone();
+        tokio::select! {
+            () = stop.cancelled() => return Ok(()),
+            ready = self.parts.stores.wait_until_ready() => ready.context("listing the cluster's objects")?,
+        }
+        let mut turned = self.parts.claim.clone();
+        let mut pause = None;
+        loop {
+            // Cancel-safe: `notified` keeps its permit when dropped, the others are watch channels, a token and a timer.
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,
+                changed = self.parts.demand.changed() => if changed.is_err() { return Ok(()) },
+                () = turned.turned() => {}
+                () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
+            }
+            pause = self.look().await;
+        }
+    }
+
+    /// Looks once, and says when to look again.
+    async fn look(&mut self) -> Option<Duration> {
+        if !self.parts.claim.is_current() {
+            self.keeper.reset();
+            return None;
+        }
+        let stores = &self.parts.stores;
+        let cluster = Cluster {
+            pods: stores.pods.state(),
+            nodes: stores.nodes.state(),
+            gpu_nodes: stores.gpu_nodes.state(),
+            agents: stores.agents.state(),
+        };
+        let up = self.started.elapsed();
+        let epoch = u64::try_from(Timestamp::now().as_second()).unwrap_or(0);
+        let demand = Arc::clone(&self.parts.demand.borrow_and_update());
+        let turn = self.keeper.look(&cluster, &demand, Now { up, epoch });
+        self.measure(&turn);
+        let failed = self.open(&turn.openings).await;
+        failed.iter().for_each(|pod| self.keeper.failed(pod));
+        self.tell(&turn, &cluster, &demand, up).await;
+        if turn.more {
+            self.parts.dirty.notify_one();
+        }
+        let again = (!failed.is_empty()).then_some(RETRY);
+        let told = self.teller.is_waiting().then_some(events::LOOK_AGAIN);
+        turn.next.into_iter().chain(again).chain(told).min()
+    }
+
+    /// Writes the patches, and says whose could not be written.
+    async fn open(&self, openings: &[Opening]) -> BTreeSet<String> {
+        let writes: Vec<_> = openings.iter().map(|opening| self.let_through(opening)).collect();
+        futures::stream::iter(writes).buffer_unordered(WRITERS).filter_map(std::future::ready).collect().await
+    }
+
+    /// Writes one, and says whose it is if it could not be written.
+    async fn let_through(&self, opening: &Opening) -> Option<String> {
+        let done = self.write(opening).await;
+        let result = if done { opening.why.as_str() } else { "failed" };
+        self.parts.metrics.gates_opened.get_or_create(&Outcome { result }).inc();
+        if done {
+            self.parts.metrics.gate_seconds.observe(opening.waited.as_secs_f64());
+        }
+        (!done).then(|| opening.pod.clone())
+    }
+
+    async fn write(&self, opening: &Opening) -> bool {
+        if !self.parts.claim.is_current() {
+            return false;
+        }
+        let Some((namespace, name)) = opening.pod.split_once('/') else { return false };
+        let request =
+            http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}?fieldManager=cleave-operator"))
+                .header(http::header::CONTENT_TYPE, "application/json-patch+json")
+                .body(opening.patch.to_string().into_bytes());
+        let request = match request {
+            Ok(request) => request,
+            Err(error) => {
+                tracing::error!(pod = opening.pod, error = &error as &dyn std::error::Error, "no request");
+                return false;
+            }
+        };
+        match tokio::time::timeout(WRITE, self.parts.client.request_text(request)).await {
+            Ok(Ok(_)) => {
+                tracing::debug!(pod = opening.pod, why = opening.why.as_str(), "let through");
+                true
+            }
+            // The pod has changed, or is gone: the next look sees it as it is.
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+                tracing::debug!(pod = opening.pod, code = status.code, message = status.message, "not let through");
+                false
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(pod = opening.pod, error = &error as &dyn std::error::Error, "not let through");
+                false
+            }
+            Err(_) => {
+                tracing::warn!(pod = opening.pod, "the API server did not answer within {} s", WRITE.as_secs());
+                false
+            }
+        }
+    }
+
+    /// Tells pods what they wait for, unless the passes do, which know more of GPUs that are cut.
+    async fn tell(&mut self, turn: &Turn, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, up: Duration) {
+        let mut waiting = turn.waiting.clone();
+        waiting.retain(|pod, _| !demand.contains_key(pod));
+        let uids: BTreeMap<String, String> = if waiting.is_empty() {
+            BTreeMap::new()
+        } else {
+            let pods = cluster.pods.iter().filter(|pod| pod.is_ours_to_open());
+            pods.map(|pod| (crate::pods::full_name(&pod.metadata), pod.metadata.uid.clone().unwrap_or_default()))
+                .collect()
+        };
+        let mut all: Vec<(ObjectReference, kube::runtime::events::Event)> = self.teller.of_pods(&waiting, &uids, up);
+        for opening in &turn.openings {
+            if let Why::Never(message) = &opening.why {
+                all.push((events::of_pod(&opening.pod, &opening.uid), events::unschedulable(message)));
+            }
+        }
+        for (regarding, event) in all {
+            if !self.parts.claim.is_current() {
+                return;
+            }
+            // A courtesy: one that cannot be written is not tried again.
+            let published = tokio::time::timeout(WRITE, self.parts.recorder.publish(&event, &regarding)).await;
+            if let Ok(Err(error)) = published {
+                tracing::warn!(error = &error as &dyn std::error::Error, "no event");
+            }
+        }
+    }
+
+    fn measure(&self, turn: &Turn) {
+        let waiting = i64::try_from(turn.waiting.len()).unwrap_or(i64::MAX);
+        self.parts.metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(waiting);
+    }
+}

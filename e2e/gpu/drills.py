@@ -1,0 +1,648 @@
+"""Drills of Cleave on a real GPU, as pods of the local cluster. Started by `run`, which has set up cluster and chart; not by hand.
+
+usage: drills.py OUT NAME...    each drill passes or fails and prints its figures; all of it is in OUT/results.json
+"""
+import json, os, pathlib, re, shutil, signal, statistics, subprocess, sys, threading, time, traceback, urllib.request
+
+HERE = pathlib.Path(__file__).parent
+NODE = "node1"
+HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's / on the machine
+CLUSTER, CLEAVE, MPS_HOST = (os.environ[name] for name in ("DRILL_CLUSTER", "DRILL_CLEAVE", "DRILL_MPS_HOST"))
+NAMESPACE = "drill"
+SHARED = "/var/lib/drill"  # on the node; /drill in pods
+FOLDER = HOST / SHARED.lstrip("/")
+DRIVER = pathlib.Path("/usr/local/nvidia")
+MPS, TIMESLICE = "nvidia.com/gpu-mps", "nvidia.com/gpu-timeslice"
+QUICK = bool(os.environ.get("DRILL_QUICK"))  # shorter phases and fewer repetitions, to try the drills themselves
+
+
+def shell(*arguments, check=True, **options):
+    return subprocess.run(arguments, check=check, capture_output=True, text=True, **options)
+
+
+def kubectl(*arguments, **options):
+    done = shell("kubectl", *arguments, check=False, **options)
+    if done.returncode:
+        raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def get(*arguments):
+    return json.loads(kubectl("get", *arguments, "-o", "json"))
+
+
+def on_node(*command):
+    return shell(CLUSTER, "exec-node", NODE, *command, check=False)
+
+
+def wait(what, condition, seconds=60.0, pause=0.02):
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if value := condition():
+                return value
+        except (OSError, ValueError, LookupError, RuntimeError, subprocess.CalledProcessError, StopIteration):
+            pass  # not there yet
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds} s")
+        time.sleep(pause)
+
+
+def smi(query):
+    return shell("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits").stdout.strip()
+
+
+def status():
+    return json.loads(shell(CLEAVE, "status", "-o", "json").stdout)
+
+
+def mps_status():
+    return json.loads((HOST / "run/cleave/mps/status.json").read_text())
+
+
+def daemon():
+    return next(iter(mps_status()["daemons"].values()))
+
+
+def policy(mode, resource, total, /, **section):
+    """Makes the one policy this, and waits until the kubelet offers what it says and nothing else."""
+    spec = {"mode": mode}
+    if section:
+        spec["mps" if mode == "Mps" else "timeSlicing"] = section
+    body = {"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "drill"}, "spec": spec}
+    kubectl("apply", "-f", "-", input=json.dumps(body))
+
+    def offered():
+        allocatable = get("node", NODE)["status"]["allocatable"]
+        ready = [p for p in status()["policies"] if p["name"] == "drill" and p["ready"]["status"] == "True" and p["mode"] == mode]
+        return ready and allocatable.get(resource) == str(total) and (mode != "Mps" or daemon()["state"] == "Active")
+
+    wait(f"{total} {resource}", offered, 60, 0.2)
+    if mode == "Mps":
+        # The limits of the shares, not only their number, have to be those of this policy.
+        threads = {"Strict": 100 // total, "Burst": min(100, 200 // total), "Uncapped": None}[section["threads"]]
+        wait("the policy's limits", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
+        generation = get("gpunode", NODE)["metadata"]["generation"]
+        wait("the agent has applied them", lambda: (n := get("gpunode", NODE)) and n["status"].get("observedGeneration", 0) >= generation and n["status"].get("planId") == n["spec"]["planId"], 30)
+
+
+def shares(units=10, threads="Strict"):
+    policy("Mps", MPS, units, units=units, threads=threads, computeMode="Default")
+
+
+def sms(count, units=10):
+    """SMs of a Strict share by the rule that was measured: down to an even number, never below 8."""
+    total = status()["nodes"][0]["gpus"][0]["sms"]
+    return total if count >= units else max(8, total * (100 * count // units) // 100 & ~1)
+
+
+class Pod:
+    """A pod with the machine's /usr, Python and this folder's programs; what they say is read from the shared folder."""
+
+    def __init__(self, name, *command, count=1, resource=MPS, user=0, capabilities=None, privileged=False, env=None, grace=0, mounts=(), program="client.py"):
+        self.name, self.log = name, FOLDER / f"{name}.log"
+        self.log.unlink(missing_ok=True)
+        volumes = [("usr", "/usr", "/usr", True), ("drill", SHARED, "/drill", False), *mounts]
+        security = {"runAsUser": user}
+        if privileged:
+            security["privileged"] = True
+        elif capabilities is not None:
+            security["capabilities"] = capabilities
+        log = ["--log", f"/drill/{name}.log"] if program == "client.py" else []
+        container = {
+            "name": "main", "image": "localhost/drill:dev", "imagePullPolicy": "Never",
+            "command": ["/usr/bin/python3", f"/drill/{program}", *log, *map(str, command)] if program else list(command),
+            "env": [{"name": key, "value": value} for key, value in {"HOME": "/tmp", "USER": "drill", "PATH": "/usr/bin:/bin", **(env or {})}.items()],
+            "securityContext": security,
+            "volumeMounts": [{"name": key, "mountPath": inside, "readOnly": read_only} for key, _, inside, read_only in volumes],
+        }
+        if count:
+            container["resources"] = {"limits": {resource: count}}
+        self.manifest = {
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE},
+            "spec": {
+                "restartPolicy": "Never", "terminationGracePeriodSeconds": grace, "enableServiceLinks": False, "automountServiceAccountToken": False,
+                "containers": [container], "volumes": [{"name": key, "hostPath": {"path": outside}} for key, outside, _, _ in volumes],
+            },
+        }
+
+    def lines(self):
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+    def line(self, key, seconds=60.0):
+        """The first line that has the key; a line of an error ends the wait too."""
+        found = lambda: next((line for line in self.lines() if key in line or "error" in line), None)
+        try:
+            return wait(f"{self.name} says {key}", found, seconds, 0.005)
+        except TimeoutError as error:
+            object_ = get("pod", self.name, "-n", NAMESPACE)
+            log = shell("kubectl", "logs", "-n", NAMESPACE, self.name, check=False)
+            raise TimeoutError(f"{error}; {json.dumps(object_['status'])[:1500]} {(log.stdout + log.stderr)[-1500:]}")
+
+
+def create(*pods):
+    kubectl("create", "-f", "-", input=json.dumps({"apiVersion": "v1", "kind": "List", "items": [pod.manifest for pod in pods]}))
+
+
+def delete(*pods, grace=1):
+    """Deletes pods and waits until they are gone and their shares free again. Grace 0 does not wait for the kubelet: programs may still run."""
+    kubectl("delete", "pod", "-n", NAMESPACE, "--ignore-not-found", f"--grace-period={grace}", *(["--force"] if grace == 0 else []), *[pod.name for pod in pods])
+    wait("the pods' shares are free", lambda: not held([pod.name for pod in pods]), 60, 0.05)
+
+
+def held(names):
+    allocations = [a for gpu in get("gpunode", NODE)["status"]["gpus"] for a in gpu.get("allocations", [])]
+    return [a for a in allocations if a["pod"].removeprefix(f"{NAMESPACE}/") in names]
+
+
+def touch(name):
+    (FOLDER / name).touch()
+
+
+def clear():
+    """No pods, no files of an earlier step."""
+    kubectl("delete", "pod", "-n", NAMESPACE, "--all", "--grace-period=0", "--force")
+    wait("no pod holds shares", lambda: not any(gpu.get("allocations") for gpu in get("gpunode", NODE)["status"]["gpus"]), 90, 0.1)
+    for path in FOLDER.iterdir():
+        path.unlink()
+    for name in ("client.py", "infer.py"):
+        shutil.copy(HERE / name, FOLDER / name)
+    FOLDER.chmod(0o777)
+
+
+class Cut(Exception):
+    """The time that there was for all drills is over."""
+
+
+def cut(*_):
+    raise Cut("SIGTERM")
+
+
+class Results:
+    def __init__(self):
+        self.checks, self.figures = [], {}
+
+    def check(self, what, holds, **figures):
+        self.checks.append({"what": what, "passed": bool(holds), **figures})
+        print(f"  {'ok  ' if holds else 'FAIL'} {what} {json.dumps(figures)[:600] if figures else ''}", flush=True)
+
+    def note(self, **figures):
+        self.figures.update(figures)
+        print(f"       {json.dumps(figures)[:900]}", flush=True)
+
+
+def memory_of(program):
+    """Resident and anonymous KiB of the processes of this name."""
+    found = []
+    for comm in pathlib.Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if comm.read_text().strip() == program[:15]:
+                fields = dict(line.split(":", 1) for line in (comm.parent / "status").read_text().splitlines())
+                found.append({"rssKiB": int(fields["VmRSS"].split()[0]), "anonymousKiB": int(fields["RssAnon"].split()[0])})
+        except (OSError, KeyError):
+            pass
+    return found
+
+
+def limits(results):
+    """What k of 10 shares see, against what `cleave status` says."""
+    rows = []
+
+    def measure(policy_name, pods):
+        create(*[pod for _, pod in pods])
+        for k, pod in pods:
+            line = pod.line("allocatableMiB", 90)
+            told = wait(f"cleave status lists {pod.name}", lambda: [a for a in status()["allocations"] if a["pod"] == f"{NAMESPACE}/{pod.name}"], 20, 0.2)[0]
+            rows.append({"threads": policy_name, "shares": k, "told": {key: told[key] for key in ("shares", "threads", "sms", "memoryMib")}, **line})
+        delete(*[pod for _, pod in pods])
+
+    for name, groups in {"Strict": [(10,), (1, 9), (2, 8), (3, 7), (4, 6), (5,)], "Burst": [(1, 2, 3, 4), (5,), (10,)], "Uncapped": [(1, 9)]}.items():
+        shares(10, name)
+        for group in groups:
+            measure(name, [(k, Pod(f"limits-{name.lower()}-{k}", "--allocate", "--wait", "/drill/never", count=k)) for k in group])
+    results.note(rows=rows)
+    wrong = [row for row in rows if row.get("sms") != row["told"]["sms"]]
+    results.check("each pod sees the SMs that `cleave status` says", not wrong, wrong=wrong, of=len(rows))
+    gaps = [row["told"]["memoryMib"] - row["allocatableMiB"] for row in rows]
+    results.check("no pod can allocate more than `cleave status` says", min(gaps) >= 0, least=min(gaps), most=max(gaps))
+    # The context itself lies in the limit: a part for each SM that it may use, and a fixed one.
+    xs, count = [row["sms"] for row in rows], len(rows)
+    mean_x, mean_y = sum(xs) / count, sum(gaps) / count
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, gaps)) / sum((x - mean_x) ** 2 for x in xs)
+    constant = mean_y - slope * mean_x
+    residuals = [abs(y - constant - slope * x) for x, y in zip(xs, gaps)]
+    results.check("what is missing from it is the context's own, so much for each SM, to within 16 MiB", max(residuals) <= 16, eachSmMiB=round(slope, 3), constantMiB=round(constant, 1), worstMiB=round(max(residuals), 1))
+
+    shares(10, "Strict")
+    pair = [Pod(f"limits-pair-{n}", "--starts", 2, "--parallel", 2, count=3, user=user) for n, user in enumerate((0, 1000))]
+    create(*pair)
+    lines = [pod.line("starts", 90) for pod in pair]
+    results.check("two processes in a pod of root's beside two in another user's each see 3 shares", all(line.get("sms") == {str(sms(3)): 2} for line in lines), lines=lines)
+    delete(*pair)
+
+
+def door(results):
+    """Hard limits for each pod through its door."""
+    shares(10, "Strict")
+    right_for = {k: str(sms(k)) for k in (1, 2, 3, 4)}
+    count = 12 if QUICK else 50
+    pods = {k: Pod(f"door-{k}", "--starts", count, "--parallel", 4, count=k) for k in right_for}
+    began = time.monotonic()
+    create(*pods.values())
+    lines = {k: pod.line("starts", 240) for k, pod in pods.items()}
+    seconds = round(time.monotonic() - began, 1)
+    right = sum(line.get("sms", {}).get(right_for[k], 0) for k, line in lines.items())
+    results.check(f"{4 * count} starts in bursts of 4 from pods of 1, 2, 3 and 4 shares, every second one with raised limits in its environment, see their own pod's SMs",
+                  right == 4 * count, right=right, of=4 * count, seconds=seconds, lines=lines)
+    delete(*pods.values())
+
+    uuid = next(iter(mps_status()["daemons"]))
+    pod = Pod("door-compare", "--compare", f"/direct/{uuid}", "--times", 8 if QUICK else 25, count=10, privileged=True, mounts=[("direct", "/run/cleave/mps", "/direct", True)])
+    create(pod)
+    line = pod.line("medians", 120)
+    medians = line["medians"]
+    results.check("a context by the door takes at most 10 ms more than direct, in the median", medians["throughMs"] - medians["directMs"] <= 10, **line)
+    delete(pod)
+
+    pods = {k: Pod(f"door-knock-{k}", "--starts", 12, "--parallel", 3, "--after", "/drill/knock", count=k) for k in (2, 3)}
+    create(*pods.values())
+    for pod in pods.values():
+        wait(f"{pod.name} runs", lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["phase"] == "Running")
+    before = daemon()
+    touch("knock")
+    on_node("kill", "-9", str(before["pid"]))
+    killed = time.monotonic()
+    after = wait("the daemon is back", lambda: (d := daemon()) and d["pid"] not in (None, before["pid"]) and d["state"] == "Active" and d)
+    back = round(time.monotonic() - killed, 3)
+    lines = {k: pod.line("starts", 120) for k, pod in pods.items()}
+    # A client may die with the daemon, by an error; none may run with other limits.
+    wrong = {k: line for k, line in lines.items() if set(line.get("sms", {})) - {right_for[k]}}
+    results.check("the daemon is killed while clients knock: none runs with other limits than its pod's", not wrong, lines=lines, backSeconds=back, restarts=after["restarts"])
+    delete(*pods.values())
+
+
+def percentile(values, part):
+    return round(sorted(values)[min(len(values) - 1, int(len(values) * part))], 2)
+
+
+def worth(results):
+    """Inference by 7 clients at once: time-slicing and MPS by Cleave, MPS by hand."""
+    seconds, warm = (3, 1) if QUICK else (5, 1)
+    names = [f"infer-{n}" for n in range(7)]
+    table = {}
+
+    def phases(folder, configuration, sizes):
+        for number, size in enumerate(sizes):
+            taking_part = names[:size]
+            phase = {"begin": time.time() + warm, "seconds": seconds, "names": taking_part}
+            (folder / ".phase").write_text(json.dumps(phase))
+            (folder / ".phase").rename(folder / f"phase-{number}.json")
+            files = [folder / f"result-{number}-{name}" for name in taking_part]
+            wait(f"{configuration}, {size} clients", lambda: all(file.exists() for file in files), seconds + 60)
+            times = [json.loads(file.read_text()) for file in files]
+            row = {
+                "clients": size, "perSecond": round(sum(len(t) for t in times) / seconds, 1), "meanMs": round(statistics.mean(x for t in times for x in t), 2),
+                "p50Ms": max(percentile(t, 0.5) for t in times), "p99Ms": max(percentile(t, 0.99) for t in times),
+            }
+            table.setdefault(configuration, []).append(row)
+            print(f"       {configuration:18} {json.dumps(row)}", flush=True)
+        (folder / "end").touch()
+
+    def by_cleave(configuration, resource, sizes):
+        clear()
+        pods = [Pod(name, "/drill", name, program="infer.py", resource=resource) for name in names]
+        create(*pods)
+        try:
+            wait("all are ready", lambda: all((FOLDER / f"ready-{name}").exists() for name in names), 75, 0.1)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error} {shell('kubectl', 'logs', '-n', NAMESPACE, names[0], check=False).stdout[:3000]}")
+        seen = [json.loads((FOLDER / f"ready-{name}").read_text()) for name in names]
+        results.note(**{f"{configuration} sees": seen[0]})
+        phases(FOLDER, configuration, sizes)
+        delete(*pods)
+
+    def by_hand(configuration, percent, sizes):
+        folder = pathlib.Path(f"/tmp/drill-hand-{configuration.replace(' ', '-')}")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"), "LD_LIBRARY_PATH": str(DRIVER / "lib64"), "HOME": "/tmp"}
+        for name in ("pipe", "log"):
+            (folder / name).mkdir()
+        daemon = subprocess.Popen([DRIVER / "bin/nvidia-cuda-mps-control", "-f"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait("the daemon by hand", lambda: (folder / "pipe/control").exists())
+        memory = (int(smi("memory.total").splitlines()[0]) - 128) // 7
+        limited = {**env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
+        clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", folder, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
+        try:
+            wait("all are ready", lambda: all((folder / f"ready-{name}").exists() for name in names), 75, 0.1)
+            phases(folder, configuration, sizes)
+            for client in clients:
+                client.wait(30)
+        finally:
+            for client in clients:
+                client.kill()
+                client.wait()
+            subprocess.run([DRIVER / "bin/nvidia-cuda-mps-control"], input="quit -t 5\n", env=env, text=True, timeout=30, capture_output=True)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # Seven three times over, for the spread.
+    many, few = ([1, 7], [7]) if QUICK else ([1, 3, 5, 7, 7, 7], [7, 7, 7])
+    results.figures["table"] = table
+    clear()
+    policy("TimeSlicing", TIMESLICE, 7, replicas=7)
+    by_cleave("time-slicing", TIMESLICE, many)
+    for threads, percent, sizes in (("Burst", 28, many), ("Strict", 14, few), ("Uncapped", None, few)):
+        clear()
+        shares(7, threads)
+        by_cleave(f"Cleave {threads}", MPS, sizes)
+        clear()
+        kubectl("delete", "sharingpolicy", "drill")
+        wait("the daemon ends with the policy", lambda: not mps_status()["daemons"], 60, 0.1)
+        by_hand(f"by hand {threads}", percent, few)
+
+    def seven(configuration, key):
+        return statistics.median(row[key] for row in table[configuration] if row["clients"] == 7)
+
+    sliced = seven("time-slicing", "perSecond")
+    best = max(("Strict", "Burst", "Uncapped"), key=lambda threads: seven(f"Cleave {threads}", "perSecond"))
+    results.check("7 pods under MPS do at least 3 times what time-slicing does", seven(f"Cleave {best}", "perSecond") >= 3 * sliced,
+                  timeSlicing=sliced, threads=best, perSecond=seven(f"Cleave {best}", "perSecond"), times=round(seven(f"Cleave {best}", "perSecond") / sliced, 2))
+    for threads in ("Burst", "Strict", "Uncapped"):
+        ours, theirs = (seven(f"{who} {threads}", "perSecond") for who in ("Cleave", "by hand"))
+        results.check(f"{threads}: at least 98 % of MPS by hand with the same caps", ours >= 0.98 * theirs, cleave=ours, byHand=theirs, part=round(ours / theirs, 4))
+        ours, theirs = (seven(f"{who} {threads}", "p99Ms") for who in ("Cleave", "by hand"))
+        results.check(f"{threads}: p99 at most 2 % above it", ours <= 1.02 * theirs, cleaveMs=ours, byHandMs=theirs)
+
+
+class Watch(threading.Thread):
+    """Changes of the MPS host's status and of the agent's count of unhealthy shares, with times."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.states, self.unhealthy, self.over = [], [], threading.Event()
+        pod = get("pod", "-n", "cleave-system", "-l", "app.kubernetes.io/component=agent")["items"][0]
+        self.url = f"http://{pod['status']['podIP']}:8080/metrics"
+
+    def run(self):
+        while not self.over.is_set():
+            try:
+                state = daemon()
+                state = {key: state[key] for key in ("state", "serverPid", "pid")}
+                if not self.states or self.states[-1][1] != state:
+                    self.states.append((time.time(), state))
+                text = urllib.request.urlopen(self.url, timeout=2).read().decode()
+                count = sum(float(value) for value in re.findall(r"^cleave_agent_slices_unhealthy\{.*\} (\S+)$", text, re.M))
+                if not self.unhealthy or self.unhealthy[-1][1] != count:
+                    self.unhealthy.append((time.time(), count))
+            except (OSError, ValueError, KeyError, StopIteration):
+                pass
+            time.sleep(0.004)
+
+    def stop(self):
+        self.over.set()
+        self.join()
+
+
+def fault(results):
+    """An illegal access among three pods; the server killed; the daemon killed; the MPS host's pod deleted."""
+    shares(10, "Strict")
+    supervised = lambda *arguments: ("--linger", 600, "--supervise", *arguments)
+    for trial in range(1 if QUICK else 3):
+        clear()
+        kubectl("delete", "events", "-n", NAMESPACE, "--all")
+        culprit = Pod("fault-culprit", *supervised("--fault", "/drill/now"), count=3)
+        others = [Pod(f"fault-other-{n}", *supervised("--work", 1), count=2) for n in range(2)]
+        create(culprit, *others)
+        for pod in (culprit, *others):
+            pod.line("firstKernel")
+        watch = Watch()
+        watch.start()
+        touch("now")
+        exits = [pod for pod in (culprit, *others)]
+        ended = {pod.name: wait(f"{pod.name} ends", lambda: next((line["exited"] for line in pod.lines() if "exited" in line), None), 30) for pod in exits}
+        at = culprit.line("fault")["fault"]
+        codes = {pod.name: next((line.get("code") for line in pod.lines() if "code" in line), None) for pod in exits}
+        wait("the daemon is Active with a server that takes clients", lambda: daemon()["state"] == "Active", 30, 0.005)
+        next_pod = Pod("fault-next", "--touch", count=1)
+        began = time.time()
+        create(next_pod)
+        kernel = next_pod.line("firstKernel", 60)
+        watch.stop()
+        last = max(ended.values())
+        faulted = next((t for t, s in watch.states if s["state"] == "Fault"), None)
+        active = next((t for t, s in watch.states if s["state"] == "Active" and faulted and t > faulted), None)
+        sick = next((t for t, count in watch.unhealthy if count > 0), None)
+        healthy = next((t for t, count in watch.unhealthy if count == 0 and sick and t > sick), None)
+        milliseconds = lambda later, earlier: round((later - earlier) * 1000) if later and earlier else None
+        figures = {
+            "codes": codes, "faultToStateMs": milliseconds(faulted, at), "faultToLastExitMs": milliseconds(last, at), "lastExitToActiveMs": milliseconds(active, last),
+            "faultToUnhealthyMs": milliseconds(sick, at), "lastExitToHealthyMs": milliseconds(healthy, last), "creationToFirstKernelMs": milliseconds(kernel.get("firstKernel"), began),
+            "states": [(milliseconds(t, at), s["state"], s["serverPid"]) for t, s in watch.states], "unhealthy": [(milliseconds(t, at), count) for t, count in watch.unhealthy],
+        }
+        results.note(**{f"trial {trial}": figures})
+        results.check("the fault is seen as the server's state", faulted, milliseconds=figures["faultToStateMs"])
+        back = figures["lastExitToHealthyMs"] if healthy else figures["lastExitToActiveMs"]
+        results.check("shares are Healthy within 300 ms of the last client's exit", back is not None and back <= 300, milliseconds=back)
+        results.check("the next pod computes", "firstKernel" in kernel, milliseconds=figures["creationToFirstKernelMs"])
+        events = [f"{e['reason']}: {e.get('message') or e.get('note')}" for e in get("events", "-n", NAMESPACE)["items"] if "cleave" in json.dumps(e.get("source", {})) + str(e.get("reportingComponent"))]
+        results.note(**{f"events after trial {trial}": events[-6:]})
+        results.check("the pods that were hit are named", any("fault" in event.lower() for event in events))
+
+    def broken(what, act, seconds=60):
+        """A client is running; something is killed. What the client is told, and how long until another runs."""
+        clear()
+        pod = Pod("broken", *supervised("--work", 1), count=2)
+        create(pod)
+        pod.line("firstKernel")
+        at = time.time()
+        act()
+        line = wait("the client hears of it, or goes on", lambda: next((line for line in pod.lines() if "code" in line), None) or (time.time() - at > 8 and {"code": None, "at": None}), 20)
+        rejected = 0
+        while True:
+            following = Pod(f"following-{rejected}", "--touch", count=2)
+            create(following)
+            phase = lambda: following.lines() and "Running" or get("pod", following.name, "-n", NAMESPACE)["status"].get("reason")
+            if wait("the next pod runs, or is rejected", phase, seconds) != "UnexpectedAdmissionError":
+                break
+            rejected += 1
+        kernel = following.line("firstKernel", seconds)
+        results.check(f"{what}: no pod that comes meanwhile is rejected", rejected == 0, rejected=rejected)
+        results.check(f"{what}: the next pod computes under its limits", kernel.get("firstKernel") and following.lines()[0]["sms"] == sms(2), clientCode=line["code"],
+                      toldMs=line["at"] and round((line["at"] - at) * 1000), nextKernelMs=kernel.get("firstKernel") and round((kernel["firstKernel"] - at) * 1000))
+
+    broken("the server is killed", lambda: on_node("kill", "-9", str(daemon()["serverPid"])))
+    broken("the daemon is killed", lambda: on_node("kill", "-9", str(daemon()["pid"])))
+    broken("the agent is killed", lambda: on_node("pkill", "-9", "-x", "cleave-agent"))
+    broken("the MPS host's pod is deleted", lambda: kubectl("delete", "pod", "-n", "cleave-system", "-l", "app.kubernetes.io/component=mps-host", "--wait=false"), 120)
+
+
+def churn(results):
+    """Pods created and deleted in waves of 20 until there were 200."""
+    wave_size = 20
+    shares(wave_size, "Strict")
+    clear()
+    before = {program: memory_of(program) for program in ("cleave-agent", "cleave-mps-host")}
+    total, times, wrong, expected = 40 if QUICK else 200, [], [], sms(1, wave_size)
+    for wave in range(total // wave_size):
+        pods = [Pod(f"churn-{wave}-{n}", "--touch", "--wait", "/drill/never") for n in range(wave_size)]
+        began = time.time()
+        create(*pods)
+        for pod in pods:
+            line = pod.line("firstKernel", 60)
+            if "error" in line or pod.lines()[0].get("sms") != expected:
+                wrong.append({pod.name: pod.lines()})
+            else:
+                times.append(round((line["firstKernel"] - began) * 1000))
+        results.figures["creationToFirstKernelMs"] = {"pods": len(times), "p50": percentile(times, 0.5), "p90": percentile(times, 0.9), "p99": percentile(times, 0.99), "most": max(times)}
+        delete(*pods)
+    after = {program: memory_of(program) for program in ("cleave-agent", "cleave-mps-host")}
+    results.check(f"{total} pods each run a kernel under their limits", len(times) == total and not wrong, wrong=wrong[:5], right=len(times))
+    # What a terminated pod leaves on disk goes when the kubelet no longer lists it.
+    left = lambda: len(list((HOST / "run/cleave/alloc").iterdir()))
+    try:
+        wait("no allocation's folder is left", lambda: left() == 0, 20, 0.2)
+    except TimeoutError:
+        pass
+    results.check("no allocation's folder is left", left() == 0, left=left())
+    results.note(creationToFirstKernelMs=results.figures["creationToFirstKernelMs"], before=before, after=after)
+    grown = {program: (after[program][0]["rssKiB"] - before[program][0]["rssKiB"]) if before[program] and after[program] else None for program in after}
+    results.check("agent and MPS host have not grown by more than 2 MiB", all(value is not None and value <= 2048 for value in grown.values()), grownKiB=grown)
+
+
+def isolation(results):
+    """What a tenant can do to MPS by what it is given, and how an escape is found."""
+    shares(10, "Strict")
+    clear()
+    control = str(DRIVER / "bin/nvidia-cuda-mps-control")
+    # Each with a time limit: a command that gets no answer must not hold up the drill.
+    commands = ["get_server_list", "get_default_active_thread_percentage", "set_default_active_thread_percentage 100", "set_default_device_pinned_mem_limit 0 80G", "terminate_client 1 1", "quit"]
+    server = daemon()
+    script = "; ".join(f"echo \"== {command}\"; echo '{command}' | timeout 5 {control} 2>&1; echo \"status $?\"" for command in commands)
+    script = f"ls -la $CUDA_MPS_PIPE_DIRECTORY; {script}; touch $CUDA_MPS_PIPE_DIRECTORY/x; rm -f $CUDA_MPS_PIPE_DIRECTORY/control; ls $CUDA_MPS_PIPE_DIRECTORY; echo '{{\"done\": true}}' > /drill/$NAME.log"
+    kinds = {"no capabilities": {"drop": ["ALL"]}, "all capabilities": {"add": ["ALL"]}}
+    for number, (kind, capabilities) in enumerate(kinds.items()):
+        name = f"isolation-{number}"
+        pod = Pod(name, "/bin/sh", "-c", script, program=None, capabilities=capabilities, env={"NAME": name}, count=1)
+        bystander = Pod(f"isolation-bystander-{number}", "--work", 1, "--until", f"/drill/stop-{number}", count=2)
+        create(bystander)
+        bystander.line("firstKernel")
+        create(pod)
+        pod.line("done", 90)
+        said = kubectl("logs", "-n", NAMESPACE, name)
+        answered = [line for line in said.split("== ", 1)[1].splitlines() if re.fullmatch(r"[\d.]+", line.strip())]
+        now = daemon()
+        unharmed = now["pid"] == server["pid"] and now["state"] == "Active" and not any("error" in line for line in bystander.lines())
+        results.check(f"root with {kind} can neither read, set nor end anything through what is mounted", not answered and unharmed and "control" in said.rsplit("status", 1)[1], said=said[-1500:], daemon=now["pid"])
+        touch(f"stop-{number}")
+        bystander.line("kernels")
+        delete(pod, bystander)
+
+    def refused(what, **arguments):
+        pod = Pod("isolation-refused", "--touch", **arguments)
+        try:
+            create(pod)
+            delete(pod)
+            results.check(f"{what} is refused at admission", False)
+        except RuntimeError as error:
+            results.check(f"{what} is refused at admission", "Cleave sets these" in str(error), said=str(error)[-400:])
+
+    refused("a pod that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", env={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "junk"})
+    refused("a pod that sets CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
+
+    def escape(what, *command):
+        """A program that leaves its limits from within the container, where no admission sees it."""
+        kubectl("delete", "events", "-n", NAMESPACE, "--all")
+        pod = Pod("isolation-escape", "/bin/sh", "-c", " ".join(command), program=None)
+        create(pod)
+        line = pod.line("takenMiB", 60)
+        find = lambda: [e for e in get("events", "-n", NAMESPACE)["items"] if e["involvedObject"]["name"] == pod.name and "cleave" in json.dumps([e.get("source"), e.get("reportingComponent")])]
+        try:
+            event = wait("an event about it", find, 6, 0.05)[0]
+            told = round(time.time() - line["at"], 2) if "at" in line else None
+            results.check(f"{what} is found within 2 s", told is not None and told <= 2, seconds=told, event=event.get("message") or event.get("note"), seen=pod.lines()[:2])
+        except TimeoutError:
+            results.check(f"{what} is found within 2 s", False, seen=pod.lines()[:2])
+        delete(pod)
+
+    run = "/usr/bin/python3 /drill/client.py --log /drill/isolation-escape.log --take 20 --wait /drill/never"
+    escape("a program over its memory (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT set within the container)", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run)
+    escape("a program that leaves MPS (CUDA_MPS_PIPE_DIRECTORY unset within the container)", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run)
+
+
+def neighbour(results):
+    """Busy pods deleted beside one that must go on."""
+    shares(10, "Strict")
+    trials = 3 if QUICK else 10
+    for kernel in (10, 100):
+        for grace in (0, 5):
+            broken = []
+            clear()
+            bystander = None
+            for trial in range(trials):
+                if bystander is None:
+                    bystander = Pod(f"bystander-{trial}", "--work", 1, count=2)
+                    create(bystander)
+                    bystander.line("firstKernel")
+                victim = Pod(f"victim-{trial}", "--work", kernel, count=2)
+                create(victim)
+                victim.line("firstKernel")
+                time.sleep(0.3)
+                delete(victim, grace=grace)
+                time.sleep(0.3)
+                error = next((line for line in bystander.lines() if "error" in line), None)
+                if error:
+                    broken.append(error["code"])
+                    delete(bystander)
+                    bystander = None
+            if bystander:
+                delete(bystander)
+            results.check(f"kernels of {kernel} ms, grace {grace} s: no neighbour breaks", not broken, broken=len(broken), of=trials, codes=broken)
+
+
+DRILLS = {drill.__name__: drill for drill in (limits, door, worth, fault, churn, isolation, neighbour)}
+
+
+def main(out, names):
+    (FOLDER).mkdir(parents=True, exist_ok=True)
+    kubectl("create", "namespace", NAMESPACE)
+    uuid, name, driver, memory = (part.strip() for part in smi("uuid,name,driver_version,memory.total").splitlines()[0].split(","))
+    modes = lambda: smi("compute_mode,mig.mode.current,persistence_mode")
+    before = modes()
+    machine = {"gpu": name, "driver": driver, "memoryMiB": int(memory), "date": time.strftime("%Y-%m-%d", time.gmtime()), "version": os.environ.get("DRILL_VERSION", "")}
+    print(json.dumps(machine), flush=True)
+    summary, everything, over = {}, {"machine": machine}, False
+    signal.signal(signal.SIGTERM, cut)
+    for drill in names:
+        if over:
+            break
+        results, began = Results(), time.monotonic()
+        print(f"{drill}: {DRILLS[drill].__doc__}", flush=True)
+        try:
+            clear()
+            DRILLS[drill](results)
+        except Exception as error:  # one drill's trouble is not the others'
+            over = isinstance(error, Cut)
+            results.check("the drill runs to its end", False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc().splitlines()[-6:])
+        results.check("the GPU's modes are as they were", modes() == before, modes=modes())
+        failed = [check["what"] for check in results.checks if not check["passed"]]
+        summary[drill] = {"passed": len(results.checks) - len(failed), "failed": failed, "seconds": round(time.monotonic() - began, 1)}
+        everything[drill] = {**summary[drill], "checks": results.checks, "figures": results.figures}
+        (out / "results.json").write_text(json.dumps(everything, indent=1))
+    try:
+        clear()
+        kubectl("delete", "sharingpolicy", "--all")
+    except Exception as error:
+        print(f"clearing up: {error}", flush=True)
+    print(json.dumps(summary, indent=1), flush=True)
+    return 1 if any(drill["failed"] for drill in summary.values()) else 0
+
+
+if __name__ == "__main__":
+    unknown = [name for name in sys.argv[2:] if name not in DRILLS]
+    if len(sys.argv) < 3 or unknown:
+        sys.exit(f"{__doc__}\ndrills: {' '.join(DRILLS)}; unknown: {' '.join(unknown) or 'none'}")
+    sys.exit(main(pathlib.Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,420 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+)
+
+// What the simulated nodes have.
+const (
+	gpusPerNode  = 8
+	sharesPerGPU = 10
+)
+
+// How the stand-in for an agent tells what was given out: after a pod was bound,
+// what the kubelet and the agent take until they list it; then as the agent does,
+// a burst of changes being one write.
+const (
+	listedAfter   = 100 * time.Millisecond
+	betweenWrites = 200 * time.Millisecond
+)
+
+// deviceOf is the UUID of a node's GPU.
+func deviceOf(node, gpu int) string {
+	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
+}
+
+// holding is what a pod holds: ids of one GPU.
+type holding struct {
+	gpu int
+	ids []int
+}
+
+// machine is one node's GPUs and who holds what of them.
+type machine struct {
+	used [gpusPerNode][sharesPerGPU]bool
+	held map[string]holding // by pod, namespace/name
+}
+
+// free is how many shares a GPU has left.
+func (m *machine) free(gpu int) int {
+	free := 0
+	for _, used := range m.used[gpu] {
+		if !used {
+			free++
+		}
+	}
+	return free
+}
+
+// tightest is the GPU that has room and the least of it, as Cleave's agent chooses
+// where nothing is noted; -1 where no GPU has.
+func (m *machine) tightest(shares int) int {
+	best := -1
+	for gpu := range gpusPerNode {
+		if free := m.free(gpu); free >= shares && (best < 0 || free < m.free(best)) {
+			best = gpu
+		}
+	}
+	return best
+}
+
+// take gives a pod shares of a GPU; false where it has too few.
+func (m *machine) take(pod string, gpu, shares int) bool {
+	if m.free(gpu) < shares {
+		return false
+	}
+	h := holding{gpu: gpu}
+	for id := range sharesPerGPU {
+		if !m.used[gpu][id] && len(h.ids) < shares {
+			m.used[gpu][id] = true
+			h.ids = append(h.ids, id)
+		}
+	}
+	if m.held == nil {
+		m.held = make(map[string]holding)
+	}
+	m.held[pod] = h
+	return true
+}
+
+// give takes back what a pod has; false where it has nothing.
+func (m *machine) give(pod string) bool {
+	h, ok := m.held[pod]
+	for _, id := range h.ids {
+		m.used[h.gpu][id] = false
+	}
+	delete(m.held, pod)
+	return ok
+}
+
+// placement is the annotation that the operator writes.
+type placement struct {
+	Nodes map[string][]struct {
+		Resource string `json:"resource"`
+		Units    int    `json:"units"`
+		Device   string `json:"device"`
+	} `json:"nodes"`
+}
+
+const placementAnnotation = cleaveGroup + "/placement"
+
+// noted is the GPU of a node that a pod's annotation names; -1 where it names none.
+func noted(annotation string, node string, index int) (int, error) {
+	if annotation == "" {
+		return -1, nil
+	}
+	var note placement
+	if err := json.Unmarshal([]byte(annotation), &note); err != nil {
+		return -1, fmt.Errorf("annotation %s: %w", placementAnnotation, err)
+	}
+	for _, held := range note.Nodes[node] {
+		for gpu := range gpusPerNode {
+			if held.Device == deviceOf(index, gpu) {
+				return gpu, nil
+			}
+		}
+		return -1, fmt.Errorf("annotation %s names %s, which %s does not have", placementAnnotation, held.Device, node)
+	}
+	return -1, nil
+}
+
+// agents stand in for the kubelets' and agents' part: each bound pod gets shares of
+// one GPU, or is counted as one that its node had to refuse.
+type agents struct {
+	// Where a GpuNode's status is told; nil in systems without.
+	tell *teller
+
+	mutex sync.Mutex
+	nodes []machine
+	names map[string]int
+
+	refused   int // pods that no single GPU of their node had room for
+	elsewhere int // pods whose GPU, as noted, had no room
+	unnoted   int // pods without a note of where
+	malformed []error
+}
+
+func newAgents(nodes int) *agents {
+	a := &agents{nodes: make([]machine, nodes), names: make(map[string]int, nodes)}
+	for i := range nodes {
+		a.names[nodeName(i)] = i
+	}
+	return a
+}
+
+// bound is called once for each pod, in the order in which they were bound.
+func (a *agents) bound(pod, node, annotation string, shares int) {
+	a.mutex.Lock()
+	defer a.mutex.Unlock()
+	index, ok := a.names[node]
+	if !ok {
+		a.malformed = append(a.malformed, fmt.Errorf("%s is bound to %q", pod, node))
+		return
+	}
+	m := &a.nodes[index]
+	gpu, err := noted(annotation, node, index)
+	switch {
+	case err != nil:
+		a.malformed = append(a.malformed, fmt.Errorf("%s: %w", pod, err))
+	case gpu < 0:
+		a.unnoted++
+	case m.take(pod, gpu, shares):
+		a.changed(index)
+		return
+	default:
+		a.elsewhere++
+	}
+	if gpu = m.tightest(shares); gpu < 0 {
+		a.refused++
+		return
+	}
+	m.take(pod, gpu, shares)
+	a.changed(index)
+}
+
+// gone is called when a pod is deleted.
+func (a *agents) gone(pod, node string) {
+	a.mutex.Lock()
+	defer a.mutex.Unlock()
+	if index, ok := a.names[node]; ok && a.nodes[index].give(pod) {
+		a.changed(index)
+	}
+}
+
+func (a *agents) changed(index int) {
+	if a.tell != nil {
+		a.tell.changed(index)
+	}
+}
+
+// copyOf is a node as it is now.
+func (a *agents) copyOf(index int) machine {
+	a.mutex.Lock()
+	defer a.mutex.Unlock()
+	m := a.nodes[index]
+	m.held = make(map[string]holding, len(a.nodes[index].held))
+	for pod, h := range a.nodes[index].held {
+		m.held[pod] = h
+	}
+	return m
+}
+
+// teller writes the statuses of GpuNodes.
+type teller struct {
+	client rest.Interface
+	ctx    context.Context
+	agents *agents
+	specs  []spec // by node
+
+	mutex   sync.Mutex
+	nodes   []told
+	pending int
+	slots   chan struct{}
+	writes  atomic.Int64
+	failed  atomic.Pointer[error]
+}
+
+// told is where the telling of a node is.
+type told struct {
+	due   bool // a write is planned or under way
+	again bool // and what has changed since is not in it
+	last  time.Time
+}
+
+func newTeller(ctx context.Context, client rest.Interface, a *agents) *teller {
+	count := len(a.nodes)
+	// As many at once as a cluster's agents would hardly exceed.
+	return &teller{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]told, count), slots: make(chan struct{}, 64)}
+}
+
+// changed plans a write of the node's status.
+func (t *teller) changed(index int) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	node := &t.nodes[index]
+	if node.due {
+		node.again = true
+		return
+	}
+	t.plan(index, listedAfter)
+}
+
+// plan is called under the mutex.
+func (t *teller) plan(index int, wait time.Duration) {
+	node := &t.nodes[index]
+	node.due, node.again = true, false
+	t.pending++
+	wait = max(wait, time.Until(node.last.Add(betweenWrites)))
+	time.AfterFunc(wait, func() {
+		t.slots <- struct{}{}
+		t.mutex.Lock()
+		// What changes from here on needs another write.
+		node.again = false
+		t.mutex.Unlock()
+		err := t.write(t.ctx, index)
+		<-t.slots
+		if err != nil {
+			t.failed.Store(&err)
+		}
+		t.mutex.Lock()
+		defer t.mutex.Unlock()
+		t.pending--
+		node.due, node.last = false, time.Now()
+		if node.again {
+			t.plan(index, listedAfter)
+		}
+	})
+}
+
+// idle tells whether nothing is left to be told.
+func (t *teller) idle() (bool, error) {
+	if err := t.failed.Load(); err != nil {
+		return false, *err
+	}
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	return t.pending == 0, nil
+}
+
+// write tells the node's status as the agent does: all of it, by a merge patch.
+func (t *teller) write(ctx context.Context, index int) error {
+	body, err := json.Marshal(object{"status": status(t.specs[index], index, t.agents.copyOf(index))})
+	if err != nil {
+		return err
+	}
+	t.writes.Add(1)
+	err = t.client.Patch(types.MergePatchType).AbsPath(gpuNodesPath, nodeName(index), "status").
+		Param("fieldManager", "cleave-agent").Body(body).Do(ctx).Error()
+	if err != nil && ctx.Err() == nil {
+		return fmt.Errorf("tell the status of %s: %w", nodeName(index), err)
+	}
+	return nil
+}
+
+// spec is what is read of a GpuNode's desired state.
+type spec struct {
+	Generation int64
+	PlanID     string
+	Memory     []uint64 // MiB of k shares, at k-1
+}
+
+// gpuNode is what is read of a GpuNode.
+type gpuNode struct {
+	Metadata struct {
+		Name       string `json:"name"`
+		Generation int64  `json:"generation"`
+	} `json:"metadata"`
+	Spec struct {
+		PlanID string `json:"planId"`
+		GPUs   []struct {
+			UUID      string `json:"uuid"`
+			Partition struct {
+				Mps *struct {
+					Slices []struct {
+						Count     int      `json:"count"`
+						MemoryMiB []uint64 `json:"memoryMib"`
+					} `json:"slices"`
+				} `json:"mps"`
+			} `json:"partition"`
+		} `json:"gpus"`
+	} `json:"spec"`
+}
+
+// spec is the object's; false where it does not yet say that all GPUs are shared.
+func (n gpuNode) spec() (spec, bool) {
+	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
+	for _, gpu := range n.Spec.GPUs {
+		if mps := gpu.Partition.Mps; mps == nil || len(mps.Slices) != 1 || mps.Slices[0].Count != sharesPerGPU {
+			return s, false
+		}
+		s.Memory = gpu.Partition.Mps.Slices[0].MemoryMiB
+	}
+	return s, len(n.Spec.GPUs) == gpusPerNode
+}
+
+// status is a GpuNode's, as the agent of a node with H100s writes it. Without a
+// plan the GPUs are whole.
+func status(s spec, index int, m machine) object {
+	gpus := make([]object, gpusPerNode)
+	total := 0
+	for gpu := range gpusPerNode {
+		uuid := deviceOf(index, gpu)
+		inUse := sharesPerGPU - m.free(gpu)
+		total += inUse
+		described := object{
+			"uuid": uuid, "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memoryMib": 81559, "sms": 132,
+			"pci": fmt.Sprintf("00000000:%02x:00.0", gpu+1), "numa": gpu / 4, "health": object{"healthy": true},
+			"mig":  object{"enabled": false, "profiles": migProfiles, "instances": []object{}},
+			"mode": "Whole", "slices": []object{{"device": uuid, "resource": "nvidia.com/gpu", "total": 1, "inUse": 0, "unhealthy": 0}},
+		}
+		if s.PlanID != "" {
+			described["mode"] = "Mps"
+			described["slices"] = []object{{"device": uuid, "resource": cleaveResource, "total": sharesPerGPU, "inUse": inUse, "unhealthy": 0}}
+			described["mps"] = []object{{"device": uuid, "state": "Active", "pid": 4000 + gpu, "door": "Hard", "restarts": 0}}
+			described["allocations"] = allocations(s, uuid, gpu, m)
+		}
+		gpus[gpu] = described
+	}
+	modes := "Whole"
+	slices := fmt.Sprintf("0/%d", gpusPerNode)
+	if s.PlanID != "" {
+		modes, slices = "Mps", fmt.Sprintf("%d/%d", total, gpusPerNode*sharesPerGPU)
+	}
+	condition := func(name, reason string) object {
+		return object{"type": name, "status": "True", "reason": reason, "message": "", "observedGeneration": s.Generation, "lastTransitionTime": "2026-01-01T00:00:00Z"}
+	}
+	return object{
+		"observedGeneration": s.Generation, "planId": s.PlanID, "agentVersion": "0.1.0", "driver": "580.159.04",
+		"bootId": fmt.Sprintf("00000000-0000-4000-8000-%012x", index), "gpus": gpus, "steps": []object{},
+		"summary":    object{"gpus": gpusPerNode, "models": "NVIDIA H100 80GB HBM3", "modes": modes, "slices": slices},
+		"conditions": []object{condition("Ready", "Serving"), condition("Applied", "Applied")},
+	}
+}
+
+// allocations are what pods hold of a GPU, by name.
+func allocations(s spec, uuid string, gpu int, m machine) []object {
+	rows := make([]object, 0, sharesPerGPU)
+	for pod, h := range m.held {
+		if h.gpu != gpu {
+			continue
+		}
+		ids := make([]string, len(h.ids))
+		for i, id := range h.ids {
+			ids[i] = fmt.Sprintf("%s::%d", uuid, id)
+		}
+		shares := len(ids)
+		row := object{"pod": pod, "container": container, "resource": cleaveResource, "device": uuid, "ids": ids,
+			"threads": 100 * shares / sharesPerGPU, "sms": 132 * shares / sharesPerGPU, "clients": 0}
+		if shares <= len(s.Memory) {
+			row["memoryMib"] = s.Memory[shares-1]
+		}
+		rows = append(rows, row)
+	}
+	slices.SortFunc(rows, func(a, b object) int {
+		if a["pod"].(string) < b["pod"].(string) {
+			return -1
+		}
+		return 1
+	})
+	return rows
+}
+
+// migProfiles are what NVML says of an H100 with 80 GB: a status is as long as a real one.
+var migProfiles = []object{
+	{"name": "1g.10gb", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},
+	{"name": "1g.10gb+me", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},
+	{"name": "1g.20gb", "memoryMib": 19968, "sms": 26, "size": 2, "starts": []int{0, 2, 4, 6}},
+	{"name": "2g.20gb", "memoryMib": 19968, "sms": 32, "size": 2, "starts": []int{0, 2, 4}},
+	{"name": "3g.40gb", "memoryMib": 40192, "sms": 60, "size": 4, "starts": []int{0, 4}},
+	{"name": "4g.40gb", "memoryMib": 40192, "sms": 64, "size": 4, "starts": []int{0}},
+	{"name": "7g.80gb", "memoryMib": 80896, "sms": 132, "size": 8, "starts": []int{0}},
+}

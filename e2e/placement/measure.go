@@ -1,0 +1,330 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/cache"
+	toolswatch "k8s.io/client-go/tools/watch"
+)
+
+// sizes are how many shares each pod asks for, 1 to 10: the same for the same seed.
+func sizes(seed uint64, count int) []int {
+	random := rand.New(rand.NewPCG(seed, 0))
+	drawn := make([]int, count)
+	for i := range drawn {
+		drawn[i] = 1 + random.IntN(sharesPerGPU)
+	}
+	return drawn
+}
+
+// record is what is known of one pod, by this process's clock.
+type record struct {
+	shares  int
+	sent    time.Time // just before the request that creates it
+	bound   time.Time // the watch told a node
+	node    string
+	running bool
+	failed  bool
+	gone    bool
+}
+
+// tracker follows the pods.
+type tracker struct {
+	agents *agents
+
+	mutex    sync.Mutex
+	pods     map[string]*record
+	progress time.Time // when a pod was last bound
+}
+
+func newTracker(a *agents) *tracker { return &tracker{agents: a, pods: make(map[string]*record)} }
+
+// follow watches the pods until the context ends.
+func (t *tracker) follow(ctx context.Context, p *plane) error {
+	pods := p.client.CoreV1().Pods(namespace)
+	list, err := pods.List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return err
+	}
+	watcher, err := toolswatch.NewRetryWatcherWithContext(ctx, list.ResourceVersion, &cache.ListWatch{
+		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
+			return pods.Watch(ctx, options)
+		},
+	})
+	if err != nil {
+		return err
+	}
+	go func() {
+		for event := range watcher.ResultChan() {
+			if pod, ok := event.Object.(*corev1.Pod); ok {
+				t.see(event.Type, pod, time.Now())
+			} else if event.Type == watch.Error {
+				p.failed(fmt.Errorf("the watch of pods failed: %v", event.Object))
+			}
+		}
+		p.failed(fmt.Errorf("the watch of pods ended"))
+	}()
+	return nil
+}
+
+func (t *tracker) sent(pod string, shares int, now time.Time) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	t.pods[pod] = &record{shares: shares, sent: now}
+}
+
+// see takes one event.
+func (t *tracker) see(kind watch.EventType, pod *corev1.Pod, now time.Time) {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	known, ok := t.pods[pod.Name]
+	if !ok {
+		return
+	}
+	name := pod.Namespace + "/" + pod.Name
+	if pod.Spec.NodeName != "" && known.node == "" {
+		known.bound, known.node, t.progress = now, pod.Spec.NodeName, now
+		t.agents.bound(name, known.node, pod.Annotations[placementAnnotation], known.shares)
+	}
+	known.running = known.running || pod.Status.Phase == corev1.PodRunning
+	known.failed = known.failed || pod.Status.Phase == corev1.PodFailed
+	if kind == watch.Deleted && !known.gone {
+		known.gone = true
+		t.agents.gone(name, known.node)
+	}
+}
+
+// count tells for how many of these pods something is so.
+func (t *tracker) count(pods []string, is func(*record) bool) int {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	count := 0
+	for _, pod := range pods {
+		if known, ok := t.pods[pod]; ok && is(known) {
+			count++
+		}
+	}
+	return count
+}
+
+// settle waits until all of the pods are bound, or none has been for a while, or the
+// time is over; and then until those that are bound run.
+func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
+	isBound := func(r *record) bool { return r.node != "" }
+	started := time.Now()
+	err := until(ctx, 2*limit, "the pods to be bound", func(context.Context) (bool, error) {
+		t.mutex.Lock()
+		last := t.progress
+		t.mutex.Unlock()
+		if last.Before(started) {
+			last = started
+		}
+		return t.count(pods, isBound) == len(pods) || time.Since(last) > stall || time.Since(started) > limit, nil
+	})
+	if err != nil {
+		return err
+	}
+	return until(ctx, 2*time.Minute, "the bound pods to run", func(context.Context) (bool, error) {
+		return t.count(pods, func(r *record) bool { return isBound(r) && !r.running }) == 0, nil
+	})
+}
+
+// latencies are what came of some pods.
+type latencies struct {
+	Pods          int     `json:"pods"`
+	Bound         int     `json:"bound"`
+	Seconds       float64 `json:"seconds"` // first create → last bound
+	PodsPerSecond float64 `json:"podsPerSecond"`
+	P50           float64 `json:"p50Ms"` // create → bound
+	P99           float64 `json:"p99Ms"`
+	Max           float64 `json:"maxMs"`
+}
+
+func (t *tracker) latencies(pods []string) latencies {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	records := make([]record, 0, len(pods))
+	for _, pod := range pods {
+		if known, ok := t.pods[pod]; ok {
+			records = append(records, *known)
+		}
+	}
+	return summarize(records)
+}
+
+// summarize is of those pods that were bound; the others are counted only.
+func summarize(records []record) latencies {
+	l := latencies{Pods: len(records)}
+	var first, last time.Time
+	var times []float64
+	for _, r := range records {
+		if first.IsZero() || r.sent.Before(first) {
+			first = r.sent
+		}
+		if r.node == "" {
+			continue
+		}
+		l.Bound++
+		if r.bound.After(last) {
+			last = r.bound
+		}
+		times = append(times, r.bound.Sub(r.sent).Seconds()*1000)
+	}
+	if l.Bound == 0 {
+		return l
+	}
+	slices.Sort(times)
+	l.Seconds = last.Sub(first).Seconds()
+	if l.Seconds > 0 {
+		l.PodsPerSecond = float64(l.Bound) / l.Seconds
+	}
+	l.P50, l.P99, l.Max = percentile(times, 50), percentile(times, 99), times[len(times)-1]
+	return l
+}
+
+// percentile is the smallest of the sorted values that p percent of them do not exceed.
+func percentile(sorted []float64, p int) float64 {
+	rank := (len(sorted)*p + 99) / 100
+	return sorted[max(rank, 1)-1]
+}
+
+// create makes pods from several clients at once: as fast as they can, or at a rate
+// a second. It returns the pods' names.
+func (t *trial) create(ctx context.Context, prefix string, shares []int, clients int, rate float64) ([]string, error) {
+	names := make([]string, len(shares))
+	for i := range names {
+		names[i] = fmt.Sprintf("%s-%05d", prefix, i)
+	}
+	start := time.Now()
+	err := forEach(ctx, len(shares), clients, func(ctx context.Context, index int) error {
+		if rate > 0 {
+			due := start.Add(time.Duration(float64(index) / rate * float64(time.Second)))
+			select {
+			case <-time.After(time.Until(due)):
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+		one := pod(names[index])
+		t.system.asks(one, shares[index])
+		t.tracker.sent(one.Name, shares[index], time.Now())
+		_, err := t.plane.client.CoreV1().Pods(namespace).Create(ctx, one, metav1.CreateOptions{})
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("create the pods: %w", err)
+	}
+	return names, nil
+}
+
+// remove deletes pods and waits until they are gone.
+func (t *trial) remove(ctx context.Context, pods []string) error {
+	now := int64(0)
+	err := forEach(ctx, len(pods), atOnce, func(ctx context.Context, index int) error {
+		return t.plane.client.CoreV1().Pods(namespace).Delete(ctx, pods[index], metav1.DeleteOptions{GracePeriodSeconds: &now})
+	})
+	if err != nil {
+		return fmt.Errorf("delete the pods: %w", err)
+	}
+	return until(ctx, time.Minute, "deleted pods to be gone", func(context.Context) (bool, error) {
+		return t.tracker.count(pods, func(r *record) bool { return r.gone }) == len(pods), nil
+	})
+}
+
+// writes are the API server's counts of requests that write, by verb and resource.
+type writes map[string]float64
+
+// countWrites asks the API server. What nodes write to say that they live is left out:
+// it is a matter of time, not of pods.
+func countWrites(ctx context.Context, p *plane) (writes, error) {
+	text, err := p.custom.Get().AbsPath("/metrics").SetHeader("Accept", "text/plain").Do(ctx).Raw()
+	if err != nil {
+		return nil, fmt.Errorf("metrics of the API server: %w", err)
+	}
+	return parseWrites(text)
+}
+
+func parseWrites(text []byte) (writes, error) {
+	const family = "apiserver_request_total"
+	// The rest of it is long, and of no use here.
+	var lines bytes.Buffer
+	fmt.Fprintf(&lines, "# TYPE %s counter\n", family)
+	for line := range bytes.Lines(text) {
+		if bytes.HasPrefix(line, []byte(family+"{")) {
+			lines.Write(line)
+		}
+	}
+	parser := expfmt.NewTextParser(model.LegacyValidation)
+	families, err := parser.TextToMetricFamilies(&lines)
+	if err != nil {
+		return nil, fmt.Errorf("metrics of the API server: %w", err)
+	}
+	counted := make(writes)
+	for _, metric := range families[family].GetMetric() {
+		label := func(name string) string {
+			index := slices.IndexFunc(metric.Label, func(pair *dto.LabelPair) bool { return pair.GetName() == name })
+			if index < 0 {
+				return ""
+			}
+			return metric.Label[index].GetValue()
+		}
+		verb, resource := label("verb"), label("resource")
+		if !slices.Contains([]string{"POST", "PUT", "PATCH", "APPLY", "DELETE"}, verb) || resource == "leases" || resource == "nodes" {
+			continue
+		}
+		// Reviews ask, and write nothing.
+		if strings.HasSuffix(resource, "reviews") {
+			continue
+		}
+		if sub := label("subresource"); sub != "" {
+			resource += "/" + sub
+		}
+		counted[verb+" "+resource] += metric.Counter.GetValue()
+	}
+	return counted, nil
+}
+
+// since is what was written after the earlier count.
+func (w writes) since(earlier writes) writes {
+	more := make(writes)
+	for what, count := range w {
+		if delta := count - earlier[what]; delta > 0 {
+			more[what] = delta
+		}
+	}
+	return more
+}
+
+func (w writes) total() float64 {
+	total := 0.0
+	for _, count := range w {
+		total += count
+	}
+	return total
+}
+
+// first is when the first of the pods was sent.
+func (t *tracker) first(pods []string) time.Time {
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	var first time.Time
+	for _, pod := range pods {
+		if known := t.pods[pod]; known != nil && (first.IsZero() || known.sent.Before(first)) {
+			first = known.sent
+		}
+	}
+	return first
+}

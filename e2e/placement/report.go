@@ -1,0 +1,134 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"text/tabwriter"
+)
+
+// result is what came of one system on one number of nodes.
+type result struct {
+	System        string           `json:"system"`
+	Nodes         int              `json:"nodes"`
+	Round         int              `json:"round"`
+	Rate          float64          `json:"pacedPodsPerSecond"`
+	Paced         latencies        `json:"paced"`
+	Burst         latencies        `json:"burst"`
+	CreateSeconds float64          `json:"createSeconds"`
+	WritesPerPod  float64          `json:"writesPerPod"`
+	Writes        writes           `json:"writes"`
+	Failed        int              `json:"failed"`        // ended as failed
+	Refused       int              `json:"refused"`       // bound to a node without room on one GPU
+	Elsewhere     int              `json:"elsewhere"`     // bound to a node where the GPU that was noted had no room
+	Unnoted       int              `json:"unnoted"`       // bound without a note of which GPU
+	Overcommitted int              `json:"overcommitted"` // devices with more than they have
+	Processes     map[string]usage `json:"processes"`     // CPU during the burst
+}
+
+var titles = map[string]string{
+	"extended": "(a) extended resource", "dra": "(b) DRA, consumable capacity", "cleave": "(c) Cleave",
+}
+
+// median of several rounds: the round whose throughput is in the middle.
+func median(results []result) result {
+	sorted := slices.Clone(results)
+	slices.SortFunc(sorted, func(a, b result) int {
+		switch {
+		case a.Burst.PodsPerSecond < b.Burst.PodsPerSecond:
+			return -1
+		case a.Burst.PodsPerSecond > b.Burst.PodsPerSecond:
+			return 1
+		}
+		return 0
+	})
+	return sorted[len(sorted)/2]
+}
+
+// table is what a person reads.
+func table(results []result) string {
+	type key struct {
+		nodes  int
+		system string
+	}
+	var keys []key
+	grouped := make(map[key][]result)
+	for _, r := range results {
+		k := key{r.Nodes, r.System}
+		if _, ok := grouped[k]; !ok {
+			keys = append(keys, k)
+		}
+		grouped[k] = append(grouped[k], r)
+	}
+	speed := func(nodes int, system string) float64 {
+		if found, ok := grouped[key{nodes, system}]; ok {
+			return median(found).Burst.PodsPerSecond
+		}
+		return 0
+	}
+	var out strings.Builder
+	w := tabwriter.NewWriter(&out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(w, "nodes\tsystem\tbound\tpods/s\tof (a)\tof (b)\tp50 ms\tp99 ms\tpaced p50\tp99\twrites/pod\trefused by node\t")
+	for _, k := range keys {
+		r := median(grouped[k])
+		ratio := func(of string) string {
+			if base := speed(k.nodes, of); base > 0 {
+				return fmt.Sprintf("%.2f", r.Burst.PodsPerSecond/base)
+			}
+			return "-"
+		}
+		refused := fmt.Sprint(r.Refused)
+		if r.System == "dra" {
+			refused = fmt.Sprintf("%d over", r.Overcommitted)
+		}
+		fmt.Fprintf(w, "%d\t%s\t%d/%d\t%.1f\t%s\t%s\t%.0f\t%.0f\t%.0f\t%.0f\t%.2f\t%s\t\n",
+			k.nodes, titles[k.system], r.Burst.Bound, r.Burst.Pods, r.Burst.PodsPerSecond, ratio("extended"), ratio("dra"),
+			r.Burst.P50, r.Burst.P99, r.Paced.P50, r.Paced.P99, r.WritesPerPod, refused)
+	}
+	w.Flush()
+	for _, k := range keys {
+		r := median(grouped[k])
+		if r.Elsewhere+r.Failed > 0 || (r.System == "cleave" && r.Unnoted > 0) {
+			fmt.Fprintf(&out, "%d nodes, %s: %d bound where the GPU that was noted had no room, %d without a note, %d failed\n",
+				k.nodes, titles[k.system], r.Elsewhere, r.Unnoted, r.Failed)
+		}
+	}
+	fmt.Fprintln(&out, "\nWrites, per pod:")
+	for _, k := range keys {
+		r := median(grouped[k])
+		fmt.Fprintf(&out, "  %d nodes, %s: %s\n", k.nodes, titles[k.system], r.Writes.perPod(max(r.Burst.Bound, 1)))
+	}
+	fmt.Fprintln(&out, "\nProcesses: CPU seconds in the burst; MiB resident afterwards, at most")
+	for _, k := range keys {
+		r := median(grouped[k])
+		var parts []string
+		for _, name := range []string{"operator", "scheduler", "apiserver", "controller-manager"} {
+			if used, ok := r.Processes[name]; ok {
+				parts = append(parts, fmt.Sprintf("%s %.1f s, %.0f MiB, %.0f", name, used.CPUSeconds, used.ResidentMiB, used.PeakMiB))
+			}
+		}
+		fmt.Fprintf(&out, "  %d nodes, %s: %s\n", k.nodes, titles[k.system], strings.Join(parts, "; "))
+	}
+	return out.String()
+}
+
+// perPod are the writes by verb and resource, the most frequent first.
+func (w writes) perPod(pods int) string {
+	names := make([]string, 0, len(w))
+	for name := range w {
+		names = append(names, name)
+	}
+	slices.SortFunc(names, func(a, b string) int {
+		if w[a] != w[b] {
+			return int(w[b] - w[a])
+		}
+		return strings.Compare(a, b)
+	})
+	parts := make([]string, 0, len(names))
+	for _, name := range names {
+		if each := w[name] / float64(pods); each >= 0.005 {
+			parts = append(parts, fmt.Sprintf("%.2f %s", each, name))
+		}
+	}
+	return strings.Join(parts, ", ")
+}

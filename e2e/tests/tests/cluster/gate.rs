@@ -1,0 +1,339 @@
+//! No pod reaches the scheduler before room of one GPU is held for it, and none waits that could run.
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, PATIENCE, SYSTEM, Scope, launcher, pod, signal, text, wait_for, wait_until};
+use serde_json::{Value, json};
+
+use crate::{GPUS, NODE, SHARES, allocations, ten_shares};
+
+const GATE: &str = "cleave.dev/placement";
+/// Holds its shares and nothing else: hundreds of clients would only load the machine.
+const STAY: &str = "exec sleep 1000000";
+
+fn is_gated(pod: &Value) -> bool {
+    pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE))
+}
+
+/// Events of a pod, as «reason: message».
+fn events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
+    let events = scope.cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
+    let of_pod = events.iter().filter(|event| event["regarding"]["name"] == pod);
+    Ok(of_pod.map(|event| format!("{}: {}", text(&event["reason"]), text(&event["note"]))).collect())
+}
+
+fn told(scope: &Scope, pod: &str, words: &str) -> Result<()> {
+    wait_until(&format!("{pod} is told «{words}»"), || {
+        let events = events(scope, pod)?;
+        ensure!(events.iter().any(|event| event.contains(words)), "{events:?}");
+        Ok(true)
+    })
+}
+
+/// The one GPU that a pod is on, with so many shares.
+fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
+    wait_for(&format!("{pod} is listed"), PATIENCE, || {
+        let held = allocations(cluster, scope, pod)?;
+        if held.is_empty() {
+            return Ok(None);
+        }
+        ensure!(held.len() == 1, "it is on several GPUs: {held:?}");
+        ensure!(held[0]["ids"].as_array().map(Vec::len) == Some(shares), "{held:?}");
+        Ok(Some(text(&held[0]["device"])))
+    })
+}
+
+#[test]
+fn free_shares_of_several_gpus_are_no_room_and_the_pod_waits_until_one_has_enough() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "fragments")?;
+    for index in 0..GPUS {
+        scope.pod(&format!("seven-{index}"), &json!({SHARES: 7}), STAY)?;
+    }
+    let mut devices = BTreeSet::new();
+    for index in 0..GPUS {
+        let name = format!("seven-{index}");
+        scope.running(&name)?;
+        devices.insert(on_one_gpu(&cluster, &scope, &name, 7)?);
+    }
+    ensure!(devices.len() as u64 == GPUS, "sevens of ten share no GPU: {devices:?}");
+    // Twelve are free, three on each: a scheduler that adds them up would send it here.
+    scope.pod("five", &json!({SHARES: 5}), STAY)?;
+    told(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
+    let waiting = cluster.get(&scope.pod_path("five"))?;
+    ensure!(is_gated(&waiting) && waiting["spec"]["nodeName"].is_null(), "{waiting}");
+    scope.pod("three", &json!({SHARES: 3}), STAY)?;
+    scope.running("three")?;
+    let taken = on_one_gpu(&cluster, &scope, "three", 3)?;
+    let other = (0..GPUS).map(|index| format!("seven-{index}"));
+    let leaves = other
+        .map(|name| Ok((on_one_gpu(&cluster, &scope, &name, 7)?, name)))
+        .find(|found: &Result<_>| found.as_ref().is_ok_and(|(device, _)| *device != taken))
+        .context("all on one GPU")??;
+    scope.delete_pod(&leaves.1, 0)?;
+    scope.running("five")?;
+    ensure!(on_one_gpu(&cluster, &scope, "five", 5)? == leaves.0, "it is where the room is");
+    Ok(())
+}
+
+#[test]
+fn what_no_gpu_can_hold_is_honestly_unschedulable() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "never")?;
+    scope.pod("eleven", &json!({SHARES: 11}), STAY)?;
+    let condition = wait_for("the scheduler says that it cannot be scheduled", PATIENCE, || {
+        let pod = cluster.get(&scope.pod_path("eleven"))?;
+        let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        Ok(conditions.into_iter().find(|condition| condition["reason"] == "Unschedulable"))
+    })?;
+    ensure!(condition["status"] == "False", "{condition}");
+    told(&scope, "eleven", "the largest has 10")
+}
+
+#[test]
+fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "kinds")?;
+    let ns = &scope.namespace;
+    let template = |app: &str, shares: u32| {
+        let spec = pod(app, &json!({SHARES: shares}), STAY)["spec"].clone();
+        json!({"metadata": {"labels": {"app": app}}, "spec": spec})
+    };
+    let always = |app: &str, shares: u32| {
+        let mut template = template(app, shares);
+        template["spec"]["restartPolicy"] = json!("Always");
+        template
+    };
+    let selector = |app: &str| json!({"matchLabels": {"app": app}});
+    let apps = format!("/apis/apps/v1/namespaces/{ns}");
+    cluster.create(
+        &format!("{apps}/deployments"),
+        &json!({"metadata": {"name": "deployed"}, "spec": {"replicas": 2, "selector": selector("deployed"), "template": always("deployed", 6)}}),
+    )?;
+    cluster.create(
+        &format!("{apps}/statefulsets"),
+        &json!({"metadata": {"name": "stateful"}, "spec": {"replicas": 1, "serviceName": "none", "selector": selector("stateful"), "template": always("stateful", 3)}}),
+    )?;
+    let mut daemon = always("daemon", 1);
+    daemon["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
+    cluster.create(
+        &format!("{apps}/daemonsets"),
+        &json!({"metadata": {"name": "daemon"}, "spec": {"selector": selector("daemon"), "template": daemon}}),
+    )?;
+    cluster.create(
+        &format!("/apis/batch/v1/namespaces/{ns}/jobs"),
+        &json!({"metadata": {"name": "job"}, "spec": {"template": template("job", 2)}}),
+    )?;
+    // Two containers with shares of their own, a sidecar, and an init container whose shares are used again.
+    let mut several = pod("several", &json!({SHARES: 4}), STAY);
+    let container = |name: &str, shares: u32, script: &str| {
+        let mut container = several["spec"]["containers"][0].clone();
+        container["name"] = json!(name);
+        container["command"] = json!(["sh", "-c", script]);
+        container["resources"]["limits"] = json!({SHARES: shares.to_string()});
+        container
+    };
+    let (second, first) = (container("second", 5, STAY), container("first", 2, "true"));
+    let mut beside = container("beside", 1, STAY);
+    beside["restartPolicy"] = json!("Always");
+    several["spec"]["containers"].as_array_mut().context("containers")?.push(second);
+    several["spec"]["initContainers"] = json!([first, beside]);
+    cluster.create(&format!("/api/v1/namespaces/{ns}/pods"), &several)?;
+    let held = wait_for("all of them run", PATIENCE, || {
+        let pods = scope.pods()?;
+        let running = |pod: &&Value| text(&pod["status"]["phase"]) == "Running";
+        ensure!(
+            pods.len() == 6 && pods.iter().filter(running).count() == 6,
+            "{} pods, {} run",
+            pods.len(),
+            pods.iter().filter(running).count()
+        );
+        let mut held: BTreeMap<String, Vec<(String, usize)>> = BTreeMap::new();
+        for pod in &pods {
+            let name = text(&pod["metadata"]["name"]);
+            for part in allocations(&cluster, &scope, &name)? {
+                let of = text(&pod["metadata"]["labels"]["app"]);
+                let of = if of.is_empty() { name.clone() } else { of };
+                held.entry(of)
+                    .or_default()
+                    .push((text(&part["container"]), part["ids"].as_array().map_or(0, Vec::len)));
+            }
+        }
+        Ok((held.values().map(Vec::len).sum::<usize>() >= 8).then_some(held))
+    })?;
+    let of = |app: &str| {
+        let mut found = held.get(app).cloned().unwrap_or_default();
+        found.sort();
+        found
+    };
+    ensure!(of("deployed") == [("main".into(), 6), ("main".into(), 6)], "{held:?}");
+    ensure!(
+        of("stateful") == [("main".into(), 3)]
+            && of("daemon") == [("main".into(), 1)]
+            && of("job") == [("main".into(), 2)],
+        "{held:?}"
+    );
+    ensure!(of("several") == [("beside".into(), 1), ("main".into(), 4), ("second".into(), 5)], "{held:?}");
+    Ok(())
+}
+
+/// Numbers that look random and are the same each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+/// What was seen of a storm.
+#[derive(Debug, Default)]
+struct Seen {
+    created: u64,
+    ran: BTreeSet<String>,
+    /// Pods that the kubelet refused for good, and why.
+    refused: BTreeMap<String, String>,
+    /// Pods over two GPUs, and GPUs with more than they have.
+    broken: BTreeSet<String>,
+}
+
+/// Looks at all pods and at what the node says of them.
+fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
+    let pods = scope.pods()?;
+    for pod in &pods {
+        let name = text(&pod["metadata"]["name"]);
+        match text(&pod["status"]["phase"]).as_str() {
+            "Running" => drop(seen.ran.insert(name)),
+            "Failed" => drop(
+                seen.refused
+                    .insert(name, format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]))),
+            ),
+            _ => {}
+        }
+    }
+    let node = scope.cluster.gpunode(NODE)?;
+    let mut containers: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
+    for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {
+        let mut ids: Vec<String> = Vec::new();
+        for held in gpu["allocations"].as_array().into_iter().flatten() {
+            let of = containers.entry((text(&held["pod"]), text(&held["container"]))).or_default();
+            of.insert(text(&held["device"]));
+            ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
+        }
+        let different: BTreeSet<&String> = ids.iter().collect();
+        if ids.len() > 10 || different.len() != ids.len() {
+            seen.broken.insert(format!("{}: {ids:?}", text(&gpu["uuid"])));
+        }
+    }
+    for ((pod, container), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
+        seen.broken.insert(format!("{container} of {pod} is on {devices:?}"));
+    }
+    Ok(pods)
+}
+
+/// Creates and deletes pods of 1 to 10 shares in bursts; `kill` is called now and then. In the end all that is left runs, some after others.
+fn storm(
+    scope: &Scope,
+    count: u64,
+    random: &mut Random,
+    mut kill: impl FnMut(&mut Random) -> Result<()>,
+) -> Result<Seen> {
+    let mut seen = Seen::default();
+    let delete =
+        |pod: &Value, grace| scope.cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(grace));
+    while seen.created < count {
+        let living = look(scope, &mut seen)?.len() as u64;
+        // The kubelet takes 110 pods.
+        for _ in 0..(1 + random.below(16)).min(count - seen.created).min(70_u64.saturating_sub(living)) {
+            let shares = 1 + random.below(10);
+            scope.pod(&format!("p{}", seen.created), &json!({SHARES: shares}), STAY)?;
+            seen.created += 1;
+        }
+        if random.below(12) == 0 {
+            kill(random)?;
+        }
+        let pods = look(scope, &mut seen)?;
+        for pod in &pods {
+            let ended = text(&pod["status"]["phase"]) == "Failed";
+            // Most of those that go have run; some have not.
+            let goes =
+                if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(20) == 0 };
+            if ended || goes {
+                delete(pod, u32::try_from(random.below(2))?)?;
+            }
+        }
+        std::thread::sleep(Duration::from_millis(random.below(300)));
+    }
+    // Whoever is left runs when others have gone.
+    let mut before = BTreeSet::new();
+    wait_for("all that are left have run", PATIENCE * 4, || {
+        let pods = look(scope, &mut seen)?;
+        for pod in pods.iter().filter(|pod| text(&pod["status"]["phase"]) != "Pending") {
+            delete(pod, 0)?;
+        }
+        let waiting: BTreeSet<String> = pods.iter().map(|pod| text(&pod["metadata"]["name"])).collect();
+        if waiting != before {
+            before.clone_from(&waiting);
+        }
+        ensure!(waiting.is_empty(), "{} are left: {waiting:?}", waiting.len());
+        Ok(Some(()))
+    })?;
+    Ok(seen)
+}
+
+/// `STORM` is how many pods: 1,000 show more than there is time for in every run of the tests.
+#[test]
+fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Result<()> {
+    let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;
+    let seed = std::env::var("SEED").map_or(Ok(42), |seed| seed.parse().context("SEED"))?;
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "storm")?;
+    let mut killed: BTreeMap<&str, u32> = BTreeMap::new();
+    let gated = storm(&scope, count, &mut Random(seed), |random| {
+        let what = ["agent", "operator", "kubelet"][usize::try_from(random.below(3))?];
+        *killed.entry(what).or_default() += 1;
+        match what {
+            "agent" => signal(NODE, "cleave-agent", "KILL"),
+            "operator" => {
+                let pods = cluster.list(&format!(
+                    "/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator"
+                ))?;
+                pods.iter().try_for_each(|pod| {
+                    cluster.delete(
+                        &format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])),
+                        Some(0),
+                    )
+                })
+            }
+            _ => {
+                launcher(&["kill", &format!("kubelet@{NODE}")])?;
+                launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
+            }
+        }
+    })?;
+    // The same without the gate, in a namespace that an administrator has taken out.
+    cluster.patch(
+        &format!("/api/v1/namespaces/{}", scope.namespace),
+        &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),
+    )?;
+    let plain = storm(&scope, count.min(120), &mut Random(seed), |_| Ok(()))?;
+    let _ = writeln!(
+        std::io::stderr(),
+        "storm, seed {seed}: with the gate {} pods, {} ran, {} refused, {} split or over-committed, killed {killed:?}; without it {} pods, {} ran, {} refused",
+        gated.created,
+        gated.ran.len(),
+        gated.refused.len(),
+        gated.broken.len(),
+        plain.created,
+        plain.ran.len(),
+        plain.refused.len()
+    );
+    ensure!(gated.refused.is_empty() && gated.broken.is_empty(), "{gated:?}");
+    ensure!(!plain.refused.is_empty(), "the storm shows nothing: {plain:?}");
+    Ok(())
+}

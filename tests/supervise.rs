@@ -1,0 +1,109 @@
+//! `cleave-supervise` around a shell.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
+use std::fs;
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Longer than anything here takes.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Says its process id, and waits for as long as its input is open. Told to stop, it ends by itself.
+const WAITS: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
+
+struct Supervised {
+    folder: tempfile::TempDir,
+    child: Child,
+    /// Open for as long as the value lives, so that nothing ends for want of input.
+    _stdin: Option<ChildStdin>,
+}
+
+impl Supervised {
+    fn start(command: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut child = Command::new(env!("CARGO_BIN_EXE_cleave-supervise"))
+            .args(command)
+            .env("PIDS", folder.path().join("pids"))
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdin = child.stdin.take();
+        Self { folder, child, _stdin: stdin }
+    }
+
+    /// The process ids of all programs so far, once there are as many.
+    fn programs(&self, count: usize) -> Vec<Pid> {
+        until(&format!("{count} programs"), || {
+            let text = fs::read_to_string(self.folder.path().join("pids")).unwrap_or_default();
+            let pids: Vec<Pid> = text.lines().map(|line| Pid::from_raw(line.parse().unwrap()).unwrap()).collect();
+            (pids.len() >= count && text.ends_with('\n')).then_some(pids)
+        })
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        until("the end of the supervisor", || self.child.try_wait().unwrap())
+    }
+}
+
+impl Drop for Supervised {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    while Instant::now() < end {
+        if let Some(found) = condition() {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    panic!("never: {what}")
+}
+
+/// Gone, or a zombie that only its new parent can take away.
+fn is_gone(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap_or_default();
+    stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
+}
+
+#[test]
+fn a_killed_program_is_started_again_by_the_same_parent_and_ends_as_it_wants_to() {
+    let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
+    let first = supervised.programs(1)[0];
+    kill_process(first, Signal::KILL).unwrap();
+    let second = supervised.programs(2)[1];
+    assert_ne!(first, second);
+    kill_process(second, Signal::ABORT).unwrap();
+    let third = supervised.programs(3)[2];
+    assert!(supervised.child.try_wait().unwrap().is_none());
+    kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
+    assert_eq!(supervised.ended().code(), Some(7), "the signal reached it, and its exit is the supervisor's");
+    assert!(is_gone(third));
+}
+
+#[test]
+fn one_that_is_killed_again_and_again_is_given_up() {
+    let mut supervised = Supervised::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
+    assert_eq!(supervised.ended().code(), Some(137));
+    assert_eq!(supervised.programs(6).len(), 6, "it was started again five times");
+}
+
+#[test]
+fn no_program_outlives_its_supervisor() {
+    let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
+    let program = supervised.programs(1)[0];
+    supervised.child.kill().unwrap();
+    supervised.child.wait().unwrap();
+    until("the end of the program", || is_gone(program).then_some(()));
+}
+
+#[test]
+fn an_exit_is_passed_on_and_what_cannot_be_started_is_an_error() {
+    assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).ended().code(), Some(3));
+    assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).ended().code(), Some(0));
+    assert_eq!(Supervised::start(&["/no/such/program"]).ended().code(), Some(1));
+    assert_eq!(Supervised::start(&[]).ended().code(), Some(1));
+}
