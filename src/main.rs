@@ -1,5 +1,6 @@
 //! The `cleave` binary: parses the command line and calls the crate that does the work.
 mod crds;
+mod explain;
 mod plan;
 mod process;
 mod simulate;
@@ -32,6 +33,8 @@ enum Command {
     Simulate(simulate::Args),
     /// Print the custom resource definitions.
     Crds(crds::CrdsArgs),
+    /// Explain why a pod waits, or what it has.
+    Explain(explain::Args),
     /// Show nodes, GPUs, policies, and which pod holds what with which limits.
     Status(status::StatusArgs),
 }
@@ -51,6 +54,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Plan(args) => plan::run(&args),
         Command::Simulate(args) => simulate::run(&args),
         Command::Crds(args) => crds::run(&args),
+        Command::Explain(args) => serve(explain::run(args)),
         Command::Status(args) => serve(status::run(args)),
     }
 }

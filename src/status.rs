@@ -71,7 +71,8 @@ pub(crate) async fn run(args: StatusArgs) -> Result<()> {
     }
 }
 
-async fn connect(context: Option<String>, kubeconfig: Option<PathBuf>) -> Result<Client> {
+/// The API server that kubectl talks to, or the pod's own.
+pub(crate) async fn connect(context: Option<String>, kubeconfig: Option<PathBuf>) -> Result<Client> {
     let options = KubeConfigOptions { context, ..KubeConfigOptions::default() };
     let config = match kubeconfig {
         Some(path) => Config::from_custom_kubeconfig(Kubeconfig::read_from(path)?, &options).await?,
@@ -460,13 +461,13 @@ fn distinct(mut words: Vec<String>) -> String {
 }
 
 /// Columns as wide as their widest cell, three spaces between them, as `kubectl` does.
-struct Table {
+pub(crate) struct Table {
     wide: bool,
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    fn new(head: &[&str], wide: bool) -> Self {
+    pub(crate) fn new(head: &[&str], wide: bool) -> Self {
         Self { wide, rows: vec![head.iter().map(|&cell| cell.to_owned()).collect()] }
     }
 
@@ -479,13 +480,13 @@ impl Table {
         }
     }
 
-    fn row(&mut self, cells: &[&str], further: &[&str]) {
+    pub(crate) fn row(&mut self, cells: &[&str], further: &[&str]) {
         let further = if self.wide { further } else { &[] };
         let cell = |&cell: &&str| if cell.is_empty() { "-".to_owned() } else { cell.to_owned() };
         self.rows.push(cells.iter().chain(further).map(cell).collect());
     }
 
-    fn render(&self) -> String {
+    pub(crate) fn render(&self) -> String {
         let mut widths: Vec<usize> = Vec::new();
         for row in &self.rows {
             widths.resize(widths.len().max(row.len()), 0);

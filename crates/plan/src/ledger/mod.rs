@@ -14,8 +14,10 @@
 mod choose;
 mod containers;
 mod pack;
+mod preempt;
 mod stock;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::num::NonZeroU32;
@@ -24,6 +26,7 @@ pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
 pub use containers::{Container, Kind, Part, asks, parts};
 use pack::{pack, tightest};
+pub use preempt::{Holder, Nomination, Preemption, Waiting};
 use stock::Stock;
 
 use crate::placement::Score;
@@ -197,13 +200,15 @@ impl Fit {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fits {
     asks: Vec<Ask>,
-    fits: Vec<Fit>,
+    places: Vec<Fit>,
+    /// Nominations of this priority or a higher one were heeded.
+    priority: i32,
 }
 
 impl Fits {
     /// One for each node.
     pub fn iter(&self) -> impl Iterator<Item = &Fit> {
-        self.fits.iter()
+        self.places.iter()
     }
 }
 
@@ -240,6 +245,8 @@ pub struct Ledger {
     claims: BTreeMap<String, Claim>,
     /// Claims by node, also by nodes that are not known.
     pods: BTreeMap<String, BTreeSet<String>>,
+    /// Room that is kept for pods while others leave, by pod.
+    nominations: BTreeMap<String, Nomination>,
 }
 
 impl Ledger {
@@ -274,6 +281,8 @@ impl Ledger {
     /// Of one node, each ask goes where the score says it costs least, unless there would then be no place for another; a place that there
     /// is is found. Nothing is taken yet. A pod that asks for nothing fits everywhere.
     ///
+    /// Room that is [nominated](Self::nominate) is not free, for whomever: [`Self::fit_for`] knows whose turn it is.
+    ///
     /// # Errors
     /// Why it fits nowhere.
     pub fn fit<'a, S: Score>(
@@ -283,11 +292,38 @@ impl Ledger {
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
+        self.find(asks, (None, i32::MIN), nodes, most, score)
+    }
+
+    /// As [`Self::fit`], for a pod to whom what is nominated for itself, or for pods of lower priority, is free.
+    ///
+    /// # Errors
+    /// Why it fits nowhere.
+    pub fn fit_for<'a, S: Score>(
+        &self,
+        waiting: Waiting<'_>,
+        nodes: impl IntoIterator<Item = &'a str>,
+        most: usize,
+        score: &S,
+    ) -> Result<Fits, NoFit> {
+        self.find(waiting.asks, (Some(waiting.pod), waiting.priority), nodes, most, score)
+    }
+
+    fn find<'a, S: Score>(
+        &self,
+        asks: &[Ask],
+        (pod, priority): (Option<&str>, i32),
+        nodes: impl IntoIterator<Item = &'a str>,
+        most: usize,
+        score: &S,
+    ) -> Result<Fits, NoFit> {
         let wanted = wanted(asks);
-        let mut found: Vec<(Worth, &'a str, &Node)> = Vec::new();
+        let mut found: Vec<(Worth, &'a str, Cow<'_, Node>)> = Vec::new();
         let mut why = NoFit::NoNode;
+        let nominated = self.nominated(pod, priority);
         for name in nodes {
             let Some(node) = self.nodes.get(name) else { continue };
+            let node = nominated.get(name).map_or(Cow::Borrowed(node), |kept| Cow::Owned(node.without(kept)));
             match node.worth(&wanted, score) {
                 Ok(worth) => found.push((worth, name, node)),
                 Err(reason) => why = why.max(reason),
@@ -301,8 +337,8 @@ impl Ledger {
             let (_, takes) = node.fit(&wanted, score)?;
             Ok(Fit { node: name.to_owned(), takes })
         });
-        let fits = fits.collect::<Result<Vec<Fit>, NoFit>>()?;
-        if fits.is_empty() { Err(why) } else { Ok(Fits { asks: asks.to_vec(), fits }) }
+        let places = fits.collect::<Result<Vec<Fit>, NoFit>>()?;
+        if places.is_empty() { Err(why) } else { Ok(Fits { asks: asks.to_vec(), places, priority }) }
     }
 
     /// Holds all that the fits take, for a pod that may then be let through to these nodes.
@@ -313,10 +349,14 @@ impl Ledger {
         if self.claims.contains_key(pod) {
             return Err(Refused::Claimed);
         }
-        let takes = fits.fits.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
+        let takes = fits.places.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
+        let nominated = self.nominated(Some(pod), fits.priority);
         let mut taken: Vec<(&str, &Reservation)> = Vec::new();
         for (node, take) in takes {
-            if !self.stock(node, take).is_some_and(|stock| stock.hold(take.units)) {
+            let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
+            let kept = kept.copied().unwrap_or(0);
+            let spare = |stock: &&mut Stock| stock.free().saturating_sub(kept) >= take.units.get();
+            if !self.stock(node, take).filter(spare).is_some_and(|stock| stock.hold(take.units)) {
                 for (node, take) in taken {
                     if let Some(stock) = self.stock(node, take) {
                         stock.give_back(take.units);
@@ -326,10 +366,10 @@ impl Ledger {
             }
             taken.push((node, take));
         }
-        let nodes = fits.fits.iter().map(|fit| fit.node.clone()).collect();
-        let noted = fits.fits.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
+        let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
+        let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
         self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires }, noted });
-        fits.fits.iter().for_each(|fit| self.lay_out(&fit.node));
+        fits.places.iter().for_each(|fit| self.lay_out(&fit.node));
         Ok(())
     }
 
@@ -360,6 +400,7 @@ impl Ledger {
 
     /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is free when the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
+        self.nominations.remove(pod);
         let claim = self.remove(pod)?;
         for node in claim.place.nodes() {
             self.lay_out(node);
@@ -426,6 +467,7 @@ impl Ledger {
     }
 
     fn insert(&mut self, pod: String, claim: Claim) {
+        self.nominations.remove(&pod);
         for node in claim.place.nodes() {
             self.pods.entry(node.to_owned()).or_default().insert(pod.clone());
         }
