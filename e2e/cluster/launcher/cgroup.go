@@ -91,6 +91,10 @@ func makeCgroup(path string) error {
 	if err != nil {
 		return err
 	}
+	return makeCgroupIn(all, path)
+}
+
+func makeCgroupIn(all []hierarchy, path string) error {
 	for _, h := range all {
 		dir := h.mount
 		for depth, part := range strings.Split(strings.Trim(path, "/"), "/") {
