@@ -88,8 +88,8 @@ impl<'a> View<'a> {
 
 /// Which slices to take.
 ///
-/// All of one GPU, if one has them: of those, first one on which some are kept for a request of just this size; then one where the rest of
-/// the free slices still holds what is kept there; then the one with the fewest free slices; then the first by UUID. Where none has them,
+/// All of one GPU, if one has them: of those, first one on which some are kept for a request of just this size, in the order of what is
+/// kept; then one where the rest of the free slices still holds what is kept there; then the one with the fewest free slices; then the first by UUID. Where none has them,
 /// those with the most free, so that the fewest are touched. Lowest numbers first. What must be included is.
 pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
@@ -109,11 +109,14 @@ pub fn prefer(view: &View<'_>, request: &PreferredRequest<'_>) -> Vec<String> {
         let free = room(device);
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
         let kept = || view.kept.iter().filter(|kept| kept.device == device);
-        let for_this = kept().any(|kept| kept.sizes.iter().any(|size| *size as usize == request.size));
+        let is_for_this = |kept: &Kept<'_>| kept.sizes.iter().any(|size| *size as usize == request.size);
+        // An init container's request is for a part of what is kept, so that it matters whose is first.
+        let turn = view.kept.iter().position(|kept| kept.device == device && is_for_this(kept));
+        let for_this = turn.is_some();
         let for_all = kept().fold(0_usize, |sum, kept| sum.saturating_add(kept.units as usize));
         let spares_others = for_this || free >= missing.saturating_add(for_all);
         let size = if fits { free } else { usize::MAX - free };
-        (!fits, !started.contains(device), !for_this, !spares_others, size, device)
+        (!fits, !started.contains(device), turn.unwrap_or(usize::MAX), !spares_others, size, device)
     });
     for device in order {
         for (_, id) in free.get(device).into_iter().flatten() {

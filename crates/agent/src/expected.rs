@@ -88,6 +88,8 @@ struct Pod {
     name: String,
     leaving: bool,
     admitted: bool,
+    /// How many came before it: the kubelet hears of pods in the same order, and admits one after the other.
+    order: u64,
     /// A list that was asked for before says nothing of it, but perhaps of one with its name.
     since: Instant,
     parts: Vec<Part>,
@@ -120,6 +122,7 @@ enum Feed {
 pub struct Expected {
     feed: Feed,
     pods: BTreeMap<String, Pod>,
+    came: u64,
     early: Vec<Answer>,
 }
 
@@ -155,10 +158,11 @@ impl Expected {
         matches!(self.feed, Feed::Off | Feed::GivenUp) || self.pods.values().flat_map(|pod| &pod.parts).any(wanted)
     }
 
-    /// What is kept of a resource for pods that have not asked yet.
+    /// What is kept of a resource for pods that have not asked yet, those first that the kubelet will ask for first.
     pub fn kept(&self, resource: &str) -> Vec<Kept<'_>> {
-        let staying = self.pods.values().filter(|pod| !pod.leaving);
-        staying.flat_map(|pod| pod.kept(resource)).collect()
+        let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.leaving).collect();
+        staying.sort_by_key(|pod| pod.turn());
+        staying.into_iter().flat_map(|pod| pod.kept(resource)).collect()
     }
 
     /// The API server's word on a pod.
@@ -166,7 +170,8 @@ impl Expected {
         let Bound { uid, namespace, name, leaving, admitted, wants } = bound;
         let parts =
             wants.into_iter().map(|want| Part { note: want.held.clone(), want, state: State::Wanted, given: None });
-        let fresh = Pod { namespace, name, leaving, admitted, since: now, parts: parts.collect() };
+        self.came += 1;
+        let fresh = Pod { namespace, name, leaving, admitted, order: self.came, since: now, parts: parts.collect() };
         let pod = self.pods.entry(uid.clone()).or_insert_with(|| fresh.clone());
         (pod.leaving, pod.admitted) = (fresh.leaving, fresh.admitted);
         for (part, Part { want, note, .. }) in pod.parts.iter_mut().zip(fresh.parts) {
@@ -175,13 +180,12 @@ impl Expected {
             }
             part.want = want;
         }
-        if admitted {
-            for part in pod.parts.iter_mut().filter(|part| part.state != State::Served) {
-                part.state = State::Served;
-            }
-        }
         for index in 0..pod.parts.len() {
-            self.take_early(&(uid.clone(), index));
+            let place = (uid.clone(), index);
+            self.take_early(&place);
+            if admitted {
+                self.admits(&place);
+            }
         }
         self.settle();
     }
@@ -203,7 +207,7 @@ impl Expected {
         }
         let fit = |pod: &Pod, part: &Part| {
             let same = part.note.as_deref() == Some(device);
-            (!same, pod.leaving, part.note.is_some())
+            (!same, pod.leaving, part.note.is_some(), pod.turn())
         };
         let wanted = self.places(|_, part| part.is(resource, units) && part.state == State::Wanted);
         let best = wanted.min_by_key(|(_, pod, part)| fit(pod, part)).map(|(place, _, _)| place);
@@ -287,6 +291,27 @@ impl Expected {
         }
     }
 
+    /// The kubelet has admitted a container's pod: it was answered. If that was taken for another's, that one still waits.
+    fn admits(&mut self, place: &Place) {
+        let Some(part) = self.part(place) else { return };
+        let was = std::mem::replace(&mut part.state, State::Served);
+        let Part { want, note, .. } = part.clone();
+        if was != State::Wanted {
+            return;
+        }
+        let taken = |pod: &Pod, part: &Part| {
+            part.is(&want.resource, want.units) && matches!(part.state, State::Given(_)) && !pod.admitted
+        };
+        let others = self.places(taken);
+        let other = others.min_by_key(|(_, _, other)| other.given != note).map(|(place, _, _)| place);
+        let Some(other) = other.and_then(|other| self.part(&other)) else { return };
+        other.state = State::Wanted;
+        let given = other.given.take();
+        if let Some(part) = self.part(place) {
+            part.given = given;
+        }
+    }
+
     /// An answer of before the pod was known.
     fn take_early(&mut self, place: &Place) {
         let Some(Part { want, note, state: State::Wanted, .. }) = self.part(place).cloned() else { return };
@@ -302,17 +327,31 @@ impl Expected {
     /// Who was given slices elsewhere than they were held for it has swapped with the one that they were held for.
     fn settle(&mut self) {
         let elsewhere = |part: &Part| part.state != State::Wanted && part.given.is_some() && part.given != part.note;
-        let strayed: Vec<Place> = self.places(|_, part| elsewhere(part)).map(|(place, _, _)| place).collect();
-        for place in strayed {
-            let Some(Part { want, note: Some(note), given, .. }) = self.part(&place).cloned() else { continue };
-            let waits =
-                |part: &Part| part.is(&want.resource, want.units) && part.state == State::Wanted && part.note == given;
-            let Some(other) = self.places(|_, part| waits(part)).map(|(place, _, _)| place).next() else { continue };
-            if let Some(part) = self.part(&other) {
-                part.note = Some(note);
+        // First those with each other of which both were given something.
+        for waiting in [false, true] {
+            let strayed: Vec<Place> = self.places(|_, part| elsewhere(part)).map(|(place, _, _)| place).collect();
+            for place in strayed {
+                let Some(Part { want, note: Some(note), given, .. }) =
+                    self.part(&place).filter(|part| elsewhere(part)).cloned()
+                else {
+                    continue;
+                };
+                let has_its = |part: &Part| {
+                    let right = if waiting { part.state == State::Wanted } else { elsewhere(part) };
+                    right && part.is(&want.resource, want.units) && part.note == given
+                };
+                let other = self.places(|_, part| has_its(part)).map(|(place, _, _)| place).next();
+                let Some(other) = other.and_then(|other| self.part(&other)) else { continue };
+                other.note = Some(note);
+                if let Some(part) = self.part(&place) {
+                    part.note = given;
+                }
             }
-            if let Some(part) = self.part(&place) {
-                part.note = given;
+        }
+        // What is known to be served stands for no hold any more: pods that come later have their own.
+        for part in self.pods.values_mut().flat_map(|pod| &mut pod.parts) {
+            if part.state == State::Served && part.given.is_some() {
+                part.note.clone_from(&part.given);
             }
         }
     }
@@ -342,6 +381,11 @@ impl Part {
 }
 
 impl Pod {
+    /// When the kubelet asks for it: the one that it is in the middle of is first.
+    fn turn(&self) -> (bool, u64) {
+        (!self.parts.iter().any(|part| part.state != State::Wanted), self.order)
+    }
+
     /// What is kept for each of its asks.
     fn kept(&self, resource: &str) -> impl Iterator<Item = Kept<'_>> {
         let asks: BTreeSet<usize> =
@@ -395,10 +439,7 @@ mod tests {
     }
 
     fn kept(expected: &Expected) -> Vec<(&str, u32, Vec<u32>)> {
-        let mut kept: Vec<_> =
-            expected.kept(MPS).into_iter().map(|kept| (kept.device, kept.units, kept.sizes)).collect();
-        kept.sort();
-        kept
+        expected.kept(MPS).into_iter().map(|kept| (kept.device, kept.units, kept.sizes)).collect()
     }
 
     fn with(pods: &[Bound], now: Instant) -> Expected {

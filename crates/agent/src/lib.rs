@@ -15,6 +15,8 @@
 //! `Allocate` and `GetPreferredAllocation` are answered from [`serve::Table`] under a lock that nobody holds across an await; the main loop
 //! is told afterwards. The first lists come from the checkpoint, before NVML, PodResources and the API server have answered.
 mod act;
+#[cfg(test)]
+mod admissions;
 pub mod allocate;
 pub mod args;
 pub mod cdi;
