@@ -59,14 +59,14 @@ func parse(arguments []string) (options, error) {
 	flags.StringVar(&nodes, "nodes", "200,1000", "how many nodes; several with commas")
 	flags.StringVar(&pods, "pods", "2000,4000", "how many pods at full speed, for each number of nodes")
 	flags.StringVar(&names, "systems", "extended,dra,cleave", "which, in this order")
-	flags.IntVar(&o.paced, "paced", 200, "how many pods at a rate, before")
+	flags.IntVar(&o.paced, "paced", 100, "how many pods at a rate, before")
 	flags.Float64Var(&o.rate, "rate", 20, "that rate, pods a second")
 	flags.IntVar(&o.clients, "clients", 16, "how many clients create pods at once")
 	flags.IntVar(&o.rounds, "rounds", 1, "how often all of it is done; the table shows medians")
 	flags.Uint64Var(&o.seed, "seed", 42, "of the pods' sizes")
 	flags.IntVar(&o.qps, "qps", 5000, "requests a second that the scheduler and the controller manager may send; their own defaults are 50 and 20")
 	flags.DurationVar(&o.stall, "stall", 30*time.Second, "how long no pod is bound until the others count as not bound")
-	flags.DurationVar(&o.limit, "limit", 90*time.Second, "how long pods are created and waited for at most; those not bound by then are counted")
+	flags.DurationVar(&o.limit, "limit", time.Minute, "how long pods are created and waited for at most; those not bound by then are counted")
 	if err := flags.Parse(arguments); err != nil {
 		return o, err
 	}
