@@ -130,6 +130,12 @@ pub fn unschedulable(message: &str) -> Event {
     event(EventType::Warning, "NoGpuFits", &format!("{message}. No node of this cluster can hold it as it is."))
 }
 
+/// A pod leaves for one of higher priority.
+pub fn preempted(by: &str) -> Event {
+    let note = format!("it leaves for {by}, which has a higher priority and needs the room on its GPU");
+    Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
+}
+
 fn of_node(observed: &Observed, node: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),

@@ -37,6 +37,8 @@ pub(crate) struct Metrics {
     pub(crate) gates_opened: Family<Outcome, Counter>,
     /// From the first sight of a pod at the gate to the patch that let it through.
     pub(crate) gate_seconds: Histogram,
+    /// Pods told to leave for others of higher priority.
+    pub(crate) evictions: Family<Outcome, Counter>,
     /// Pods that wait at the gate.
     pub(crate) gated: Family<Reason, Gauge>,
     /// Of the free memory of GPUs by demand, the part that lies beside something in use.
@@ -67,6 +69,7 @@ impl Default for Metrics {
             gates_opened: Family::default(),
             gate_seconds: seconds(),
             gated: Family::default(),
+            evictions: Family::default(),
             fragmentation: Gauge::default(),
             left_out: Gauge::default(),
             leader: Gauge::default(),
@@ -126,6 +129,7 @@ impl Metrics {
         registry.register("pods_waiting", "Pods that wait for GPUs, by what for", self.pods_waiting.clone());
         registry.register("gates_opened", "Pods let through to the scheduler, by why", self.gates_opened.clone());
         registry.register("gate_seconds", "Time that a pod spent at the gate", self.gate_seconds.clone());
+        registry.register("evictions", "Pods told to leave for others of higher priority", self.evictions.clone());
         registry.register("pods_gated", "Pods that wait at the gate, by what for", self.gated.clone());
         registry.register(
             "fragmentation_ratio",

@@ -1,5 +1,5 @@
 //! What a `GpuNode` says to the ledger.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
 use cleave_api::gpunode::GpuStatus;
@@ -42,6 +42,16 @@ pub(super) fn of(object: &GpuNode, ready: bool) -> NodeFacts {
         }
     }
     facts
+}
+
+/// Pods on devices that give nothing now: their leaving frees nothing.
+pub(super) fn stuck(object: &GpuNode, ready: bool) -> BTreeSet<String> {
+    let gpus = object.status.iter().flat_map(|status| &status.gpus);
+    let unable = |gpu: &&GpuStatus| {
+        let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
+        !ready || !gpu.health.healthy || wanted.is_some_and(|spec| !cut::is_reached(&spec.partition, gpu))
+    };
+    gpus.filter(unable).flat_map(|gpu| &gpu.allocations).map(|held| held.pod.clone()).collect()
 }
 
 /// What a GPU will have: nothing of it is free yet.

@@ -28,7 +28,10 @@ use cleave_api::placement::{Held, Placement};
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::device::sized;
-use cleave_plan::ledger::{Ask, Claim, Facts, Fits, Ledger, Moment, NoFit, NodeFacts, Place, Reservation, Tightest};
+use cleave_plan::ledger::{
+    Ask, Claim, Facts, Fits, Holder, Ledger, Moment, NoFit, NodeFacts, Nomination, Place, Preemption, Reservation,
+    Tightest, Waiting as Asking,
+};
 use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
 use kube::core::DeserializeGuard;
@@ -49,6 +52,10 @@ const SEVERAL: usize = 4;
 pub const PATIENCE: Duration = Duration::from_secs(2);
 /// How long what a bound pod asked for is kept after the pod is gone, if it was never seen with it: who is deleted without grace may still hold it.
 pub const LINGER: Duration = Duration::from_secs(5);
+/// How long a pod is believed to be protected by a disruption budget, once an eviction was refused.
+const PROTECTED: Duration = Duration::from_secs(30);
+/// For how many pods at once is thought about who has to leave: it is asked of every device.
+const PREEMPTORS: usize = 8;
 /// How many pods are let through at once: they are written before the next are looked at.
 const AT_ONCE: usize = 128;
 
@@ -111,11 +118,24 @@ pub struct Opening {
     pub patch: Value,
 }
 
+/// A pod that is to leave for one of higher priority.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Eviction {
+    /// `namespace/name`.
+    pub pod: String,
+    /// Its UID.
+    pub uid: String,
+    /// For whom: `namespace/name`.
+    pub by: String,
+}
+
 /// What is to be done now.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Turn {
     /// Pods to let through, in order of priority and arrival.
     pub openings: Vec<Opening>,
+    /// Pods to evict; the room that they leave is kept for whom they leave for.
+    pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, and what for.
     pub waiting: BTreeMap<String, Waiting>,
     /// There are more to let through.
@@ -132,8 +152,12 @@ pub struct Gatekeeper {
     nodes: Nodes,
     /// UIDs of pods with a claim.
     uids: BTreeMap<String, String>,
+    /// Pods that were seen with all that they asked for: when they go, and their node no longer tells of it, nothing is kept for them.
+    served: BTreeSet<String>,
     /// Pods that are gone and may hold something, and until when that is believed.
     lingering: BTreeMap<String, Duration>,
+    /// Pods that a disruption budget protects, and until when that is believed.
+    protected: BTreeMap<String, Duration>,
     /// Pods at the gate: UID, since when, and since when nothing could hold them.
     gated: BTreeMap<String, Gated>,
 }
@@ -159,10 +183,12 @@ struct Known {
     offers: BTreeSet<String>,
     /// It has a `GpuNode`.
     ours: bool,
+    /// Pods on devices that give nothing now, whoever leaves.
+    stuck: BTreeSet<String>,
 }
 
 /// What of a pod decides whether it fits.
-type Wish<'a> = (Vec<Ask>, &'a BTreeMap<String, Quantity>, Signature<'a>);
+type Wish<'a> = (Vec<Ask>, i32, &'a BTreeMap<String, Quantity>, Signature<'a>);
 
 /// What of a pod decides which nodes it may run on.
 type Signature<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
@@ -179,6 +205,11 @@ impl Gatekeeper {
         if let Some(ledger) = &mut self.ledger {
             ledger.release(pod);
         }
+    }
+
+    /// A pod could not be evicted: its disruption budget has none left.
+    pub fn protect(&mut self, pod: &str, up: Duration) {
+        self.protected.insert(pod.to_owned(), up.saturating_add(PROTECTED));
     }
 
     /// The ledger, once there is one.
@@ -257,7 +288,9 @@ impl Gatekeeper {
                 allocatable: object.status.allocatable.clone(),
                 ..PlanNode::default()
             };
-            let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| facts::of(object, is_ready));
+            let object = gpu_node.and_then(|object| object.0.as_ref().ok());
+            let facts = object.map(|object| facts::of(object, is_ready));
+            known.stuck = object.map(|object| facts::stuck(object, is_ready)).unwrap_or_default();
             known.ours = gpu_node.is_some();
             known.offers =
                 facts.iter().flat_map(|facts| &facts.devices).map(|device| device.resource.clone()).collect();
@@ -303,17 +336,29 @@ impl Gatekeeper {
             if self.uids.get(&name).is_some_and(|known| *known != uid) {
                 ledger.release(&name);
                 self.uids.remove(&name);
+                self.served.remove(&name);
             }
             if let Some(node) = pod.node() {
-                // Most pods have been bound for long.
-                if !ledger.claim(&name).is_some_and(|claim| matches!(&claim.place, Place::Bound(to) if to == node)) {
-                    if ledger.claim(&name).is_none() {
-                        let place = Place::Bound(node.to_owned());
-                        ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
-                    } else {
-                        ledger.bind(&name, node, &pod.asks());
-                    }
+                let leaves = pod.metadata.deletion_timestamp.is_some();
+                if leaves && self.served.contains(&name) {
+                    ledger.release(&name);
+                    self.uids.remove(&name);
+                    there.insert(name);
+                    continue;
+                }
+                if ledger.claim(&name).is_none() {
+                    let place = Place::Bound(node.to_owned());
+                    ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
                     self.uids.insert(name.clone(), uid);
+                } else if !ledger
+                    .claim(&name)
+                    .is_some_and(|claim| matches!(&claim.place, Place::Bound(to) if to == node))
+                {
+                    ledger.bind(&name, node, &pod.asks());
+                    self.uids.insert(name.clone(), uid);
+                }
+                if !self.served.contains(&name) && !ledger.is_unserved(&name) {
+                    self.served.insert(name.clone());
                 }
             } else if open {
                 // One with a claim has been let through: the watch has not told it yet.
@@ -332,12 +377,13 @@ impl Gatekeeper {
         self.lingering.retain(|name, _| !there.contains(name));
         for name in gone {
             let until = self.lingering.entry(name.clone()).or_insert(now.up.saturating_add(LINGER));
-            if !ledger.is_unserved(&name) || *until <= now.up {
+            if self.served.contains(&name) || !ledger.is_unserved(&name) || *until <= now.up {
                 ledger.release(&name);
                 self.uids.remove(&name);
                 self.lingering.remove(&name);
             }
         }
+        self.served.retain(|name| there.contains(name));
         let gated = &mut self.gated;
         gated.retain(|name, _| there.contains(name));
         for (name, pod) in &candidates {
@@ -359,10 +405,18 @@ impl Gatekeeper {
 
     /// Holds room for those that fit.
     fn open(&mut self, ledger: &mut Ledger, candidates: Vec<(String, &PodObject)>, seen: &Seen<'_>, turn: &mut Turn) {
+        let waiting: BTreeSet<&str> = candidates.iter().map(|(name, _)| name.as_str()).collect();
+        let over: Vec<String> =
+            ledger.nominations().keys().filter(|pod| !waiting.contains(pod.as_str())).cloned().collect();
+        over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
         if candidates.is_empty() {
             return;
         }
-        let Self { nodes, uids, gated, .. } = self;
+        self.protected.retain(|_, until| *until > seen.now.up);
+        let Self { nodes, uids, gated, protected, .. } = self;
+        let holders = nodes.holders(seen.living, protected);
+        let lowest = holders.values().map(|holder| holder.priority).min();
+        let mut preemptors = 0;
         let mut free = nodes.free(ledger, seen.living);
         let mut eligible: BTreeMap<Signature<'_>, Vec<&str>> = BTreeMap::new();
         let mut refused: BTreeMap<Wish<'_>, Verdict> = BTreeMap::new();
@@ -392,13 +446,15 @@ impl Gatekeeper {
             asks.sort();
             let signature = (&wanted.node_selector, wanted.affinity.as_slice(), wanted.tolerations.as_slice());
             let may = eligible.entry(signature).or_insert_with(|| nodes.eligible(wanted));
-            let key = (asks, &wanted.requests, signature);
-            let known = refused.get(&key).cloned();
+            let asking = Asking { pod: name, priority: wanted.priority, asks: &asks };
+            let key = (asks.clone(), wanted.priority, &wanted.requests, signature);
+            let known = refused.get(&key).filter(|_| !ledger.nominations().contains_key(name)).cloned();
             let with_room = || may.iter().copied().filter(|node| has_room(free.get(*node), &wanted.requests));
             let most = if pod.spec.particular { SEVERAL } else { 1 };
-            let verdict = match known
-                .map_or_else(|| ledger.fit(&key.0, with_room(), most, &Tightest).map_err(Err), |known| Err(Ok(known)))
-            {
+            let verdict = match known.map_or_else(
+                || ledger.fit_for(asking, with_room(), most, &Tightest).map_err(Err),
+                |known| Err(Ok(known)),
+            ) {
                 Ok(fits) => {
                     let expires = Moment(seen.now.epoch.saturating_add(HOLD.as_secs()));
                     if ledger.reserve(name, &fits, expires).is_ok() {
@@ -411,9 +467,14 @@ impl Gatekeeper {
                     continue;
                 }
                 Err(Ok(known)) => known,
-                Err(Err(why)) => nodes.judge(ledger, &key.0, may, with_room().count(), &why),
+                Err(Err(why)) => nodes.judge(ledger, asking, may, with_room().count(), &why),
             };
-            let asks = key.0.clone();
+            let waits = matches!(verdict, Verdict::Waits(_)) && pod.spec.preemption_policy.as_deref() != Some("Never");
+            let mut found = None;
+            if waits && lowest.is_some_and(|lowest| lowest < wanted.priority) && preemptors < PREEMPTORS {
+                preemptors += 1;
+                found = ledger.preempt(asking, with_room(), &holders);
+            }
             refused.insert(key, verdict.clone());
             let may_be_cut =
                 |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
@@ -442,6 +503,16 @@ impl Gatekeeper {
                 }
                 None => {}
             }
+            match found {
+                Some(Preemption { node, takes, victims }) => {
+                    let uid = |victim: &String| uids.get(victim).cloned().unwrap_or_default();
+                    let eviction = |pod: String| Eviction { uid: uid(&pod), pod, by: name.clone() };
+                    turn.evictions.extend(victims.into_iter().map(eviction));
+                    // Refused only where it has a claim, and then it does not wait.
+                    let _ = ledger.nominate(name, Nomination { priority: wanted.priority, node, takes });
+                }
+                None => drop(ledger.withdraw(name)),
+            }
             turn.waiting.insert(name.clone(), Waiting { reason: Reason::NoRoom, message });
         }
     }
@@ -456,6 +527,27 @@ impl Nodes {
         self.0.values().filter(may).map(|known| known.node.name.as_str()).collect()
     }
 
+    /// Pods that can leave, and what has to be known of them for that.
+    fn holders(&self, living: &[&PodObject], protected: &BTreeMap<String, Duration>) -> BTreeMap<String, Holder> {
+        let mut holders = BTreeMap::new();
+        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
+            let Some(known) = pod.node().and_then(|node| self.0.get(node)) else { continue };
+            let name = crate::pods::full_name(&pod.metadata);
+            if known.stuck.contains(&name) {
+                continue;
+            }
+            let created = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
+            let holder = Holder {
+                priority: pod.spec.priority.unwrap_or(0),
+                started: Moment(u64::try_from(created).unwrap_or(0)),
+                protected: protected.contains_key(&name),
+                ending: pod.metadata.deletion_timestamp.is_some(),
+            };
+            holders.insert(name, holder);
+        }
+        holders
+    }
+
     /// Hostnames of those that offer something of this, and would fail a pod that got there.
     fn offering(&self, asks: &[Ask]) -> Vec<&str> {
         let offers = |known: &&Known| asks.iter().any(|ask| known.offers.contains(&ask.resource));
@@ -463,7 +555,7 @@ impl Nodes {
     }
 
     /// Why a pod does not fit, and whether that can pass.
-    fn judge(&self, ledger: &Ledger, asks: &[Ask], eligible: &[&str], with_room: usize, why: &NoFit) -> Verdict {
+    fn judge(&self, ledger: &Ledger, asking: Asking<'_>, eligible: &[&str], with_room: usize, why: &NoFit) -> Verdict {
         let of = |why: &NoFit| {
             if why.may_pass() {
                 Verdict::Waits(why.to_string())
@@ -476,7 +568,7 @@ impl Nodes {
         }
         if with_room < eligible.len() && !why.may_pass() {
             // Nodes that are full in other ways: would one of them do?
-            return match ledger.fit(asks, eligible.iter().copied(), 1, &Tightest) {
+            return match ledger.fit_for(asking, eligible.iter().copied(), 1, &Tightest) {
                 Ok(_) => Verdict::Waits("nodes whose GPUs have room lack CPU, memory or another resource".to_owned()),
                 Err(why) => of(&why),
             };

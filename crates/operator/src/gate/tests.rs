@@ -383,6 +383,76 @@ fn a_pod_of_the_same_name_is_another_pod() {
     assert_eq!(opened(&look(&mut keeper, &world, 1)), [("team/a", "held")]);
 }
 
+#[test]
+fn who_is_more_important_gets_room_from_who_is_less_and_nobody_takes_it_meanwhile() {
+    let mut world = World::default().node("n1", &[0, 0]);
+    let mut reality = Reality::default();
+    for (name, units, device, priority) in [("low", 7, 0, 1), ("other", 9, 1, 5), ("small", 3, 0, 3)] {
+        world = world.pod_with(name, units, json!({"nodeName": "n1", "schedulingGates": [], "priority": priority}));
+        reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), units));
+    }
+    reality.report(&mut world);
+    let mut world = world.pod_with("high", 6, json!({"priority": 9}));
+    let mut keeper = Gatekeeper::default();
+    let turn = look(&mut keeper, &world, 0);
+    let evicted: Vec<(&str, &str)> = turn.evictions.iter().map(|out| (out.pod.as_str(), out.by.as_str())).collect();
+    assert_eq!((evicted, opened(&turn)), (vec![("team/low", "team/high")], vec![]), "the least important, on one GPU");
+    let told = world.pods["team/low"]["metadata"]["uid"].as_str().unwrap();
+    assert_eq!(turn.evictions[0].uid, told);
+    world.change(
+        |world| &mut world.pods,
+        "team/low",
+        |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"),
+    );
+    assert_eq!(look(&mut keeper, &world, 1).evictions, [], "it is on its way out");
+    world.pods.remove("team/low");
+    reality.given.remove("team/low");
+    reality.report(&mut world);
+    let world = world.pod_with("newcomer", 6, json!({"priority": 2}));
+    let turn = look(&mut keeper, &world, 2);
+    assert_eq!(
+        (opened(&turn), turn.waiting.len()),
+        (vec![("team/high", "held")], 1),
+        "the room is kept for whom it was made"
+    );
+}
+
+#[test]
+fn nobody_leaves_for_a_pod_that_waits_its_turn_or_one_that_is_not_more_important() {
+    for (spec, why) in
+        [(json!({"priority": 9, "preemptionPolicy": "Never"}), "it must not"), (json!({"priority": 1}), "as important")]
+    {
+        let mut world = World::default().node("n1", &[0, 0]).pod_with(
+            "low",
+            7,
+            json!({"nodeName": "n1", "schedulingGates": [], "priority": 1}),
+        );
+        let mut reality = Reality::default();
+        reality.given.insert("team/low".into(), ("n1-GPU-0".into(), 7));
+        reality.given.insert("kube-system/other".into(), ("n1-GPU-1".into(), 7));
+        reality.report(&mut world);
+        let turn = look(&mut Gatekeeper::default(), &world.pod_with("a", 6, spec), 0);
+        assert_eq!((turn.evictions, turn.waiting.len()), (vec![], 1), "{why}");
+    }
+}
+
+#[test]
+fn who_a_budget_protects_leaves_only_where_nobody_else_does() {
+    let mut world = World::default().node("n1", &[0, 0]);
+    let mut reality = Reality::default();
+    for (name, device) in [("first", 0), ("second", 1)] {
+        world = world.pod_with(name, 7, json!({"nodeName": "n1", "schedulingGates": [], "priority": 1}));
+        reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), 7));
+    }
+    reality.report(&mut world);
+    let world = world.pod_with("high", 6, json!({"priority": 9}));
+    let mut keeper = Gatekeeper::default();
+    let first = look(&mut keeper, &world, 0).evictions[0].pod.clone();
+    keeper.protect(&first, Duration::ZERO);
+    let second = look(&mut keeper, &world, 1).evictions[0].pod.clone();
+    assert_ne!(first, second);
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Create(u32),
@@ -431,12 +501,12 @@ impl Reality {
     }
 
     fn report(&self, world: &mut World) {
-        for node in NODES {
+        for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
             let gpus: Vec<(String, u32)> = (0..GPUS)
                 .map(|index| format!("{node}-GPU-{index}"))
                 .map(|gpu| (gpu.clone(), 10 - self.free(&gpu)))
                 .collect();
-            world.change(|world| &mut world.gpu_nodes, node, |object| {
+            world.change(|world| &mut world.gpu_nodes, &node, |object| {
                 for (index, (gpu, used)) in gpus.iter().enumerate() {
                     let status = &mut object["status"]["gpus"][index];
                     status["slices"][0]["inUse"] = json!(used);

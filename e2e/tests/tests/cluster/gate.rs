@@ -209,10 +209,11 @@ fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(seen.ran.insert(name)),
-            "Failed" => drop(
-                seen.refused
-                    .insert(name, format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]))),
-            ),
+            // Who is killed for being deleted has failed too, for a moment, and has no reason: whom the kubelet refused has one.
+            "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
+                let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
+                seen.refused.insert(name, why);
+            }
             _ => {}
         }
     }

@@ -1,6 +1,8 @@
 //! Restarting, upgrading or killing any part of Cleave, or the kubelet, disturbs no running pod.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, process, run, signal, text, wait_until};
+use cleave_e2e::{
+    Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, process, run, signal, text, wait_until,
+};
 use serde_json::{Value, json};
 
 use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
