@@ -476,18 +476,7 @@ impl Gatekeeper {
                 found = ledger.preempt(asking, with_room(), &holders);
             }
             refused.insert(key, verdict.clone());
-            let may_be_cut =
-                |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
-            let (message, may_pass) = match (verdict, seen.demand.get(name)) {
-                // What pods ask for decides what there is.
-                (Verdict::Never { absent, .. }, Some(waiting))
-                    if waiting.reason != Reason::Malformed && (absent || asks.iter().any(may_be_cut)) =>
-                {
-                    (waiting.message.clone(), true)
-                }
-                (Verdict::Never { message, .. }, _) => (message, false),
-                (Verdict::Waits(message), _) => (message, true),
-            };
+            let (message, may_pass) = verdict.told(&asks, seen.demand.get(name));
             let never = gated.get_mut(name).and_then(|gated| {
                 gated.never = if may_pass { None } else { gated.never.or(Some(seen.now.up)) };
                 Some(seen.now.up.saturating_sub(gated.never?))
@@ -633,6 +622,23 @@ enum Verdict {
         /// What it asks for is just not there.
         absent: bool,
     },
+}
+
+impl Verdict {
+    /// In words for the pod's owner, and whether it can pass. `demand` is what the pod waits for if GPUs may be cut for it.
+    fn told(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
+        let may_be_cut = |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
+        match (self, demand) {
+            // What pods ask for decides what there is.
+            (Self::Never { absent, .. }, Some(waiting))
+                if waiting.reason != Reason::Malformed && (absent || asks.iter().any(may_be_cut)) =>
+            {
+                (waiting.message.clone(), true)
+            }
+            (Self::Never { message, .. }, _) => (message, false),
+            (Self::Waits(message), _) => (message, true),
+        }
+    }
 }
 
 /// Where a pod is let through to.
