@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, PATIENCE, SYSTEM, Scope, launcher, pod, signal, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::{GPUS, NODE, SHARES, allocations, ten_shares};
+use crate::{GPUS, NODE, SHARES, allocations, ten_shares, undisturbed};
 
 const GATE: &str = "cleave.dev/placement";
 /// Holds its shares and nothing else: hundreds of clients would only load the machine.
@@ -177,6 +177,83 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
     );
     ensure!(of("several") == [("beside".into(), 1), ("main".into(), 4), ("second".into(), 5)], "{held:?}");
     Ok(())
+}
+
+/// Cluster-wide priorities, gone with the value.
+struct Priorities<'a>(&'a Cluster);
+
+const PRIORITIES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
+
+impl<'a> Priorities<'a> {
+    fn new(cluster: &'a Cluster) -> Result<Self> {
+        let made = Self(cluster);
+        made.sweep()?;
+        for (name, policy) in [("e2e-high", "PreemptLowerPriority"), ("e2e-patient", "Never")] {
+            let class = json!({"metadata": {"name": name}, "value": 1000, "preemptionPolicy": policy});
+            cluster.create(PRIORITIES, &class)?;
+        }
+        Ok(made)
+    }
+
+    fn sweep(&self) -> Result<()> {
+        ["e2e-high", "e2e-patient"].iter().try_for_each(|name| self.0.delete(&format!("{PRIORITIES}/{name}"), None))
+    }
+}
+
+impl Drop for Priorities<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.sweep() {
+            let _ = writeln!(std::io::stderr(), "the priorities could not be swept away: {error:#}");
+        }
+    }
+}
+
+#[test]
+fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _priorities = Priorities::new(&cluster)?;
+    let scope = ten_shares(&cluster, "preempt")?;
+    let ns = &scope.namespace;
+    let pods = format!("/api/v1/namespaces/{ns}/pods");
+    for index in 0..GPUS {
+        let mut pod = pod(&format!("seven-{index}"), &json!({SHARES: 7}), STAY);
+        if index > 0 {
+            pod["metadata"]["labels"] = json!({"keep": "me"});
+        }
+        cluster.create(&pods, &pod)?;
+    }
+    cluster.create(
+        &format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"),
+        &json!({"metadata": {"name": "keep"}, "spec": {"minAvailable": GPUS - 1, "selector": {"matchLabels": {"keep": "me"}}}}),
+    )?;
+    let before: Vec<(String, u64)> = (0..GPUS)
+        .map(|index| {
+            let name = format!("seven-{index}");
+            scope.running(&name)?;
+            on_one_gpu(&cluster, &scope, &name, 7)?;
+            undisturbed(&cluster, &scope, &name)
+        })
+        .collect::<Result<_>>()?;
+    wait_until("the budget counts its pods", || {
+        let budget = cluster.get(&format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets/keep"))?;
+        Ok(budget["status"]["currentHealthy"] == GPUS - 1)
+    })?;
+    let with = |name: &str, class: &str| {
+        let mut pod = pod(name, &json!({SHARES: 6}), STAY);
+        pod["spec"]["priorityClassName"] = json!(class);
+        pod
+    };
+    // One that must not make others leave waits, however important.
+    cluster.create(&pods, &with("patient", "e2e-patient"))?;
+    told(&scope, "patient", "the emptiest has 3")?;
+    cluster.delete(&scope.pod_path("patient"), Some(0))?;
+    cluster.create(&pods, &with("high", "e2e-high"))?;
+    scope.running("high")?;
+    ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the one that nobody protects has left");
+    for (index, before) in before.iter().enumerate().skip(1) {
+        ensure!(undisturbed(&cluster, &scope, &format!("seven-{index}"))? == *before, "seven-{index} was disturbed");
+    }
+    told(&scope, "seven-0", "Preempted")
 }
 
 /// Numbers that look random and are the same each time.
