@@ -24,7 +24,8 @@ fn events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
     Ok(of_pod.map(|event| format!("{}: {}", text(&event["reason"]), text(&event["note"]))).collect())
 }
 
-fn told(scope: &Scope, pod: &str, words: &str) -> Result<()> {
+/// Waits until an Event of a pod says this.
+pub(crate) fn told(scope: &Scope, pod: &str, words: &str) -> Result<()> {
     wait_until(&format!("{pod} is told «{words}»"), || {
         let events = events(scope, pod)?;
         ensure!(events.iter().any(|event| event.contains(words)), "{events:?}");

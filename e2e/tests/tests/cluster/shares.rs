@@ -1,10 +1,11 @@
 //! `nvidia.com/gpu-mps: N` is N shares of one GPU, limited as N shares; a tenant cannot raise them, nor administer MPS.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Refused, pod, text, wait_until};
+use cleave_e2e::{Cluster, pod, text, wait_until};
 use cleave_plan::mps::{self, Threads};
 use cleave_plan::units::{Mebibytes, Sms};
 use serde_json::json;
 
+use crate::gate::told;
 use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
 
 /// What a client may see as free: its share less its own context, whose size is the driver's.
@@ -107,10 +108,7 @@ fn a_node_is_filled_to_its_last_share_and_what_is_freed_is_used_again() -> Resul
         scope.running(&format!("five-{index}"))?;
     }
     scope.pod("late", &json!({SHARES: 5}), HOLD)?;
-    wait_until("the ninth is told that there is no room", || {
-        let conditions = cluster.get(&scope.pod_path("late"))?["status"]["conditions"].clone();
-        Ok(conditions.to_string().contains("Insufficient nvidia.com/gpu-mps"))
-    })?;
+    told(&scope, "late", "no device has 5 nvidia.com/gpu-mps free")?;
     scope.delete_pod("five-3", 0)?;
     scope.running("late")?;
     ensure!(scope.seen("late")?["sms"] == worth(5, 1).0.0);
@@ -124,17 +122,21 @@ fn a_node_is_filled_to_its_last_share_and_what_is_freed_is_used_again() -> Resul
 }
 
 #[test]
-fn more_shares_than_a_gpu_has_are_refused_with_a_sentence() -> Result<()> {
+fn a_pod_around_the_gate_that_no_gpu_can_hold_is_refused_by_the_node_with_a_sentence() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "toomany")?;
-    match scope.pod("eleven", &json!({SHARES: 11}), HOLD) {
-        // Refused at admission, where that is installed.
-        Err(error) if error.downcast_ref::<Refused>().is_some() => Ok(()),
-        Err(error) => Err(error),
-        Ok(_) => wait_until("the pod says why it cannot run", || {
-            let status = cluster.get(&scope.pod_path("eleven"))?["status"].clone();
-            Ok(text(&status["reason"]) == "UnexpectedAdmissionError"
-                && text(&status["message"]).contains("no single GPU"))
-        }),
-    }
+    let around = json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}});
+    cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &around)?;
+    wait_until("pods of the namespace are not gated", || {
+        let pod = scope.pod("eleven", &json!({SHARES: 11}), HOLD)?;
+        let gated = pod["spec"]["schedulingGates"].is_array();
+        if gated {
+            scope.delete_pod("eleven", 0)?;
+        }
+        Ok(!gated)
+    })?;
+    wait_until("the pod says why it cannot run", || {
+        let status = cluster.get(&scope.pod_path("eleven"))?["status"].clone();
+        Ok(text(&status["reason"]) == "UnexpectedAdmissionError" && text(&status["message"]).contains("no single GPU"))
+    })
 }
