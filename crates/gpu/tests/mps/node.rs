@@ -40,6 +40,9 @@ impl Node {
         );
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        // Where users other than root get to: not every checkout is.
+        let (program, path) = (programs().join("cleave-client"), dir.path().join("cleave-client"));
+        fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
@@ -202,7 +205,7 @@ impl Node {
     /// A program behind the door of an allocation.
     pub(crate) fn program(&self, allocation: &str, arguments: &[&str]) -> Command {
         let device = &self.desired.allocations[allocation].device;
-        let mut command = Command::new(programs().join("cleave-client"));
+        let mut command = Command::new(self.path("cleave-client"));
         command
             .args(arguments)
             .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")

@@ -35,8 +35,8 @@ impl Node {
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
-        for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
-            // Under these names the program is them; beside each other they find each other.
+        for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
+            // Under the first two names the program is them; beside each other they find each other, and where users other than root get to.
             let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
             fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
         }
@@ -165,7 +165,7 @@ impl Node {
 
     /// A program that runs on this node.
     pub(crate) fn program(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_cleave-client"));
+        let mut command = Command::new(self.dir.path().join("cleave-client"));
         self.set_env(&mut command);
         command.args(arguments);
         command
