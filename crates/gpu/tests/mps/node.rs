@@ -40,9 +40,11 @@ impl Node {
         );
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        // Where users other than root get to: not every checkout is.
-        let (program, path) = (programs().join("cleave-client"), dir.path().join("cleave-client"));
-        fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
+        // Where users other than root get to, who have MPS servers and programs: not every checkout is.
+        for name in ["cleave-client", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "libnvidia_ml.so"] {
+            let (program, path) = (programs().join(name), dir.path().join(name));
+            fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
+        }
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
@@ -93,9 +95,9 @@ impl Node {
             .args(["mps-host", "--run-dir"])
             .arg(self.paths.run())
             .arg("--mps-control")
-            .arg(programs().join("nvidia-cuda-mps-control"))
+            .arg(self.path("nvidia-cuda-mps-control"))
             .arg("--nvml-library")
-            .arg(programs().join("libnvidia_ml.so"))
+            .arg(self.path("libnvidia_ml.so"))
             .env("SIMGPU_STATE", self.machine.dir())
             .env("SIM_MPS_SERVER_START_MS", "0")
             .envs(self.env.iter().map(|(name, value)| (name, value)));
