@@ -333,7 +333,7 @@ fn storm(
             scope.pod(&format!("p{}", seen.created), &json!({SHARES: shares}), STAY)?;
             seen.created += 1;
         }
-        if random.below(12) == 0 {
+        if random.below(5) == 0 {
             kill(random)?;
         }
         let pods = look(scope, &mut seen)?;
