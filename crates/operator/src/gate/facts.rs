@@ -11,9 +11,11 @@ use crate::pods::PodObject;
 
 /// What its devices have. Units that cannot be given now, and may be later, count as used: those of a GPU that becomes something else, that are told as
 /// unhealthy, or of a node whose agent is not ready, since a pod that comes there fails.
-pub(super) fn of(object: &GpuNode, ready: bool) -> NodeFacts {
+///
+/// And the pods on devices that give nothing now: their leaving frees nothing.
+pub(super) fn of(object: &GpuNode, ready: bool) -> (NodeFacts, BTreeSet<String>) {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
-    let mut facts = NodeFacts::default();
+    let (mut facts, mut stuck) = (NodeFacts::default(), BTreeSet::new());
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
         let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
@@ -39,19 +41,12 @@ pub(super) fn of(object: &GpuNode, ready: bool) -> NodeFacts {
                 device: held.device.clone(),
                 units,
             }));
+            if !given {
+                stuck.insert(held.pod.clone());
+            }
         }
     }
-    facts
-}
-
-/// Pods on devices that give nothing now: their leaving frees nothing.
-pub(super) fn stuck(object: &GpuNode, ready: bool) -> BTreeSet<String> {
-    let gpus = object.status.iter().flat_map(|status| &status.gpus);
-    let unable = |gpu: &&GpuStatus| {
-        let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
-        !ready || !gpu.health.healthy || wanted.is_some_and(|spec| !cut::is_reached(&spec.partition, gpu))
-    };
-    gpus.filter(unable).flat_map(|gpu| &gpu.allocations).map(|held| held.pod.clone()).collect()
+    (facts, stuck)
 }
 
 /// What a GPU will have: nothing of it is free yet.

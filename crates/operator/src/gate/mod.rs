@@ -18,6 +18,7 @@ mod facts;
 mod patch;
 mod run;
 
+use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -289,8 +290,8 @@ impl Gatekeeper {
                 ..PlanNode::default()
             };
             let object = gpu_node.and_then(|object| object.0.as_ref().ok());
-            let facts = object.map(|object| facts::of(object, is_ready));
-            known.stuck = object.map(|object| facts::stuck(object, is_ready)).unwrap_or_default();
+            let (facts, stuck) = object.map(|object| facts::of(object, is_ready)).unzip();
+            known.stuck = stuck.unwrap_or_default();
             known.ours = gpu_node.is_some();
             known.offers =
                 facts.iter().flat_map(|facts| &facts.devices).map(|device| device.resource.clone()).collect();
@@ -414,8 +415,8 @@ impl Gatekeeper {
         }
         self.protected.retain(|_, until| *until > seen.now.up);
         let Self { nodes, uids, gated, protected, .. } = self;
-        let holders = nodes.holders(seen.living, protected);
-        let lowest = holders.values().map(|holder| holder.priority).min();
+        // Only who waits asks for them.
+        let holders = LazyCell::new(|| nodes.holders(seen.living, protected));
         let mut preemptors = 0;
         let mut free = nodes.free(ledger, seen.living);
         let mut eligible: BTreeMap<Signature<'_>, Vec<&str>> = BTreeMap::new();
@@ -471,7 +472,8 @@ impl Gatekeeper {
             };
             let waits = matches!(verdict, Verdict::Waits(_)) && pod.spec.preemption_policy.as_deref() != Some("Never");
             let mut found = None;
-            if waits && lowest.is_some_and(|lowest| lowest < wanted.priority) && preemptors < PREEMPTORS {
+            let over_others = || holders.values().any(|holder| holder.priority < wanted.priority);
+            if waits && preemptors < PREEMPTORS && over_others() {
                 preemptors += 1;
                 found = ledger.preempt(asking, with_room(), &holders);
             }
