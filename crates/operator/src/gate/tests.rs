@@ -374,6 +374,20 @@ fn a_pod_that_finds_no_node_in_time_holds_nothing_any_more() {
 }
 
 #[test]
+fn what_a_pod_may_hold_that_is_deleted_before_its_node_told_of_it_is_kept_for_a_while() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut keeper = Gatekeeper::default();
+    assert!(world.patch(&look(&mut keeper, &world, 0).openings[0]));
+    world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
+    look(&mut keeper, &world, 1);
+    world.pods.clear();
+    let world = world.pod("b", 6);
+    let turn = look(&mut keeper, &world, 2);
+    assert_eq!((opened(&turn), turn.next), (vec![], Some(LINGER)));
+    assert_eq!(opened(&look(&mut keeper, &world, 2 + LINGER.as_secs())), [("team/b", "held")]);
+}
+
+#[test]
 fn a_pod_of_the_same_name_is_another_pod() {
     let mut world = World::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
