@@ -21,6 +21,7 @@ pub mod allocate;
 pub mod args;
 pub mod cdi;
 pub mod checkpoint;
+mod connect;
 pub mod diff;
 pub mod expected;
 mod files;

@@ -17,6 +17,7 @@ use kube::{Client, Resource};
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
+use crate::connect;
 use crate::metrics::Metrics;
 use crate::node::{Object, Occurrence};
 use crate::status::with_times;
@@ -43,7 +44,7 @@ pub struct Server {
 pub async fn connect(metrics: &Metrics) -> Client {
     let mut pause = BACK_OFF.0;
     loop {
-        match Client::try_default().await {
+        match connect::in_cluster() {
             Ok(client) => return client,
             Err(error) => {
                 metrics.error("api-configuration");

@@ -1,0 +1,146 @@
+//! What must hold at every look, whatever was killed.
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::Result;
+use cleave_e2e::{Scope, text};
+use serde_json::Value;
+
+use crate::chaos::Victim;
+use crate::{CUT, Count, SHARED, UNITS, ends_clients, listed};
+
+/// The pods and what the nodes say of them, at one moment.
+pub(crate) struct Look {
+    pods: Vec<Value>,
+    nodes: BTreeMap<&'static str, Value>,
+}
+
+impl Look {
+    pub(crate) fn at(scope: &Scope) -> Result<Self> {
+        let pods = scope.pods()?;
+        let nodes =
+            [SHARED, CUT].into_iter().map(|node| Ok((node, scope.cluster.gpunode(node)?))).collect::<Result<_>>()?;
+        Ok(Self { pods, nodes })
+    }
+
+    /// Whether the scheduler or a kubelet has a pod in hand.
+    pub(crate) fn is_anybody_on_the_way(&self) -> bool {
+        self.pods.iter().any(|pod| {
+            let gated = pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| !gates.is_empty());
+            let bound = pod["spec"]["nodeName"].is_string();
+            text(&pod["status"]["phase"]) == "Pending" && (bound || !gated && wants_shares(pod))
+        })
+    }
+}
+
+/// What the gate is for; others wait at the scheduler until something is cut for them.
+fn wants_shares(pod: &Value) -> bool {
+    let limits = pod["spec"]["containers"][0]["resources"]["limits"].as_object();
+    limits.is_some_and(|limits| limits.keys().any(|name| name == crate::SHARES))
+}
+
+/// A pod of the soak.
+#[derive(Debug)]
+struct Made {
+    node: &'static str,
+    /// It is a client of MPS.
+    client: bool,
+    /// It was deleted: how it ends says nothing.
+    unmade: bool,
+    /// An MPS process of its node was killed in its life.
+    struck: bool,
+    /// Its container, once it ran.
+    container: Option<String>,
+}
+
+/// What was seen, from the first look on.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) created: u64,
+    pods: BTreeMap<String, Made>,
+    fates: Count,
+    /// Promises that were broken, in words.
+    pub(crate) broken: BTreeSet<String>,
+}
+
+impl Seen {
+    pub(crate) fn made(&mut self, name: &str, node: &'static str, client: bool) {
+        self.created += 1;
+        let made = Made { node, client, unmade: false, struck: false, container: None };
+        self.pods.insert(name.to_owned(), made);
+    }
+
+    pub(crate) fn unmade(&mut self, name: &str) {
+        if let Some(made) = self.pods.get_mut(name) {
+            made.unmade = true;
+        }
+    }
+
+    pub(crate) fn struck(&mut self, victim: &Victim) {
+        if let Some(node) = ends_clients(victim) {
+            self.pods.values_mut().filter(|made| made.node == node).for_each(|made| made.struck = true);
+        }
+    }
+
+    pub(crate) fn look(&mut self, look: &Look) {
+        for pod in &look.pods {
+            self.pod(pod);
+        }
+        for (node, object) in &look.nodes {
+            self.node(node, object);
+        }
+    }
+
+    fn pod(&mut self, pod: &Value) {
+        let name = text(&pod["metadata"]["name"]);
+        let Some(made) = self.pods.get_mut(&name) else { return };
+        let status = &pod["status"]["containerStatuses"][0];
+        match text(&pod["status"]["phase"]).as_str() {
+            "Running" => {
+                let container = text(&status["containerID"]);
+                match &made.container {
+                    None if !container.is_empty() => {
+                        made.container = Some(container);
+                        *self.fates.entry("ran").or_default() += 1;
+                    }
+                    Some(before) if !container.is_empty() && *before != container => {
+                        self.broken.insert(format!("{name} has another container: {before}, {container}"));
+                    }
+                    _ => {}
+                }
+            }
+            "Failed" if !made.unmade => {
+                made.unmade = true;
+                let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
+                if made.client && made.struck {
+                    *self.fates.entry("lost their MPS").or_default() += 1;
+                } else {
+                    self.broken.insert(format!("{name} on {} failed: {why} {}", made.node, status["state"]));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn node(&mut self, node: &str, object: &Value) {
+        let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
+        for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {
+            let mut ids: Vec<String> = Vec::new();
+            for held in gpu["allocations"].as_array().into_iter().flatten() {
+                let of = (text(&held["pod"]), text(&held["container"]), text(&held["resource"]));
+                containers.entry(of).or_default().insert(text(&held["device"]));
+                ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
+            }
+            let different: BTreeSet<&String> = ids.iter().collect();
+            if different.len() != ids.len() || node == SHARED && ids.len() as u64 > UNITS {
+                self.broken.insert(format!("{node}: {} gives out {ids:?}", text(&gpu["uuid"])));
+            }
+        }
+        for ((pod, container, _), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
+            self.broken.insert(format!("{container} of {pod} is on {devices:?}"));
+        }
+    }
+
+    pub(crate) fn summary(&self) -> String {
+        format!("{} pods: {}; broken: {}", self.created, listed(&self.fates), self.broken.len())
+    }
+}
