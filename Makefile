@@ -1,6 +1,6 @@
 # Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster check image crds render bench bench-placement
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak check image crds render bench bench-placement
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -25,6 +25,9 @@ test-go: ## the launcher's own tests
 
 test-cluster: ## the tests on the local cluster; TEST=name runs those whose name contains it
 	@e2e/test cluster
+
+soak: ## churn and chaos on two nodes of four GPUs: MINUTES=30 SEED=1
+	@e2e/test soak
 
 crds: ## writes crds/ from the types
 	@e2e/test crds

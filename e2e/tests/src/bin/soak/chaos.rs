@@ -47,10 +47,10 @@ impl Chaos {
     }
 
     /// Takes away what is still wrong.
-    pub(crate) fn heal(&self) -> Result<()> {
+    pub(crate) fn heal() -> Result<()> {
         for node in [SHARED, CUT] {
             simgpu(node, &["clear"])?;
-            on_node(node, &["chattr", "-i", "/var/lib/cleave"]).map(drop).or_else(|_| Ok::<_, anyhow::Error>(()))?;
+            on_node(node, &["chattr", "-i", "/var/lib/cleave"])?;
         }
         Ok(())
     }
@@ -96,9 +96,8 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
             launcher(&["kill", component])?;
             launcher(&["start", component]).map(drop)
         }
-        "MPS daemon" => mps(cluster, random, node, "pid"),
-        "MPS server" => mps(cluster, random, node, "serverPid"),
-        "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--for", "3s", "--count", "20"]).map(drop),
+        "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
+        "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "20"]).map(drop),
         "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "20"]).map(drop),
         // What cannot be written is tried again until it can.
         "full disk" => {
@@ -115,19 +114,21 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
 }
 
 /// Kills one of a node's MPS processes, where there is one.
-fn mps(cluster: &Cluster, random: &mut Random, node: &str, which: &str) -> Result<()> {
-    let object = cluster.gpunode(node)?;
-    let gpus = object["status"]["gpus"].as_array().cloned().unwrap_or_default();
-    let daemons = gpus.iter().flat_map(|gpu| gpu["mps"].as_array().cloned().unwrap_or_default());
-    let pids: Vec<u64> = daemons.filter_map(|daemon| daemon[which].as_u64()).collect();
+fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
+    let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
+    let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
+    let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = random.pick(&pids) else { return Ok(()) };
     // It may have ended by itself meanwhile.
-    let _ = on_node(node, &["kill", "-9", &pid.to_string()]);
+    let _ = on_node(node, &["kill", "-9", pid]);
+    wait_until("it is gone", || Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err()))?;
     wait_until("all of the node's MPS daemons serve", || {
         let object = cluster.gpunode(node)?;
         let gpus = object["status"]["gpus"].as_array().cloned().unwrap_or_default();
         let daemons: Vec<_> = gpus.iter().flat_map(|gpu| gpu["mps"].as_array().cloned().unwrap_or_default()).collect();
-        Ok(daemons.iter().all(|daemon| daemon["state"] == "Active" && daemon[which].as_u64() != Some(*pid)))
+        Ok(daemons.iter().all(|daemon| {
+            daemon["state"] == "Active" && daemon["pid"].as_u64().map(|pid| pid.to_string()).as_deref() != Some(*pid)
+        }))
     })
 }
 
@@ -140,8 +141,7 @@ fn parts(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_jso
 /// Replaces the pods of a part of Cleave, and waits until the new ones are ready.
 fn renewed(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
     for pod in parts(cluster, node, component)? {
-        cluster
-            .delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])), Some(0))?;
+        cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])), Some(0))?;
     }
     ready(cluster, node, component)
 }

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::chaos::{Chaos, Victim};
+use crate::chaos::Chaos;
 use crate::promises::{Look, Seen};
 use crate::traces::Traces;
 
@@ -59,12 +59,12 @@ fn main() -> Result<()> {
     let scope = Scope::new(&cluster, "soak")?;
     policies(&scope)?;
     settled(&scope)?;
-    let before = Traces::of(&cluster)?;
+    let before = Traces::of_nodes()?;
     println!("soak: {minutes} minutes, seed {seed}");
 
     let mut seen = Seen::default();
     let mut chaos = Chaos::default();
-    let mut memory = vec![traces::memory(&cluster)?];
+    let mut memory = vec![traces::memory()?];
     let end = Instant::now() + Duration::from_secs(60 * minutes);
     let mut told = Instant::now();
     while Instant::now() < end {
@@ -80,21 +80,21 @@ fn main() -> Result<()> {
         }
         if told.elapsed() > Duration::from_secs(60) {
             told = Instant::now();
-            memory.push(traces::memory(&cluster)?);
+            memory.push(traces::memory()?);
             println!("{}; {}", seen.summary(), chaos.summary());
         }
         ensure!(seen.broken.is_empty(), "{:#?}", seen.broken);
     }
-    drop(chaos.heal());
+    Chaos::heal()?;
 
     for pod in scope.pods()? {
         cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
     }
     wait_until("all pods are gone", || Ok(scope.pods()?.is_empty()))?;
     settled(&scope).context("slices are lost")?;
-    let after = Traces::of(&cluster)?;
+    let after = Traces::of_nodes()?;
     let left = traces::left(&before, &after);
-    memory.push(traces::memory(&cluster)?);
+    memory.push(traces::memory()?);
     println!("{}; {}", seen.summary(), chaos.summary());
     println!("resident KiB, at first, in the middle, at the end: {}", traces::course(&memory));
     let grown = traces::grown(&memory);
@@ -144,7 +144,7 @@ fn settled(scope: &Scope) -> Result<()> {
 /// A burst of pods comes, and some go.
 fn churn(scope: &Scope, random: &mut Random, seen: &mut Seen) -> Result<()> {
     let living = scope.pods()?;
-    for _ in 0..(1 + random.below(6)) {
+    for _ in 0..=random.below(6) {
         if living.len() >= CROWD {
             break;
         }
@@ -197,9 +197,4 @@ pub(crate) type Count = BTreeMap<&'static str, u64>;
 pub(crate) fn listed(count: &Count) -> String {
     let all: Vec<String> = count.iter().map(|(what, times)| format!("{what} {times}")).collect();
     if all.is_empty() { "nothing".into() } else { all.join(", ") }
-}
-
-/// Which of MPS's own processes of a node ended: only their clients may fail for it.
-pub(crate) fn ends_clients(victim: &Victim) -> Option<&'static str> {
-    victim.mps_of
 }

@@ -6,7 +6,7 @@ use cleave_e2e::{Scope, text};
 use serde_json::Value;
 
 use crate::chaos::Victim;
-use crate::{CUT, Count, SHARED, UNITS, ends_clients, listed};
+use crate::{CUT, Count, SHARED, UNITS, listed};
 
 /// The pods and what the nodes say of them, at one moment.
 pub(crate) struct Look {
@@ -76,7 +76,7 @@ impl Seen {
     }
 
     pub(crate) fn struck(&mut self, victim: &Victim) {
-        if let Some(node) = ends_clients(victim) {
+        if let Some(node) = victim.mps_of {
             self.pods.values_mut().filter(|made| made.node == node).for_each(|made| made.struck = true);
         }
     }

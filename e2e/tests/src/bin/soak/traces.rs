@@ -2,27 +2,25 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
-use cleave_e2e::{Cluster, on_node};
+use cleave_e2e::on_node;
 
 use crate::{CUT, SHARED};
 
 /// Things on the nodes that come and go with pods, counted: by node and kind.
 pub(crate) struct Traces(BTreeMap<(&'static str, String), u64>);
 
-const COUNT: &str = r#"
+const COUNT: &str = r"
 echo clients $(grep -lz '^cleave-client' /proc/[0-9]*/cmdline 2>/dev/null | wc -l)
 echo folders $(ls /run/cleave/alloc 2>/dev/null | wc -l)
 echo sockets $(ls /var/lib/kubelet/device-plugins 2>/dev/null | grep -c cleave)
 echo mounts $(grep -c /run/cleave/alloc /proc/mounts)
 echo sandboxes $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev/null | wc -l)
-"#;
+";
 
 impl Traces {
-    pub(crate) fn of(cluster: &Cluster) -> Result<Self> {
+    pub(crate) fn of_nodes() -> Result<Self> {
         let mut counts = BTreeMap::new();
         for node in [SHARED, CUT] {
-            // Nothing else of the test's is there: Cleave's own pods stay.
-            let _ = cluster;
             for line in on_node(node, &["sh", "-c", COUNT])?.lines() {
                 let (kind, count) = line.split_once(' ').with_context(|| format!("{line:?}"))?;
                 counts.insert((node, kind.to_owned()), count.trim().parse().with_context(|| format!("{line:?}"))?);
@@ -56,7 +54,7 @@ for p in /proc/[0-9]*; do
 done
 "#;
 
-pub(crate) fn memory(_cluster: &Cluster) -> Result<Memory> {
+pub(crate) fn memory() -> Result<Memory> {
     let mut all = Memory::new();
     for node in [SHARED, CUT] {
         for line in on_node(node, &["sh", "-c", RESIDENT])?.lines() {
