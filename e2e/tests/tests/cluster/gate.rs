@@ -296,10 +296,18 @@ fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
         }
     }
     let node = scope.cluster.gpunode(NODE)?;
+    // Of a pod that was deleted without grace the kubelet gives slices out again while it lists them still.
+    let stays = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
+    let staying: BTreeSet<String> = pods
+        .iter()
+        .filter(stays)
+        .map(|pod| format!("{}/{}", scope.namespace, text(&pod["metadata"]["name"])))
+        .collect();
     let mut containers: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {
         let mut ids: Vec<String> = Vec::new();
-        for held in gpu["allocations"].as_array().into_iter().flatten() {
+        let held = gpu["allocations"].as_array().into_iter().flatten();
+        for held in held.filter(|held| staying.contains(&text(&held["pod"]))) {
             let of = containers.entry((text(&held["pod"]), text(&held["container"]))).or_default();
             of.insert(text(&held["device"]));
             ids.extend(held["ids"].as_array().into_iter().flatten().map(text));

@@ -8,6 +8,8 @@ use crate::{CUT, Count, Random, SHARED, listed};
 
 /// What was struck.
 pub(crate) struct Victim {
+    /// The node.
+    pub(crate) node: &'static str,
     /// The node whose clients of MPS may fail for it.
     pub(crate) mps_of: Option<&'static str>,
 }
@@ -43,11 +45,11 @@ impl Chaos {
         let &(what, ends_clients) = random.pick(&BLOWS).context("nothing to do")?;
         blow(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
-        Ok(Victim { mps_of: ends_clients.then_some(node) })
+        Ok(Victim { node, mps_of: ends_clients.then_some(node) })
     }
 
     /// Takes away what is still wrong.
-    pub(crate) fn heal() -> Result<()> {
+    pub(crate) fn heal(&self) -> Result<()> {
         for node in [SHARED, CUT] {
             simgpu(node, &["clear"])?;
             on_node(node, &["chattr", "-i", "/var/lib/cleave"])?;
@@ -57,6 +59,14 @@ impl Chaos {
 
     pub(crate) fn summary(&self) -> String {
         format!("struck: {}", listed(&self.done))
+    }
+}
+
+impl Drop for Chaos {
+    fn drop(&mut self) {
+        if let Err(error) = self.heal() {
+            eprintln!("what was broken could not be healed: {error:#}");
+        }
     }
 }
 
@@ -97,8 +107,8 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
             launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
-        "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "20"]).map(drop),
-        "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "20"]).map(drop),
+        "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
+        "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
         // What cannot be written is tried again until it can.
         "full disk" => {
             on_node(node, &["chattr", "+i", "/var/lib/cleave"])?;

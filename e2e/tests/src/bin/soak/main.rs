@@ -22,6 +22,7 @@ const SHARED: &str = "node1";
 /// Its GPUs are cut as pods ask for it.
 const CUT: &str = "node2";
 const SHARES: &str = "nvidia.com/gpu-mps";
+const WHOLE: &str = "nvidia.com/gpu";
 const UNITS: u64 = 10;
 /// Pods that live at once: the kubelet takes 110, and as many sandboxes are all that two cores can do.
 const CROWD: usize = 40;
@@ -85,7 +86,7 @@ fn main() -> Result<()> {
         }
         ensure!(seen.broken.is_empty(), "{:#?}", seen.broken);
     }
-    Chaos::heal()?;
+    chaos.heal()?;
 
     for pod in scope.pods()? {
         cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
@@ -153,12 +154,12 @@ fn churn(scope: &Scope, random: &mut Random, seen: &mut Seen) -> Result<()> {
             0 => (CUT, json!({"nvidia.com/mig-1g.5gb": 1})),
             1 => (CUT, json!({"nvidia.com/mig-3g.20gb": 1})),
             2 => (CUT, json!({"nvidia.com/gpu-10gb": 1})),
-            3 => (CUT, json!({"nvidia.com/gpu": 1})),
+            3 => (CUT, json!({WHOLE: 1})),
             _ => (SHARED, json!({SHARES: 1 + random.below(UNITS)})),
         };
         let script = if random.below(5) == 0 { CLIENT } else { STAY };
         scope.pod_on(node, &name, &limits, script)?;
-        seen.made(&name, node, script == CLIENT);
+        seen.made(&name, node, limits[WHOLE].is_null(), script == CLIENT);
     }
     for pod in &living {
         let name = text(&pod["metadata"]["name"]);

@@ -1,5 +1,6 @@
 //! What must hold at every look, whatever was killed.
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use cleave_e2e::{Scope, text};
@@ -38,10 +39,15 @@ fn wants_shares(pod: &Value) -> bool {
     limits.is_some_and(|limits| limits.keys().any(|name| name == crate::SHARES))
 }
 
+/// How long after a blow a node's slices may be unhealthy that were not when the pod was let through: an NVML that fails is asked again after 10 s.
+const AFTERMATH: Duration = Duration::from_secs(40);
+
 /// A pod of the soak.
 #[derive(Debug)]
 struct Made {
     node: &'static str,
+    /// It waits at the gate until its slices are there; pods for whole GPUs do not, and one may be cut while they are on their way.
+    gated: bool,
     /// It is a client of MPS.
     client: bool,
     /// It was deleted: how it ends says nothing.
@@ -58,14 +64,16 @@ pub(crate) struct Seen {
     pub(crate) created: u64,
     pods: BTreeMap<String, Made>,
     fates: Count,
+    /// When a node was struck last.
+    blows: BTreeMap<&'static str, Instant>,
     /// Promises that were broken, in words.
     pub(crate) broken: BTreeSet<String>,
 }
 
 impl Seen {
-    pub(crate) fn made(&mut self, name: &str, node: &'static str, client: bool) {
+    pub(crate) fn made(&mut self, name: &str, node: &'static str, gated: bool, client: bool) {
         self.created += 1;
-        let made = Made { node, client, unmade: false, struck: false, container: None };
+        let made = Made { node, gated, client, unmade: false, struck: false, container: None };
         self.pods.insert(name.to_owned(), made);
     }
 
@@ -76,6 +84,7 @@ impl Seen {
     }
 
     pub(crate) fn struck(&mut self, victim: &Victim) {
+        self.blows.insert(victim.node, Instant::now());
         if let Some(node) = victim.mps_of {
             self.pods.values_mut().filter(|made| made.node == node).for_each(|made| made.struck = true);
         }
@@ -85,8 +94,12 @@ impl Seen {
         for pod in &look.pods {
             self.pod(pod);
         }
+        // Of a pod that was deleted without grace the kubelet gives slices out again while it lists them still.
+        let stays = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
+        let name = |pod: &Value| format!("{}/{}", text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
+        let staying: BTreeSet<String> = look.pods.iter().filter(stays).map(name).collect();
         for (node, object) in &look.nodes {
-            self.node(node, object);
+            self.node(node, object, &staying);
         }
     }
 
@@ -110,9 +123,15 @@ impl Seen {
             }
             "Failed" if !made.unmade => {
                 made.unmade = true;
+                let is_recent = self.blows.get(made.node).is_some_and(|at| at.elapsed() < AFTERMATH);
+                let refused = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
                 let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 if made.client && made.struck {
                     *self.fates.entry("lost their MPS").or_default() += 1;
+                } else if is_recent && refused {
+                    *self.fates.entry("refused by a node just struck").or_default() += 1;
+                } else if !made.gated && refused {
+                    *self.fates.entry("not gated and refused").or_default() += 1;
                 } else {
                     self.broken.insert(format!("{name} on {} failed: {why} {}", made.node, status["state"]));
                 }
@@ -121,18 +140,19 @@ impl Seen {
         }
     }
 
-    fn node(&mut self, node: &str, object: &Value) {
+    fn node(&mut self, node: &str, object: &Value, staying: &BTreeSet<String>) {
         let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
         for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {
             let mut ids: Vec<String> = Vec::new();
-            for held in gpu["allocations"].as_array().into_iter().flatten() {
+            let held = gpu["allocations"].as_array().into_iter().flatten();
+            for held in held.filter(|held| staying.contains(&text(&held["pod"]))) {
                 let of = (text(&held["pod"]), text(&held["container"]), text(&held["resource"]));
                 containers.entry(of).or_default().insert(text(&held["device"]));
                 ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
             }
             let different: BTreeSet<&String> = ids.iter().collect();
             if different.len() != ids.len() || node == SHARED && ids.len() as u64 > UNITS {
-                self.broken.insert(format!("{node}: {} gives out {ids:?}", text(&gpu["uuid"])));
+                self.broken.insert(format!("{node}: given out are {}", gpu["allocations"]));
             }
         }
         for ((pod, container, _), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
