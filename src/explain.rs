@@ -497,7 +497,7 @@ impl View<'_> {
         let ours = self.observed.nodes.iter().filter(|(_, node)| node.has_object());
         ours.map(|(name, node)| {
             let planned = plan_node(name, node);
-            let refusal = match &node.gpu_node {
+            let refusal = match node.gpu_node.as_ref().map(|object| &object.0) {
                 Some(Err(invalid)) => Some(format!("its GpuNode cannot be read: {}", invalid.error)),
                 _ => refusal(&wanted, &planned)
                     .or_else(|| lack(free.get(name.as_str()), &wanted.requests))

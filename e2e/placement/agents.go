@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 )
@@ -22,10 +23,12 @@ const (
 
 // How the stand-in for an agent tells what was given out: after a pod was bound,
 // what the kubelet and the agent take until they list it; then as the agent does,
-// a burst of changes being one write.
+// a burst of changes being one write, and what was given out being gathered longer
+// than what was given back.
 const (
 	listedAfter   = 100 * time.Millisecond
 	betweenWrites = 200 * time.Millisecond
+	gatherGiven   = 500 * time.Millisecond
 )
 
 // deviceOf is the UUID of a node's GPU.
@@ -181,7 +184,7 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 	case gpu < 0:
 		a.unnoted++
 	case m.take(pod, gpu, shares):
-		a.changed(index)
+		a.changed(index, gatherGiven)
 		return
 	default:
 		a.elsewhere = append(a.elsewhere, fmt.Sprintf("%s (%d shares) on %s, GPU %d: %s", pod, shares, node, gpu, m.holders(gpu)))
@@ -191,7 +194,7 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 		return
 	}
 	m.take(pod, gpu, shares)
-	a.changed(index)
+	a.changed(index, gatherGiven)
 }
 
 // gone is called when a pod is deleted.
@@ -199,13 +202,13 @@ func (a *agents) gone(pod, node string) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
 	if index, ok := a.names[node]; ok && a.nodes[index].give(pod) {
-		a.changed(index)
+		a.changed(index, 0)
 	}
 }
 
-func (a *agents) changed(index int) {
+func (a *agents) changed(index int, gather time.Duration) {
 	if a.tell != nil {
-		a.tell.changed(index)
+		a.tell.changed(index, gather)
 	}
 }
 
@@ -238,9 +241,13 @@ type teller struct {
 
 // told is where the telling of a node is.
 type told struct {
-	due   bool // a write is planned or under way
-	again bool // and what has changed since is not in it
-	last  time.Time
+	due     *time.Timer // a write is planned, at
+	at      time.Time
+	under   bool // one is under way
+	again   bool // and what has changed since is not in it
+	gather  time.Duration
+	last    time.Time
+	version string // of the object, as last written
 }
 
 func newTeller(ctx context.Context, client rest.Interface, a *agents) *teller {
@@ -249,29 +256,39 @@ func newTeller(ctx context.Context, client rest.Interface, a *agents) *teller {
 	return &teller{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]told, count), slots: make(chan struct{}, 64)}
 }
 
-// changed plans a write of the node's status.
-func (t *teller) changed(index int) {
+// changed plans a write of the node's status, which may gather others for a while.
+func (t *teller) changed(index int, gather time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	node := &t.nodes[index]
-	if node.due {
-		node.again = true
+	if node.under {
+		if !node.again || gather < node.gather {
+			node.again, node.gather = true, gather
+		}
 		return
 	}
-	t.plan(index, listedAfter)
+	t.plan(index, gather)
 }
 
-// plan is called under the mutex.
-func (t *teller) plan(index int, wait time.Duration) {
+// plan is called under the mutex. A write that is planned for later is brought forward.
+func (t *teller) plan(index int, gather time.Duration) {
 	node := &t.nodes[index]
-	node.due, node.again = true, false
+	wait := max(listedAfter+gather, time.Until(node.last.Add(betweenWrites)))
+	at := time.Now().Add(wait)
+	if node.due != nil {
+		if at.Before(node.at) && node.due.Stop() {
+			node.due.Reset(wait)
+			node.at = at
+		}
+		return
+	}
 	t.pending++
-	wait = max(wait, time.Until(node.last.Add(betweenWrites)))
-	time.AfterFunc(wait, func() {
+	node.at = at
+	node.due = time.AfterFunc(wait, func() {
 		t.slots <- struct{}{}
 		t.mutex.Lock()
 		// What changes from here on needs another write.
-		node.again = false
+		node.due, node.under, node.again = nil, true, false
 		t.mutex.Unlock()
 		err := t.write(t.ctx, index)
 		<-t.slots
@@ -281,9 +298,9 @@ func (t *teller) plan(index int, wait time.Duration) {
 		t.mutex.Lock()
 		defer t.mutex.Unlock()
 		t.pending--
-		node.due, node.last = false, time.Now()
+		node.under, node.last = false, time.Now()
 		if node.again {
-			t.plan(index, listedAfter)
+			t.plan(index, node.gather)
 		}
 	})
 }
@@ -298,18 +315,52 @@ func (t *teller) idle() (bool, error) {
 	return t.pending == 0, nil
 }
 
-// write tells the node's status as the agent does: all of it, by a merge patch.
+// write tells the node's status as the agent does: all of it, in place of the version
+// that it knows; by a merge patch where it knows none, or another was written since.
 func (t *teller) write(ctx context.Context, index int) error {
-	body, err := json.Marshal(object{"status": status(t.specs[index], index, t.agents.copyOf(index))})
-	if err != nil {
-		return err
-	}
+	name := nodeName(index)
+	told := status(t.specs[index], index, t.agents.copyOf(index))
 	t.writes.Add(1)
-	err = t.client.Patch(types.MergePatchType).AbsPath(gpuNodesPath, nodeName(index), "status").
-		Param("fieldManager", "cleave-agent").Body(body).Do(ctx).Error()
-	if err != nil && ctx.Err() == nil {
-		return fmt.Errorf("tell the status of %s: %w", nodeName(index), err)
+	t.mutex.Lock()
+	version := t.nodes[index].version
+	t.mutex.Unlock()
+	err := error(nil)
+	var raw []byte
+	if version != "" {
+		var body []byte
+		if body, err = json.Marshal(object{
+			"apiVersion": cleaveGroup + "/v1alpha1", "kind": "GpuNode",
+			"metadata": object{"name": name, "resourceVersion": version}, "status": told,
+		}); err != nil {
+			return err
+		}
+		raw, err = t.client.Put().AbsPath(gpuNodesPath, name, "status").Param("fieldManager", "cleave-agent").Body(body).Do(ctx).Raw()
 	}
+	if version == "" || apierrors.IsConflict(err) {
+		var body []byte
+		if body, err = json.Marshal(object{"status": told}); err != nil {
+			return err
+		}
+		raw, err = t.client.Patch(types.MergePatchType).AbsPath(gpuNodesPath, name, "status").
+			Param("fieldManager", "cleave-agent").Body(body).Do(ctx).Raw()
+	}
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return fmt.Errorf("tell the status of %s: %w", name, err)
+	}
+	var written struct {
+		Metadata struct {
+			ResourceVersion string `json:"resourceVersion"`
+		} `json:"metadata"`
+	}
+	if err := json.Unmarshal(raw, &written); err != nil {
+		return fmt.Errorf("the answer to the status of %s: %w", name, err)
+	}
+	t.mutex.Lock()
+	defer t.mutex.Unlock()
+	t.nodes[index].version = written.Metadata.ResourceVersion
 	return nil
 }
 
@@ -366,7 +417,7 @@ func status(s spec, index int, m machine) object {
 		described := object{
 			"uuid": uuid, "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memoryMib": 81559, "sms": 132,
 			"pci": fmt.Sprintf("00000000:%02x:00.0", gpu+1), "numa": gpu / 4, "health": object{"healthy": true},
-			"mig":  object{"enabled": false, "profiles": migProfiles, "instances": []object{}},
+			"mig":  object{"enabled": false, "instances": []object{}},
 			"mode": "Whole", "slices": []object{{"device": uuid, "resource": "nvidia.com/gpu", "total": 1, "inUse": 0, "unhealthy": 0}},
 		}
 		if s.PlanID != "" {
@@ -388,6 +439,7 @@ func status(s spec, index int, m machine) object {
 	return object{
 		"observedGeneration": s.Generation, "planId": s.PlanID, "agentVersion": "0.1.0", "driver": "580.159.04",
 		"bootId": fmt.Sprintf("00000000-0000-4000-8000-%012x", index), "gpus": gpus, "steps": []object{},
+		"models":     []object{{"model": "NVIDIA H100 80GB HBM3", "migProfiles": migProfiles}},
 		"summary":    object{"gpus": gpusPerNode, "models": "NVIDIA H100 80GB HBM3", "modes": modes, "slices": slices},
 		"conditions": []object{condition("Ready", "Serving"), condition("Applied", "Applied")},
 	}

@@ -188,6 +188,10 @@ webhook
 - name: asks-for-shares
   expression: >-
     {{ include "cleave.asksForShares" "object" }}
+# The API server asks once more about what it has changed itself: that is gated then, and to mutate it again is what costs most.
+- name: is-not-gated
+  expression: >-
+    !{{ include "cleave.isGated" "object" }}
 # The API server refuses a gate on a pod that has its node already: another policy says so in better words. Mirrors of static pods have one.
 - name: has-no-node
   expression: object.spec.?nodeName.orValue('') == ''

@@ -1,13 +1,14 @@
 //! The API server: the node's own `GpuNode` is read, its status and events are written. Nothing here holds up what the kubelet is answered.
 use std::time::Duration;
 
-use cleave_api::GpuNode;
 use cleave_api::gpunode::GpuNodeStatus;
 use cleave_api::names::AGENT_MANAGER;
+use cleave_api::{GpuNode, GpuNodeSpec};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, Patch, PatchParams, PostParams};
 use kube::core::DeserializeGuard;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
@@ -15,15 +16,18 @@ use kube::runtime::watcher::Event as WatchEvent;
 use kube::runtime::watcher::{Config, watcher};
 use kube::{Client, Resource};
 use tokio::sync::{mpsc, watch};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::connect;
 use crate::metrics::Metrics;
 use crate::node::{Object, Occurrence};
-use crate::status::with_times;
+use crate::status::{only_more_is_given, with_times};
 
 /// Least time between two status writes: a burst of changes is one.
 const BETWEEN: Duration = Duration::from_millis(200);
+/// How long it is waited for more where all the news is that more has been given out: pods come in bursts to the same node, and the operator
+/// keeps what they were promised until it hears of it.
+const GATHER: Duration = Duration::from_millis(500);
 /// First and longest pause after a write that failed.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// Longest event note that the API server takes, with room.
@@ -38,6 +42,8 @@ pub struct Server {
     uid: Option<String>,
     /// Its status as it was last seen.
     status: Option<GpuNodeStatus>,
+    /// Its resource version.
+    version: Option<String>,
 }
 
 /// A client, as soon as there is a configuration for one.
@@ -99,12 +105,13 @@ pub async fn follow(
 fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<Server>) -> Object {
     match object {
         Ok(object) => {
-            server.send_replace(Server { present: true, uid: object.metadata.uid, status: object.status });
-            Object::Present(object.metadata.generation.unwrap_or_default(), object.spec)
+            let ObjectMeta { uid, resource_version, generation, .. } = object.metadata;
+            server.send_replace(Server { present: true, uid, status: object.status, version: resource_version });
+            Object::Present(generation.unwrap_or_default(), object.spec)
         }
         Err(invalid) => {
             tracing::warn!(error = invalid.error, "the GpuNode is malformed; the last sound spec stays in force");
-            server.send_replace(Server { present: true, uid: invalid.metadata.uid, status: None });
+            server.send_replace(Server { present: true, uid: invalid.metadata.uid, ..Server::default() });
             Object::Malformed(invalid.error)
         }
     }
@@ -120,42 +127,86 @@ pub async fn write_status(
 ) {
     let api: Api<GpuNode> = Api::all(client);
     let mut pause = BACK_OFF.0;
-    // What was written last, until the watch says something newer.
-    let mut written: Option<GpuNodeStatus> = None;
+    // What was written last, and as what version, until the watch says something newer.
+    let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
     let mut believed = false;
+    let mut gathering: Option<Instant> = None;
     loop {
-        let Server { present, status: seen, .. } = server.borrow_and_update().clone();
+        let Server { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
         let status = wanted.borrow_and_update().clone();
+        let mut more_until = None;
         if let Some(status) = status.filter(|_| present) {
-            let on_server = if believed { written.as_ref() } else { seen.as_ref() };
-            let before =
-                written.as_ref().or(seen.as_ref()).map(|status| status.conditions.as_slice()).unwrap_or_default();
+            let (on_server, version) = match written.as_ref().filter(|_| believed) {
+                Some((status, version)) => (Some(status), version.clone()),
+                None => (seen.as_ref(), seen_version),
+            };
+            let before = written.as_ref().map(|(status, _)| status).or(seen.as_ref());
+            let before = before.map(|status| status.conditions.as_slice()).unwrap_or_default();
             let status = with_times(status, before, Timestamp::now());
-            if on_server != Some(&status) {
-                if let Err(error) = api.patch_status(&name, &PatchParams::apply(AGENT_MANAGER), &patch(&status)).await {
-                    metrics.error("api-status");
-                    tracing::warn!(error = &error as &dyn std::error::Error, "writing the GpuNode's status failed");
-                    sleep(pause).await;
-                    pause = (pause * 2).min(BACK_OFF.1);
-                    continue;
+            if on_server == Some(&status) {
+                gathering = None;
+            } else {
+                let since = *gathering.get_or_insert_with(Instant::now);
+                more_until = on_server
+                    .filter(|told| only_more_is_given(told, &status))
+                    .map(|_| since + GATHER)
+                    .filter(|until| *until > Instant::now());
+                if more_until.is_none() {
+                    let version = match write(&api, &name, version, &status).await {
+                        Ok(version) => version,
+                        Err(error) => {
+                            metrics.error("api-status");
+                            tracing::warn!(
+                                error = &error as &dyn std::error::Error,
+                                "writing the GpuNode's status failed"
+                            );
+                            sleep(pause).await;
+                            pause = (pause * 2).min(BACK_OFF.1);
+                            continue;
+                        }
+                    };
+                    pause = BACK_OFF.0;
+                    written = Some((status, version));
+                    (believed, gathering) = (true, None);
+                    sleep(BETWEEN).await;
                 }
-                pause = BACK_OFF.0;
-                written = Some(status);
-                believed = true;
-                sleep(BETWEEN).await;
             }
         } else {
-            written = None;
+            (written, gathering) = (None, None);
         }
         tokio::select! {
-            // Both are cancel-safe: a change that is not taken is seen by the next call.
+            // All are cancel-safe: a change that is not taken is seen by the next call, and a time comes again.
             changed = wanted.changed() => if changed.is_err() { return },
             changed = server.changed() => {
                 believed = false;
                 if changed.is_err() { return }
             }
+            () = async { sleep_until(more_until.unwrap_or_else(Instant::now)).await }, if more_until.is_some() => {}
         }
     }
+}
+
+/// Writes a status, and says as what version. It takes the place of the version that is known, which costs the API server a third less than a
+/// patch of it does; where none is known, or another was written since (a spec), it is patched in.
+async fn write(
+    api: &Api<GpuNode>,
+    name: &str,
+    version: Option<String>,
+    status: &GpuNodeStatus,
+) -> kube::Result<Option<String>> {
+    if version.is_some() {
+        // What is not status is not looked at: the API server keeps what there is.
+        let mut object = GpuNode::new(name, GpuNodeSpec::default());
+        object.metadata.resource_version = version;
+        object.status = Some(status.clone());
+        let params = PostParams { field_manager: Some(AGENT_MANAGER.into()), ..PostParams::default() };
+        match api.replace_status(name, &params, &object).await {
+            Err(kube::Error::Api(refused)) if refused.code == 409 => {}
+            outcome => return outcome.map(|object| object.metadata.resource_version),
+        }
+    }
+    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &patch(status)).await;
+    patched.map(|object| object.metadata.resource_version)
 }
 
 /// A merge patch: every list is replaced, and every top-level field is there.
@@ -207,7 +258,7 @@ fn reference(api_version: String, kind: String, name: &str, uid: Option<String>)
 mod tests {
     use std::time::Duration;
 
-    use cleave_api::GpuNodeSpec;
+    use cleave_api::gpunode::{AllocationStatus, GpuStatus};
     use kube::client::Body;
     use serde_json::{Value, json};
     use tokio::time::timeout;
@@ -251,7 +302,8 @@ mod tests {
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "there is no object");
 
-        server.send_replace(super::Server { present: true, uid: None, status: None });
+        let present = |status| super::Server { present: true, status, ..super::Server::default() };
+        server.send_replace(present(None));
         let failed = answer(
             &mut api,
             500,
@@ -262,12 +314,77 @@ mod tests {
         let (_, sent) = answer(&mut api, 200, &object(&status("1"))).await;
         assert_eq!(sent["status"]["driver"], "1");
 
-        server.send_replace(super::Server { present: true, uid: None, status: Some(status("1")) });
+        server.send_replace(present(Some(status("1"))));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is there");
         wanted.send_replace(Some(status("2")));
         assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2");
-        server.send_replace(super::Server { present: true, uid: None, status: Some(status("someone's")) });
+        server.send_replace(present(Some(status("someone's"))));
         assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2", "the agent's word");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_status_takes_the_place_of_the_version_that_is_known_and_is_patched_in_where_that_is_old() {
+        let (client, mut api) = client();
+        let (wanted, wants) = watch::channel(Some(status("1")));
+        let known = super::Server { present: true, version: Some("7".into()), ..super::Server::default() };
+        let (_server, seen) = watch::channel(known);
+        tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
+        let with = |version: &str, status: &GpuNodeStatus| {
+            let mut object = object(status);
+            object["metadata"]["resourceVersion"] = version.into();
+            object
+        };
+        let (asked, sent) = answer(&mut api, 200, &with("8", &status("1"))).await;
+        assert_eq!(asked, "PUT /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
+        assert_eq!((&sent["metadata"]["resourceVersion"], &sent["status"]["driver"]), (&json!("7"), &json!("1")));
+
+        wanted.send_replace(Some(status("2")));
+        let conflict =
+            json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "", "reason": "Conflict" });
+        let (asked, sent) = answer(&mut api, 409, &conflict).await;
+        assert!(asked.starts_with("PUT "), "{asked}");
+        assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version that its own write made");
+        let (asked, sent) = answer(&mut api, 200, &with("10", &status("2"))).await;
+        assert_eq!((asked.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{asked}");
+
+        wanted.send_replace(Some(status("3")));
+        assert_eq!(answer(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"], "10");
+    }
+
+    fn giving(pods: &[&str]) -> GpuNodeStatus {
+        let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
+        let gpu = GpuStatus { allocations: pods.iter().map(row).collect(), ..GpuStatus::default() };
+        GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_given_out_is_gathered_and_what_is_given_back_is_told_at_once() {
+        let (client, mut api) = client();
+        let (wanted, wants) = watch::channel(Some(giving(&[])));
+        let present = super::Server { present: true, status: Some(giving(&[])), ..super::Server::default() };
+        let (_server, seen) = watch::channel(present);
+        tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
+        let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
+
+        // Each is news, and none of it is told before the time that runs from the first.
+        let began = Instant::now();
+        let mut given: Vec<&str> = Vec::new();
+        for pod in ["a", "b", "c", "d"] {
+            given.push(pod);
+            wanted.send_replace(Some(giving(&given)));
+            assert!(timeout(GATHER / 5, api.next_request()).await.is_err(), "{pod}");
+        }
+        let (_, sent) = answer(&mut api, 200, &object(&giving(&given))).await;
+        assert_eq!((pods(&sent), began.elapsed() <= GATHER + Duration::from_millis(2)), (4, true));
+
+        // One more, and then one less: that another pod may have.
+        tokio::time::sleep(BETWEEN).await;
+        let began = Instant::now();
+        wanted.send_replace(Some(giving(&["a", "b", "c", "d", "e"])));
+        assert!(timeout(GATHER / 5, api.next_request()).await.is_err());
+        wanted.send_replace(Some(giving(&["a", "b", "c", "e"])));
+        assert_eq!(pods(&answer(&mut api, 200, &object(&giving(&["a"]))).await.1), 4);
+        assert!(began.elapsed() < GATHER / 2, "{:?}", began.elapsed());
     }
 
     #[tokio::test(start_paused = true)]

@@ -122,9 +122,11 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
             condition(CONDITION_APPLIED, generation, is_applied(facts)),
         ],
         summary: Some(Summary::of(&gpus)),
+        models: Vec::new(),
         gpus,
         steps: steps.to_vec(),
     }
+    .compact()
 }
 
 fn gpu(facts: &Facts<'_>, gpu: &Gpu, health: &Health) -> GpuStatus {
@@ -369,4 +371,59 @@ pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_open
         condition.last_transition_time = same.map_or(Time(now), |old| old.last_transition_time.clone());
     }
     status
+}
+
+/// Whether all that is to be told is that containers have been given more, or run more or fewer clients: nothing that anybody waits for.
+pub fn only_more_is_given(told: &GpuNodeStatus, wanted: &GpuNodeStatus) -> bool {
+    let bare = |status: &GpuNodeStatus| {
+        let mut bare = GpuNodeStatus { summary: None, ..status.clone() };
+        for gpu in &mut bare.gpus {
+            gpu.allocations = Vec::new();
+            gpu.slices.iter_mut().for_each(|slice| slice.in_use = 0);
+        }
+        bare
+    };
+    let same = |one: &AllocationStatus, other: &AllocationStatus| {
+        let AllocationStatus { pod, container, resource, device, ids, threads, sms, memory_mib, clients: _ } = one;
+        (pod, container, resource, device) == (&other.pod, &other.container, &other.resource, &other.device)
+            && (ids, threads, sms, memory_mib) == (&other.ids, &other.threads, &other.sms, &other.memory_mib)
+    };
+    let keeps = |(told, wanted): (&GpuStatus, &GpuStatus)| {
+        told.allocations.iter().all(|row| wanted.allocations.iter().any(|other| same(row, other)))
+            && told.slices.iter().zip(&wanted.slices).all(|(told, wanted)| told.in_use <= wanted.in_use)
+    };
+    told.gpus.iter().zip(&wanted.gpus).all(keeps) && bare(told) == bare(wanted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
+        let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
+        let slices = vec![SliceStatus { total: 10, in_use: count(pods.len()), ..SliceStatus::default() }];
+        let mut gpu = GpuStatus { allocations: pods.iter().map(row).collect(), slices, ..GpuStatus::default() };
+        change(&mut gpu);
+        let gpus = vec![gpu];
+        GpuNodeStatus { summary: Some(Summary::of(&gpus)), gpus, ..GpuNodeStatus::default() }
+    }
+
+    #[test]
+    fn only_what_nobody_waits_for_is_gathered() {
+        let before = told(&["a", "b"], |_| {});
+        for (gathered, what, after) in [
+            (true, "one more", told(&["a", "b", "c"], |_| {})),
+            (true, "a client", told(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
+            (false, "one less", told(&["a"], |_| {})),
+            (false, "one less and one more", told(&["a", "c"], |_| {})),
+            (false, "fewer in use", told(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
+            (false, "another device", told(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
+            (false, "a share that is not healthy", told(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
+            (false, "health", told(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
+            (false, "a GPU less", GpuNodeStatus { summary: before.summary.clone(), ..GpuNodeStatus::default() }),
+            (false, "a plan", GpuNodeStatus { plan_id: "p".into(), ..told(&["a", "b", "c"], |_| {}) }),
+        ] {
+            assert_eq!(only_more_is_given(&before, &after), gathered, "{what}");
+        }
+    }
 }

@@ -216,6 +216,9 @@ pub struct GpuNodeStatus {
     /// `gpus` in a few words, for `kubectl get`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub summary: Option<Summary>,
+    /// What GPUs of one model have in common, by model. Told once and not with each GPU: a status is written whole whenever a pod comes or goes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub models: Vec<ModelStatus>,
     /// GPUs by index.
     #[serde(default)]
     pub gpus: Vec<GpuStatus>,
@@ -226,6 +229,54 @@ pub struct GpuNodeStatus {
     #[serde(default)]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
     pub conditions: Vec<Condition>,
+}
+
+impl GpuNodeStatus {
+    /// Tells MIG profiles once for each model instead of with each GPU; of a model whose GPUs differ in them they stay with the GPUs.
+    /// [`Self::complete`] is the way back.
+    #[must_use]
+    pub fn compact(mut self) -> Self {
+        let mut common: BTreeMap<&str, Option<&[MigProfileStatus]>> = BTreeMap::new();
+        for (model, mig) in self.gpus.iter().filter_map(|gpu| Some((&gpu.model, gpu.mig.as_ref()?))) {
+            let same = common.entry(model).or_insert(Some(&mig.profiles));
+            *same = same.filter(|same| *same == mig.profiles);
+        }
+        let told = |(model, profiles): (&str, Option<&[MigProfileStatus]>)| {
+            let mig_profiles = profiles.filter(|profiles| !profiles.is_empty())?.to_vec();
+            Some(ModelStatus { model: model.to_owned(), mig_profiles })
+        };
+        self.models = common.into_iter().filter_map(told).collect();
+        for gpu in &mut self.gpus {
+            if let Some(mig) = gpu.mig.as_mut().filter(|_| self.models.iter().any(|known| known.model == gpu.model)) {
+                mig.profiles = Vec::new();
+            }
+        }
+        self
+    }
+
+    /// Gives each GPU the MIG profiles of its model, as those who plan want them. What a GPU says itself counts.
+    #[must_use]
+    pub fn complete(mut self) -> Self {
+        for gpu in &mut self.gpus {
+            let known = self.models.iter().find(|known| known.model == gpu.model);
+            if let (Some(known), Some(mig)) = (known, gpu.mig.as_mut().filter(|mig| mig.profiles.is_empty())) {
+                mig.profiles.clone_from(&known.mig_profiles);
+            }
+        }
+        self.models = Vec::new();
+        self
+    }
+}
+
+/// What GPUs of one model have in common.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ModelStatus {
+    /// Product name, as the GPUs have it.
+    pub model: String,
+    /// MIG profiles and placements as NVML reports them.
+    #[serde(default)]
+    pub mig_profiles: Vec<MigProfileStatus>,
 }
 
 /// A node's GPUs in a few words, for `kubectl get gpunodes`.
@@ -322,8 +373,8 @@ pub struct MigStatus {
     /// MIG mode after the next reset, where it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<bool>,
-    /// Profiles and placements as NVML reports them.
-    #[serde(default)]
+    /// Profiles and placements as NVML reports them, where they are not told for all GPUs of the model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub profiles: Vec<MigProfileStatus>,
     /// Instances that exist.
     #[serde(default)]
@@ -472,6 +523,33 @@ mod tests {
             slices: vec![SliceStatus { total, in_use, ..SliceStatus::default() }],
             ..GpuStatus::default()
         }
+    }
+
+    fn with_mig(model: &str, profiles: &[&str]) -> GpuStatus {
+        let profile = |name: &&str| MigProfileStatus { name: (*name).to_owned(), ..MigProfileStatus::default() };
+        let mig = MigStatus { profiles: profiles.iter().map(profile).collect(), ..MigStatus::default() };
+        GpuStatus { mig: Some(mig), ..gpu(model, "", 0, 0) }
+    }
+
+    #[test]
+    fn what_gpus_of_a_model_have_in_common_is_told_once_and_nothing_is_lost() {
+        for gpus in [
+            vec![],
+            vec![gpu("T4", "", 0, 0)],
+            vec![with_mig("A100", &["1g", "7g"]); 8],
+            vec![with_mig("A100", &["1g"]), with_mig("H100", &["1g", "7g"]), gpu("T4", "", 0, 0)],
+            vec![with_mig("A100", &[]), with_mig("A100", &[])],
+            // One that cannot what its like can is not given it.
+            vec![with_mig("A100", &["1g"]), with_mig("A100", &[]), with_mig("H100", &["1g"])],
+            vec![gpu("A100", "", 0, 0), with_mig("A100", &["1g"])],
+        ] {
+            let told = GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
+            let compact = told.clone().compact();
+            let read: GpuNodeStatus = serde_json::from_value(serde_json::to_value(&compact).unwrap()).unwrap();
+            assert_eq!(read.complete(), told, "{compact:?}");
+        }
+        let eight = GpuNodeStatus { gpus: vec![with_mig("A100", &["1g", "7g"]); 8], ..GpuNodeStatus::default() };
+        assert_eq!(serde_json::to_string(&eight.compact()).unwrap().matches("7g").count(), 1);
     }
 
     #[test]

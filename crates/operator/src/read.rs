@@ -3,6 +3,7 @@
 //! Five watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but never their `managedFields`), of nodes what the
 //! scheduler looks at, of the agents' pods the node and the Ready condition, and pods as [`crate::pods`] keeps them.
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
@@ -131,8 +132,8 @@ pub struct Node {
     pub allocatable: BTreeMap<String, Quantity>,
     /// Its agent's pod, if there is one.
     pub agent: Option<Agent>,
-    /// Its `GpuNode`, if there is one.
-    pub gpu_node: Option<Result<GpuNode, InvalidObject>>,
+    /// Its `GpuNode`, if there is one; shared with the watch's store, since most passes change none.
+    pub gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
 
 /// A node's agent.
@@ -152,7 +153,7 @@ impl Node {
 
     /// Its `GpuNode`, where that is what the definition says.
     pub fn object(&self) -> Option<&GpuNode> {
-        self.gpu_node.as_ref().and_then(|object| object.as_ref().ok())
+        self.gpu_node.as_ref().and_then(|object| object.0.as_ref().ok())
     }
 
     /// Whether there is a `GpuNode`, malformed or not.
@@ -162,7 +163,7 @@ impl Node {
 
     /// What its `GpuNode` says that it shall be; nothing where there is no object yet, and an error where that is malformed.
     pub fn spec(&self) -> Result<GpuNodeSpec, &InvalidObject> {
-        match &self.gpu_node {
+        match self.gpu_node.as_ref().map(|object| &object.0) {
             None => Ok(GpuNodeSpec::default()),
             Some(Ok(object)) => Ok(object.spec.clone()),
             Some(Err(invalid)) => Err(invalid),
@@ -204,7 +205,7 @@ impl Stores {
         let mut observed = Observed::default();
         self.nodes.state().iter().for_each(|node| observed.add_node(node));
         self.agents.state().iter().for_each(|pod| observed.add_agent(pod));
-        self.gpu_nodes.state().iter().for_each(|object| observed.add_gpu_node(object));
+        self.gpu_nodes.state().into_iter().for_each(|object| observed.share_gpu_node(object));
         self.policies.state().iter().for_each(|policy| observed.add_policy(policy));
         observed.set_pods(self.pods.state().iter().map(AsRef::as_ref));
         observed
@@ -234,10 +235,17 @@ impl Observed {
         }
     }
 
-    /// One node's `GpuNode`.
+    /// One node's `GpuNode`, as the API server tells it.
     pub fn add_gpu_node(&mut self, object: &DeserializeGuard<GpuNode>) {
+        let mut object = object.clone();
+        complete(&mut object);
+        self.share_gpu_node(Arc::new(object));
+    }
+
+    /// One node's `GpuNode`, [complete].
+    fn share_gpu_node(&mut self, object: Arc<DeserializeGuard<GpuNode>>) {
         if let Some(node) = self.nodes.get_mut(&object.name_any()) {
-            node.gpu_node = Some(object.0.clone());
+            node.gpu_node = Some(object);
         }
     }
 
@@ -255,6 +263,13 @@ impl Observed {
         let found = objects.filter(|pod| pod.node().is_none_or(gpu_node)).filter_map(pods::claimant);
         self.pods = found.collect();
         self.pods.sort_by(|a, b| (&a.created, &a.pod.name).cmp(&(&b.created, &b.pod.name)));
+    }
+}
+
+/// Makes each GPU of a `GpuNode` complete: what its status tells once for all GPUs of a model is told of each.
+pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
+    if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
+        *status = std::mem::take(status).complete();
     }
 }
 

@@ -37,7 +37,7 @@ use crate::leader::{Claim, Elector};
 use crate::metrics::{self, Kind, Metrics, Outcome, Write};
 use crate::pace::{Gather, Pace};
 use crate::pods::PodObject;
-use crate::read::{AgentPod, NodeObject, Observed, Stores};
+use crate::read::{AgentPod, NodeObject, Observed, Stores, complete};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
 use crate::{apply, plan, status, webhook};
@@ -67,13 +67,13 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     metrics.register(&mut registry);
 
     let mut tasks: JoinSet<(&'static str, Result<()>)> = JoinSet::new();
-    let (dirty, dirty_gate) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let mut watches = Watches { tasks: &mut tasks, dirty: [&dirty, &dirty_gate], metrics: &metrics, stop: &stop };
+    let wakes = Wakes::default();
+    let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
-        watches.keep("Namespace", watch, (trim, |_| false))
+        watches.keep("Namespace", watch, (trim, |_| false), Wakes::all)
     });
 
     let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
@@ -123,7 +123,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         claim: claim.clone(),
         metrics: metrics.clone(),
         recorder: recorder.clone(),
-        dirty: dirty_gate,
+        dirty: Arc::clone(&wakes.gate),
         demand: gated,
         stop: stop.clone(),
     });
@@ -134,7 +134,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         claim,
         metrics,
         recorder,
-        dirty,
+        wakes,
         listed,
         told: Told::new(),
         started: Instant::now(),
@@ -185,14 +185,46 @@ async fn finish(mut tasks: JoinSet<(&'static str, Result<()>)>, stop: Cancellati
     }
 }
 
-/// What is dropped of an object before it is kept, and whether a change of it is worth a pass.
+/// What is dropped of an object before it is kept, and whether a change of it is worth a look.
 type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
+
+/// Whom changes wake.
+#[derive(Debug, Clone, Default)]
+struct Wakes {
+    passes: Arc<Notify>,
+    gate: Arc<Notify>,
+    /// Pods decide what no GPU becomes, as the last pass saw it.
+    indifferent: Arc<AtomicBool>,
+}
+
+impl Wakes {
+    /// Something that both look at.
+    fn all(&self) {
+        self.passes.notify_one();
+        self.gate.notify_one();
+    }
+
+    /// A pod: passes look at them only where pods decide what GPUs become. They come and go, and a pass is about all nodes.
+    fn pod(&self) {
+        if !self.indifferent.load(Ordering::Acquire) {
+            self.passes.notify_one();
+        }
+        self.gate.notify_one();
+    }
+
+    /// A pass has seen whether pods decide about GPUs. What came before it was known that they do is looked at again.
+    fn pods_decide(&self, decide: bool) {
+        let before = self.indifferent.swap(!decide, Ordering::AcqRel);
+        if decide && before {
+            self.passes.notify_one();
+        }
+    }
+}
 
 /// What the watches share.
 struct Watches<'a> {
     tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
-    /// Whom a change wakes.
-    dirty: [&'a Arc<Notify>; 2],
+    wakes: &'a Wakes,
     metrics: &'a Metrics,
     stop: &'a CancellationToken,
 }
@@ -209,23 +241,38 @@ impl Watches<'_> {
                 "SharingPolicy",
                 watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
                 (trim, |_| true),
+                Wakes::all,
             ),
             gpu_nodes: self.keep(
                 "GpuNode",
                 watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
-                (trim, |_| true),
+                (
+                    |object| {
+                        trim(object);
+                        complete(object);
+                    },
+                    |_| true,
+                ),
+                Wakes::all,
             ),
-            nodes: self.keep("Node", watcher(Api::<NodeObject>::all(client.clone()), everything), (trim, |_| true)),
+            nodes: self.keep(
+                "Node",
+                watcher(Api::<NodeObject>::all(client.clone()), everything),
+                (trim, |_| true),
+                Wakes::all,
+            ),
             agents: self.keep(
                 "AgentPod",
                 watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
                 (trim, |_| true),
+                Wakes::all,
             ),
             // What other pods do changes little, and the next pass sees it.
             pods: self.keep(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
                 (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
+                Wakes::pod,
             ),
         }
     }
@@ -236,12 +283,13 @@ impl Watches<'_> {
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
         (trim, matters): Keeping<K>,
+        wake: fn(&Wakes),
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
     {
         let (store, writer) = reflector::store();
-        let (dirty, metrics, stop) = (self.dirty.map(Arc::clone), self.metrics.clone(), self.stop.clone());
+        let (wakes, metrics, stop) = (self.wakes.clone(), self.metrics.clone(), self.stop.clone());
         // A bare watcher repeats a failed request at once; this waits from 0.8 to 30 s.
         let events = watch.default_backoff().modify(trim).reflect(writer);
         self.tasks.spawn(async move {
@@ -250,9 +298,7 @@ impl Watches<'_> {
                     // A list in progress is not what the cluster says yet.
                     Ok(Event::Init | Event::InitApply(_)) => {}
                     Ok(Event::Apply(object) | Event::Delete(object)) if !matters(&object) => {}
-                    Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => {
-                        dirty.iter().for_each(|dirty| dirty.notify_one());
-                    }
+                    Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => wake(&wakes),
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Kind { kind }).inc();
                         tracing::warn!(
@@ -289,7 +335,7 @@ struct Passes {
     claim: Claim,
     metrics: Metrics,
     recorder: Recorder,
-    dirty: Arc<Notify>,
+    wakes: Wakes,
     listed: Arc<AtomicBool>,
     told: Told,
     started: Instant,
@@ -327,11 +373,11 @@ impl Passes {
             // Cancel-safe: `notified` keeps its permit when dropped, `turned` reads a watch channel, the others are a token and a timer.
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                () = self.dirty.notified() => {
+                () = self.wakes.passes.notified() => {
                     seen = Some(Instant::now());
                     tokio::time::sleep(pace.wait(self.now())).await;
                     // What came meanwhile is in this pass.
-                    more = self.dirty.notified().now_or_never().is_some();
+                    more = self.wakes.passes.notified().now_or_never().is_some();
                 }
                 () = turned.turned() => {}
                 () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
@@ -367,6 +413,7 @@ impl Passes {
         self.count_steps(&observed);
         self.memory.recall(&mut observed, now);
         let mut plan = plan::plan(&observed);
+        self.wakes.pods_decide(!plan.demand.is_empty());
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.measure(&observed, &plan);
         let nodes = self.apply(&plan, &observed, seen).await;
@@ -569,7 +616,7 @@ impl Passes {
         let size = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let malformed_policies = observed.policies.values().filter(|policy| policy.is_err()).count();
         let nodes = observed.nodes.values();
-        let malformed_nodes = nodes.filter(|node| matches!(node.gpu_node, Some(Err(_)))).count();
+        let malformed_nodes = nodes.filter(|node| node.has_object() && node.object().is_none()).count();
         self.metrics.malformed.get_or_create(&Kind { kind: "SharingPolicy" }).set(size(malformed_policies));
         self.metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(size(malformed_nodes));
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
@@ -585,4 +632,30 @@ async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
         tracing::warn!("the API server did not answer a write within {} s", WRITE.as_secs());
     }
     written.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pods_wake_passes_only_where_they_decide_what_gpus_become_and_none_is_missed_when_they_begin_to() {
+        let wakes = Wakes::default();
+        let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
+        wakes.pod();
+        assert!(woken(&wakes.passes) && woken(&wakes.gate), "before the first pass nobody knows");
+        wakes.pods_decide(false);
+        wakes.pod();
+        assert!(!woken(&wakes.passes) && woken(&wakes.gate));
+        wakes.all();
+        assert!(woken(&wakes.passes) && woken(&wakes.gate));
+        // This one comes after a pass has looked, and before that pass finds that pods decide.
+        wakes.pod();
+        wakes.pods_decide(true);
+        assert!(woken(&wakes.passes));
+        wakes.pods_decide(true);
+        assert!(!woken(&wakes.passes), "and not again and again");
+        wakes.pod();
+        assert!(woken(&wakes.passes));
+    }
 }

@@ -12,6 +12,7 @@
 //! Slices of pods that are bound and that the kubelet does not list yet are in use, though nobody knows which: until that is known, what they
 //! could be stays as it is.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Partition};
@@ -166,11 +167,15 @@ impl Memory {
     /// while it does the first.
     pub fn recall(&mut self, observed: &mut Observed, now: Duration) {
         self.written.retain(|name, (before, spec, at)| {
-            let Some(Ok(object)) = observed.nodes.get_mut(name).and_then(|node| node.gpu_node.as_mut()) else {
+            let Some(shared) = observed.nodes.get_mut(name).and_then(|node| node.gpu_node.as_mut()) else {
                 return false;
             };
+            let Ok(object) = &shared.0 else { return false };
             let lags = before.is_some() && object.metadata.generation <= *before && now.saturating_sub(*at) < LAG;
-            if lags && object.spec != *spec {
+            if lags
+                && object.spec != *spec
+                && let Ok(object) = &mut Arc::make_mut(shared).0
+            {
                 object.spec = spec.clone();
                 // What the status is of is older than this.
                 object.metadata.generation = before.map(|before| before.saturating_add(1));

@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::gpunode::{
@@ -18,6 +19,8 @@ use cleave_operator::snapshot::Memory;
 use cleave_operator::status::{Told, updates};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use kube::core::DeserializeGuard;
+use kube::core::error_boundary::InvalidObject;
 
 const TEN: &str = "nvidia.com/gpu-10gb";
 const TWENTY: &str = "nvidia.com/gpu-20gb";
@@ -102,7 +105,7 @@ impl World {
         let node = Node {
             uid: format!("uid-of-{name}"),
             agent: Some(Agent { ready: true }),
-            gpu_node: Some(Ok(object)),
+            gpu_node: Some(Arc::new(DeserializeGuard(Ok(object)))),
             ..Node::default()
         };
         self.observed.nodes.insert(name.to_owned(), node);
@@ -129,8 +132,8 @@ impl World {
     }
 
     fn object(&mut self, node: &str) -> &mut GpuNode {
-        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()) {
-            Some(Ok(object)) => object,
+        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()).map(Arc::make_mut) {
+            Some(DeserializeGuard(Ok(object))) => object,
             _ => panic!("{node} has no GpuNode"),
         }
     }
@@ -805,7 +808,7 @@ fn a_malformed_pod_or_node_costs_only_itself() {
     let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
     let error = "no field".to_owned();
     world.observed.nodes.get_mut("n2").unwrap().gpu_node =
-        Some(Err(kube::core::error_boundary::InvalidObject { error, metadata: ObjectMeta::default() }));
+        Some(Arc::new(DeserializeGuard(Err(InvalidObject { error, metadata: ObjectMeta::default() }))));
     world.pod("odd", TEN, 1);
     world.pods.get_mut("team/odd").unwrap().spec.requests =
         BTreeMap::from([(TEN.to_owned(), cleave_plan::Quantity::new("one"))]);

@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use cleave_api::gpunode::{
     AllocationStatus, GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, MpsStatus,
@@ -14,6 +15,7 @@ use cleave_operator::read::{Agent, Node, Observed};
 use cleave_operator::status::{Telling, Told, event, updates};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
+use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 
 fn uuid(node: &str, index: u32) -> String {
@@ -62,7 +64,7 @@ impl World {
             uid: format!("uid-of-{name}"),
             labels: labels.iter().map(|&(key, value)| (key.to_owned(), value.to_owned())).collect(),
             agent: Some(Agent { ready: true }),
-            gpu_node: Some(Ok(object)),
+            gpu_node: Some(Arc::new(DeserializeGuard(Ok(object)))),
             ..Node::default()
         };
         self.observed.nodes.insert(name.to_owned(), node);
@@ -99,8 +101,8 @@ impl World {
     }
 
     fn object(&mut self, node: &str) -> &mut GpuNode {
-        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()) {
-            Some(Ok(object)) => object,
+        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()).map(Arc::make_mut) {
+            Some(DeserializeGuard(Ok(object))) => object,
             _ => panic!("{node} has no GpuNode"),
         }
     }
@@ -453,7 +455,7 @@ fn a_malformed_object_stops_nobody_and_is_told_once() {
     let mut world = World::default().four("n1").four("node22").malformed("broken").policy("p", TEN);
     let metadata = ObjectMeta { name: Some("node22".into()), ..ObjectMeta::default() };
     world.observed.nodes.get_mut("node22").unwrap().gpu_node =
-        Some(Err(InvalidObject { error: "no field".into(), metadata }));
+        Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
     let plan = world.plan();
     assert_eq!(plan.nodes["n1"].gpus.len(), 4);
     assert!(!plan.nodes.contains_key("node22"), "what a malformed object says is unknown, so it is left alone");

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
-    Allocation, Ask, Claim, DeviceFacts, Facts, Ledger, Moment, NodeFacts, Place, Reservation, Tightest, Units,
+    Allocation, Ask, Claim, DeviceFacts, Facts, Ledger, Moment, NodeFacts, Place, Reservation, Tightest, Units, Waiting,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -198,6 +198,12 @@ impl World {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&asks(sizes), NODES, most, &Tightest);
+        // Who does not ask each node finds the same.
+        let asks = asks(sizes);
+        let waiting = Waiting { pod: &name, priority: 0, asks: &asks };
+        let found = self.ledger.fit_tightest(waiting, most, |node| NODES.contains(&node));
+        let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
+        assert_eq!(found, searched.filter(|_| sizes.len() == 1));
         let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_hold(node, sizes)).collect();
         let Ok(fits) = fits else {
             assert!(possible.is_empty(), "{sizes:?} would fit {possible:?}: {fits:?}");

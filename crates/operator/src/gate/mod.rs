@@ -16,9 +16,10 @@
 //! | asks for nothing that Cleave serves | is let through as it is |
 mod facts;
 mod patch;
+mod present;
 mod run;
 
-use std::cell::LazyCell;
+use std::cell::{LazyCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,6 +45,8 @@ use crate::pods::{PodObject, claimant, counted};
 use crate::read::{AgentPod, NodeObject};
 
 pub(crate) use run::{Gate, Parts};
+
+use present::Present;
 
 /// How long room is held for a pod that finds no node after all.
 pub const HOLD: Duration = Duration::from_secs(300);
@@ -151,6 +154,7 @@ pub struct Gatekeeper {
     /// None until the first look after a start, or after another process led.
     ledger: Option<Ledger>,
     nodes: Nodes,
+    present: Present,
     /// UIDs of pods with a claim.
     uids: BTreeMap<String, String>,
     /// Pods that were seen with all that they asked for: when they go, and their node no longer tells of it, nothing is kept for them.
@@ -237,7 +241,8 @@ impl Gatekeeper {
                 self.rebuild(nodes, &living, now)
             }
         };
-        let candidates = self.see_pods(&mut ledger, &living, now);
+        let (open, left) = self.present.look(&cluster.pods);
+        let candidates = self.see_pods(&mut ledger, &open, left, now);
         for (pod, _) in ledger.expire(Moment(now.epoch)) {
             self.uids.remove(&pod);
             tracing::warn!(pod, "no node was found for it in time: nothing is held for it any more");
@@ -248,7 +253,7 @@ impl Gatekeeper {
         });
         let lingering = self.lingering.values().map(|until| until.saturating_sub(now.up).max(Duration::from_millis(1)));
         let mut turn = Turn { next: next.chain(lingering).min(), ..Turn::default() };
-        self.open(&mut ledger, candidates, &Seen { living: &living, demand, now }, &mut turn);
+        self.open(&mut ledger, candidates, &Seen { living: &living, open: &open, demand, now }, &mut turn);
         self.ledger = Some(ledger);
         turn
     }
@@ -273,14 +278,18 @@ impl Gatekeeper {
             there.insert(name);
             let gpu_node = gpu_nodes.get(name).copied();
             let is_ready = ready.get(name).copied().unwrap_or_default();
-            let version = |meta: &kube::api::ObjectMeta| meta.resource_version.clone();
-            let seen =
-                (version(&object.metadata), gpu_node.and_then(|object| version(Resource::meta(object))), is_ready);
-            let known = self.nodes.0.entry(name.to_owned()).or_default();
-            if known.seen == seen && known.seen.0.is_some() {
+            let versions = (
+                object.metadata.resource_version.as_deref(),
+                gpu_node.and_then(|object| Resource::meta(object).resource_version.as_deref()),
+            );
+            let same = |known: &Known| (known.seen.0.as_deref(), known.seen.1.as_deref()) == versions;
+            if versions.0.is_some()
+                && self.nodes.0.get(name).is_some_and(|known| same(known) && known.seen.2 == is_ready)
+            {
                 continue;
             }
-            known.seen = seen;
+            let known = self.nodes.0.entry(name.to_owned()).or_default();
+            known.seen = (versions.0.map(str::to_owned), versions.1.map(str::to_owned), is_ready);
             known.node = PlanNode {
                 name: name.to_owned(),
                 labels: object.metadata.labels.clone().unwrap_or_default(),
@@ -318,20 +327,19 @@ impl Gatekeeper {
         Ledger::rebuild(facts)
     }
 
-    /// Takes in pods: who is bound, who is gone; returns those that wait at our gate.
+    /// Takes in pods that are not settled: who is bound, who is gone; returns those that wait at our gate. `left` may be gone.
     fn see_pods<'a>(
         &mut self,
         ledger: &mut Ledger,
-        living: &[&'a PodObject],
+        pods: &[&'a PodObject],
+        mut left: BTreeSet<String>,
         now: Now,
     ) -> Vec<(String, &'a PodObject)> {
         let mut there = BTreeSet::new();
         let mut candidates = Vec::new();
-        for pod in living {
+        let mut settled = Vec::new();
+        for pod in pods {
             let open = pod.is_ours_to_open();
-            if !open && !pod.wants_gpus() {
-                continue;
-            }
             let name = crate::pods::full_name(&pod.metadata);
             let uid = pod.uid().unwrap_or_default();
             if self.uids.get(&name).is_some_and(|known| *known != uid) {
@@ -361,6 +369,10 @@ impl Gatekeeper {
                 if !self.served.contains(&name) && !ledger.is_unserved(&name) {
                     self.served.insert(name.clone());
                 }
+                if !leaves && self.served.contains(&name) {
+                    self.present.settle(pod);
+                    settled.push(name.clone());
+                }
             } else if open {
                 // One with a claim has been let through: the watch has not told it yet.
                 if ledger.claim(&name).is_none() {
@@ -374,9 +386,10 @@ impl Gatekeeper {
             }
             there.insert(name);
         }
-        let gone: Vec<String> = ledger.claims().keys().filter(|name| !there.contains(*name)).cloned().collect();
         self.lingering.retain(|name, _| !there.contains(name));
-        for name in gone {
+        left.extend(self.lingering.keys().cloned());
+        left.retain(|name| !there.contains(name));
+        for name in left.iter().filter(|name| ledger.claim(name).is_some()).cloned().collect::<Vec<_>>() {
             let until = self.lingering.entry(name.clone()).or_insert(now.up.saturating_add(LINGER));
             if self.served.contains(&name) || !ledger.is_unserved(&name) || *until <= now.up {
                 ledger.release(&name);
@@ -384,9 +397,15 @@ impl Gatekeeper {
                 self.lingering.remove(&name);
             }
         }
-        self.served.retain(|name| there.contains(name));
+        for name in &left {
+            self.served.remove(name);
+        }
         let gated = &mut self.gated;
         gated.retain(|name, _| there.contains(name));
+        for name in &settled {
+            there.remove(name);
+        }
+        self.present.remember(there);
         for (name, pod) in &candidates {
             let uid = pod.uid().unwrap_or_default();
             let new = || Gated { uid: uid.clone(), since: now.up, never: None };
@@ -414,11 +433,11 @@ impl Gatekeeper {
             return;
         }
         self.protected.retain(|_, until| *until > seen.now.up);
-        let Self { nodes, uids, gated, protected, .. } = self;
+        let Self { nodes, present, uids, gated, protected, .. } = self;
         // Only who waits asks for them.
         let holders = LazyCell::new(|| nodes.holders(seen.living, protected));
         let mut preemptors = 0;
-        let mut free = nodes.free(ledger, seen.living);
+        let free = RefCell::new(Free::new(nodes, present, ledger, seen.open));
         let mut eligible: BTreeMap<Signature<'_>, Vec<&str>> = BTreeMap::new();
         let mut refused: BTreeMap<Wish<'_>, Verdict> = BTreeMap::new();
         let planned: Vec<(String, &PodObject, PlanPod)> = candidates
@@ -446,20 +465,31 @@ impl Gatekeeper {
             }
             asks.sort();
             let signature = (&wanted.node_selector, wanted.affinity.as_slice(), wanted.tolerations.as_slice());
-            let may = eligible.entry(signature).or_insert_with(|| nodes.eligible(wanted));
             let asking = Asking { pod: name, priority: wanted.priority, asks: &asks };
             let key = (asks.clone(), wanted.priority, &wanted.requests, signature);
             let known = refused.get(&key).filter(|_| !ledger.nominations().contains_key(name)).cloned();
-            let with_room = || may.iter().copied().filter(|node| has_room(free.get(*node), &wanted.requests));
             let most = if pod.spec.particular { SEVERAL } else { 1 };
-            let verdict = match known.map_or_else(
-                || ledger.fit_for(asking, with_room(), most, &Tightest).map_err(Err),
-                |known| Err(Ok(known)),
-            ) {
+            let has_room = |node: &str| free.borrow_mut().has_room(node, &wanted.requests);
+            // Most find a place, and then not every node has to be looked at.
+            let quick = match known {
+                Some(_) => None,
+                None => ledger.fit_tightest(asking, most, |node| nodes.may(node, wanted) && has_room(node)),
+            };
+            let may = match &quick {
+                Some(_) => &[][..],
+                None => eligible.entry(signature).or_insert_with(|| nodes.eligible(wanted)).as_slice(),
+            };
+            let with_room = || may.iter().copied().filter(|node| has_room(node));
+            let verdict = match (quick, known) {
+                (Some(fits), _) => Ok(fits),
+                (None, Some(known)) => Err(Ok(known)),
+                (None, None) => ledger.fit_for(asking, with_room(), most, &Tightest).map_err(Err),
+            };
+            let verdict = match verdict {
                 Ok(fits) => {
                     let expires = Moment(seen.now.epoch.saturating_add(HOLD.as_secs()));
                     if ledger.reserve(name, &fits, expires).is_ok() {
-                        fits.iter().for_each(|fit| take(free.get_mut(fit.node()), &wanted.requests));
+                        fits.iter().for_each(|fit| free.borrow_mut().take(fit.node(), &wanted.requests));
                         uids.insert(name.clone(), pod.uid().unwrap_or_default());
                         let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
                         let placement = note(&pod.spec.asks, &fits, expires);
@@ -509,13 +539,22 @@ impl Gatekeeper {
     }
 }
 
+impl Known {
+    /// Whether a pod may run on it, whoever leaves.
+    fn may(&self, pod: &PlanPod) -> bool {
+        self.ours && self.node.labels.contains_key(HOSTNAME) && scheduling::refusal(pod, &self.node).is_none()
+    }
+}
+
 impl Nodes {
     /// Those that a pod may run on, whoever leaves.
     fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
-        let may = |known: &&Known| {
-            known.ours && known.node.labels.contains_key(HOSTNAME) && scheduling::refusal(pod, &known.node).is_none()
-        };
-        self.0.values().filter(may).map(|known| known.node.name.as_str()).collect()
+        self.0.values().filter(|known| known.may(pod)).map(|known| known.node.name.as_str()).collect()
+    }
+
+    /// Whether a pod may run on one, whoever leaves.
+    fn may(&self, node: &str, pod: &PlanPod) -> bool {
+        self.0.get(node).is_some_and(|known| known.may(pod))
     }
 
     /// Pods that can leave, and what has to be known of them for that.
@@ -583,32 +622,66 @@ impl Nodes {
         let elsewhere = |known: &Known| known.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
         !here && self.0.values().any(elsewhere)
     }
+}
 
-    /// What is free of each node's other resources, in thousandths; those on the way counted.
-    fn free(&self, ledger: &Ledger, living: &[&PodObject]) -> BTreeMap<&str, BTreeMap<&str, u64>> {
-        let mut free: BTreeMap<&str, BTreeMap<&str, u64>> = BTreeMap::new();
-        for (name, known) in self.0.iter().filter(|(_, known)| known.ours) {
-            let amounts = known.node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
-            let amounts = amounts.map(|(resource, quantity)| (resource.as_str(), quantity.milli().unwrap_or(0)));
-            free.insert(name, amounts.collect());
-        }
-        for pod in living {
-            if let Some(node) = pod.node() {
-                take(free.get_mut(node), &pod.spec.requests);
-            } else if pod.wants_gpus()
-                && let Some(Claim { place: Place::OneOf { nodes, .. }, .. }) =
-                    ledger.claim(&crate::pods::full_name(&pod.metadata))
-            {
-                nodes.iter().for_each(|node| take(free.get_mut(node.as_str()), &pod.spec.requests));
+/// What is free of nodes' other resources, in thousandths; those on the way counted. Of each node found out when it is asked about.
+struct Free<'a> {
+    nodes: &'a Nodes,
+    present: &'a Present,
+    /// What those ask for that were let through to a node.
+    promised: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
+    known: BTreeMap<&'a str, BTreeMap<&'a str, u64>>,
+}
+
+impl<'a> Free<'a> {
+    fn new(nodes: &'a Nodes, present: &'a Present, ledger: &Ledger, open: &[&'a PodObject]) -> Self {
+        let mut promised: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>> = BTreeMap::new();
+        for pod in open.iter().filter(|pod| pod.node().is_none()) {
+            let claim = ledger.claim(&crate::pods::full_name(&pod.metadata));
+            if let Some(Claim { place: Place::OneOf { nodes: to, .. }, .. }) = claim {
+                for (name, _) in to.iter().filter_map(|node| nodes.0.get_key_value(node)) {
+                    promised.entry(name).or_default().push(&pod.spec.requests);
+                }
             }
         }
-        free
+        Self { nodes, present, promised, known: BTreeMap::new() }
+    }
+
+    /// What is free of a node; nothing of one that is not ours.
+    fn of(&mut self, node: &str) -> Option<&mut BTreeMap<&'a str, u64>> {
+        let (name, known) = self.nodes.0.get_key_value(node).filter(|(_, known)| known.ours)?;
+        Some(self.known.entry(name).or_insert_with(|| {
+            let taken = self.present.taken(name);
+            let amounts = known.node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
+            let amounts = amounts.map(|(resource, quantity)| {
+                let taken = taken.and_then(|taken| taken.get(resource)).copied().unwrap_or(0);
+                let left = u128::from(quantity.milli().unwrap_or(0)).saturating_sub(taken);
+                (resource.as_str(), u64::try_from(left).unwrap_or(u64::MAX))
+            });
+            let mut free = amounts.collect();
+            for requests in self.promised.get(name.as_str()).into_iter().flatten() {
+                take(&mut free, requests);
+            }
+            free
+        }))
+    }
+
+    fn has_room(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) -> bool {
+        self.of(node).is_some_and(|free| has_room(free, requests))
+    }
+
+    fn take(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
+        if let Some(free) = self.of(node) {
+            take(free, requests);
+        }
     }
 }
 
 /// What is looked at beside nodes and ledger.
 struct Seen<'a> {
     living: &'a [&'a PodObject],
+    /// Of these, those that are not settled.
+    open: &'a [&'a PodObject],
     demand: &'a BTreeMap<String, Waiting>,
     now: Now,
 }
@@ -692,8 +765,7 @@ fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     Placement { until: expires.0, nodes }
 }
 
-fn has_room(free: Option<&BTreeMap<&str, u64>>, requests: &BTreeMap<String, Quantity>) -> bool {
-    let Some(free) = free else { return false };
+fn has_room(free: &BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) -> bool {
     let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
     let fits = |(name, quantity): (&String, &Quantity)| {
         let wanted = quantity.milli().unwrap_or(0);
@@ -702,8 +774,7 @@ fn has_room(free: Option<&BTreeMap<&str, u64>>, requests: &BTreeMap<String, Quan
     pods && requests.iter().filter(|(name, _)| !is_served(name)).all(fits)
 }
 
-fn take(free: Option<&mut BTreeMap<&str, u64>>, requests: &BTreeMap<String, Quantity>) {
-    let Some(free) = free else { return };
+fn take(free: &mut BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) {
     for (name, quantity) in requests.iter().filter(|(name, _)| !is_served(name)) {
         if let Some(free) = free.get_mut(name.as_str()) {
             *free = free.saturating_sub(quantity.milli().unwrap_or(0));

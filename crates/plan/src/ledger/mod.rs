@@ -13,6 +13,7 @@
 //! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
 mod choose;
 mod containers;
+mod index;
 mod pack;
 mod preempt;
 mod stock;
@@ -25,6 +26,7 @@ use std::num::NonZeroU32;
 pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
 pub use containers::{Container, Kind, Part, asks, parts};
+use index::Index;
 use pack::{pack, tightest};
 pub use preempt::{Holder, Nomination, Preemption, Waiting};
 use stock::Stock;
@@ -243,6 +245,8 @@ struct Node {
 pub struct Ledger {
     nodes: BTreeMap<String, Node>,
     claims: BTreeMap<String, Claim>,
+    /// Nodes by what they have free.
+    index: Index,
     /// Claims by node, also by nodes that are not known.
     pods: BTreeMap<String, BTreeSet<String>>,
     /// Room that is kept for pods while others leave, by pod.
@@ -274,6 +278,7 @@ impl Ledger {
     /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for when it comes back.
     pub fn forget(&mut self, name: &str) {
         self.nodes.remove(name);
+        self.index.remove(name);
     }
 
     /// Places for a pod on the nodes that it may go to, at most `most` and the best first.
@@ -307,6 +312,29 @@ impl Ledger {
         score: &S,
     ) -> Result<Fits, NoFit> {
         self.find(waiting.asks, (Some(waiting.pod), waiting.priority), nodes, most, score)
+    }
+
+    /// As [`Self::fit_for`] with [`Tightest`] on all nodes that `may` lets through, without asking each node. It answers only where that is
+    /// simple: of one ask, while nothing is nominated, and where there is a place. Otherwise [`Self::fit_for`] knows more.
+    pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
+        let Waiting { asks, priority, .. } = waiting;
+        let [ask] = asks else { return None };
+        if !self.nominations.is_empty() {
+            return None;
+        }
+        let wanted = wanted(asks);
+        let mut places: Vec<Fit> = Vec::new();
+        for name in self.index.at_least(&ask.resource, ask.units.get()) {
+            if places.len() >= most {
+                break;
+            }
+            if places.iter().any(|place| place.node == name) || !may(name) {
+                continue;
+            }
+            let (_, takes) = self.nodes.get(name)?.fit(&wanted, &Tightest).ok()?;
+            places.push(Fit { node: name.to_owned(), takes });
+        }
+        (!places.is_empty()).then(|| Fits { asks: asks.to_vec(), places, priority })
     }
 
     fn find<'a, S: Score>(
@@ -541,6 +569,11 @@ impl Ledger {
             let left = place(stocks, &begun, &missing);
             node.short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
         }
+        let free = node
+            .stocks
+            .iter()
+            .flat_map(|(resource, stocks)| stocks.values().map(move |stock| (resource.as_str(), stock.free())));
+        self.index.put(name, free);
     }
 }
 

@@ -182,8 +182,9 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     let shared = "nvidia.com/mig-3g.20gb.shared";
     ask(&scope, "two", shared, 2)?;
     ask(&scope, "one", shared, 1)?;
-    let profiles = gpu(&cluster, 0)?["mig"]["profiles"].as_array().cloned().unwrap_or_default();
-    let profile = profiles.iter().find(|profile| profile["name"] == "3g.20gb").context("it has no 3g.20gb")?;
+    let models = cluster.gpunode(NODE)?["status"]["models"].as_array().cloned().unwrap_or_default();
+    let mut profiles = models.iter().filter_map(|model| model["migProfiles"].as_array()).flatten();
+    let profile = profiles.find(|profile| profile["name"] == "3g.20gb").context("it has no 3g.20gb")?;
     let total = Sms(u32::try_from(profile["sms"].as_u64().context("no SMs of the profile")?)?);
     for (name, shares) in [("two", 2), ("one", 1)] {
         scope.running(name)?;

@@ -1,0 +1,79 @@
+//! Which nodes have a device with so many units free, without asking each: a cluster has many nodes, and a pod goes to one.
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Nodes by what their devices have free.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Index {
+    /// By resource, then by units that one device has free: nodes with such a device.
+    nodes: BTreeMap<String, BTreeMap<u32, BTreeSet<String>>>,
+    /// What is noted of each node.
+    noted: BTreeMap<String, BTreeSet<(String, u32)>>,
+}
+
+impl Index {
+    /// Notes what a node's devices have free: resources, and units of one device.
+    pub(super) fn put<'a>(&mut self, node: &str, free: impl Iterator<Item = (&'a str, u32)>) {
+        let free: BTreeSet<(String, u32)> =
+            free.filter(|(_, units)| *units > 0).map(|(resource, units)| (resource.to_owned(), units)).collect();
+        if self.noted.get(node) == Some(&free) {
+            return;
+        }
+        self.remove(node);
+        for (resource, units) in &free {
+            let nodes = self.nodes.entry(resource.clone()).or_default().entry(*units).or_default();
+            nodes.insert(node.to_owned());
+        }
+        if !free.is_empty() {
+            self.noted.insert(node.to_owned(), free);
+        }
+    }
+
+    /// Forgets a node.
+    pub(super) fn remove(&mut self, node: &str) {
+        for (resource, units) in self.noted.remove(node).into_iter().flatten() {
+            let Some(by_units) = self.nodes.get_mut(&resource) else { continue };
+            if let Some(nodes) = by_units.get_mut(&units) {
+                nodes.remove(node);
+                if nodes.is_empty() {
+                    by_units.remove(&units);
+                }
+            }
+            if by_units.is_empty() {
+                self.nodes.remove(&resource);
+            }
+        }
+    }
+
+    /// Nodes with a device that has so many free: those first whose tightest such device has the least, then by name. A node comes again for a
+    /// device that has more.
+    pub(super) fn at_least(&self, resource: &str, units: u32) -> impl Iterator<Item = &str> {
+        let by_units = self.nodes.get(resource).into_iter();
+        by_units.flat_map(move |by_units| by_units.range(units..)).flat_map(|(_, nodes)| nodes).map(String::as_str)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at_least(index: &Index, units: u32) -> Vec<&str> {
+        index.at_least("r", units).collect()
+    }
+
+    #[test]
+    fn nodes_are_found_by_what_a_device_has_free_the_tightest_first() {
+        let mut index = Index::default();
+        index.put("b", [("r", 3), ("r", 3), ("r", 9), ("other", 4)].into_iter());
+        index.put("a", [("r", 5), ("r", 0)].into_iter());
+        index.put("c", [("r", 3)].into_iter());
+        assert_eq!(at_least(&index, 2), ["b", "c", "a", "b"]);
+        assert_eq!(at_least(&index, 4), ["a", "b"]);
+        assert_eq!(at_least(&index, 10), [""; 0]);
+        index.put("b", [("r", 5)].into_iter());
+        assert_eq!(at_least(&index, 2), ["c", "a", "b"]);
+        for node in ["a", "b", "c"] {
+            index.remove(node);
+        }
+        assert_eq!(index, Index::default(), "nothing is left of nodes that are gone");
+    }
+}
