@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
 use crate::metrics::Metrics;
-use crate::node::{Object, Occurrence};
+use crate::node::{Object, Occurrence, PodRef};
 use crate::status::with_times;
 
 /// Least time between two status writes: a burst of changes is one.
@@ -162,7 +162,7 @@ fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
-/// Writes events on the `GpuNode` and on the Node, for ever. They are a courtesy: one that cannot be written is not tried for ever.
+/// Writes events on the `GpuNode`, on the Node and on the pod that they are about, for ever. They are a courtesy: one that cannot be written is not tried for ever.
 pub async fn write_events(
     client: Client,
     name: String,
@@ -171,25 +171,32 @@ pub async fn write_events(
     metrics: Metrics,
 ) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
-    while let Some(Occurrence { warning, reason, note }) = occurrences.recv().await {
+    while let Some(Occurrence { warning, reason, note, regarding }) = occurrences.recv().await {
+        let pod = regarding.map(reference_to_pod);
         let event = Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
             note: Some(note.chars().take(NOTE).collect()),
             action: "Serve".into(),
-            secondary: None,
+            // Events of one reason on one object are told as one that was seen again, with the words of the first: those of two pods are two.
+            secondary: pod.clone(),
         };
         let uid = server.borrow().uid.clone();
         // The kubelet's own events name the Node by its name as uid, and `kubectl describe node` looks for that.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
-        for object in [&of_node, &node] {
+        for object in pod.iter().chain([&of_node, &node]) {
             if let Err(error) = recorder.publish(&event, object).await {
                 metrics.error("api-event");
                 tracing::warn!(error = &error as &dyn std::error::Error, reason, "writing an event failed");
             }
         }
     }
+}
+
+fn reference_to_pod(PodRef { namespace, name, uid }: PodRef) -> ObjectReference {
+    let uid = (!uid.is_empty()).then_some(uid);
+    ObjectReference { namespace: Some(namespace), ..reference("v1".into(), "Pod".into(), &name, uid) }
 }
 
 fn reference(api_version: String, kind: String, name: &str, uid: Option<String>) -> ObjectReference {

@@ -114,7 +114,12 @@ fn a_server_that_does_not_heal_is_shut_down_and_another_serves() {
     assert_eq!((after.pid, after.restarts, fault.ended), (before.pid, 0, vec![]));
     assert_ne!(after.server_pid, before.server_pid);
     let still = node.daemon(1);
-    assert_eq!((still.pid, still.server_pid, still.restarts, still.fault), (other.pid, other.server_pid, 0, None));
+    assert_eq!(
+        (still.pid, still.server_pid, still.restarts, still.fault),
+        (other.pid, other.server_pid, 0, None),
+        "{}",
+        node.log()
+    );
 }
 
 #[test]

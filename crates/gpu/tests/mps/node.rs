@@ -239,7 +239,11 @@ impl Node {
 
     /// What a program behind the door sees: SMs, and its memory limit in MiB.
     pub(crate) fn saw(&self, allocation: &str) -> (u64, Option<u64>) {
-        seen(&self.client(allocation, &[]).line())
+        let mut client = self.client(allocation, &[]);
+        let line = client.line();
+        // One that were killed before its end would have its server replaced.
+        client.wait();
+        seen(&line)
     }
 
     pub(crate) fn inject(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
