@@ -341,8 +341,9 @@ mod tests {
 
     /// To whom, why, and what.
     fn told(news: &News) -> Vec<(Option<&str>, &str, &str)> {
-        let to = |occurrence: &Occurrence| occurrence.regarding.as_ref().map(|pod| pod.name.as_str());
-        news.occurrences.iter().map(|told| (to(told), told.reason, told.note.as_str())).collect()
+        let occurrences = news.occurrences.iter();
+        let to = occurrences.clone().map(|told| told.regarding.as_ref().map(|pod| pod.name.as_str()));
+        to.zip(occurrences).map(|(to, told)| (to, told.reason, told.note.as_str())).collect()
     }
 
     #[test]

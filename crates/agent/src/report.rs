@@ -173,20 +173,21 @@ pub async fn write_events(
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
     while let Some(Occurrence { warning, reason, note, regarding }) = occurrences.recv().await {
         let pod = regarding.map(reference_to_pod);
-        let event = Event {
+        // Events of one reason on one object are told as one that was seen again, with the words of the first: those of two pods are two.
+        let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
             note: Some(note.chars().take(NOTE).collect()),
             action: "Serve".into(),
-            // Events of one reason on one object are told as one that was seen again, with the words of the first: those of two pods are two.
-            secondary: pod.clone(),
+            secondary: related,
         };
         let uid = server.borrow().uid.clone();
         // The kubelet's own events name the Node by its name as uid, and `kubectl describe node` looks for that.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
-        for object in pod.iter().chain([&of_node, &node]) {
-            if let Err(error) = recorder.publish(&event, object).await {
+        let on_pod = pod.iter().map(|pod| (None, pod));
+        for (related, object) in on_pod.chain([(pod.clone(), &of_node), (pod.clone(), &node)]) {
+            if let Err(error) = recorder.publish(&event(related), object).await {
                 metrics.error("api-event");
                 tracing::warn!(error = &error as &dyn std::error::Error, reason, "writing an event failed");
             }
@@ -274,6 +275,36 @@ mod tests {
         assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2");
         server.send_replace(super::Server { present: true, uid: None, status: Some(status("someone's")) });
         assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2", "the agent's word");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_about_a_pod_is_told_on_it_and_on_the_node_for_each_pod_apart() {
+        let (client, mut api) = client();
+        let (occurrences, to_tell) = mpsc::channel(4);
+        let (_server, seen) = watch::channel(super::Server::default());
+        tokio::spawn(write_events(client, "n".into(), to_tell, seen, Metrics::new()));
+        for name in ["a", "b"] {
+            let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
+            let note = format!("of {name}");
+            occurrences.send(Occurrence { warning: true, reason: "R", note, regarding: Some(pod) }).await.unwrap();
+            let mut told = Vec::new();
+            for _ in 0..3 {
+                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
+                assert_eq!((&sent["note"], &sent["type"]), (&json!(format!("of {name}")), &json!("Warning")));
+                told.push((asked, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
+                let related = if told.len() == 1 { Value::Null } else { json!(name) };
+                assert_eq!(sent["related"]["name"], related);
+            }
+            let path = |namespace: &str| format!("POST /apis/events.k8s.io/v1/namespaces/{namespace}/events?");
+            assert_eq!(
+                told,
+                [
+                    (path("ns"), json!("Pod"), json!(format!("uid-{name}"))),
+                    (path("default"), json!("GpuNode"), Value::Null),
+                    (path("default"), json!("Node"), json!("n")),
+                ]
+            );
+        }
     }
 
     #[tokio::test(start_paused = true)]
