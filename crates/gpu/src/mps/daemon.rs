@@ -114,11 +114,21 @@ pub(crate) struct Gate {
 struct Known {
     allocation: String,
     hold: Option<Hold>,
-    /// MPS has listed its pid since: the kernel attested it to the server too, which the client met only after `hold` was taken. So a pid
-    /// that became somebody else's while the client knocked is never taken for the client's.
-    listed: bool,
+    proof: Proof,
     /// When it was found to have ended, until MPS has said so too.
     died: Option<Instant>,
+}
+
+/// Whether `hold` is the client's beyond doubt. Its pid may have become somebody else's between its first word at the door and the hold on it;
+/// but the kernel attests it to the server too, and a client meets that only after.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Proof {
+    /// MPS listed the pid before: a list says nothing new.
+    Never,
+    /// MPS did not list it then, nor has since.
+    Awaited,
+    /// MPS has listed it since.
+    Given,
 }
 
 impl Known {
@@ -234,8 +244,10 @@ impl Device {
         let view = self.view.borrow();
         let known = self.known.borrow();
         let held = known.iter().filter_map(|(&pid, known)| {
-            let hold =
-                known.hold.as_ref().filter(|hold| known.listed && view.clients.contains(&pid) && !hold.has_ended())?;
+            let hold = known
+                .hold
+                .as_ref()
+                .filter(|hold| known.proof == Proof::Given && view.clients.contains(&pid) && !hold.has_ended())?;
             Some((Client { pid, allocation: Some(known.allocation.clone()) }, hold))
         });
         let signal = |(client, hold): (Client, &Hold)| {
@@ -643,7 +655,9 @@ impl Device {
         let clients = self.ask(&Command::Clients(server)).await?;
         let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::pids(&clients)? };
         for (pid, known) in self.known.borrow_mut().iter_mut() {
-            known.listed |= clients.contains(pid);
+            if known.proof == Proof::Awaited && clients.contains(pid) {
+                known.proof = Proof::Given;
+            }
         }
         self.set_clients(clients.into_iter().collect());
         if self.phase.borrow().server != Some(server) {
@@ -885,9 +899,16 @@ impl Device {
 
     /// Remembers through which door a client came.
     pub(crate) fn admitted(&self, client: u32, allocation: &str, hold: Option<Hold>) {
-        let known = Known { allocation: allocation.to_owned(), hold, listed: false, died: None };
-        self.known.borrow_mut().insert(client, known);
-        self.view.borrow_mut().clients.insert(client);
+        let is_new = self.view.borrow_mut().clients.insert(client);
+        let mut all = self.known.borrow_mut();
+        // Each process comes several times, and is held since the first.
+        if let Some(known) = all.get_mut(&client).filter(|known| !known.has_ended()) {
+            allocation.clone_into(&mut known.allocation);
+        } else {
+            let proof = if is_new { Proof::Awaited } else { Proof::Never };
+            all.insert(client, Known { allocation: allocation.to_owned(), hold, proof, died: None });
+        }
+        drop(all);
         self.proven.set(true);
         self.host.changed();
         // The list is MPS's own: one look soon, not one for each client.
