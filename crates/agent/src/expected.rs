@@ -165,6 +165,12 @@ impl Expected {
         staying.into_iter().flat_map(|pod| pod.kept(resource)).collect()
     }
 
+    /// The UID of a pod of this node.
+    pub fn uid(&self, namespace: &str, name: &str) -> Option<&str> {
+        let is = |pod: &Pod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
+        self.pods.iter().find(|(_, pod)| is(pod)).map(|(uid, _)| uid.as_str())
+    }
+
     /// The API server's word on a pod.
     pub fn pod(&mut self, bound: Bound, now: Instant) {
         let Bound { uid, namespace, name, leaving, admitted, wants } = bound;

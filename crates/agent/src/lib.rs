@@ -2,7 +2,7 @@
 //!
 //! One task, the main loop, owns what is known of the node ([`node::Node`]); the others bring it what they see and take from it what
 //! follows. Everything that decides is pure, and is in modules without I/O: [`layout`], [`diff`], [`allocate`], [`usage`], [`hardware`],
-//! [`node`], [`status`].
+//! [`node`], [`faults`], [`status`].
 //!
 //! ```text
 //!  NVML, on its own threads ── inventory, XIDs ──┐                     ┌─▶ Plugins (kubelet crate): lists in the open streams
@@ -24,6 +24,7 @@ pub mod checkpoint;
 mod connect;
 pub mod diff;
 pub mod expected;
+pub mod faults;
 mod files;
 pub mod hardware;
 pub mod http;
@@ -320,8 +321,20 @@ impl Main {
     fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let mut table = self.counter.table();
-        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, orders, look, again } =
-            self.node.turn(&mut table, now);
+        let Turn {
+            lists,
+            desired,
+            checkpoint,
+            status,
+            occurrences,
+            faults,
+            unready,
+            list_every,
+            sweep,
+            orders,
+            look,
+            again,
+        } = self.node.turn(&mut table, now);
         let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
         table.nodes = match self.args.device_list_strategy {
             DeviceListStrategy::Envvar => BTreeMap::new(),
@@ -340,6 +353,9 @@ impl Main {
         self.serve(lists);
         self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep });
         self.metrics.node(&status);
+        for (device, faults) in &faults {
+            self.metrics.faults(device, *faults);
+        }
         for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
             tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
         }

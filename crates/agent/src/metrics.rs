@@ -77,6 +77,7 @@ pub struct Metrics {
     restarts: Family<OfDevice, Gauge>,
     clients: Family<OfDevice, Gauge>,
     xids: Family<OfDevice, Counter>,
+    faults: Family<OfDevice, Counter>,
     errors: Family<Kind, Counter>,
     changes: Family<ChangeLabels, Counter>,
     registry: Arc<Mutex<Registry>>,
@@ -98,6 +99,11 @@ impl Metrics {
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         registry.register("mps_clients", "Clients of the allocations of a device", metrics.clients.clone());
         registry.register("xids", "XIDs that count, by GPU", metrics.xids.clone());
+        registry.register(
+            "mps_faults",
+            "Fatal GPU errors that broke all MPS clients of a device",
+            metrics.faults.clone(),
+        );
         registry.register("mig_changes", "MIG instances made and destroyed, by how it ended", metrics.changes.clone());
         registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
@@ -122,6 +128,11 @@ impl Metrics {
     /// An XID that counts.
     pub fn xid(&self, gpu: &str) {
         self.xids.get_or_create(&OfDevice { device: gpu.to_owned() }).inc();
+    }
+
+    /// Fatal GPU errors under MPS.
+    pub fn faults(&self, device: &str, count: u64) {
+        self.faults.get_or_create(&OfDevice { device: device.to_owned() }).inc_by(count);
     }
 
     /// A change of a GPU by MIG.

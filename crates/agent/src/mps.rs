@@ -242,6 +242,7 @@ mod tests {
             door: Door::Hard,
             message: String::new(),
             clients: Vec::new(),
+            fault: None,
         };
         Status { version: VERSION, daemons: BTreeMap::from([(device.to_owned(), daemon)]), ..Status::default() }
     }

@@ -13,6 +13,7 @@ use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::diff::{Decision, Rules, decide, keeps};
+use crate::faults::{self, Faults};
 use crate::hardware::{Book, Hardware, KnownGpu};
 use crate::layout::{Kind, Layout, Pool};
 use crate::mig::{Change, Next, Outcome, Trial, next};
@@ -58,6 +59,19 @@ pub struct Occurrence {
     pub reason: &'static str,
     /// A sentence.
     pub note: String,
+    /// The pod that it is about; it is told on that pod too.
+    pub regarding: Option<PodRef>,
+}
+
+/// A pod that something is told of.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PodRef {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID; empty where it is not known.
+    pub uid: String,
 }
 
 /// What to do.
@@ -73,6 +87,8 @@ pub struct Turn {
     pub status: GpuNodeStatus,
     /// What has happened since the last turn.
     pub occurrences: Vec<Occurrence>,
+    /// Fatal GPU errors since the last turn, by device.
+    pub faults: BTreeMap<String, u64>,
     /// Why the agent is not ready, if so.
     pub unready: Option<String>,
     /// How often the kubelet is to be asked who holds what.
@@ -147,6 +163,8 @@ pub struct Node {
     doors: Acknowledged,
     /// What was told of daemons, by device.
     told: BTreeMap<String, Told>,
+    /// And of their faults.
+    faults: Faults,
     /// GPUs whose failure was told.
     failed: BTreeSet<String>,
 }
@@ -252,6 +270,7 @@ impl Node {
             looked: None,
             doors: Acknowledged::default(),
             told: BTreeMap::new(),
+            faults: Faults::default(),
             failed: BTreeSet::new(),
         };
         (node, Allocations::remembering(allocations, now))
@@ -406,7 +425,14 @@ impl Node {
         steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
         self.remember(steps, served_otherwise);
         let lists = self.lists(&hardware);
-        let occurrences = self.occurrences(&hardware);
+        let mut occurrences = self.occurrences(&hardware);
+        let pods = faults::Pods {
+            held: self.held.as_deref().unwrap_or_default(),
+            allocations: &table.allocations,
+            expected: &table.expected,
+        };
+        let faults = self.faults.look(&self.view, &pods, now);
+        occurrences.extend(faults.occurrences);
         let status = status::build(&Facts {
             hardware: &hardware,
             inventoried: self.inventoried,
@@ -443,9 +469,23 @@ impl Node {
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
         let looked = foreign.then_some(LOOK);
         let tried = self.trials.values().filter_map(|trial| trial.pause(now)).min();
-        let again = [withdrawn, looked, tried].into_iter().flatten().min();
+        let again = [withdrawn, looked, tried, faults.again].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
-        Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, orders, look, again }
+        let faults = faults.faults;
+        Turn {
+            lists,
+            desired,
+            checkpoint,
+            status,
+            occurrences,
+            faults,
+            unready,
+            list_every,
+            sweep,
+            orders,
+            look,
+            again,
+        }
     }
 
     /// The next change of each GPU that has some, where nothing is in its way.
@@ -484,6 +524,7 @@ impl Node {
                     warning: false,
                     reason: "MigChanged",
                     note: format!("GPU {uuid}: {done}"),
+                    regarding: None,
                 });
             }
             if let Next::Do(change) = next {
@@ -721,11 +762,11 @@ fn foreign(hardware: &Hardware, view: &mps::View) -> BTreeMap<String, Vec<Proces
 }
 
 fn warning(reason: &'static str, note: String) -> Occurrence {
-    Occurrence { warning: true, reason, note }
+    Occurrence { warning: true, reason, note, regarding: None }
 }
 
 fn recovered(note: String) -> Occurrence {
-    Occurrence { warning: false, reason: "Recovered", note }
+    Occurrence { warning: false, reason: "Recovered", note, regarding: None }
 }
 
 #[cfg(test)]
@@ -764,6 +805,7 @@ mod tests {
             door: Door::Hard,
             message: String::new(),
             clients: Vec::new(),
+            fault: None,
         };
         let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
         let status = Status { version: 1, desired: desired.hash(), daemons, ..Status::default() };

@@ -107,8 +107,9 @@ impl Folder {
                 }
                 // Cancel-safe: a message that is not taken stays in the channel.
                 occurrence = occurrences.recv() => match occurrence {
-                    Some(Occurrence { warning, reason, note }) => {
-                        let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note });
+                    Some(Occurrence { warning, reason, note, regarding }) => {
+                        let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));
+                        let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note, "pod": pod });
                         let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("events.jsonl"));
                         file.and_then(|mut file| writeln!(file, "{line}"))
                     }

@@ -269,7 +269,16 @@ impl World {
             let (message, clients) = Default::default();
             (
                 device.clone(),
-                DaemonStatus { state: DaemonState::Active, pid, server_pid, restarts, door, message, clients },
+                DaemonStatus {
+                    state: DaemonState::Active,
+                    pid,
+                    server_pid,
+                    restarts,
+                    door,
+                    message,
+                    clients,
+                    fault: None,
+                },
             )
         };
         let daemons = self.host.daemons.keys().map(daemon).collect();

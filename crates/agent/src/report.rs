@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::connect;
 use crate::metrics::Metrics;
-use crate::node::{Object, Occurrence};
+use crate::node::{Object, Occurrence, PodRef};
 use crate::status::{only_more_is_given, with_times};
 
 /// Least time between two status writes: a burst of changes is one.
@@ -214,7 +214,7 @@ fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
-/// Writes events on the `GpuNode` and on the Node, for ever. They are a courtesy: one that cannot be written is not tried for ever.
+/// Writes events on the `GpuNode`, on the Node and on the pod that they are about, for ever. They are a courtesy: one that cannot be written is not tried for ever.
 pub async fn write_events(
     client: Client,
     name: String,
@@ -223,25 +223,33 @@ pub async fn write_events(
     metrics: Metrics,
 ) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
-    while let Some(Occurrence { warning, reason, note }) = occurrences.recv().await {
-        let event = Event {
+    while let Some(Occurrence { warning, reason, note, regarding }) = occurrences.recv().await {
+        let pod = regarding.map(reference_to_pod);
+        // Events of one reason on one object are told as one that was seen again, with the words of the first: those of two pods are two.
+        let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
             note: Some(note.chars().take(NOTE).collect()),
             action: "Serve".into(),
-            secondary: None,
+            secondary: related,
         };
         let uid = server.borrow().uid.clone();
         // The kubelet's own events name the Node by its name as uid, and `kubectl describe node` looks for that.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
-        for object in [&of_node, &node] {
-            if let Err(error) = recorder.publish(&event, object).await {
+        let on_pod = pod.iter().map(|pod| (None, pod));
+        for (related, object) in on_pod.chain([(pod.clone(), &of_node), (pod.clone(), &node)]) {
+            if let Err(error) = recorder.publish(&event(related), object).await {
                 metrics.error("api-event");
                 tracing::warn!(error = &error as &dyn std::error::Error, reason, "writing an event failed");
             }
         }
     }
+}
+
+fn reference_to_pod(PodRef { namespace, name, uid }: PodRef) -> ObjectReference {
+    let uid = (!uid.is_empty()).then_some(uid);
+    ObjectReference { namespace: Some(namespace), ..reference("v1".into(), "Pod".into(), &name, uid) }
 }
 
 fn reference(api_version: String, kind: String, name: &str, uid: Option<String>) -> ObjectReference {
@@ -385,6 +393,36 @@ mod tests {
         wanted.send_replace(Some(giving(&["a", "b", "c", "e"])));
         assert_eq!(pods(&answer(&mut api, 200, &object(&giving(&["a"]))).await.1), 4);
         assert!(began.elapsed() < GATHER / 2, "{:?}", began.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_about_a_pod_is_told_on_it_and_on_the_node_for_each_pod_apart() {
+        let (client, mut api) = client();
+        let (occurrences, to_tell) = mpsc::channel(4);
+        let (_server, seen) = watch::channel(super::Server::default());
+        tokio::spawn(write_events(client, "n".into(), to_tell, seen, Metrics::new()));
+        for name in ["a", "b"] {
+            let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
+            let note = format!("of {name}");
+            occurrences.send(Occurrence { warning: true, reason: "R", note, regarding: Some(pod) }).await.unwrap();
+            let mut told = Vec::new();
+            for _ in 0..3 {
+                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
+                assert_eq!((&sent["note"], &sent["type"]), (&json!(format!("of {name}")), &json!("Warning")));
+                told.push((asked, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
+                let related = if told.len() == 1 { Value::Null } else { json!(name) };
+                assert_eq!(sent["related"]["name"], related);
+            }
+            let path = |namespace: &str| format!("POST /apis/events.k8s.io/v1/namespaces/{namespace}/events?");
+            assert_eq!(
+                told,
+                [
+                    (path("ns"), json!("Pod"), json!(format!("uid-{name}"))),
+                    (path("default"), json!("GpuNode"), Value::Null),
+                    (path("default"), json!("Node"), json!("n")),
+                ]
+            );
+        }
     }
 
     #[tokio::test(start_paused = true)]

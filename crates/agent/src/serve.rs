@@ -116,7 +116,7 @@ impl Counter {
                 self.metrics.split(resource);
                 if table.news.len() < NEWS {
                     let note = format!("a pod was refused: {sentence}");
-                    table.news.push(Occurrence { warning: true, reason: "SharesSplit", note });
+                    table.news.push(Occurrence { warning: true, reason: "SharesSplit", note, regarding: None });
                 }
                 self.given.notify_one();
                 Refusal::Invalid(sentence)

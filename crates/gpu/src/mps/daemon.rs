@@ -11,6 +11,7 @@ use std::process::Command as Process;
 use std::rc::Rc;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::net::unix::pipe;
 use tokio::sync::{Mutex, MutexGuard, Notify, watch};
@@ -19,6 +20,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::compute_mode;
 use super::control::{self, ANSWER, ControlError};
 use super::decide::Backoff;
+use super::fault::Trouble;
 use super::host::Host;
 use super::process::{self, Child, Exit, Hold};
 use super::protocol::{self, Command, LogEvent, ServerState, Unexpected};
@@ -38,6 +40,8 @@ const QUIT_SECONDS: u32 = 3;
 const KILLED: Duration = Duration::from_secs(10);
 /// `terminate_client` on a client that does not run blocks the daemon: so long that is no sign of a daemon that hangs.
 const TERMINATING: Duration = Duration::from_secs(30);
+/// MPS has told a client's end this long after it, or will not.
+const TOLD: Duration = Duration::from_millis(500);
 
 /// Why a daemon's life ended although it was wanted.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +52,8 @@ pub(crate) enum Failure {
     Prepare { path: PathBuf, source: io::Error },
     #[error("the MPS control daemon ended with {exit}{said}")]
     Exited { exit: Exit, said: String },
+    #[error("the MPS server stayed in FAULT: its daemon was replaced, and ended with {0}")]
+    StuckInFault(Exit),
     #[error("{0}")]
     Control(#[from] ControlError),
     #[error("{what} was not taken: it reads back as {is:?}")]
@@ -108,6 +114,27 @@ pub(crate) struct Gate {
 struct Known {
     allocation: String,
     hold: Option<Hold>,
+    proof: Proof,
+    /// When it was found to have ended, until MPS has said so too.
+    died: Option<Instant>,
+}
+
+/// Whether `hold` is the client's beyond doubt. Its pid may have become somebody else's between its first word at the door and the hold on it;
+/// but the kernel attests it to the server too, and a client meets that only after.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Proof {
+    /// MPS listed the pid before: a list says nothing new.
+    Never,
+    /// MPS did not list it then, nor has since.
+    Awaited,
+    /// MPS has listed it since.
+    Given,
+}
+
+impl Known {
+    fn has_ended(&self) -> bool {
+        self.hold.as_ref().is_none_or(Hold::has_ended)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -123,7 +150,7 @@ struct View {
 pub(crate) struct Device {
     pub(crate) name: String,
     pub(crate) pipe: PathBuf,
-    host: Rc<Host>,
+    pub(super) host: Rc<Host>,
     wanted: watch::Sender<Option<Daemon>>,
     phase: watch::Sender<Phase>,
     gate: Mutex<Gate>,
@@ -131,6 +158,9 @@ pub(crate) struct Device {
     view: RefCell<View>,
     known: RefCell<BTreeMap<u32, Known>>,
     terminating: Cell<Option<Instant>>,
+    /// Clients whose contexts MPS has ended: they may die as they like.
+    terminated: RefCell<BTreeSet<u32>>,
+    trouble: Trouble,
     /// Whether the daemon left a question unanswered: the next one decides.
     suspect: Cell<bool>,
     /// Whether a client's handshake ever went as it is known to.
@@ -153,6 +183,8 @@ impl Device {
             view: RefCell::default(),
             known: RefCell::default(),
             terminating: Cell::default(),
+            terminated: RefCell::default(),
+            trouble: Trouble::default(),
             suspect: Cell::default(),
             proven: Cell::default(),
             present: Cell::default(),
@@ -182,8 +214,7 @@ impl Device {
     pub(crate) fn status(&self) -> DaemonStatus {
         let phase = *self.phase.borrow();
         let view = self.view.borrow();
-        let known = self.known.borrow();
-        let allocation = |pid: &u32| known.get(pid).map(|known| known.allocation.clone());
+        let client = |&pid: &u32| Client { pid, allocation: self.allocation_of(pid) };
         DaemonStatus {
             state: phase.state,
             pid: view.pid,
@@ -191,8 +222,39 @@ impl Device {
             restarts: view.restarts,
             door: phase.door,
             message: view.message.clone(),
-            clients: view.clients.iter().map(|&pid| Client { pid, allocation: allocation(&pid) }).collect(),
+            clients: view.clients.iter().map(client).collect(),
+            fault: self.trouble.told(),
         }
+    }
+
+    /// The allocation whose door a client came through.
+    pub(super) fn allocation_of(&self, pid: u32) -> Option<String> {
+        self.known.borrow().get(&pid).map(|known| known.allocation.clone())
+    }
+
+    /// The clients, those that MPS does not list yet, or any more, included.
+    pub(super) fn told_clients(&self) -> Vec<Client> {
+        let mut pids = self.view.borrow().clients.clone();
+        pids.extend(self.known.borrow().keys());
+        pids.into_iter().map(|pid| Client { pid, allocation: self.allocation_of(pid) }).collect()
+    }
+
+    /// Signals the clients that came through doors and are still there. Returns whom.
+    pub(super) fn signal_clients(&self, signal: Signal) -> Vec<Client> {
+        let view = self.view.borrow();
+        let known = self.known.borrow();
+        let held = known.iter().filter_map(|(&pid, known)| {
+            let hold = known
+                .hold
+                .as_ref()
+                .filter(|hold| known.proof == Proof::Given && view.clients.contains(&pid) && !hold.has_ended())?;
+            Some((Client { pid, allocation: Some(known.allocation.clone()) }, hold))
+        });
+        let signal = |(client, hold): (Client, &Hold)| {
+            hold.signal(signal);
+            client
+        };
+        held.map(signal).collect()
     }
 
     /// Whether there is anything to tell about: a daemon that is wanted, or one that is going.
@@ -269,6 +331,9 @@ impl Device {
         }
         process::clear(&self.pipe).await;
         self.known.borrow_mut().clear();
+        self.terminated.borrow_mut().clear();
+        self.trouble.over(self, "its daemon is gone");
+        self.trouble.fresh_server();
         let mut view = self.view.borrow_mut();
         view.pid = None;
         view.clients.clear();
@@ -336,7 +401,7 @@ impl Device {
         if !settings.multi_user {
             std::fs::set_permissions(self.host.paths.mps(), std::fs::Permissions::from_mode(0o711)).map_err(failed)?;
         }
-        if !process::of_pipe(&self.pipe).is_empty() {
+        if !process::of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "a daemon of an earlier MPS host is there: it has to quit");
             let quit = Command::Quit { seconds: QUIT_SECONDS };
             let deadline = Duration::from_secs(u64::from(QUIT_SECONDS)) + ANSWER;
@@ -443,7 +508,7 @@ impl Device {
     }
 
     /// Starts a server for a user and waits until it is ready.
-    async fn start_server(&self, uid: u32) -> Result<u32, Failure> {
+    pub(super) async fn start_server(&self, uid: u32) -> Result<u32, Failure> {
         self.ask(&Command::StartServer { uid }).await?;
         let deadline = Instant::now() + SERVER_START;
         let mut last = String::from("none was started");
@@ -475,12 +540,18 @@ impl Device {
             closely = if self.phase.borrow().is_open() { 0 } else { closely.saturating_add(1) };
             let pause = match closely {
                 0 => LOOK,
+                // A FAULT does not last: what is done about it ends with another daemon, if need be.
+                _ if self.trouble.is_current() => LOOK_CLOSELY,
                 1..=400 => LOOK_CLOSELY,
                 _ => LOOK_CLOSELY * 10,
             };
             tokio::select! {
                 biased;
-                exit = child.exited() => return End::Failed(Failure::Exited { exit, said: String::new() }),
+                exit = child.exited() => return End::Failed(if self.trouble.is_replacing() {
+                    Failure::StuckInFault(exit)
+                } else {
+                    Failure::Exited { exit, said: String::new() }
+                }),
                 () = self.host.stopping.cancelled() => return End::Unwanted,
                 // Cancel-safe: a look that is given up half-way left only questions behind.
                 result = async {
@@ -489,7 +560,7 @@ impl Device {
                         () = self.look.notified() => {}
                         _ = wanted.changed() => {}
                     }
-                    self.look(settings, wanted).await
+                    self.look(settings, wanted, child).await
                 } => match result {
                     Ok(None) => {}
                     Ok(Some(end)) => return end,
@@ -500,13 +571,19 @@ impl Device {
     }
 
     /// Asks the daemon how it is, and acts on what is wanted where nobody is disturbed by it.
-    async fn look(&self, settings: &Daemon, wanted: &watch::Receiver<Option<Daemon>>) -> Result<Option<End>, Failure> {
+    async fn look(
+        &self,
+        settings: &Daemon,
+        wanted: &watch::Receiver<Option<Daemon>>,
+        child: &Child,
+    ) -> Result<Option<End>, Failure> {
         let mut gate = self.gate.lock().await;
         // What others may have told the server meanwhile, with the command line tool, does not last.
         gate.applied = None;
         let looked = match self.examine(settings).await {
             Err(Failure::Control(ControlError::Hung { .. })) if self.is_terminating() => {
                 self.set_message("waits for a client that is being terminated");
+                self.trouble.climb(self, child).await;
                 return Ok(None);
             }
             // Once more: one answer may come late on a busy node.
@@ -515,6 +592,8 @@ impl Device {
         };
         self.suspect.set(false);
         looked?;
+        self.trouble.climb(self, child).await;
+        self.trouble.renew(self).await?;
         let wanted = wanted.borrow().clone();
         if wanted.as_ref() == Some(settings) {
             if self.phase.borrow().state == DaemonState::Stopping {
@@ -575,15 +654,29 @@ impl Device {
         let state = protocol::server_state(&self.ask(&Command::ServerStatus(server)).await?)?;
         let clients = self.ask(&Command::Clients(server)).await?;
         let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::pids(&clients)? };
+        for (pid, known) in self.known.borrow_mut().iter_mut() {
+            if known.proof == Proof::Awaited && clients.contains(pid) {
+                known.proof = Proof::Given;
+            }
+        }
         self.set_clients(clients.into_iter().collect());
         if self.phase.borrow().server != Some(server) {
             self.phase.send_modify(|phase| phase.server = Some(server));
             self.host.changed();
         }
+        if state == ServerState::Fault {
+            self.trouble.confirmed(self);
+        }
         match state {
             // It goes, whatever its server is like.
-            _ if self.phase.borrow().state == DaemonState::Stopping => {}
-            ServerState::Active => self.set_state(DaemonState::Active, None),
+            _ if self.phase.borrow().state == DaemonState::Stopping => {
+                if state == ServerState::Active {
+                    self.trouble.healed(self);
+                }
+            }
+            ServerState::Active if self.trouble.healed(self) => self.set_state(DaemonState::Active, None),
+            // Its log said otherwise just now.
+            ServerState::Active => {}
             ServerState::Fault => self.set_state(DaemonState::Fault, None),
             ServerState::Initializing => self.set_state(DaemonState::Restarting, None),
             // Between the list and the question: the next look starts another.
@@ -592,14 +685,24 @@ impl Device {
         Ok(())
     }
 
-    fn lost_server(&self) {
+    /// Forgets the server, and whom it served.
+    pub(super) fn lost_server(&self) {
         self.known.borrow_mut().clear();
+        self.terminated.borrow_mut().clear();
+        self.trouble.over(self, "its server is gone");
+        self.trouble.fresh_server();
         self.phase.send_modify(|phase| phase.server = None);
         self.set_clients(BTreeSet::new());
     }
 
+    /// Another server serves.
+    pub(super) fn serves(&self, server: u32) {
+        self.phase.send_modify(|phase| phase.server = Some(server));
+        self.host.changed();
+    }
+
     /// How many clients the server has, those without a context included.
-    fn clients(&self) -> usize {
+    pub(super) fn clients(&self) -> usize {
         let known = self.known.borrow();
         let view = self.view.borrow();
         view.clients.union(&known.keys().copied().collect()).count()
@@ -613,7 +716,7 @@ impl Device {
         }
     }
 
-    fn set_message(&self, message: &str) {
+    pub(super) fn set_message(&self, message: &str) {
         let mut view = self.view.borrow_mut();
         if view.message != message {
             message.clone_into(&mut view.message);
@@ -643,7 +746,7 @@ impl Device {
         self.ask_within(command, ANSWER).await
     }
 
-    async fn ask_within(&self, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+    pub(super) async fn ask_within(&self, command: &Command, deadline: Duration) -> Result<String, ControlError> {
         let door = self.phase.borrow().door;
         match door {
             Door::Hard => control::ask(&self.pipe, command, deadline).await,
@@ -684,16 +787,21 @@ impl Device {
             LogEvent::ClientGone(client) => {
                 tracing::debug!(device, source, pid, "{text}");
                 self.known.borrow_mut().remove(&client);
+                self.terminated.borrow_mut().remove(&client);
+                self.look_now();
+            }
+            LogEvent::ClientLost(client) => {
+                tracing::debug!(device, source, pid, "{text}");
+                if !self.terminated.borrow().contains(&client) {
+                    self.trouble.lost(self, client);
+                }
                 self.look_now();
             }
             LogEvent::Fault { client } => {
                 tracing::error!(device, source, pid, "{text}");
-                if let Some(client) = client {
-                    let known = self.known.borrow();
-                    let allocation = known.get(&client).map_or("none", |known| &known.allocation);
-                    self.set_message(&format!("client {client} of allocation {allocation} caused a fatal GPU error"));
-                }
-                if self.phase.borrow().is_open() {
+                // A server that goes, or does not serve yet, has nobody to be broken.
+                let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
+                if serves && self.trouble.logged(self, client) {
                     self.set_state(DaemonState::Fault, None);
                 }
                 self.look_now();
@@ -722,12 +830,17 @@ impl Device {
         let gate = timeout(limit, self.gate.lock()).await.map_err(|_| "the MPS daemon is busy".to_owned())?;
         let server = self.phase.borrow().server.ok_or_else(|| "there is no MPS server".to_owned())?;
         self.terminating.set(Some(Instant::now()));
+        // Before it is asked: its end may be logged before the answer comes.
+        self.terminated.borrow_mut().insert(client);
         let output = self.ask_within(&Command::Terminate { server, client }, limit).await;
         drop(gate);
         self.look_now();
         let output = output.map_err(|error| error.to_string())?;
         self.terminating.set(None);
-        protocol::terminated(&output).map_err(|error| error.to_string())
+        protocol::terminated(&output).map_err(|error| {
+            self.terminated.borrow_mut().remove(&client);
+            error.to_string()
+        })
     }
 
     fn is_terminating(&self) -> bool {
@@ -777,7 +890,7 @@ impl Device {
             // The server of another user: once nobody uses it any more, it makes way.
             Some(&server) => {
                 if protocol::pids(&self.ask(&Command::Clients(server)).await?)?.is_empty() {
-                    self.ask(&Command::ShutdownServer(server)).await?;
+                    self.ask(&Command::ShutdownServer { server, force: false }).await?;
                 }
                 Ok(None)
             }
@@ -786,9 +899,16 @@ impl Device {
 
     /// Remembers through which door a client came.
     pub(crate) fn admitted(&self, client: u32, allocation: &str, hold: Option<Hold>) {
-        let known = Known { allocation: allocation.to_owned(), hold };
-        self.known.borrow_mut().insert(client, known);
-        self.view.borrow_mut().clients.insert(client);
+        let is_new = self.view.borrow_mut().clients.insert(client);
+        let mut all = self.known.borrow_mut();
+        // Each process comes several times, and is held since the first.
+        if let Some(known) = all.get_mut(&client).filter(|known| !known.has_ended()) {
+            allocation.clone_into(&mut known.allocation);
+        } else {
+            let proof = if is_new { Proof::Awaited } else { Proof::Never };
+            all.insert(client, Known { allocation: allocation.to_owned(), hold, proof, died: None });
+        }
+        drop(all);
         self.proven.set(true);
         self.host.changed();
         // The list is MPS's own: one look soon, not one for each client.
@@ -798,12 +918,32 @@ impl Device {
     pub(crate) fn is_full(&self, allocation: &str, most: u32, client: u32) -> bool {
         self.forget_the_dead();
         let known = self.known.borrow();
-        let others = known.iter().filter(|(pid, known)| **pid != client && known.allocation == allocation).count();
+        let is_other =
+            |&(pid, known): &(&u32, &Known)| *pid != client && known.allocation == allocation && known.died.is_none();
+        let others = known.iter().filter(is_other).count();
         others >= usize::try_from(most).unwrap_or(usize::MAX)
     }
 
     fn forget_the_dead(&self) {
-        self.known.borrow_mut().retain(|_, known| known.hold.as_ref().is_some_and(|hold| !hold.has_ended()));
+        self.known.borrow_mut().retain(|_, known| {
+            !known.has_ended() || (known.hold.is_some() && known.died.get_or_insert_with(Instant::now).elapsed() < TOLD)
+        });
+    }
+
+    /// Waits until MPS has told how those ended who have: before that, nobody knows whether its server can be trusted. Not for ever.
+    pub(crate) async fn told_of_the_dead(&self) {
+        loop {
+            self.forget_the_dead();
+            if self.known.borrow().values().all(|known| known.died.is_none()) {
+                return;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Whether its server makes way for another first, now that nobody uses it.
+    pub(crate) fn must_renew(&self) -> bool {
+        self.trouble.must_renew(self)
     }
 
     /// A reply of an unknown shape to a client's handshake. Before any went well it is another driver: nothing is enforced there.
@@ -828,6 +968,7 @@ impl Device {
     /// The server refuses clients: it is in FAULT.
     pub(crate) fn faulted(&self) {
         if self.phase.borrow().is_open() {
+            self.trouble.confirmed(self);
             self.set_state(DaemonState::Fault, None);
         }
         self.look_now();

@@ -282,6 +282,11 @@ impl Door {
             () = client.stirs() => return Admission::Left,
             both = both => both,
         };
+        self.device.told_of_the_dead().await;
+        if self.device.must_renew() {
+            self.device.look_now();
+            return Admission::Held;
+        }
         if !self.device.phase().borrow().is_open() {
             return Admission::Held;
         }

@@ -7,12 +7,13 @@
 //!                                          └─────────── from then on by itself ────────────────────────┘
 //! ```
 //! [`wire`] is the contract with the agent. `protocol` (bytes and text) and `decide` (what to do next) do no I/O; `seqpacket`, `control` and
-//! `process` are the operating system; `daemon`, `door` and `host` are tasks on one thread.
+//! `process` are the operating system; `daemon`, `fault`, `door` and `host` are tasks on one thread.
 mod compute_mode;
 mod control;
 mod daemon;
 mod decide;
 mod door;
+mod fault;
 pub mod host;
 mod process;
 mod protocol;

@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, WaitStatus};
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::time::timeout;
 
 use super::seqpacket::watched;
@@ -153,8 +153,9 @@ impl Hold {
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    fn kill(&self) {
-        let _ = rustix::process::pidfd_send_signal(&self.0, Signal::KILL);
+    /// Sends a signal to it, and to nobody else. To one that has ended it means nothing.
+    pub(crate) fn signal(&self, signal: Signal) {
+        let _ = rustix::process::pidfd_send_signal(&self.0, signal);
     }
 
     /// Waits for its end; false when it has not come in time.
@@ -164,8 +165,32 @@ impl Hold {
     }
 }
 
+/// How long looking through the node's processes may take: a tenth of a second for ten thousand.
+const SEARCH: Duration = Duration::from_secs(5);
+/// Enough for that.
+const SEARCH_STACK: usize = 128 * 1024;
+
 /// Daemons and servers of MPS whose pipe directory is `pipe`: ours, or left by an earlier MPS host.
-pub(crate) fn of_pipe(pipe: &Path) -> Vec<(u32, Hold)> {
+///
+/// On a thread of its own: reading the environment of a process that hangs in the driver waits for as long as it does, and other devices must
+/// not. A thread that does is left behind.
+pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, Hold)> {
+    let (found, answer) = oneshot::channel();
+    let of = pipe.to_owned();
+    let search = move || {
+        // Whoever asked may have lost patience.
+        let _ = found.send(search(&of));
+    };
+    let started = std::thread::Builder::new().stack_size(SEARCH_STACK).spawn(search);
+    match (started, timeout(SEARCH, answer).await) {
+        (Ok(_), Ok(Ok(found))) => return found,
+        (Err(error), _) => tracing::error!(%error, "no thread to look for what is left of MPS daemons"),
+        _ => tracing::error!(pipe = %pipe.display(), "looking for what is left of MPS daemons takes too long"),
+    }
+    Vec::new()
+}
+
+fn search(pipe: &Path) -> Vec<(u32, Hold)> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     processes
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -187,10 +212,10 @@ fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
 
 /// Kills what is left of MPS in a pipe directory. Returns how many there were.
 pub(crate) async fn clear(pipe: &Path) -> usize {
-    let left = of_pipe(pipe);
+    let left = of_pipe(pipe).await;
     for (pid, hold) in &left {
         tracing::warn!(pid, pipe = %pipe.display(), "killing what is left of an MPS daemon");
-        hold.kill();
+        hold.signal(Signal::KILL);
     }
     for (pid, hold) in &left {
         if !hold.ended(Duration::from_secs(5)).await {

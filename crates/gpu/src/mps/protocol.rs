@@ -63,18 +63,37 @@ impl Kind {
 pub(crate) enum Command {
     ServerList,
     ServerStatus(u32),
-    StartServer { uid: u32 },
-    ShutdownServer(u32),
-    SetThreads { server: u32, percent: u8 },
-    SetMemory { server: u32, mib: Option<u64> },
-    GetMemory { server: u32 },
+    StartServer {
+        uid: u32,
+    },
+    ShutdownServer {
+        server: u32,
+        /// With clients.
+        force: bool,
+    },
+    SetThreads {
+        server: u32,
+        percent: u8,
+    },
+    SetMemory {
+        server: u32,
+        mib: Option<u64>,
+    },
+    GetMemory {
+        server: u32,
+    },
     SetDefaultThreads(u8),
     SetDefaultMemory(u64),
     GetDefaultThreads,
     GetDefaultMemory,
     Clients(u32),
-    Terminate { server: u32, client: u32 },
-    Quit { seconds: u32 },
+    Terminate {
+        server: u32,
+        client: u32,
+    },
+    Quit {
+        seconds: u32,
+    },
 }
 
 impl fmt::Display for Command {
@@ -84,7 +103,8 @@ impl fmt::Display for Command {
             Self::ServerList => write!(f, "get_server_list"),
             Self::ServerStatus(server) => write!(f, "get_server_status {server}"),
             Self::StartServer { uid } => write!(f, "start_server -uid {uid}"),
-            Self::ShutdownServer(server) => write!(f, "shutdown_server {server}"),
+            Self::ShutdownServer { server, force: false } => write!(f, "shutdown_server {server}"),
+            Self::ShutdownServer { server, force: true } => write!(f, "shutdown_server {server} -f"),
             Self::SetThreads { server, percent } => write!(f, "set_active_thread_percentage {server} {percent}"),
             // Only 0 takes a limit away again.
             Self::SetMemory { server, mib: None } => write!(f, "set_device_pinned_mem_limit {server} 0 0"),
@@ -206,6 +226,9 @@ pub(crate) enum LogEvent {
     ClientConnected(u32),
     /// `Client process 9 disconnected`.
     ClientGone(u32),
+    /// `Server failed to recevie command with status 806, assuming client {PID: 9, Context ID: 1} exit`: a context is gone that was not
+    /// closed. Of context 0, which is the process itself, the driver says so at each end.
+    ClientLost(u32),
     /// `CUDA MPS Control binary version: 13000`.
     Version(u32),
     /// Somebody asked the daemon something: the supervisor itself does, often.
@@ -257,6 +280,8 @@ fn event(text: &str) -> LogEvent {
         pid_of(text).map(LogEvent::ClientConnected)
     } else if let Some(client) = between("Client process ", " disconnected") {
         number(client).map(LogEvent::ClientGone)
+    } else if let Some((client, context)) = lost_context(text) {
+        Some(if context == 0 { LogEvent::Routine } else { LogEvent::ClientLost(client) })
     } else if let Some(version) = between("CUDA MPS Control binary version: ", "") {
         number(version).map(LogEvent::Version)
     } else if is_chatter(text) {
@@ -267,6 +292,14 @@ fn event(text: &str) -> LogEvent {
         None
     };
     parsed.unwrap_or(LogEvent::Other)
+}
+
+/// The client and the context that the server has lost. The spelling is the driver's.
+fn lost_context(text: &str) -> Option<(u32, u32)> {
+    let (_, client) = text.strip_prefix("Server failed to rec")?.split_once("assuming client {PID: ")?;
+    let (pid, rest) = client.split_once(',')?;
+    let context = rest.trim_start().strip_prefix("Context")?.trim_start_matches(" ID").strip_prefix(": ")?;
+    Some((pid.parse().ok()?, context.split('}').next()?.parse().ok()?))
 }
 
 fn is_chatter(text: &str) -> bool {
@@ -364,6 +397,15 @@ mod tests {
             LogEvent::Fault { client: Some(579) }
         );
         assert_eq!(event("Server is handling a fatal GPU error."), LogEvent::Fault { client: None });
+        let lost = |context| {
+            event(&format!(
+                "Server failed to recevie command with status 806, assuming client {{PID: 814, {context}}} exit"
+            ))
+        };
+        assert_eq!(lost("Context ID: 1"), LogEvent::ClientLost(814));
+        assert_eq!(lost("Context: 2"), LogEvent::ClientLost(814));
+        assert_eq!(lost("Context ID: 0"), LogEvent::Routine, "as at the end of every program");
+        assert_eq!(lost("what"), LogEvent::Routine);
         assert_eq!(event("CUDA MPS Control binary version: 13000"), LogEvent::Version(13000));
         for chatter in ["Cmd:get_server_list", "NEW UI", "100.0", "8G", "423", "ACTIVE"] {
             assert_eq!(event(chatter), LogEvent::Chatter, "{chatter}");
@@ -404,6 +446,7 @@ mod tests {
                 Command::SetThreads { server, percent },
                 Command::SetMemory { server, mib: Some(mib) },
                 Command::Terminate { server, client: server },
+                Command::ShutdownServer { server, force: true },
             ] {
                 let [length, text, _] = commands(&command);
                 prop_assert_eq!(length, u64::try_from(text.len()).unwrap().to_le_bytes());

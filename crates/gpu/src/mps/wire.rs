@@ -260,6 +260,28 @@ pub struct DaemonStatus {
     pub message: String,
     /// Host pids of the clients, as MPS lists them, with the allocation whose door they came through.
     pub clients: Vec<Client>,
+    /// The last fatal GPU error since the MPS host started; none before the first, and from an MPS host that knows of none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fault: Option<Fault>,
+}
+
+/// A fatal GPU error: it breaks the contexts of all clients of a server (measured on driver 580), and the server lets nobody in until the
+/// last of them has exited.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Fault {
+    /// 1 for a device's first since the MPS host ([`Status::pid`]) started, 2 for the next.
+    pub number: u64,
+    /// Whose error it was, where the server's log says so, or one client alone died in the midst of its work right before.
+    pub culprit: Option<Client>,
+    /// The culprit did nothing wrong itself: it was killed while its kernels ran.
+    pub killed: bool,
+    /// The clients at that time, the culprit included.
+    pub affected: Vec<Client>,
+    /// Those of them that were ended, because they did not exit by themselves.
+    pub ended: Vec<Client>,
+    /// The device serves again, or another daemon is started for it.
+    pub over: bool,
 }
 
 /// Where a daemon is in its life.
@@ -417,6 +439,18 @@ mod tests {
         let mut bad = desired();
         bad.daemons.insert("MIG-1".into(), daemon());
         assert_eq!(parse(&bad), Err(Invalid::Exclusive("MIG-1".into())));
+    }
+
+    #[test]
+    fn an_older_or_newer_host_can_be_read() {
+        let older = r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"door":"Hard","message":"","clients":[]}"#;
+        let mut status: DaemonStatus = serde_json::from_str(older).unwrap();
+        assert_eq!(status.fault, None);
+        assert_eq!(serde_json::to_string(&status).unwrap(), older, "nothing that an older agent does not know");
+        let newer = r#"{"number":3,"culprit":{"pid":5,"allocation":"aa","age":1},"course":"what"}"#;
+        status.fault = Some(serde_json::from_str(newer).unwrap());
+        let culprit = Some(Client { pid: 5, allocation: Some("aa".into()) });
+        assert_eq!(status.fault, Some(Fault { number: 3, culprit, ..Fault::default() }));
     }
 
     #[test]

@@ -223,9 +223,27 @@ impl Node {
         Client::spawn(self.program(allocation, arguments))
     }
 
+    /// The same, deaf to SIGTERM.
+    pub(crate) fn deaf_client(&self, allocation: &str, arguments: &[&str]) -> Client {
+        let program = self.program(allocation, arguments);
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "trap '' TERM; exec \"$0\" \"$@\""]).arg(program.get_program()).args(program.get_args());
+        for (name, value) in program.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        Client::spawn(shell)
+    }
+
     /// What a program behind the door sees: SMs, and its memory limit in MiB.
     pub(crate) fn saw(&self, allocation: &str) -> (u64, Option<u64>) {
-        seen(&self.client(allocation, &[]).line())
+        let mut client = self.client(allocation, &[]);
+        let line = client.line();
+        // One that were killed before its end would have its server replaced.
+        client.wait();
+        seen(&line)
     }
 
     pub(crate) fn inject(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {

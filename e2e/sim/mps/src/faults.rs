@@ -7,8 +7,9 @@
 //! | `mps:client` | a client is turned away after its handshake | it gets no socket to the server |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
 //! | `mps:server` | a server exits with the code as it starts | it stays INITIALIZING |
+//! | `mps:heal` | a server stays in FAULT after the last of its broken clients | it hangs then |
 //!
-//! All but `mps:server` are the daemon's. A fault for a GPU hits the daemon that serves it.
+//! All but `mps:server` and `mps:heal` are the daemon's. A fault for a GPU hits the daemon that serves it.
 
 use std::sync::OnceLock;
 

@@ -221,11 +221,16 @@ impl Entrance {
     /// The rest of the client's side: tells the server, hears its answer, and passes it on to the daemon as the last word.
     /// The channel to the server and the socket that came before it.
     pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), Closed> {
+        self.enter_as(subject, own_credentials())
+    }
+
+    /// The same as another process: root may say that it is.
+    pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), Closed> {
         let channel = self.channel()?;
         let [first, second] = subject.words();
         let said = self
             .server
-            .send_credentials(CREDENTIALS, own_credentials())
+            .send_credentials(CREDENTIALS, who)
             .and_then(|()| self.server.send(&first))
             .and_then(|()| self.server.send(&second));
         said.map_err(|_| Closed::ByServer)?;

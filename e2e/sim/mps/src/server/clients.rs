@@ -240,6 +240,11 @@ impl Clients {
         effects
     }
 
+    /// The fault goes on although nobody is left of those that it broke.
+    pub fn stay_in_fault(&mut self) {
+        self.status = Status::Fault;
+    }
+
     /// Answers to the `terminate_client`s of which no context is left to end.
     fn answers(&mut self) -> Vec<Effect> {
         let waits = |pid: u32| self.connected.values().any(|client| client.pid == pid && client.terminating);

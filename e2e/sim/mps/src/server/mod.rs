@@ -60,7 +60,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     rustix::fs::access(&control, rustix::fs::Access::READ_OK)
         .with_context(|| format!("cannot reach {}", control.display()))?;
     log.line("Other", pid, "Initializing server process");
-    if let Some(code) = Faults::new(visible.clone()).injected("mps:server") {
+    let faults = Faults::new(visible.clone());
+    if let Some(code) = faults.injected("mps:server") {
         std::process::exit(code);
     }
     let delay = std::env::var(START_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(START_MS);
@@ -84,6 +85,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     let rule = Rule::from_environment(environment(RULE_ENV).as_deref(), environment(SEED_ENV).as_deref());
     let server = Arc::new(Server {
         log: Log::stdout(),
+        faults,
         link,
         machine,
         devices,
@@ -126,6 +128,7 @@ fn devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Vec<Serve
 
 struct Server {
     log: Log,
+    faults: Faults,
     link: Connection,
     machine: Machine,
     devices: Vec<Served>,
@@ -381,9 +384,21 @@ impl Server {
         let mut inner = self.lock();
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
-            self.log(&format!("Client {{PID: {pid}, Context ID: {}}} exit", entry.id));
+            let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
+            // Observed for every process. That a context which is not closed is told likewise, and one that is otherwise, is believed.
+            if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
+                let text = "Server failed to recevie command with status 806, assuming client";
+                self.log(&format!("{text} {client} exit"));
+            } else {
+                let left = inner.connections.values().filter(|entry| entry.context.is_some()).count().saturating_sub(1);
+                self.log(&format!("Client {client} exiting. Number of active client contexts is {left}."));
+            }
         }
-        let effects = inner.clients.left(connection, orderly);
+        let mut effects = inner.clients.left(connection, orderly);
+        if effects.contains(&Effect::Status(Status::Active)) && self.faults.injected("mps:heal").is_some() {
+            inner.clients.stay_in_fault();
+            effects.retain(|effect| *effect != Effect::Status(Status::Active));
+        }
         self.apply(&mut inner, effects);
         inner.connections.remove(&connection);
         if let Some(pid) = pid.filter(|pid| !inner.clients.knows(*pid)) {

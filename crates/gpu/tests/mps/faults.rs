@@ -1,0 +1,278 @@
+//! Fatal GPU errors: whose it was and whom it hit is told, whoever does not leave is ended, and the device serves again whatever it takes.
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus};
+
+use cleave_gpu::mps::wire::{Client as Told, DaemonState, DaemonStatus, Fault, Reply, Request};
+use rustix::process::Signal;
+use sim_machine::Effect;
+use sim_mps::handshake::{self, Subject};
+use sim_mps::wire::{self as words, FromContext, ToContext};
+
+use crate::node::{Client, Node, kill, seen};
+use crate::{A, B, two_tenants};
+
+/// What follows `--fault`: that many kernels, then the access.
+const FAULT: [&str; 3] = ["--kernel-ms", "1", "--fault"];
+
+fn told(client: &Client, allocation: &str) -> Told {
+    Told { pid: client.pid(), allocation: Some(allocation.to_owned()) }
+}
+
+fn sorted<const N: usize>(mut clients: [Told; N]) -> Vec<Told> {
+    clients.sort_by_key(|client| client.pid);
+    clients.into()
+}
+
+fn running(node: &Node, allocation: &str, arguments: &[&str]) -> Client {
+    up(node.client(allocation, arguments))
+}
+
+fn up(mut client: Client) -> Client {
+    assert_eq!(client.line()["viaMps"], true);
+    client
+}
+
+fn busy(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
+    let mut client = running(node, allocation, &["--busy", "forever", "--kernel-ms", kernel_ms]);
+    assert_eq!(client.line()["launched"], true);
+    client
+}
+
+/// The fault of a GPU, once it is over and the GPU serves.
+fn over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
+    let uuid = node.uuid(gpu);
+    let is = |daemon: &DaemonStatus| daemon.fault.as_ref().is_some_and(|fault| fault.over);
+    let mut status = node
+        .until("it is over", |status| is(&status.daemons[&uuid]) && status.daemons[&uuid].state == DaemonState::Active);
+    let daemon = status.daemons.remove(&uuid).unwrap();
+    (daemon.fault.clone().unwrap(), daemon)
+}
+
+fn by_signal(status: ExitStatus) -> Option<i32> {
+    status.signal()
+}
+
+#[test]
+fn a_fault_is_told_and_who_does_not_leave_is_ended() {
+    let node = two_tenants();
+    let before = node.daemon(0);
+    assert_eq!(before.fault, None);
+    let mut exits = running(&node, B, &["--hold", "forever"]);
+    let mut lingers = running(&node, B, &["--hold", "forever", "--linger", "forever"]);
+    let mut deaf = up(node.deaf_client(A, &["--hold", "forever", "--linger", "forever"]));
+    let mut culprit = running(&node, A, &FAULT);
+    let expected = sorted([told(&culprit, A), told(&deaf, A), told(&exits, B), told(&lingers, B)]);
+    let uuid = node.uuid(0);
+    let told_at_once = node.until("it is told while it lasts", |status| {
+        let fault = status.daemons[&uuid].fault.as_ref();
+        fault.is_some_and(|fault| !fault.over && fault.culprit.is_some())
+    });
+    assert!(told_at_once.daemons[&uuid].message.contains(&format!("client {}", culprit.pid())));
+    // The others have their grace: one exits by itself, one at SIGTERM, one is killed.
+    assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
+    assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
+    assert_eq!(by_signal(lingers.wait()), Some(15));
+    assert_eq!(by_signal(deaf.wait()), Some(9));
+    let (fault, after) = over(&node, 0);
+    let mut affected = fault.affected.clone();
+    affected.sort_by_key(|client| client.pid);
+    assert_eq!(affected, expected);
+    assert_eq!((fault.number, fault.culprit, fault.killed), (1, Some(told(&culprit, A)), false));
+    let mut ended = fault.ended;
+    ended.sort_by_key(|client| client.pid);
+    assert_eq!(ended, sorted([told(&deaf, A), told(&lingers, B)]));
+    assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.saw(B), (66, Some(20480)));
+    // The next one is another.
+    running(&node, B, &FAULT).wait();
+    node.until("it is counted", |status| {
+        status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.number == 2 && fault.over)
+    });
+}
+
+#[test]
+fn a_server_that_does_not_heal_is_shut_down_and_another_serves() {
+    let mut node = Node::with_host(2);
+    node.want(A, 0, Some(20), Some(8192));
+    node.want(B, 1, Some(50), Some(20480));
+    node.apply();
+    let (before, other) = (node.daemon(0), node.daemon(1));
+    node.inject("mps:heal", Some(0), Effect::Code(1), None);
+    running(&node, A, &FAULT).wait();
+    let mut waits = node.client(A, &[]);
+    node.until("a client waits", |status| status.allocations[A].waiting == 1);
+    let uuid = node.uuid(0);
+    let mut meanwhile = 0;
+    node.until("it is over", |status| {
+        meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
+        status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
+    });
+    assert!(meanwhile > 0);
+    assert_eq!(seen(&waits.line()), (26, Some(8192)));
+    let (fault, after) = over(&node, 0);
+    assert_eq!((after.pid, after.restarts, fault.ended), (before.pid, 0, vec![]));
+    assert_ne!(after.server_pid, before.server_pid);
+    let still = node.daemon(1);
+    assert_eq!(
+        (still.pid, still.server_pid, still.restarts, still.fault),
+        (other.pid, other.server_pid, 0, None),
+        "{}",
+        node.log()
+    );
+}
+
+#[test]
+fn a_daemon_that_helps_no_more_is_replaced_with_its_limits() {
+    let node = two_tenants();
+    let before = node.daemon(0);
+    for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
+        node.inject(call, Some(0), Effect::Code(1), None);
+    }
+    running(&node, A, &FAULT).wait();
+    let (fault, after) = over(&node, 0);
+    assert_eq!((fault.number, after.restarts), (1, 1));
+    assert_ne!(after.pid, before.pid);
+    assert!(after.message.contains("FAULT") && after.message.contains("signal 9"), "{}", after.message);
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
+
+#[test]
+fn a_server_that_hangs_in_its_fault_is_replaced_while_the_other_gpu_serves() {
+    let mut node = Node::with_host(2);
+    node.want(A, 0, Some(20), Some(8192));
+    node.want(B, 1, Some(50), Some(20480));
+    node.apply();
+    let before = node.daemon(0);
+    let _lingers = running(&node, A, &["--hold", "forever", "--linger", "forever"]);
+    running(&node, A, &FAULT).wait();
+    kill(node.until_state(0, DaemonState::Fault).server_pid.unwrap(), Signal::STOP);
+    let uuid = node.uuid(0);
+    let mut meanwhile = 0;
+    node.until("another daemon serves", |status| {
+        meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid
+    });
+    assert!(meanwhile > 0);
+    assert_eq!(over(&node, 0).0.number, 1);
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.daemon(1).restarts, 0);
+}
+
+/// How often a server made way for another.
+fn renewals(node: &Node) -> usize {
+    node.log().matches("another takes its place").count()
+}
+
+#[test]
+fn after_an_unclean_death_the_server_is_replaced_when_nobody_uses_it_and_not_before() {
+    let node = two_tenants();
+    let uuid = node.uuid(0);
+    let before = node.daemon(0).server_pid;
+    let has_clients = |count: usize| {
+        node.until("so many are there", |status| status.daemons[&uuid].clients.len() == count);
+    };
+    // Clean ends: by itself, at a signal that it handles, and through MPS.
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    let mut handles = running(&node, A, &["--hold", "forever", "--handle-sigterm"]);
+    handles.signal(Signal::TERM);
+    assert_eq!(handles.wait().code(), Some(0));
+    let mut ended = busy(&node, A, "1000");
+    assert_eq!(node.ask_host(&Request::Terminate { device: uuid.clone(), pid: ended.pid() }), Reply::Done);
+    ended.signal(Signal::KILL);
+    ended.wait();
+    has_clients(0);
+    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!((node.daemon(0).server_pid, renewals(&node)), (before, 0), "{}", node.log());
+    // One that is killed beside another.
+    let mut stays = running(&node, B, &["--hold", "forever", "--handle-sigterm"]);
+    let mut killed = running(&node, A, &["--hold", "forever"]);
+    killed.signal(Signal::KILL);
+    killed.wait();
+    has_clients(1);
+    assert_eq!(node.saw(A), (26, Some(8192)));
+    has_clients(1);
+    assert!(stays.is_silent());
+    assert_eq!((node.daemon(0).server_pid, renewals(&node)), (before, 0));
+    stays.signal(Signal::TERM);
+    assert_eq!(stays.wait().code(), Some(0));
+    let after = node.until("another server serves", |status| {
+        let server = status.daemons[&uuid].server_pid;
+        server.is_some() && server != before
+    });
+    assert_eq!((after.daemons[&uuid].restarts, &after.daemons[&uuid].fault), (0, &None));
+    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(renewals(&node), 1);
+    assert!(!node.log().contains("now=Restarting"), "the shares were never taken away: {}", node.log());
+}
+
+#[test]
+fn a_server_in_which_a_busy_client_was_killed_breaks_nobody_later() {
+    let node = two_tenants();
+    for round in 1..=3 {
+        let mut killed = busy(&node, A, "1000");
+        killed.signal(Signal::KILL);
+        killed.wait();
+        // It comes at once, and waits for the other server.
+        let mut later = running(&node, B, &["--busy", "forever", "--kernel-ms", "1", "--handle-sigterm"]);
+        assert_eq!(later.line()["launched"], true);
+        assert_eq!(renewals(&node), round);
+        assert!(later.is_silent());
+        later.signal(Signal::TERM);
+        assert_eq!(later.wait().code(), Some(0));
+    }
+    assert_eq!(node.daemon(0).fault, None);
+}
+
+#[test]
+fn a_client_that_was_killed_at_its_work_is_told_as_the_cause() {
+    let node = two_tenants();
+    let mut neighbour = running(&node, B, &["--hold", "forever"]);
+    let mut killed = busy(&node, A, "1000");
+    let cause = told(&killed, A);
+    killed.signal(Signal::KILL);
+    killed.wait();
+    assert_eq!(neighbour.wait().code(), Some(700 - 2 * 256));
+    let (fault, _) = over(&node, 0);
+    assert_eq!((fault.culprit.as_ref(), fault.killed), (Some(&cause), true));
+    assert!(fault.affected.contains(&cause) && fault.affected.contains(&told(&neighbour, B)));
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
+
+#[test]
+fn a_server_that_is_killed_in_its_fault_ends_it() {
+    let node = two_tenants();
+    let mut lingers = up(node.deaf_client(B, &["--hold", "forever", "--linger", "forever"]));
+    running(&node, A, &FAULT).wait();
+    let fault = node.until_state(0, DaemonState::Fault);
+    kill(fault.server_pid.unwrap(), Signal::KILL);
+    let (_, after) = over(&node, 0);
+    assert_eq!((after.pid, after.restarts), (fault.pid, 0));
+    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert!(lingers.line()["error"].is_number());
+    assert!(lingers.is_silent(), "it holds nothing any more");
+}
+
+#[test]
+fn nobody_is_ended_who_did_not_prove_to_the_server_who_it_is() {
+    let node = two_tenants();
+    let mut command = Command::new("sleep");
+    command.arg("600");
+    let mut bystander = Client::spawn(command);
+    let pid = bystander.pid();
+    let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
+    let door = node.paths.door(A);
+    // To the door it is this test, which would be ended; to the server it is somebody who knows nothing of all this.
+    let _process = handshake::knock(&door).unwrap().enter_as(Subject::Process, who).unwrap();
+    let (channel, _socket) = handshake::knock(&door).unwrap().enter_as(Subject::Context, who).unwrap();
+    let create = ToContext::Create { device: node.uuid(0), threads: None, command: "x".into(), namespace: 0 };
+    words::send(&channel, &create).unwrap();
+    assert!(matches!(words::recv(&channel).unwrap(), Some(FromContext::Created { .. })));
+    words::send(&channel, &ToContext::IllegalAccess).unwrap();
+    let (fault, after) = over(&node, 0);
+    assert_eq!((fault.ended, after.restarts), (vec![], 0));
+    assert!(bystander.is_silent());
+    assert_eq!(fault.culprit, Some(Told { pid, allocation: None }));
+    assert_eq!(node.saw(A), (26, Some(8192)));
+}
