@@ -73,11 +73,7 @@ impl Simulated {
         let mut gpus = Vec::new();
         for gpu in &state.gpus {
             let total = Mebibytes(state.model(gpu)?.memory_mib);
-            gpus.push(GpuSpec {
-                uuid: gpu.uuid.clone(),
-                partition: self.partition(total),
-                ..GpuSpec::default()
-            });
+            gpus.push(GpuSpec { uuid: gpu.uuid.clone(), partition: self.partition(total), ..GpuSpec::default() });
         }
         let spec = GpuNodeSpec { plan_id: "bench".to_owned(), gpus };
         let text = serde_json::to_vec(&spec).context("a spec")?;

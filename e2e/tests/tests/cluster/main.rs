@@ -6,6 +6,7 @@ mod daemons;
 mod demand;
 mod gate;
 mod gate_admission;
+mod health;
 mod policies;
 mod restarts;
 mod shares;
