@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
+use cleave_api::cordon::Cordons;
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{GATE, is_served};
 use cleave_api::{GpuNode, SharingPolicy};
@@ -503,11 +504,12 @@ impl View<'_> {
                     .or_else(|| lack(free.get(name.as_str()), &wanted.requests))
                     .or_else(|| silent(node)),
             };
+            let cordons = node.cordons();
             let rooms = self.ledger.rooms(name);
             let spec = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
             let gpus = node.reported().unwrap_or_default().iter().map(|gpu| {
                 let spec = spec.iter().find(|spec| spec.uuid == gpu.uuid);
-                let unable = unable(gpu);
+                let unable = unable(gpu, &cordons);
                 let device =
                     |room| self.device(room, unable.as_deref(), holds.iter().filter(|held| held.node == *name), state);
                 let devices = rooms.iter().filter(|room| is_of(room, gpu)).map(device).collect();
@@ -624,7 +626,10 @@ impl View<'_> {
         // What is on a GPU that gives nothing now frees nothing.
         let unable: BTreeSet<(&str, &str)> = self
             .gpus()
-            .filter(|(_, gpu)| unable(gpu).is_some())
+            .filter(|(node, gpu)| {
+                let cordons = self.observed.nodes.get(*node).map(cleave_operator::read::Node::cordons);
+                unable(gpu, &cordons.unwrap_or_default()).is_some()
+            })
             .flat_map(|(node, gpu)| gpu.allocations.iter().map(move |held| (node, held.pod.as_str())))
             .collect();
         let mut holders = BTreeMap::new();
@@ -725,7 +730,10 @@ fn bare(message: &str) -> &str {
 }
 
 /// Why a GPU can give nothing now.
-fn unable(gpu: &GpuStatus) -> Option<String> {
+fn unable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
+    if let Some(reason) = cordons.0.get(&gpu.uuid) {
+        return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });
+    }
     let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
     (!gpu.health.healthy).then(|| if why.is_empty() { "not healthy".to_owned() } else { format!("not healthy: {why}") })
 }

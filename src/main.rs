@@ -1,4 +1,5 @@
 //! The `cleave` binary: parses the command line and calls the crate that does the work.
+mod cordon;
 mod crds;
 mod explain;
 mod plan;
@@ -35,6 +36,9 @@ enum Command {
     Crds(crds::CrdsArgs),
     /// Explain why a pod waits, or what it has.
     Explain(explain::Args),
+    Cordon(cordon::CordonArgs),
+    Uncordon(cordon::UncordonArgs),
+    Drain(cordon::DrainArgs),
     /// Show nodes, GPUs, policies, and which pod holds what with which limits.
     Status(status::StatusArgs),
 }
@@ -42,11 +46,14 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     cli.log.start();
-    process::exit("cleave", run(cli.command))
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(error) => process::exit("cleave", Err(error)),
+    }
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
-    match command {
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    let done = match command {
         Command::Agent(args) => serve(cleave_agent::run(*args)),
         Command::MpsHost(args) => serve(async { Ok(cleave_gpu::mps::host::run(args, Some("mps-host")).await?) }),
         Command::Operator(args) => serve(cleave_operator::run(args)),
@@ -55,6 +62,10 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Simulate(args) => simulate::run(&args),
         Command::Crds(args) => crds::run(&args),
         Command::Explain(args) => serve(explain::run(args)),
+        Command::Cordon(args) => serve(cordon::cordon(args)),
+        Command::Uncordon(args) => serve(cordon::uncordon(args)),
+        Command::Drain(args) => return serve(cordon::drain(args)),
         Command::Status(args) => serve(status::run(args)),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }

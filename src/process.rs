@@ -42,7 +42,7 @@ impl LogArgs {
 }
 
 /// Runs a server on this thread alone: each of them waits much more than it works, and threads cost memory on every node.
-pub(crate) fn serve(server: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+pub(crate) fn serve<T>(server: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("starting the runtime")?;
     runtime.block_on(server)
 }

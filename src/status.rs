@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 use cleave_api::gpunode::{AllocationStatus, GpuNode, GpuStatus};
-use cleave_api::names::{CONDITION_APPLIED, CONDITION_READY};
+use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY};
 use cleave_api::sharingpolicy::SharingPolicy;
 use kube::api::ListParams;
 use kube::config::{KubeConfigOptions, Kubeconfig};
@@ -98,6 +98,8 @@ struct Node {
     agent_version: String,
     ready: Verdict,
     applied: Verdict,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpus_healthy: Option<Verdict>,
     gpus: Vec<Gpu>,
 }
 
@@ -120,8 +122,13 @@ struct Gpu {
     mode: String,
     policy: Option<String>,
     healthy: bool,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    class: String,
     reason: String,
     message: String,
+    /// Why it is cordoned, if it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cordoned: Option<String>,
     slices: Vec<Slices>,
     mps: Vec<Daemon>,
 }
@@ -206,11 +213,13 @@ impl Report {
                     agent_version: String::new(),
                     ready: malformed.clone(),
                     applied: malformed,
+                    gpus_healthy: None,
                     gpus: Vec::new(),
                 });
                 return;
             }
         };
+        let cordons = crate::cordon::cordons(&object);
         let policies: BTreeMap<&str, &String> =
             object.spec.gpus.iter().filter_map(|gpu| Some((gpu.uuid.as_str(), gpu.policy.as_ref()?))).collect();
         let status = object.status.unwrap_or_default();
@@ -222,12 +231,16 @@ impl Report {
             )
         };
         let (ready, applied) = (verdict(CONDITION_READY), verdict(CONDITION_APPLIED));
+        // An agent of before does not tell it.
+        let told = status.conditions.iter().any(|condition| condition.type_ == CONDITION_GPUS_HEALTHY);
+        let gpus_healthy = told.then(|| verdict(CONDITION_GPUS_HEALTHY));
         for gpu in &status.gpus {
             self.allocations.extend(gpu.allocations.iter().map(|held| Allocation::new(&name, gpu, held)));
         }
         let gpus = status.gpus.into_iter().map(|gpu| {
             let policy = policies.get(gpu.uuid.as_str()).map(|&policy| policy.clone());
-            Gpu::new(gpu, policy)
+            let cordoned = cordons.0.get(&gpu.uuid).cloned();
+            Gpu { cordoned, ..Gpu::new(gpu, policy) }
         });
         let gpus = gpus.collect();
         self.nodes.push(Node {
@@ -236,6 +249,7 @@ impl Report {
             agent_version: status.agent_version,
             ready,
             applied,
+            gpus_healthy,
             gpus,
         });
     }
@@ -280,6 +294,8 @@ impl Gpu {
             mode: gpu.mode,
             policy,
             healthy: gpu.health.healthy,
+            class: gpu.health.class,
+            cordoned: None,
             reason: gpu.health.reason,
             message: gpu.health.message,
             slices: by_resource.into_values().collect(),
@@ -375,6 +391,8 @@ fn gpu_table(report: &Report, wide: bool) -> String {
                 (false, true) => "Unhealthy",
                 (false, false) => &gpu.reason,
             };
+            let health = if gpu.cordoned.is_some() { format!("{health},Cordoned") } else { health.to_owned() };
+            let health = health.as_str();
             let states: Vec<String> = gpu.mps.iter().map(|daemon| daemon.state.clone()).collect();
             let doors: Vec<String> = gpu.mps.iter().map(|daemon| daemon.door.clone()).collect();
             let (index, memory, sms) = (gpu.index.to_string(), gpu.memory_mib.to_string(), gpu.sms.to_string());
@@ -436,10 +454,17 @@ fn allocation_table(report: &Report, wide: bool) -> String {
 fn remarks(report: &Report) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {
-        for verdict in [&node.ready, &node.applied] {
+        let untrue = |verdict: &&Verdict| verdict.status != "True";
+        // One that is true has something to say too: a GPU that should be reset some time.
+        for verdict in [&node.ready, &node.applied].into_iter().filter(untrue).chain(&node.gpus_healthy) {
             let told = format!("node {}: {}: {}", node.name, verdict.reason, verdict.message);
-            if verdict.status != "True" && !verdict.message.is_empty() && !remarks.contains(&told) {
+            if !verdict.message.is_empty() && !remarks.contains(&told) {
                 remarks.push(told);
+            }
+        }
+        for gpu in &node.gpus {
+            if let Some(reason) = gpu.cordoned.as_ref().filter(|reason| !reason.is_empty()) {
+                remarks.push(format!("node {}: GPU {} is cordoned: {reason}", node.name, gpu.index));
             }
         }
     }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::allocate::Allocation;
 use crate::files::write_atomically;
+use crate::health::Record;
 use crate::layout::Layout;
 
 /// The version written, and the only one read.
@@ -36,6 +37,9 @@ pub struct Checkpoint {
     /// GPUs that a spec has cut by MIG: they become whole where no spec names them any more.
     #[serde(default)]
     pub cut: BTreeSet<String>,
+    /// What was found wrong with GPUs, under this boot, and is not over; by UUID.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub health: BTreeMap<String, Record>,
 }
 
 /// Why a checkpoint is no help.
@@ -150,6 +154,7 @@ mod tests {
             allocations: vec![allocation(&["GPU-a::0"])],
             boot_id: "boot".into(),
             cut: BTreeSet::from(["GPU-b".to_owned()]),
+            health: BTreeMap::from([("GPU-a".into(), Record { uncorrected: Some(1), ..Record::default() })]),
         }
     }
 

@@ -255,7 +255,16 @@ mod tests {
     fn hardware(uuids: &[&str]) -> Hardware {
         let known = |(index, uuid): (usize, &&str)| {
             let gpu = gpu(uuid, u32::try_from(index).unwrap());
-            ((*uuid).to_owned(), KnownGpu { gpu, health: Health::default(), observed: true, processes: Vec::new() })
+            (
+                (*uuid).to_owned(),
+                KnownGpu {
+                    gpu,
+                    health: Health::default(),
+                    instances: BTreeMap::new(),
+                    observed: true,
+                    processes: Vec::new(),
+                },
+            )
         };
         Hardware { driver: Driver::Present("580".into()), gpus: uuids.iter().enumerate().map(known).collect() }
     }

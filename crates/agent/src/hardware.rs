@@ -1,14 +1,16 @@
-//! The GPUs as far as they are known: what NVML said last, what it says no more, and XIDs. Pure: the time is an argument.
+//! The GPUs as far as they are known: what NVML said last, what it says no more, and how each is ([`crate::health`]). Pure: the time is an
+//! argument.
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use cleave_api::cordon::whole_seconds;
 use cleave_api::gpunode::Health;
-use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process};
+use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 
-/// How long a GPU must answer without a further XID before it is healthy again.
-///
-/// Long enough for a GPU that fails under every load to show it again, short enough that one accident does not cost an hour.
-pub const QUIET: Duration = Duration::from_secs(60);
+use crate::health::{Clock, History, Record, reason};
+use crate::xid::Class;
 
 /// The driver and its GPUs as they are known.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,6 +40,8 @@ pub struct KnownGpu {
     pub gpu: Gpu,
     /// Whether it can serve.
     pub health: Health,
+    /// MIG devices of it that cannot, though it can.
+    pub instances: BTreeMap<String, Health>,
     /// NVML has described it to this process, and not only to one before.
     pub observed: bool,
     /// Processes on it, those in its MIG instances included, as NVML last said.
@@ -63,8 +67,9 @@ impl Hardware {
 }
 
 /// Gathers what becomes [`Hardware`].
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Book {
+    clock: Clock,
     driver: Driver,
     gpus: BTreeMap<String, Entry>,
     /// The GPUs are those of an earlier boot: what NVML does not list was taken out of the machine.
@@ -77,27 +82,63 @@ struct Entry {
     observed: bool,
     processes: Vec<Process>,
     /// Why NVML cannot ask it.
-    lost: Option<(&'static str, String)>,
-    /// The last XID that counts, and when.
-    xid: Option<(u64, Instant)>,
+    lost: Option<Lost>,
+    history: History,
+}
+
+#[derive(Debug)]
+struct Lost {
+    reason: &'static str,
+    message: String,
+    since: Time,
+    /// It can come back by a reset alone: it fell off the bus, or its driver was unloaded. A driver that hangs proves nothing.
+    for_good: bool,
+}
+
+impl Entry {
+    fn new(gpu: Gpu, observed: bool, processes: Vec<Process>) -> Self {
+        Self { gpu, observed, processes, lost: None, history: History::default() }
+    }
+
+    fn lose(&mut self, reason: &'static str, message: String, since: Time, for_good: bool) {
+        let before = self.lost.take();
+        let (since, was_for_good) = before.map_or((since, false), |lost| (lost.since, lost.for_good));
+        self.lost = Some(Lost { reason, message, since, for_good: for_good || was_for_good });
+    }
 }
 
 impl Book {
     /// Starts with the GPUs of a checkpoint, which count as healthy until NVML says otherwise: pods may start before it has answered.
-    pub fn remembering(gpus: Vec<Gpu>, same_boot: bool) -> Self {
-        let entry =
-            |gpu: Gpu| (gpu.uuid.clone(), Entry { gpu, observed: false, processes: Vec::new(), lost: None, xid: None });
-        Self { driver: Driver::Unknown, gpus: gpus.into_iter().map(entry).collect(), earlier_boot: !same_boot }
+    pub fn remembering(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
+        let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
+        Self { clock, driver: Driver::Unknown, gpus: gpus.into_iter().map(entry).collect(), earlier_boot: !same_boot }
     }
 
-    /// Takes in what NVML answered.
-    pub fn observe(&mut self, answer: Result<Inventory, NvmlError>) {
+    /// Takes over what was found wrong with them, unless another boot has ended it.
+    pub fn recalling(mut self, records: BTreeMap<String, Record>, now: Instant) -> Self {
+        for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
+            if let Some(entry) = self.gpus.get_mut(&uuid) {
+                entry.history = History::remembering(record, now);
+            }
+        }
+        self
+    }
+
+    /// It is `wall` at `now`.
+    pub fn tell_time(&mut self, now: Instant, wall: Timestamp) {
+        self.clock = Clock::new(now, wall);
+    }
+
+    /// Takes in what NVML answered, asked at `asked`.
+    pub fn observe(&mut self, answer: Result<Inventory, NvmlError>, asked: Instant) {
+        let since = whole_seconds(self.clock.stamp(asked).wall);
         let inventory = match answer {
             Ok(inventory) => inventory,
             Err(error) => {
                 let message = chain(&error);
                 for entry in self.gpus.values_mut() {
-                    entry.lost = Some(("DriverUnavailable", message.clone()));
+                    let unloaded = matches!(error, NvmlError::NoDriver);
+                    entry.lose("DriverUnavailable", message.clone(), since.clone(), unloaded);
                 }
                 self.driver = Driver::Missing(message);
                 return;
@@ -111,15 +152,23 @@ impl Book {
         }
         for (uuid, entry) in &mut self.gpus {
             if !seen.contains(uuid) {
-                let why = gpus.get(&entry.gpu.index).and_then(|gpu| gpu.as_ref().err()).map(|error| chain(error));
-                entry.lost = Some(("GpuLost", why.unwrap_or_else(|| "NVML does not list it any more".into())));
+                let why = gpus.get(&entry.gpu.index).and_then(|gpu| gpu.as_ref().err());
+                let for_good = why.is_none_or(|error| matches!(error, NvmlError::Lost { .. }));
+                let message = why.map_or_else(|| "NVML does not list it any more".into(), |error| chain(error));
+                entry.lose(reason::LOST, message, since.clone(), for_good);
             }
         }
         for (index, result) in gpus {
             match result {
                 Ok(gpu) => {
                     let processes = processes.remove(&gpu.uuid).unwrap_or_default();
+                    let uuid = gpu.uuid.clone();
                     self.see(gpu, processes);
+                    if let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
+                        let devices = gpu.mig.iter().flat_map(|mig| &mig.instances);
+                        let devices: Vec<&str> = devices.map(|instance| instance.uuid.as_str()).collect();
+                        history.answered(asked, &devices);
+                    }
                 }
                 // One that was never seen has no UUID, and nothing is served of it.
                 Err(error) => tracing::debug!(index, error = &error as &dyn std::error::Error, "a GPU does not answer"),
@@ -132,15 +181,39 @@ impl Book {
         match self.gpus.get_mut(&gpu.uuid) {
             Some(entry) => {
                 // Lost and back: it was reset, and what it had is over.
-                if entry.lost.take().is_some() {
-                    entry.xid = None;
+                if entry.lost.take().is_some_and(|lost| lost.for_good) {
+                    entry.history.was_reset();
                 }
                 (entry.gpu, entry.observed, entry.processes) = (gpu, true, processes);
             }
             None => {
-                self.gpus.insert(gpu.uuid.clone(), Entry { gpu, observed: true, processes, lost: None, xid: None });
+                self.gpus.insert(gpu.uuid.clone(), Entry::new(gpu, true, processes));
             }
         }
+    }
+
+    /// Takes in what the driver says of GPUs' memory and needs, asked at `asked`.
+    pub fn vitals(&mut self, vitals: BTreeMap<String, Vitals>, asked: Instant) {
+        let at = self.clock.stamp(asked);
+        for (uuid, vitals) in vitals {
+            if let Some(entry) = self.gpus.get_mut(&uuid) {
+                entry.history.vitals(vitals, at);
+            }
+        }
+    }
+
+    /// An administrator says that what was found wrong with a GPU up to a time is over.
+    pub fn cleared(&mut self, uuid: &str, until: &Time) {
+        if let Some(entry) = self.gpus.get_mut(uuid) {
+            entry.history.cleared(until);
+        }
+    }
+
+    /// What the next agent has to know of GPUs of which there is something to know.
+    pub fn records(&self) -> BTreeMap<String, Record> {
+        let record = |entry: &Entry| entry.history.record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
+        let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
+        records.filter(|(_, record)| !record.is_empty()).collect()
     }
 
     /// A GPU as it was described last.
@@ -148,36 +221,40 @@ impl Book {
         self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
 
-    /// Takes in an XID that says something about the GPU.
-    pub fn xid(&mut self, uuid: &str, xid: u64, now: Instant) {
-        if let Some(entry) = self.gpus.get_mut(uuid) {
-            entry.xid = Some((xid, now));
-        }
+    /// Takes in an XID, and says what it says of the GPU.
+    pub fn xid(&mut self, uuid: &str, xid: u64, gpu_instance: Option<u32>, ignored: &[u64], now: Instant) -> Class {
+        let at = self.clock.stamp(now);
+        let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
+            return crate::xid::classify(xid, ignored);
+        };
+        let instances = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances);
+        let of = instances.filter(|instance| Some(instance.gpu_instance) == gpu_instance);
+        let device = of.map(|instance| instance.uuid.as_str()).find(|uuid| !uuid.is_empty());
+        history.xid(xid, device, ignored, at)
     }
 
     /// What is known now.
-    pub fn hardware(&self, now: Instant) -> Hardware {
-        let known = |entry: &Entry| {
-            let health = match (&entry.lost, entry.xid) {
-                (Some((reason, message)), _) => unhealthy(reason, message.clone()),
-                (None, Some((xid, at))) if now.saturating_duration_since(at) < QUIET => unhealthy(
-                    "XidError",
-                    format!("XID {xid}; healthy again after {} s without another", QUIET.as_secs()),
-                ),
-                (None, _) => Health { healthy: true, ..Health::default() },
+    pub fn hardware(&self) -> Hardware {
+        let known = |Entry { gpu, observed, processes, lost, history }: &Entry| {
+            let health = match lost {
+                Some(Lost { reason, message, since, .. }) => Health {
+                    healthy: false,
+                    class: Class::Lost.as_str().into(),
+                    reason: (*reason).into(),
+                    message: message.clone(),
+                    since: Some(since.clone()),
+                    last: None,
+                },
+                None => history.health(),
             };
-            let Entry { gpu, observed, processes, .. } = entry;
-            KnownGpu { gpu: gpu.clone(), health, observed: *observed, processes: processes.clone() }
+            let (gpu, processes) = (gpu.clone(), processes.clone());
+            KnownGpu { gpu, health, instances: history.instances(), observed: *observed, processes }
         };
         Hardware {
             driver: self.driver.clone(),
             gpus: self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), known(entry))).collect(),
         }
     }
-}
-
-fn unhealthy(reason: &str, message: String) -> Health {
-    Health { healthy: false, reason: reason.to_owned(), message }
 }
 
 /// An error and its causes in one line.
@@ -188,7 +265,12 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::health::QUIET;
     use crate::layout::tests::gpu;
 
     #[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
@@ -197,72 +279,145 @@ mod tests {
         Ok(Inventory { driver: "580.159".into(), gpus, processes: BTreeMap::new() })
     }
 
-    fn reason(hardware: &Hardware, uuid: &str) -> String {
-        hardware.gpus[uuid].health.reason.clone()
+    fn both() -> Result<Inventory, NvmlError> {
+        inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))])
+    }
+
+    fn book(gpus: Vec<Gpu>, same_boot: bool) -> Book {
+        Book::remembering(gpus, same_boot, Clock::new(Instant::now(), Timestamp::UNIX_EPOCH))
+    }
+
+    fn two() -> Book {
+        book(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], true)
+    }
+
+    fn reason_of(book: &Book, uuid: &str) -> String {
+        book.hardware().gpus[uuid].health.reason.clone()
     }
 
     #[test]
     fn one_lost_gpu_is_one_lost_gpu_and_comes_back() {
         let now = Instant::now();
-        let mut book = Book::default();
-        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))]));
-        book.xid("GPU-b", 79, now);
-        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]));
-        let hardware = book.hardware(now);
+        let mut book = two();
+        book.observe(both(), now);
+        book.xid("GPU-b", 79, None, &[], now);
+        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
+        let hardware = book.hardware();
         assert!(hardware.gpus["GPU-a"].health.healthy);
-        assert_eq!(reason(&hardware, "GPU-b"), "GpuLost");
+        assert_eq!(
+            (reason_of(&book, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
+            ("GpuLost", "Lost")
+        );
         assert_eq!(hardware.by_index()[1].gpu.model, "NVIDIA H200", "still described");
-        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))]));
-        assert!(book.hardware(now).gpus["GPU-b"].health.healthy, "a reset ends the XID too");
+        book.observe(both(), now);
+        assert!(book.hardware().gpus["GPU-b"].health.healthy, "a reset ends the XID too");
+    }
+
+    #[test]
+    fn a_driver_that_hangs_or_a_call_that_fails_is_no_reset_and_one_that_was_unloaded_is() {
+        let now = Instant::now();
+        let failing = |error| inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(error))]);
+        for (answer, heals) in [
+            (Err(NvmlError::Hung(Duration::from_secs(20))), false),
+            (failing(NvmlError::InUse { call: "x" }), false),
+            (failing(NvmlError::Lost { call: "x" }), true),
+            (inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), true),
+            (Err(NvmlError::NoDriver), true),
+        ] {
+            let what = format!("{answer:?}");
+            let mut book = two();
+            book.xid("GPU-b", 119, None, &[], now);
+            book.observe(answer, now);
+            // What proves it is not forgotten for what does not.
+            book.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
+            book.observe(both(), now);
+            assert_eq!(book.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
+        }
     }
 
     #[test]
     fn a_gpu_that_vanishes_from_the_list_is_lost_not_forgotten() {
-        let mut book = Book::default();
-        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))]));
-        book.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]));
-        let hardware = book.hardware(Instant::now());
-        assert_eq!(reason(&hardware, "GPU-a"), "GpuLost");
-        assert_eq!(hardware.gpus["GPU-b"].gpu.index, 0);
+        let now = Instant::now();
+        let mut book = book(vec![], true);
+        book.observe(both(), now);
+        book.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
+        assert_eq!(reason_of(&book, "GPU-a"), "GpuLost");
+        assert_eq!(book.hardware().gpus["GPU-b"].gpu.index, 0);
     }
 
     #[test]
-    fn an_xid_ends_after_a_quiet_time_and_a_second_one_starts_it_anew() {
-        let start = Instant::now();
-        let mut book = Book::remembering(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], true);
-        book.xid("GPU-a", 48, start);
-        book.xid("GPU-none", 48, start);
-        assert_eq!(reason(&book.hardware(start), "GPU-a"), "XidError");
-        assert!(book.hardware(start).gpus["GPU-b"].health.healthy);
-        book.xid("GPU-a", 48, start + QUIET / 2);
-        assert!(!book.hardware(start + QUIET).gpus["GPU-a"].health.healthy);
-        assert!(book.hardware(start + QUIET / 2 + QUIET).gpus["GPU-a"].health.healthy);
+    fn what_was_found_is_known_to_the_next_agent_unless_the_node_was_started_again() {
+        let now = Instant::now();
+        let mut before = two();
+        before.xid("GPU-a", 48, None, &[], now);
+        before.xid("GPU-none", 48, None, &[], now);
+        let records = before.records();
+        assert_eq!(records.keys().collect::<Vec<_>>(), ["GPU-a"]);
+        let later = now + 100 * QUIET;
+        let mut after = two().recalling(records.clone(), later);
+        after.observe(both(), later);
+        assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "a restart is no reset");
+        let mut rebooted = book(vec![gpu("GPU-a", 0)], false).recalling(records, later);
+        rebooted.observe(both(), later);
+        assert!(rebooted.hardware().gpus["GPU-a"].health.healthy);
+    }
+
+    #[test]
+    fn one_that_is_lost_while_the_agent_ends_and_reset_before_it_starts_is_healthy() {
+        let now = Instant::now();
+        let mut before = two();
+        before.xid("GPU-b", 79, None, &[], now);
+        before.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
+        let mut after = two().recalling(before.records(), now);
+        assert!(!after.hardware().gpus["GPU-b"].health.healthy);
+        after.observe(both(), now);
+        assert!(after.hardware().gpus["GPU-b"].health.healthy);
+        assert!(after.records().is_empty());
     }
 
     #[test]
     fn a_driver_that_goes_takes_every_gpu_and_a_driver_that_comes_brings_them() {
-        let mut book = Book::remembering(vec![gpu("GPU-a", 0)], true);
-        assert!(
-            book.hardware(Instant::now()).gpus["GPU-a"].health.healthy,
-            "the checkpoint is believed until NVML answers"
-        );
-        book.observe(Err(NvmlError::NoDriver));
-        let hardware = book.hardware(Instant::now());
-        assert_eq!(reason(&hardware, "GPU-a"), "DriverUnavailable");
-        assert_eq!(hardware.driver, Driver::Missing("the NVIDIA driver is not loaded".into()));
-        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]));
-        assert!(book.hardware(Instant::now()).gpus["GPU-a"].health.healthy);
+        let now = Instant::now();
+        let mut book = book(vec![gpu("GPU-a", 0)], true);
+        assert!(book.hardware().gpus["GPU-a"].health.healthy, "the checkpoint is believed until NVML answers");
+        book.observe(Err(NvmlError::NoDriver), now);
+        assert_eq!(reason_of(&book, "GPU-a"), "DriverUnavailable");
+        assert_eq!(book.hardware().driver, Driver::Missing("the NVIDIA driver is not loaded".into()));
+        book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), now);
+        assert!(book.hardware().gpus["GPU-a"].health.healthy);
     }
 
     #[test]
     fn after_a_reboot_a_gpu_that_is_not_there_was_taken_out() {
         let listed = || inventory(vec![(0, Ok(gpu("GPU-a", 0)))]);
         let checkpoint = || vec![gpu("GPU-a", 0), gpu("GPU-b", 1)];
-        let mut book = Book::remembering(checkpoint(), false);
-        book.observe(listed());
-        assert_eq!(book.hardware(Instant::now()).gpus.len(), 1);
-        let mut book = Book::remembering(checkpoint(), true);
-        book.observe(listed());
-        assert_eq!(reason(&book.hardware(Instant::now()), "GPU-b"), "GpuLost");
+        let mut rebooted = book(checkpoint(), false);
+        rebooted.observe(listed(), Instant::now());
+        assert_eq!(rebooted.hardware().gpus.len(), 1);
+        let mut same = book(checkpoint(), true);
+        same.observe(listed(), Instant::now());
+        assert_eq!(reason_of(&same, "GPU-b"), "GpuLost");
+    }
+
+    proptest! {
+        #[test]
+        fn what_happens_to_one_gpu_never_changes_the_health_of_another(
+            events in proptest::collection::vec((prop_oneof![Just(13_u64), Just(48), Just(79), Just(94), Just(500)], 0_u32..4, 0_u64..200, 0_u64..5), 0..20),
+        ) {
+            let mut now = Instant::now();
+            let mut book = two();
+            book.observe(both(), now);
+            book.vitals(BTreeMap::from([("GPU-a".to_owned(), Vitals { uncorrected: Some(0), ..Vitals::default() })]), now);
+            for (xid, what, wait, errors) in events {
+                now += Duration::from_secs(wait);
+                match what {
+                    0 => { book.xid("GPU-b", xid, Some(1), &[], now); }
+                    1 => book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
+                    2 => book.observe(both(), now),
+                    _ => book.vitals(BTreeMap::from([("GPU-b".to_owned(), Vitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..Vitals::default() })]), now),
+                }
+                prop_assert_eq!(&book.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });
+            }
+        }
     }
 }

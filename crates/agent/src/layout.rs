@@ -384,9 +384,8 @@ pub(crate) mod tests {
     pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
         GpuSpec {
             uuid: uuid.into(),
-            policy: None,
-            enforcement: cleave_api::sharingpolicy::Enforcement::default(),
             partition: Partition { mps: Some(mps_partition(units)), ..Partition::default() },
+            ..GpuSpec::default()
         }
     }
 

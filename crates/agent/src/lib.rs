@@ -2,7 +2,7 @@
 //!
 //! One task, the main loop, owns what is known of the node ([`node::Node`]); the others bring it what they see and take from it what
 //! follows. Everything that decides is pure, and is in modules without I/O: [`layout`], [`diff`], [`allocate`], [`usage`], [`hardware`],
-//! [`node`], [`faults`], [`status`].
+//! [`health`], [`node`], [`faults`], [`status`].
 //!
 //! ```text
 //!  NVML, on its own threads ── inventory, XIDs ──┐                     ┌─▶ Plugins (kubelet crate): lists in the open streams
@@ -22,11 +22,13 @@ pub mod args;
 pub mod cdi;
 pub mod checkpoint;
 mod connect;
+pub mod cordon;
 pub mod diff;
 pub mod expected;
 pub mod faults;
 mod files;
 pub mod hardware;
+pub mod health;
 pub mod http;
 pub mod layout;
 pub mod metrics;
@@ -41,6 +43,7 @@ pub mod report;
 pub mod serve;
 pub mod status;
 pub mod usage;
+pub mod xid;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -49,8 +52,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use cleave_gpu::mps::wire::{Desired, Paths};
-use cleave_gpu::nvml::{EventWatch, GpuEvent, Inventory, Nvml, NvmlError, Search, Worker};
+use cleave_gpu::nvml::{EventWatch, GpuEvent, Gpus, Inventory, Nvml, NvmlError, Search, Vitals, Worker};
 use cleave_kubelet::{Config, HeldDevices, Plugins, PluginsState, PodResources, Resource, ResourceName};
+use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -84,6 +88,7 @@ const WRITE_AGAIN: Duration = Duration::from_secs(1);
 /// What the main loop is told.
 enum Input {
     Inventory(Result<Inventory, NvmlError>, Instant),
+    Vitals(BTreeMap<String, Vitals>, Instant),
     Ended(Ended),
     Event(GpuEvent),
     Object(Object),
@@ -207,7 +212,9 @@ fn remember(args: &AgentArgs, store: &Store, link: &mps::Link, now: Instant) -> 
         None
     });
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
-    Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now)
+    let (node, allocations) =
+        Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
+    (node.at(now, Timestamp::now()), allocations)
 }
 
 /// The main loop: the only one that decides.
@@ -283,14 +290,19 @@ impl Main {
                 self.node.inventory(answer, asked);
             }
             Input::Event(GpuEvent::Xid { uuid, xid, gpu_instance }) => {
-                let counts = !self.args.ignore_xids.contains(&xid);
-                tracing::warn!(gpu = uuid, xid, gpu_instance, counts, "XID");
-                if counts {
-                    self.metrics.xid(&uuid);
-                    self.node.xid(&uuid, xid, Instant::now());
-                    self.look.send_replace(());
-                }
+                let class = self.node.xid(&uuid, xid, gpu_instance, &self.args.ignore_xids, Instant::now());
+                tracing::warn!(
+                    gpu = uuid,
+                    xid,
+                    gpu_instance,
+                    class = class.as_str(),
+                    meaning = xid::describe(xid),
+                    "XID"
+                );
+                self.metrics.xid(&uuid, xid, class);
+                self.look.send_replace(());
             }
+            Input::Vitals(vitals, asked) => self.node.vitals(vitals, asked),
             Input::Event(GpuEvent::Look) => self.look.send_replace(()),
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
@@ -432,7 +444,7 @@ async fn watch_hardware(
     mut look: watch::Receiver<()>,
 ) -> anyhow::Result<()> {
     let of_worker = search.clone();
-    let open = move || Nvml::open(&of_worker).map(|nvml| Box::new(nvml) as Box<dyn cleave_gpu::nvml::Gpus>);
+    let open = move || Nvml::open(&of_worker).map(|nvml| Box::new(nvml) as Box<dyn Gpus>);
     let worker = Worker::start(Box::new(open)).context("cannot start the NVML thread")?;
     let (_watch, mut events) = EventWatch::start(search).context("cannot start the NVML event thread")?;
     let forward = async {
@@ -446,7 +458,23 @@ async fn watch_hardware(
         loop {
             let asked = Instant::now();
             let answer = worker.call(INVENTORY_DEADLINE, |gpus| gpus.inventory()).await;
+            let uuids: Vec<String> = answer
+                .iter()
+                .flat_map(|inventory| inventory.gpus.values())
+                .flatten()
+                .map(|gpu| gpu.uuid.clone())
+                .collect();
             if inputs.send(Input::Inventory(answer, asked)).await.is_err() {
+                break;
+            }
+            // What a GPU does not say is not told: the next look asks again.
+            let vitals = move |gpus: &dyn Gpus| {
+                let said = uuids.into_iter().filter_map(|uuid| gpus.vitals(&uuid).ok().map(|vitals| (uuid, vitals)));
+                Ok(said.collect::<BTreeMap<String, Vitals>>())
+            };
+            if let Ok(vitals) = worker.call(INVENTORY_DEADLINE, vitals).await
+                && inputs.send(Input::Vitals(vitals, asked)).await.is_err()
+            {
                 break;
             }
             tokio::select! {

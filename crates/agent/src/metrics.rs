@@ -10,6 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::mig::{self, Change};
+use crate::xid::Class;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Answer {
@@ -41,6 +42,20 @@ struct OfGpu {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfDevice {
     device: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfXid {
+    device: String,
+    xid: u64,
+    class: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfTrouble {
+    device: String,
+    class: String,
+    reason: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -76,7 +91,8 @@ pub struct Metrics {
     gpu_healthy: Family<OfGpu, Gauge>,
     restarts: Family<OfDevice, Gauge>,
     clients: Family<OfDevice, Gauge>,
-    xids: Family<OfDevice, Counter>,
+    trouble: Family<OfTrouble, Gauge>,
+    xids: Family<OfXid, Counter>,
     faults: Family<OfDevice, Counter>,
     errors: Family<Kind, Counter>,
     changes: Family<ChangeLabels, Counter>,
@@ -98,7 +114,9 @@ impl Metrics {
         registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         registry.register("mps_clients", "Clients of the allocations of a device", metrics.clients.clone());
-        registry.register("xids", "XIDs that count, by GPU", metrics.xids.clone());
+        let trouble = "GPUs and MIG devices that cannot serve, or should be reset: 1, by class and reason";
+        registry.register("gpu_trouble", trouble, metrics.trouble.clone());
+        registry.register("xids", "XIDs by GPU, number and what they say of the GPU", metrics.xids.clone());
         registry.register(
             "mps_faults",
             "Fatal GPU errors that broke all MPS clients of a device",
@@ -125,9 +143,9 @@ impl Metrics {
         self.waits.get_or_create(&Waited { result: if came { "came" } else { "timeout" } }).inc();
     }
 
-    /// An XID that counts.
-    pub fn xid(&self, gpu: &str) {
-        self.xids.get_or_create(&OfDevice { device: gpu.to_owned() }).inc();
+    /// An XID.
+    pub fn xid(&self, gpu: &str, xid: u64, class: Class) {
+        self.xids.get_or_create(&OfXid { device: gpu.to_owned(), xid, class: class.as_str() }).inc();
     }
 
     /// Fatal GPU errors under MPS.
@@ -164,11 +182,20 @@ impl Metrics {
             family.clear();
         }
         self.gpu_healthy.clear();
+        self.trouble.clear();
         self.restarts.clear();
         self.clients.clear();
         for gpu in &status.gpus {
             let of_gpu = OfGpu { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
             self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
+            let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
+            let instances = instances.filter_map(|instance| Some((&instance.uuid, instance.health.as_ref()?)));
+            for (device, health) in instances.chain([(&gpu.uuid, &gpu.health)]) {
+                if !health.reason.is_empty() {
+                    let (device, class, reason) = (device.clone(), health.class.clone(), health.reason.clone());
+                    self.trouble.get_or_create(&OfTrouble { device, class, reason }).set(1);
+                }
+            }
             for slices in &gpu.slices {
                 let label = Slices { device: slices.device.clone(), resource: slices.resource.clone() };
                 self.total.get_or_create(&label).inc_by(i64::from(slices.total));

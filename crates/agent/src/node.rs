@@ -7,20 +7,24 @@ use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{GpuNodeStatus, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_WAITING};
 use cleave_gpu::mps::wire::{self, DaemonState, Desired};
-use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process};
+use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
 use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
+use k8s_openapi::jiff::Timestamp;
 
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
+use crate::cordon;
 use crate::diff::{Decision, Rules, decide, keeps};
 use crate::faults::{self, Faults};
 use crate::hardware::{Book, Hardware, KnownGpu};
+use crate::health::{Clock, Told as ToldHealth};
 use crate::layout::{Kind, Layout, Pool};
 use crate::mig::{Change, Next, Outcome, Trial, next};
 use crate::mps;
 use crate::serve::Table;
 use crate::status::{self, Facts};
 use crate::usage::{Allocations, Usage};
+use crate::xid::Class;
 
 /// Between the kubelet's lists while slices are in use or a change waits for pods to end (which somebody may wait for), and while none are.
 const LIST_IN_USE: Duration = Duration::from_secs(1);
@@ -165,8 +169,8 @@ pub struct Node {
     told: BTreeMap<String, Told>,
     /// And of their faults.
     faults: Faults,
-    /// GPUs whose failure was told.
-    failed: BTreeSet<String>,
+    /// What was told of GPUs' health.
+    told_health: ToldHealth,
 }
 
 /// What was told of a daemon.
@@ -242,11 +246,14 @@ impl Node {
         now: Instant,
     ) -> (Self, Allocations) {
         let found = checkpoint.is_some();
-        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, cut } =
+        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, cut, health } =
             checkpoint.unwrap_or_default();
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
+        let clock = Clock::new(now, Timestamp::UNIX_EPOCH);
+        let book = Book::remembering(gpus, written_in == boot_id, clock).recalling(health, now);
         let node = Self {
-            book: Book::remembering(gpus, written_in == boot_id),
+            told_health: ToldHealth::before(&book.hardware()),
+            book,
             remembers: found,
             boot_id,
             grace,
@@ -271,7 +278,6 @@ impl Node {
             doors: Acknowledged::default(),
             told: BTreeMap::new(),
             faults: Faults::default(),
-            failed: BTreeSet::new(),
         };
         (node, Allocations::remembering(allocations, now))
     }
@@ -280,6 +286,13 @@ impl Node {
     #[must_use]
     pub fn keeping_mig_mode(self, keep_mig_mode: bool) -> Self {
         Self { keep_mig_mode, ..self }
+    }
+
+    /// It is `wall` at `now`: for times that are told.
+    #[must_use]
+    pub fn at(mut self, now: Instant, wall: Timestamp) -> Self {
+        self.book.tell_time(now, wall);
+        self
     }
 
     /// NVML answered what it was asked at `asked`.
@@ -292,7 +305,7 @@ impl Node {
                 gpu.clone_from(known);
             }
         }
-        self.book.observe(answer);
+        self.book.observe(answer, asked);
     }
 
     /// An order ended, or takes long.
@@ -302,16 +315,21 @@ impl Node {
             self.book.see(gpu, processes);
             self.changed.insert(uuid.clone(), at);
         }
-        let hardware = self.book.hardware(now);
+        let hardware = self.book.hardware();
         let after = hardware.gpus.get(&uuid).map(|known| (&known.gpu, known.health.healthy));
         let after = after.filter(|_| self.changed.get(&uuid) == Some(&at));
         let trial = self.trials.entry(uuid.clone()).or_insert_with(|| Trial::new(None));
         self.news.extend(trial.ended(&uuid, &change, &outcome, after, now).map(|note| warning("MigFailed", note)));
     }
 
-    /// An XID that says something about the GPU.
-    pub fn xid(&mut self, uuid: &str, xid: u64, now: Instant) {
-        self.book.xid(uuid, xid, now);
+    /// An XID; `ignored` are those that say nothing of the GPU. Says what it says of it.
+    pub fn xid(&mut self, uuid: &str, xid: u64, gpu_instance: Option<u32>, ignored: &[u64], now: Instant) -> Class {
+        self.book.xid(uuid, xid, gpu_instance, ignored, now)
+    }
+
+    /// What the driver says of GPUs' memory and needs, asked at `asked`.
+    pub fn vitals(&mut self, vitals: BTreeMap<String, Vitals>, asked: Instant) {
+        self.book.vitals(vitals, asked);
     }
 
     /// The API server's word on the `GpuNode`.
@@ -319,7 +337,12 @@ impl Node {
         match &object {
             // Not planned yet: the operator has not seen what GPUs there are. What is served stays, and nothing is served whole for a moment.
             Object::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
-            Object::Present(generation, spec) => self.spec = Some((*generation, spec.clone())),
+            Object::Present(generation, spec) => {
+                for gpu in &spec.gpus {
+                    gpu.cleared.iter().for_each(|until| self.book.cleared(&gpu.uuid, until));
+                }
+                self.spec = Some((*generation, spec.clone()));
+            }
             Object::Unknown | Object::Missing | Object::Malformed(_) => {}
         }
         self.object = object;
@@ -394,7 +417,7 @@ impl Node {
 
     /// What follows from all that. Brings the table up to date.
     pub fn turn(&mut self, table: &mut Table, now: Instant) -> Turn {
-        let hardware = self.book.hardware(now);
+        let hardware = self.book.hardware();
         let usage = self.held.as_ref().map(|rows| Usage::new(rows, &table.allocations));
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let partitions: BTreeMap<&str, &Partition> =
@@ -424,7 +447,7 @@ impl Node {
         let orders = self.orders(&hardware, &partitions, changes, now);
         steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
         self.remember(steps, served_otherwise);
-        let lists = self.lists(&hardware);
+        let lists = self.lists(&hardware, table);
         let mut occurrences = self.occurrences(&hardware);
         let pods = faults::Pods {
             held: self.held.as_deref().unwrap_or_default(),
@@ -457,6 +480,7 @@ impl Node {
             layouts: self.layouts.clone(),
             allocations: table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect(),
             cut: self.cut.clone(),
+            health: self.book.records(),
         };
         let unready = self.unready(&desired);
         let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
@@ -621,7 +645,12 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    fn lists(&self, hardware: &Hardware) -> BTreeMap<ResourceName, DeviceList> {
+    fn lists(&self, hardware: &Hardware, table: &Table) -> BTreeMap<ResourceName, DeviceList> {
+        // What was given out is known from the checkpoint before the kubelet has said anything.
+        let known = self.held.is_some() || self.remembers;
+        let usage = known.then(|| Usage::new(self.held.as_deref().unwrap_or_default(), &table.allocations));
+        let spec = self.spec.as_ref().map(|(_, spec)| spec);
+        let closed = cordon::closed(spec, &self.layouts, usage.as_ref(), &table.expected);
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
         for (uuid, layout) in &self.layouts {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
@@ -629,8 +658,8 @@ impl Node {
                 let Ok(name) = ResourceName::parse(&pool.resource) else { continue };
                 let serves = self.can_serve(known, pool).is_ok();
                 let device = |id: String| {
-                    let goes = || self.withdrawing.contains_key(&(pool.resource.clone(), id.clone()));
-                    let healthy = serves && (self.withdrawing.is_empty() || !goes());
+                    let slice = (pool.resource.clone(), id.clone());
+                    let healthy = serves && !self.withdrawing.contains_key(&slice) && !closed.contains(&slice);
                     Some(Device { id: DeviceId::parse(&id).ok()?, healthy, numa: known.gpu.numa })
                 };
                 lists.entry(name).or_default().extend(pool.ids().filter_map(device));
@@ -643,6 +672,9 @@ impl Node {
     fn can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
+        }
+        if let Some(health) = known.instances.get(&pool.device) {
+            return Err(health.message.clone());
         }
         let instances = known.gpu.mig.iter().flat_map(|mig| &mig.instances);
         if pool.device != known.gpu.uuid && !instances.clone().any(|instance| instance.uuid == pool.device) {
@@ -667,17 +699,7 @@ impl Node {
     /// What is worth an event: daemons that went and came, GPUs that failed and recovered. Each once.
     fn occurrences(&mut self, hardware: &Hardware) -> Vec<Occurrence> {
         let mut found = std::mem::take(&mut self.news);
-        for (uuid, known) in &hardware.gpus {
-            if known.health.healthy == self.failed.contains(uuid) {
-                if known.health.healthy {
-                    self.failed.remove(uuid);
-                    found.push(recovered(format!("GPU {uuid} is healthy again")));
-                } else {
-                    self.failed.insert(uuid.clone());
-                    found.push(warning("GpuUnhealthy", format!("GPU {uuid}: {}", known.health.message)));
-                }
-            }
-        }
+        found.extend(self.told_health.news(hardware));
         let devices: BTreeSet<String> =
             self.layouts.values().flat_map(|layout| layout.daemons.keys().cloned()).collect();
         self.told.retain(|device, _| devices.contains(device));
@@ -761,11 +783,11 @@ fn foreign(hardware: &Hardware, view: &mps::View) -> BTreeMap<String, Vec<Proces
     hardware.gpus.iter().map(|(uuid, known)| (uuid.clone(), of(known))).collect()
 }
 
-fn warning(reason: &'static str, note: String) -> Occurrence {
+pub(crate) fn warning(reason: &'static str, note: String) -> Occurrence {
     Occurrence { warning: true, reason, note, regarding: None }
 }
 
-fn recovered(note: String) -> Occurrence {
+pub(crate) fn recovered(note: String) -> Occurrence {
     Occurrence { warning: false, reason: "Recovered", note, regarding: None }
 }
 

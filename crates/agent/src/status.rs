@@ -6,7 +6,7 @@ use cleave_api::gpunode::{
     AllocationStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus, MpsStatus,
     SliceStatus, StepStatus, Summary,
 };
-use cleave_api::names::{CONDITION_APPLIED, CONDITION_READY, STEP_DONE};
+use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY, STEP_DONE};
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Door};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile};
 use cleave_kubelet::{DeviceList, HeldDevices, ResourceName};
@@ -15,7 +15,7 @@ use cleave_plan::units::{Percent, Sms};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
-use crate::hardware::{Driver, Hardware};
+use crate::hardware::{Driver, Hardware, KnownGpu};
 use crate::layout::{Layout, parse_id};
 use crate::mps::View;
 use crate::node::Object;
@@ -45,6 +45,8 @@ pub mod reason {
     pub const NO_SPEC: &str = "NoSpec";
     /// Not Applied: the object is not what its definition says.
     pub const MALFORMED: &str = "Malformed";
+    /// GPUs healthy: all of them.
+    pub const HEALTHY: &str = "Healthy";
 }
 
 /// All that a status is made of.
@@ -101,8 +103,7 @@ pub fn daemon_trouble(view: &View, device: &str) -> Result<(), String> {
 /// The status; its conditions have no times yet.
 pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
     let Facts { hardware, spec, applied, steps, boot_id, .. } = *facts;
-    let gpus: Vec<GpuStatus> =
-        hardware.by_index().into_iter().map(|known| gpu(facts, &known.gpu, &known.health)).collect();
+    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu(facts, known)).collect();
     let generation = match (facts.object, spec) {
         (Object::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
         _ => 0,
@@ -120,6 +121,7 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
         conditions: vec![
             condition(CONDITION_READY, generation, ready(facts, &gpus)),
             condition(CONDITION_APPLIED, generation, is_applied(facts)),
+            condition(CONDITION_GPUS_HEALTHY, generation, gpus_healthy(facts)),
         ],
         summary: Some(Summary::of(&gpus)),
         models: Vec::new(),
@@ -129,7 +131,8 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
     .compact()
 }
 
-fn gpu(facts: &Facts<'_>, gpu: &Gpu, health: &Health) -> GpuStatus {
+fn gpu(facts: &Facts<'_>, known: &KnownGpu) -> GpuStatus {
+    let KnownGpu { gpu, health, instances, .. } = known;
     let layout = facts.layouts.get(&gpu.uuid);
     let devices = devices(gpu, layout);
     let mut health = health.clone();
@@ -144,7 +147,7 @@ fn gpu(facts: &Facts<'_>, gpu: &Gpu, health: &Health) -> GpuStatus {
             .filter(|device| !starting(device))
             .find_map(|device| daemon_trouble(facts.view, device).err());
         if let Some(message) = trouble {
-            health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message };
+            health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
         }
     }
     GpuStatus {
@@ -155,7 +158,7 @@ fn gpu(facts: &Facts<'_>, gpu: &Gpu, health: &Health) -> GpuStatus {
         sms: gpu.sms.0,
         pci: gpu.pci.clone(),
         numa: gpu.numa,
-        mig: gpu.mig.as_ref().map(mig),
+        mig: gpu.mig.as_ref().map(|of| mig(of, instances)),
         mode: layout.map(|layout| layout.mode.as_str().to_owned()).unwrap_or_default(),
         slices: layout.iter().flat_map(|layout| &layout.pools).map(|pool| slices(facts, gpu, pool)).collect(),
         allocations: allocations(facts, gpu, &devices),
@@ -173,7 +176,7 @@ fn devices<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     devices
 }
 
-fn mig(mig: &Mig) -> MigStatus {
+fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     let Mig { enabled, pending, profiles, instances } = mig;
     let profile = |profile: &MigProfile| {
         let MigProfile { id: _, name, memory, sms, slices: _, size, starts } = profile;
@@ -181,7 +184,8 @@ fn mig(mig: &Mig) -> MigStatus {
     };
     let instance = |instance: &MigInstance| {
         let MigInstance { uuid, profile, start, gpu_instance, compute_instance } = instance.clone();
-        MigInstanceStatus { uuid, profile, start, gpu_instance, compute_instance }
+        let health = unhealthy.get(&uuid).cloned();
+        MigInstanceStatus { uuid, profile, start, gpu_instance, compute_instance, health }
     };
     MigStatus {
         enabled: *enabled,
@@ -322,6 +326,28 @@ fn ready(facts: &Facts<'_>, gpus: &[GpuStatus]) -> Verdict {
         return verdict(false, reason::MPS_UNAVAILABLE, message);
     }
     verdict(true, reason::SERVING, "")
+}
+
+/// Of the GPUs alone: what MPS does is another condition's. One that is to be reset some time is healthy, and is told.
+fn gpus_healthy(facts: &Facts<'_>) -> Verdict {
+    if !facts.inventoried {
+        return verdict(false, reason::STARTING, "NVML has not answered yet");
+    }
+    let (mut sick, mut pending) = (Vec::new(), Vec::new());
+    for KnownGpu { gpu, health, instances, .. } in facts.hardware.by_index() {
+        let name = format!("GPU {} ({})", gpu.index, gpu.uuid);
+        let of_gpu = (!health.message.is_empty()).then(|| format!("{name}: {}", health.message));
+        let list = if health.healthy { &mut pending } else { &mut sick };
+        list.extend(of_gpu);
+        sick.extend(instances.iter().map(|(device, health)| format!("{device} of {name}: {}", health.message)));
+    }
+    match (sick.is_empty(), pending.is_empty()) {
+        (false, _) => {
+            verdict(false, reason::GPU_UNHEALTHY, sick.into_iter().chain(pending).collect::<Vec<_>>().join("; "))
+        }
+        (true, false) => verdict(true, crate::health::reason::RESET_PENDING, pending.join("; ")),
+        (true, true) => verdict(true, reason::HEALTHY, ""),
+    }
 }
 
 fn is_applied(facts: &Facts<'_>) -> Verdict {

@@ -1,6 +1,7 @@
 //! The agent as a process, between a fake kubelet, the MPS host, and simulated GPUs and MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
 mod faults;
+mod health;
 mod machine;
 mod mig;
 
@@ -280,7 +281,7 @@ async fn an_xid_of_a_program_says_nothing_and_one_of_the_gpu_takes_all_its_slice
     machine.simgpu(&["xid", "1", "48"]);
     let seen = machine.healthy(SLICED, 4).await;
     assert!(seen.endpoints[SLICED].healthy().iter().all(|id| id.starts_with(machine.uuids[0].as_str())));
-    let status = machine.status("the XID", |status| status.gpus[1].health.reason == "XidError").await;
+    let status = machine.status("the XID", |status| status.gpus[1].health.reason == "ResetRequired").await;
     assert!(status.gpus[1].health.message.contains("XID 48"));
 }
 

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -72,7 +72,7 @@ pub struct GpuNodeSpec {
 }
 
 /// What one GPU shall be.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuSpec {
     /// The GPU.
@@ -85,6 +85,12 @@ pub struct GpuSpec {
     pub enforcement: Enforcement,
     /// How the GPU (or, under `mig`, nothing itself) is served.
     pub partition: Partition,
+    /// An administrator keeps new pods away from it: its free slices are told as Unhealthy, those in use stay as they are.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cordoned: bool,
+    /// An administrator says that what was found wrong with it up to this time (`status.gpus[].health.last`) is over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cleared: Option<Time>,
 }
 
 /// How a GPU is served: exactly one field is set.
@@ -412,6 +418,9 @@ pub struct MigInstanceStatus {
     /// Compute instance id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_instance: Option<u32>,
+    /// What is wrong with this instance alone; none where nothing is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub health: Option<Health>,
 }
 
 /// Slices of one device and resource.
@@ -467,12 +476,23 @@ pub struct AllocationStatus {
 pub struct Health {
     /// It can.
     pub healthy: bool,
-    /// Why not, as one word: `XidError`, `GpuLost`, `MpsUnavailable`.
+    /// What has to happen until it can again: `Suspect` (a quiet time and an answer), `NeedsReset` (a reset, or an administrator's word),
+    /// `Lost` (NVML has to answer). Empty where it is healthy, or another part of the node is in the way.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub class: String,
+    /// Why not, as one word: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`, `GpuLost`, `DriverUnavailable`, `MpsUnavailable`;
+    /// of a healthy one `ResetPending`, where a reset would mend what does not hinder it yet.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// Why not, in words.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
+    /// When that was first found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Time>,
+    /// When it was last found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last: Option<Time>,
 }
 
 /// One MPS daemon.

@@ -2,6 +2,7 @@
 //!
 //! Types only: nothing here talks to a cluster. `SharingPolicy` is what a person writes; `GpuNode` lies between the operator, which alone
 //! writes its `spec`, and the node's agent, which alone writes its `status`.
+pub mod cordon;
 pub mod crds;
 pub mod gpunode;
 pub mod names;

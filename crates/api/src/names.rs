@@ -32,6 +32,18 @@ pub const AGENT_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode` and a `SharingPolicy`: everything is in order.
 pub const CONDITION_READY: &str = "Ready";
+/// Condition of a `GpuNode`: every GPU can serve.
+pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
+/// Annotation of a `GpuNode`: its cordoned GPUs; [`crate::cordon::Cordons`].
+pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
+/// Annotation of a `GpuNode`: GPUs whose trouble up to a time an administrator says is over; [`crate::cordon::Cleared`].
+pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
+/// Class of a GPU that is healthy again after a quiet time and an answer; [`crate::gpunode::Health::class`].
+pub const HEALTH_SUSPECT: &str = "Suspect";
+/// Class of a GPU that has to be reset.
+pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
+/// Class of a GPU that NVML cannot ask.
+pub const HEALTH_LOST: &str = "Lost";
 /// Mode of a GPU that serves nothing shared; [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
 /// Mode of a GPU that serves MPS shares.

@@ -9,7 +9,7 @@ use cleave_api::gpunode::{
     TimeSlicedPartition, Whole,
 };
 use cleave_api::names::{RESOURCE_GPU, mig_resource, reason};
-use cleave_api::sharingpolicy::{ComputeMode, Enforcement};
+use cleave_api::sharingpolicy::ComputeMode;
 use cleave_plan::mps::{self, MAX_CLIENTS};
 use cleave_plan::units::Mebibytes;
 use sha2::{Digest, Sha256};
@@ -215,6 +215,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
                             policy: Some(winner.name.clone()),
                             enforcement: winner.enforcement,
                             partition,
+                            ..GpuSpec::default()
                         })
                     }
                     Ok(None) => {
@@ -233,6 +234,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
                             enforcement: winner.enforcement,
                             partition: stays.unwrap_or_else(|| whole(&gpu.uuid).partition),
                             uuid: gpu.uuid.clone(),
+                            ..GpuSpec::default()
                         })
                     }
                     Err(cannot) => {
@@ -244,9 +246,19 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
         };
         desired.push(spec.unwrap_or_else(|| whole(&gpu.uuid)));
     }
+    follow_administrators(node, &mut desired);
     desired.sort_by_key(|spec| gpus.iter().find(|gpu| gpu.uuid == spec.uuid).map(|gpu| gpu.index));
     let plan_id = plan_id(&desired);
     plan.nodes.insert(name.to_owned(), GpuNodeSpec { plan_id, gpus: desired });
+}
+
+/// What administrators say of single GPUs goes to the agent as it is: it reads no annotations.
+fn follow_administrators(node: &Node, desired: &mut [GpuSpec]) {
+    let (cordons, cleared) = (node.cordons(), node.cleared());
+    for spec in desired {
+        spec.cordoned = cordons.0.contains_key(&spec.uuid);
+        spec.cleared = cleared.0.get(&spec.uuid).cloned();
+    }
 }
 
 fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
@@ -267,9 +279,8 @@ fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
 fn whole(uuid: &str) -> GpuSpec {
     GpuSpec {
         uuid: uuid.to_owned(),
-        policy: None,
-        enforcement: Enforcement::default(),
         partition: Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() },
+        ..GpuSpec::default()
     }
 }
 

@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use cleave_api::cordon::{Cleared, Cordons};
 use cleave_api::gpunode::GpuStatus;
+use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_plan::Quantity;
 use cleave_plan::snapshot::Taint;
@@ -154,6 +156,20 @@ impl Node {
     /// Its `GpuNode`, where that is what the definition says.
     pub fn object(&self) -> Option<&GpuNode> {
         self.gpu_node.as_ref().and_then(|object| object.0.as_ref().ok())
+    }
+
+    /// Its GPUs that an administrator has cordoned.
+    pub fn cordons(&self) -> Cordons {
+        Cordons::read(self.annotation(CORDON_ANNOTATION))
+    }
+
+    /// Its GPUs of which an administrator says that what was wrong is over.
+    pub fn cleared(&self) -> Cleared {
+        Cleared::read(self.annotation(CLEARED_ANNOTATION))
+    }
+
+    fn annotation(&self, name: &str) -> Option<&String> {
+        self.object()?.metadata.annotations.as_ref()?.get(name)
     }
 
     /// Whether there is a `GpuNode`, malformed or not.

@@ -6,7 +6,7 @@
 //! | is becoming what its spec says | what it will be; nothing of its node is cut until then |
 //! | waits for pods, which hold what would go | its slices as they are; it may be cut around them |
 //! | could not be cut as it was told, or not in time | its slices as they are; it is left alone for a while |
-//! | is not healthy, or of a node whose agent does not answer | nothing |
+//! | is cordoned, not healthy, or of a node whose agent does not answer | nothing |
 //! | follows another policy, or none | its slices; a whole one can be given, and none is cut |
 //!
 //! Slices of pods that are bound and that the kubelet does not list yet are in use, though nobody knows which: until that is known, what they
@@ -320,6 +320,7 @@ impl Look<'_> {
         if changing {
             built.changing.insert(self.name.to_owned());
         }
+        let cordons = self.node.cordons();
         let mut all: Vec<Gpu> = Vec::with_capacity(gpus.len());
         for gpu in gpus {
             let by_demand = demand.and_then(|demand| demand.get(&gpu.uuid));
@@ -330,6 +331,10 @@ impl Look<'_> {
             if !gpu.health.healthy && !becoming {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
                 planned.left_out = Some(format!("it is not healthy: {why}"));
+            }
+            if let Some(reason) = cordons.0.get(&gpu.uuid) {
+                let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
+                planned.left_out = Some(format!("it is cordoned{why}"));
             }
             if by_demand.is_some() {
                 let failure = self.memory.failures.get(&at);

@@ -823,13 +823,28 @@ fn a_malformed_pod_or_node_costs_only_itself() {
 #[test]
 fn an_unhealthy_gpu_is_not_cut() {
     let mut world = World::new("mode: Auto").node("n1", 2);
-    world.status("n1").gpus[0].health = Health { healthy: false, reason: "XidError".into(), message: "XID 79".into() };
+    world.status("n1").gpus[0].health =
+        Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
     world.pod("one", TEN, 1);
     world.pod("all", "nvidia.com/mig-7g.40gb", 1);
     let (_, outcome) = world.pass();
     assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Cutting).count(), 1);
     assert!(world.partition("n1", 0).whole.is_some());
     assert!(outcome.stuck.values().any(|why| why.contains("XID 79")));
+}
+
+#[test]
+fn a_cordoned_gpu_is_not_cut_and_another_is() {
+    let mut world = World::new("mode: Auto").node("n1", 2);
+    let uuid = world.status("n1").gpus[0].uuid.clone();
+    let Some(Ok(object)) = &mut world.observed.nodes.get_mut("n1").unwrap().gpu_node else { panic!() };
+    object.metadata.annotations = Some(BTreeMap::from([("cleave.dev/cordon".to_owned(), format!("{uuid}=new fan"))]));
+    world.pod("one", TEN, 1);
+    world.pod("all", "nvidia.com/mig-7g.40gb", 1);
+    let (_, outcome) = world.pass();
+    assert_eq!(outcome.waiting.values().filter(|waiting| waiting.reason == Reason::Cutting).count(), 1);
+    assert!(world.partition("n1", 0).whole.is_some());
+    assert!(outcome.stuck.values().any(|why| why == "it is cordoned: new fan"));
 }
 
 #[test]
@@ -841,7 +856,8 @@ fn a_daemon_that_starts_for_a_change_is_no_reason_to_cut_another_gpu() {
     let generation = world.object(&node).metadata.generation.unwrap();
     let status = world.status(&node);
     status.observed_generation = generation;
-    status.gpus[0].health = Health { healthy: false, reason: "MpsUnavailable".into(), message: "stopping".into() };
+    status.gpus[0].health =
+        Health { healthy: false, reason: "MpsUnavailable".into(), message: "stopping".into(), ..Health::default() };
     let (_, outcome) = world.pass();
     assert_eq!(world.written(), [] as [&str; 0]);
     waits(&outcome, "one", Reason::Cutting, "");
@@ -868,7 +884,8 @@ fn a_gpu_that_is_lost_keeps_its_spec() {
     world.settle();
     let before = world.object("n1").spec.clone();
     let gpu = &mut world.status("n1").gpus[0];
-    gpu.health = Health { healthy: false, reason: "GpuLost".into(), message: "it fell off the bus".into() };
+    gpu.health =
+        Health { healthy: false, reason: "GpuLost".into(), message: "it fell off the bus".into(), ..Health::default() };
     gpu.slices.clear();
     gpu.allocations.clear();
     for _ in 0..3 {

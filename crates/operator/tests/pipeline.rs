@@ -402,11 +402,36 @@ fn what_the_agent_refuses_or_cannot_do_is_told_first() {
 }
 
 #[test]
+fn what_administrators_say_of_a_gpu_goes_to_its_agent_and_changes_nothing_else() {
+    let mut world = World::default().four("n1").policy("p", TEN);
+    let annotate = |world: &mut World, cordon: &str, cleared: &str| {
+        let Some(Ok(object)) = &mut world.observed.nodes.get_mut("n1").unwrap().gpu_node else { panic!() };
+        let annotations = [("cleave.dev/cordon", cordon), ("cleave.dev/cleared", cleared)];
+        let annotations = annotations.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        object.metadata.annotations = Some(BTreeMap::from(annotations));
+    };
+    let before = plan(&world.observed).nodes["n1"].clone();
+    let gpu = uuid("n1", 2);
+    annotate(&mut world, &format!("{gpu}=new fan,GPU-elsewhere"), &format!("{gpu}=2026-11-21T20:00:00Z"));
+    let mut after = plan(&world.observed).nodes["n1"].clone();
+    assert_ne!(after.plan_id, before.plan_id);
+    let cordoned: Vec<bool> = after.gpus.iter().map(|spec| spec.cordoned).collect();
+    assert_eq!(cordoned, [false, false, true, false]);
+    assert_eq!(after.gpus[2].cleared.as_ref().unwrap().0.as_second(), 1_795_291_200);
+    after.gpus[2].cordoned = false;
+    after.gpus[2].cleared = None;
+    assert_eq!(after.gpus, before.gpus);
+    annotate(&mut world, "", "nonsense");
+    assert_eq!(plan(&world.observed).nodes["n1"], before);
+}
+
+#[test]
 fn a_sick_gpu_and_an_agent_that_is_away_are_told() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     world.serve();
-    world.gpu("n1", 3).health = Health { healthy: false, reason: "XidError".into(), message: "XID 79".into() };
+    world.gpu("n1", 3).health =
+        Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
     world.says("p", "Ready", "False", "GpuUnhealthy", "GPU 3 of n1 is not healthy: XID 79");
     world.gpu("n1", 3).health.healthy = true;
     world.gpu("n1", 0).mps =

@@ -364,10 +364,5 @@ pub(crate) fn sliced(uuid: &str, replicas: u32) -> GpuSpec {
 }
 
 pub(crate) fn spec(uuid: &str, partition: Partition) -> GpuSpec {
-    GpuSpec {
-        uuid: uuid.into(),
-        policy: None,
-        enforcement: cleave_api::sharingpolicy::Enforcement::default(),
-        partition,
-    }
+    GpuSpec { uuid: uuid.into(), partition, ..GpuSpec::default() }
 }

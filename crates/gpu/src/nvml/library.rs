@@ -6,13 +6,16 @@ use std::fs;
 use cleave_plan::units::{Mebibytes, Sms};
 use nvml_wrapper::Device;
 use nvml_wrapper::bitmasks::InitFlags;
-use nvml_wrapper::enum_wrappers::device::ComputeMode as WrappedMode;
-use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enum_wrappers::device::{ComputeMode as WrappedMode, EccCounter, MemoryError};
+use nvml_wrapper::enums::device::{SampleValue, UsedGpuMemory};
 use nvml_wrapper::error::{NvmlError as Code, nvml_try};
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper_sys::bindings::field_id;
 
 use super::{
-    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Search, find, sys,
+    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Recovery, Search, Vitals,
+    find, sys,
 };
 
 /// The NVML library, loaded and started.
@@ -113,6 +116,23 @@ impl Gpus for Nvml {
         Ok(merge(&all, &clients))
     }
 
+    fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
+        let device = self.device(uuid)?;
+        let uncorrected = vital(
+            "nvmlDeviceGetTotalEccErrors",
+            device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile),
+        )?;
+        let pages = vital("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
+        let rows = sys::remapped_rows(&self.inner, &device)?;
+        let pending = pages.into_iter().chain(rows.map(|rows| rows.pending)).reduce(|a, b| a || b);
+        Ok(Vitals {
+            uncorrected,
+            remap_pending: pending,
+            remap_failed: rows.map(|rows| rows.failed),
+            recovery: recovery(&device)?,
+        })
+    }
+
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
         let mut device = self.device(uuid)?;
         let before = match device.compute_mode().map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
@@ -167,6 +187,40 @@ fn optional<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>,
         Ok(value) => Ok(Some(value)),
         Err(NvmlError::NotSupported { .. }) => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// None where this GPU or driver does not say it, for whatever reason but that it is lost: nothing depends on it alone.
+pub(super) fn vital<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
+    match result.map_err(|code| NvmlError::of(call, code)) {
+        Ok(value) => Ok(Some(value)),
+        Err(error @ (NvmlError::Lost { .. } | NvmlError::NoDriver)) => Err(error),
+        Err(_) => Ok(None),
+    }
+}
+
+/// What the driver wants done; none of a driver from before it said so, and of one that says something that is not known.
+fn recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
+    const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+    let values = vital("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
+    let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
+    let action = match value {
+        Some(SampleValue::U32(action)) => Some(u64::from(action)),
+        Some(SampleValue::U64(action)) => Some(action),
+        Some(SampleValue::I64(action)) => u64::try_from(action).ok(),
+        Some(SampleValue::F64(_)) | None => None,
+    };
+    Ok(action.and_then(wanted))
+}
+
+/// `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`; 6 and 7 are of drivers after 580.
+const fn wanted(action: u64) -> Option<Recovery> {
+    match action {
+        0 => Some(Recovery::Nothing),
+        1 | 6 => Some(Recovery::Reset),
+        2 | 7 => Some(Recovery::Reboot),
+        3 | 4 => Some(Recovery::Drain),
+        _ => None,
     }
 }
 

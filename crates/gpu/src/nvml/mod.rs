@@ -95,6 +95,11 @@ pub trait Gpus: Send {
     /// The processes that use a GPU or MIG device by its UUID.
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
 
+    /// What the driver says of a GPU's memory, and of what it needs. A part that it does not say is none; an error is one of the GPU.
+    fn vitals(&self, _uuid: &str) -> Result<Vitals, NvmlError> {
+        Ok(Vitals::default())
+    }
+
     /// Sets the compute mode of a GPU, and says what it was before.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 
@@ -118,6 +123,32 @@ pub struct Inventory {
     pub gpus: BTreeMap<u32, Result<Gpu, NvmlError>>,
     /// Processes by the GPU's UUID, those in its MIG instances included; a GPU that does not say them is left out.
     pub processes: BTreeMap<String, Vec<Process>>,
+}
+
+/// What the driver says of a GPU's memory, and of what it needs. None is what this GPU or driver does not say.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Vitals {
+    /// Uncorrected ECC errors since the driver was loaded, or the GPU reset (`nvmlDeviceGetTotalEccErrors`, volatile).
+    pub uncorrected: Option<u64>,
+    /// Pages are to be retired, or rows remapped, at the next reset (`nvmlDeviceGetRetiredPagesPendingStatus`, `nvmlDeviceGetRemappedRows`).
+    pub remap_pending: Option<bool>,
+    /// A row could not be remapped (`nvmlDeviceGetRemappedRows`).
+    pub remap_failed: Option<bool>,
+    /// What the driver wants done (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, from driver 570 on).
+    pub recovery: Option<Recovery>,
+}
+
+/// What the driver wants done about a GPU (`nvmlDeviceGpuRecoveryAction_t`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recovery {
+    /// Nothing.
+    Nothing,
+    /// A reset of the GPU, or of its bus.
+    Reset,
+    /// A restart of the node.
+    Reboot,
+    /// A reset when convenient, or that it takes no part in transfers between GPUs: it works meanwhile.
+    Drain,
 }
 
 /// When a MIG mode that was set holds.

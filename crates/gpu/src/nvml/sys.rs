@@ -16,6 +16,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE,
 };
 
+use super::library::vital;
 use super::{MigInstance, MigProfile, NvmlError};
 
 /// No GPU has more slices, or instances of one profile, than this; a driver that says so is not believed.
@@ -42,6 +43,27 @@ pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, N
     };
     nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
     Ok(memory.total)
+}
+
+/// What the driver says of remapped rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RemappedRows {
+    /// Some are to be remapped at the next reset.
+    pub(super) pending: bool,
+    /// Some could not be.
+    pub(super) failed: bool,
+}
+
+/// Remapped rows of a GPU that can remap; nvml-wrapper has no such call.
+pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<RemappedRows>, NvmlError> {
+    const CALL: &str = "nvmlDeviceGetRemappedRows";
+    let Ok(call) = nvml_sym(nvml.lib().nvmlDeviceGetRemappedRows.as_ref()) else { return Ok(None) };
+    let [mut corrected, mut uncorrected, mut pending, mut failed]: [c_uint; 4] = [0; 4];
+    // SAFETY: see the module.
+    let status =
+        unsafe { call(handle(device), &raw mut corrected, &raw mut uncorrected, &raw mut pending, &raw mut failed) };
+    let said = vital(CALL, nvml_try(status))?;
+    Ok(said.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
 }
 
 /// The MIG profiles of a GPU with their placements, in NVML's order.

@@ -2,7 +2,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
+use cleave_api::cordon::Cordons;
 use cleave_api::gpunode::GpuStatus;
+use cleave_api::names::CORDON_ANNOTATION;
 use cleave_api::placement::Held;
 use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units};
 
@@ -10,17 +12,19 @@ use crate::cut;
 use crate::pods::PodObject;
 
 /// What its devices have. Units that cannot be given now, and may be later, count as used: those of a GPU that becomes something else, that are told as
-/// unhealthy, or of a node whose agent is not ready, since a pod that comes there fails.
+/// unhealthy or cordoned, or of a node whose agent is not ready, since a pod that comes there fails.
 ///
 /// And the pods on devices that give nothing now: their leaving frees nothing.
 pub(super) fn of(object: &GpuNode, ready: bool) -> (NodeFacts, BTreeSet<String>) {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
+    let annotations = object.metadata.annotations.as_ref();
+    let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
     let (mut facts, mut stuck) = (NodeFacts::default(), BTreeSet::new());
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
         let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
         let becoming = wanted.filter(|spec| !cut::is_reached(&spec.partition, gpu));
-        let given = ready && gpu.health.healthy && becoming.is_none();
+        let given = ready && gpu.health.healthy && becoming.is_none() && !cordons.0.contains_key(&gpu.uuid);
         for slice in &gpu.slices {
             let used = if given { slice.in_use.saturating_add(slice.unhealthy).min(slice.total) } else { slice.total };
             facts.devices.push(DeviceFacts {

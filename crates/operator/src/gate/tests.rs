@@ -307,7 +307,7 @@ fn a_node_that_cannot_run_the_pod_has_no_room_for_it() {
 #[test]
 fn a_gpu_that_cannot_serve_now_is_waited_for() {
     type Break = fn(&mut World);
-    let cases: [Break; 4] = [
+    let cases: [Break; 5] = [
         |world| {
             world.change(
                 |world| &mut world.agents,
@@ -320,6 +320,13 @@ fn a_gpu_that_cannot_serve_now_is_waited_for() {
                 |world| &mut world.gpu_nodes,
                 "n1",
                 |node| node["status"]["gpus"][0]["health"] = json!({"healthy": false}),
+            );
+        },
+        |world| {
+            world.change(
+                |world| &mut world.gpu_nodes,
+                "n1",
+                |node| node["metadata"]["annotations"] = json!({"cleave.dev/cordon": "n1-GPU-0=new fan"}),
             );
         },
         |world| {

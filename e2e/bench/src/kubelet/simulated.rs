@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlicedPartition};
-use cleave_api::sharingpolicy::{ComputeMode, Enforcement, Interval};
+use cleave_api::sharingpolicy::{ComputeMode, Interval};
 use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::Mebibytes;
 use sim_machine::{Description, Driver, GpuDescription, Machine, STATE_ENV};
@@ -73,12 +73,7 @@ impl Simulated {
         let mut gpus = Vec::new();
         for gpu in &state.gpus {
             let total = Mebibytes(state.model(gpu)?.memory_mib);
-            gpus.push(GpuSpec {
-                uuid: gpu.uuid.clone(),
-                policy: None,
-                enforcement: Enforcement::default(),
-                partition: self.partition(total),
-            });
+            gpus.push(GpuSpec { uuid: gpu.uuid.clone(), partition: self.partition(total), ..GpuSpec::default() });
         }
         let spec = GpuNodeSpec { plan_id: "bench".to_owned(), gpus };
         let text = serde_json::to_vec(&spec).context("a spec")?;

@@ -120,6 +120,9 @@ impl Description {
             instances: Vec::new(),
             lost: false,
             ecc: [0, 0],
+            remap_pending: false,
+            remap_failed: false,
+            recovery: 0,
             temperature: None,
             utilization: None,
         }

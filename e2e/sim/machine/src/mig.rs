@@ -67,6 +67,8 @@ impl Gpu {
         self.mig = self.mig_pending;
         self.instances.clear();
         self.lost = false;
+        // Volatile counters start anew, rows that wait are remapped, and the driver has what it wanted. What is broken stays broken.
+        (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);
         if self.mig {
             self.compute_mode = ComputeMode::Default;
         }

@@ -97,6 +97,15 @@ pub struct Gpu {
     /// Uncorrected and corrected ECC errors since boot.
     #[serde(default)]
     pub ecc: [u64; 2],
+    /// Memory is to be set aside at the next reset.
+    #[serde(default)]
+    pub remap_pending: bool,
+    /// Memory could not be set aside: the board is to be replaced.
+    #[serde(default)]
+    pub remap_failed: bool,
+    /// What the driver wants done, as NVML counts it: 0 is nothing, 1 a reset, 2 a reboot, 4 a reset when convenient.
+    #[serde(default)]
+    pub recovery: u32,
     /// Degrees Celsius, where not the model's idle value.
     #[serde(default)]
     pub temperature: Option<u32>,
@@ -415,7 +424,6 @@ impl State {
             gpu.mig_pending &= stored;
             gpu.reset();
             gpu.compute_mode = ComputeMode::Default;
-            gpu.ecc = [0, 0];
         }
     }
 

@@ -70,7 +70,6 @@ unsupported! {
     nvmlDeviceGetFanSpeed
     nvmlDeviceGetFanSpeedRPM
     nvmlDeviceGetFanSpeed_v2
-    nvmlDeviceGetFieldValues
     nvmlDeviceGetGpcClkMinMaxVfOffset
     nvmlDeviceGetGpcClkVfOffset
     nvmlDeviceGetGpuFabricInfo
@@ -138,7 +137,6 @@ unsupported! {
     nvmlDeviceGetProcessesUtilizationInfo
     nvmlDeviceGetRepairStatus
     nvmlDeviceGetRetiredPages
-    nvmlDeviceGetRetiredPagesPendingStatus
     nvmlDeviceGetRetiredPages_v2
     nvmlDeviceGetRowRemapperHistogram
     nvmlDeviceGetRunningProcessDetailList

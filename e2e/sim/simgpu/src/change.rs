@@ -125,13 +125,25 @@ fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
             other => other.with_context(|| format!("MIG on {}", model.name))?,
         },
         "mig-needs-reset" => gpu.mig_needs_reset = switch(key, value)?,
+        "remap-pending" => gpu.remap_pending = switch(key, value)?,
+        "remap-failed" => gpu.remap_failed = switch(key, value)?,
+        "recovery" => {
+            gpu.recovery = match value {
+                "none" => 0,
+                "reset" => 1,
+                "reboot" => 2,
+                "drain-and-reset" => 4,
+                _ => bail!("recovery is none, reset, reboot or drain-and-reset, not {value}"),
+            };
+        }
         "persistence" => gpu.persistence = switch(key, value)?,
         "numa" => gpu.numa_node = number(key, value)?,
         "cpus" => value.clone_into(&mut gpu.cpus),
         "temperature" => gpu.temperature = number(key, value)?,
         "utilization" => gpu.utilization = number(key, value)?,
         _ => bail!(
-            "{key}: known are compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature and utilization"
+            "{key}: known are compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization, remap-pending, \
+             remap-failed and recovery"
         ),
     }
     Ok(())

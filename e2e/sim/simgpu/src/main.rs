@@ -92,7 +92,7 @@ enum Command {
         /// The GPU.
         gpu: String,
     },
-    /// Reset a GPU: a pending MIG mode holds, MIG instances are gone, a lost GPU is back. Refused while it is in use.
+    /// Reset a GPU: a pending MIG mode holds, ECC counts and what the driver wanted are gone, MIG instances are gone, a lost GPU is back. Refused while it is in use.
     Reset {
         /// The GPU.
         gpu: String,
@@ -130,7 +130,8 @@ enum Command {
         /// The faults.
         ids: Vec<u64>,
     },
-    /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization.
+    /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization, remap-pending,
+    /// remap-failed, recovery (what the driver wants done: none, reset, reboot or drain-and-reset).
     Set {
         /// The GPU.
         gpu: String,

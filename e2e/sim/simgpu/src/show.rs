@@ -59,6 +59,15 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
         if gpu.ecc != [0, 0] {
             notes.push(format!("ECC {} corrected, {} uncorrected", gpu.ecc[0], gpu.ecc[1]));
         }
+        for (is, note) in [
+            (gpu.remap_pending, "remap pending"),
+            (gpu.remap_failed, "remap failed"),
+            (gpu.recovery > 0, "the driver wants a reset"),
+        ] {
+            if is {
+                notes.push(note.to_owned());
+            }
+        }
         let memory = format!("{used}/{}", model.cuda_memory_mib);
         let notes = notes.join(", ");
         writeln!(out, "{:<4} {:<41} {:<22} {:>4} {memory:>15}  {notes}", gpu.index, gpu.uuid, model.name, model.sms)?;

@@ -7,6 +7,7 @@ mod demand;
 mod faults;
 mod gate;
 mod gate_admission;
+mod health;
 mod policies;
 mod restarts;
 mod shares;

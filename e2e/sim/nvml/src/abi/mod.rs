@@ -221,9 +221,33 @@ exports! {
         let rows = u32::try_from(gpu.ecc[1]).unwrap_or(u32::MAX);
         corrected.put(0)?;
         uncorrected.put(rows)?;
-        pending.put(u32::from(rows > 0))?;
-        failed.put(0)
+        pending.put(u32::from(rows > 0 || gpu.remap_pending))?;
+        failed.put(gpu.remap_failed.into())
     });
+    nvmlDeviceGetRetiredPagesPendingStatus(device: Handle, pending: Out<sys::nvmlEnableState_t>) |own|
+        on_gpu(own, device, |_, gpu, model| {
+            // Newer ones remap rows in place of retiring pages.
+            if model.architecture != "Turing" {
+                return Err(Code::NOT_SUPPORTED);
+            }
+            pending.put(u32::from(gpu.remap_pending))
+        });
+    nvmlDeviceGetFieldValues(device: Handle, count: c_int, values: Out<sys::nvmlFieldValue_t>) |own|
+        on_gpu(own, device, |_, gpu, _| {
+            // More than there are fields is a count taken from garbage.
+            let count = usize::try_from(count).ok().filter(|count| (1..=512).contains(count));
+            (0..count.ok_or(Code::INVALID_ARGUMENT)?).try_for_each(|at| {
+                let mut value = values.get_at(at)?;
+                value.nvmlReturn = if value.fieldId == sys::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION {
+                    value.valueType = sys::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT;
+                    value.value.uiVal = gpu.recovery;
+                    sys::nvmlReturn_enum_NVML_SUCCESS
+                } else {
+                    Code::NOT_SUPPORTED.0
+                };
+                values.put_at(at, value)
+            })
+        });
 
     nvmlDeviceGetSupportedEventTypes(device: Handle, types: Out<c_ulonglong>) |own|
         on_gpu(own, device, |_, _, _| types.put(events::SUPPORTED));

@@ -41,6 +41,13 @@ impl<T: Copy> Out<T> {
         Ok(unsafe { from.read_unaligned() })
     }
 
+    /// Reads an element of an array that the caller filled.
+    pub(crate) fn get_at(self, index: usize) -> Result<T> {
+        let from = self.checked()?;
+        // SAFETY: as for `get`, and the caller's own count, which is checked before, says that there are so many.
+        Ok(unsafe { from.add(index).read_unaligned() })
+    }
+
     /// The same address, as another version of a structure.
     pub(crate) fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())

@@ -1,0 +1,204 @@
+//! GPUs that fail, and GPUs that an administrator keeps pods from: what goes, what stays, and what brings them back.
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{Cluster, Faults, GPUNODES, Scope, output, process, run, signal, text, wait_until};
+use serde_json::{Value, json};
+
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
+
+/// The command line, as an administrator has it.
+fn cleave() -> String {
+    // As e2e/lib.sh has it.
+    let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
+        Ok("dev") => "debug".to_owned(),
+        Ok(profile) => profile.to_owned(),
+        Err(_) => "release".to_owned(),
+    };
+    format!("{}/../../target/{profile}/cleave", env!("CARGO_MANIFEST_DIR"))
+}
+
+/// [`NODE`]'s GPUs are what they were, whatever the test made of them.
+struct Mended<'a> {
+    cluster: &'a Cluster,
+    faults: Faults<'a>,
+}
+
+impl<'a> Mended<'a> {
+    fn new(cluster: &'a Cluster) -> Self {
+        Self { cluster, faults: Faults::on(NODE) }
+    }
+}
+
+impl Drop for Mended<'_> {
+    fn drop(&mut self) {
+        let nothing = json!({"metadata": {"annotations": {"cleave.dev/cordon": null}}});
+        let _ = self.cluster.patch(&format!("{GPUNODES}/{NODE}"), &nothing);
+        for gpu in 0..GPUS {
+            let gpu = gpu.to_string();
+            for set in ["remap-failed=off", "remap-pending=off", "recovery=none"] {
+                let _ = self.faults.simgpu(&["set", &gpu, set]);
+            }
+            let _ = self.faults.simgpu(&["restore", &gpu]);
+        }
+        for gpu in 0..GPUS {
+            let _ = run(&cleave(), &["uncordon", NODE, &gpu.to_string()]);
+        }
+    }
+}
+
+/// What the node says of a GPU.
+fn gpu(cluster: &Cluster, index: u64) -> Result<Value> {
+    let node = cluster.gpunode(NODE)?;
+    let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
+    gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} tells of no GPU {index}"))
+}
+
+fn health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
+    wait_until(&format!("GPU {index} is {class}"), || {
+        let health = gpu(cluster, index)?["health"].clone();
+        ensure!(text(&health["class"]) == class, "{health}");
+        Ok(true)
+    })
+}
+
+/// A pod gets its shares, and not of that GPU.
+fn runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, sick: u64) -> Result<()> {
+    scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
+    scope.running(name)?;
+    let sick = text(&gpu(cluster, sick)?["uuid"]);
+    let seen = scope.seen(name)?;
+    ensure!(text(&seen["uuid"]) != sick, "{name} was given the GPU that gives nothing");
+    scope.delete_pod(name, 0)
+}
+
+#[test]
+fn each_class_of_xid_takes_what_it_should_and_comes_back_as_it_should() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "xids")?;
+    let mended = Mended::new(&cluster);
+    scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
+    scope.running("stays")?;
+    let before = undisturbed(&cluster, &scope, "stays")?;
+
+    // A program's own: no share goes. What follows is only told after it.
+    mended.faults.simgpu(&["xid", "0", "31"])?;
+    mended.faults.simgpu(&["xid", "1", "999"])?;
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    health(&cluster, 1, "Suspect")?;
+    health(&cluster, 0, "")?;
+    runs_elsewhere(&cluster, &scope, "beside-suspect", 1)?;
+
+    mended.faults.simgpu(&["xid", "2", "48"])?;
+    offers(&cluster, SHARES, 10 * (GPUS - 2))?;
+    health(&cluster, 2, "NeedsReset")?;
+    runs_elsewhere(&cluster, &scope, "beside-sick", 2)?;
+
+    // By a quiet time, and an answer after it.
+    health(&cluster, 1, "")?;
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    health(&cluster, 2, "NeedsReset")?;
+    ensure!(before == undisturbed(&cluster, &scope, "stays")?, "a running pod was disturbed");
+    Ok(())
+}
+
+#[test]
+fn a_restart_of_the_agent_heals_no_gpu_and_an_administrator_does() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "heals")?;
+    let mended = Mended::new(&cluster);
+    mended.faults.simgpu(&["xid", "3", "119"])?;
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    health(&cluster, 3, "NeedsReset")?;
+    let old = process(NODE, "cleave-agent")?;
+    signal(NODE, "cleave-agent", "KILL")?;
+    wait_until("another agent", || Ok(process(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
+    // Something that only the new one can have told.
+    mended.faults.simgpu(&["xid", "1", "48"])?;
+    health(&cluster, 1, "NeedsReset")?;
+    health(&cluster, 3, "NeedsReset")?;
+    offers(&cluster, SHARES, 10 * (GPUS - 2))?;
+    run(&cleave(), &["uncordon", NODE, "3"])?;
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+    health(&cluster, 1, "NeedsReset")?;
+    run(&cleave(), &["uncordon", NODE, "1"])?;
+    offers(&cluster, SHARES, 10 * GPUS)?;
+    drop(scope);
+    Ok(())
+}
+
+#[test]
+fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "lost")?;
+    let mended = Mended::new(&cluster);
+    mended.faults.simgpu(&["lose", "1"])?;
+    mended.faults.simgpu(&["xid", "1", "79"])?;
+    for (at, shares) in [10, 1, 5, 3].into_iter().enumerate() {
+        let name = format!("p{at}");
+        scope.pod_on(NODE, &name, &json!({SHARES: shares}), HOLD)?;
+        // Fails at once where the pod does.
+        scope.running(&name)?;
+    }
+    health(&cluster, 1, "Lost")?;
+    mended.faults.simgpu(&["restore", "1"])?;
+    health(&cluster, 1, "")?;
+    offers(&cluster, SHARES, 10 * GPUS)?;
+    Ok(())
+}
+
+#[test]
+fn a_cordoned_gpu_takes_no_new_pod_a_drain_empties_it_and_uncordon_brings_it_back() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "cordon")?;
+    let _mended = Mended::new(&cluster);
+    scope.pod_on(NODE, "holder", &json!({SHARES: 3}), HOLD)?;
+    scope.running("holder")?;
+    wait_until("the node tells who holds the shares", || Ok(!allocations(&cluster, &scope, "holder")?.is_empty()))?;
+    let device = text(&allocations(&cluster, &scope, "holder")?[0]["device"]);
+    let before = undisturbed(&cluster, &scope, "holder")?;
+    let daemons = daemon_pids(&cluster)?;
+
+    let said = run(&cleave(), &["cordon", NODE, &device, "--reason", "new fan"])?;
+    ensure!(said.contains("is cordoned"), "{said}");
+    ensure!(run(&cleave(), &["cordon", NODE, &device])?.contains("already"));
+    // What runs there is still counted.
+    offers(&cluster, SHARES, 10 * (GPUS - 1) + 3)?;
+    let index = gpu_index(&cluster, &device)?;
+    for name in ["one", "two"] {
+        runs_elsewhere(&cluster, &scope, name, index)?;
+    }
+    ensure!(before == undisturbed(&cluster, &scope, "holder")?, "a running pod was disturbed");
+    ensure!(daemons == daemon_pids(&cluster)?, "a daemon was started again");
+    let status = run(&cleave(), &["status"])?;
+    ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
+    // More than there is room for without it: one waits, and is told why.
+    for name in ["a", "b", "c"] {
+        scope.pod_on(NODE, name, &json!({SHARES: 10}), HOLD)?;
+        scope.running(name)?;
+    }
+    scope.pod_on(NODE, "d", &json!({SHARES: 5}), HOLD)?;
+    let told = run(&cleave(), &["explain", "pod", &format!("{}/d", scope.namespace)])?;
+    ensure!(told.contains("cordoned: new fan"), "{told}");
+
+    let refused = output(&cleave(), &["drain", NODE, &device])?;
+    ensure!(!refused.status.success(), "a pod that nothing makes anew was evicted");
+    let drained = run(&cleave(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
+    ensure!(drained.contains("is free"), "{drained}");
+    ensure!(gpu(&cluster, index)?["allocations"] == json!([]), "it is not free");
+    wait_until("the evicted pod is gone", || {
+        let pod = cluster.find(&scope.pod_path("holder"))?;
+        Ok(pod.is_none_or(|pod| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded")))
+    })?;
+    run(&cleave(), &["uncordon", NODE, &device])?;
+    offers(&cluster, SHARES, 10 * GPUS)?;
+    let unknown = output(&cleave(), &["cordon", NODE, "77"])?;
+    let told = String::from_utf8_lossy(&unknown.stderr).into_owned();
+    ensure!(!unknown.status.success() && told.contains("has no GPU \"77\""), "{told}");
+    Ok(())
+}
+
+fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
+    let node = cluster.gpunode(NODE)?;
+    let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
+    let found = gpus.iter().find(|gpu| text(&gpu["uuid"]) == uuid).and_then(|gpu| gpu["index"].as_u64());
+    found.with_context(|| format!("{NODE} tells of no GPU {uuid}"))
+}
