@@ -59,6 +59,22 @@ struct Waited {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Terminated {
+    outcome: Termination,
+}
+
+/// What came of ending a client of a pod that leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum Termination {
+    /// It was ended.
+    Done,
+    /// An attempt failed; there will be another.
+    Failed,
+    /// It was not ended by the time at which its pod's containers may be killed.
+    Late,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ChangeLabels {
     change: &'static str,
     result: &'static str,
@@ -79,6 +95,7 @@ pub struct Metrics {
     xids: Family<OfDevice, Counter>,
     errors: Family<Kind, Counter>,
     changes: Family<ChangeLabels, Counter>,
+    terminations: Family<Terminated, Counter>,
     registry: Arc<Mutex<Registry>>,
 }
 
@@ -99,6 +116,8 @@ impl Metrics {
         registry.register("mps_clients", "Clients of the allocations of a device", metrics.clients.clone());
         registry.register("xids", "XIDs that count, by GPU", metrics.xids.clone());
         registry.register("mig_changes", "MIG instances made and destroyed, by how it ended", metrics.changes.clone());
+        let terminations = "Clients of pods that leave that were ended through MPS, attempts that failed, and clients that were too late";
+        registry.register("client_terminations", terminations, metrics.terminations.clone());
         registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
         metrics
@@ -122,6 +141,11 @@ impl Metrics {
     /// An XID that counts.
     pub fn xid(&self, gpu: &str) {
         self.xids.get_or_create(&OfDevice { device: gpu.to_owned() }).inc();
+    }
+
+    /// A client of a pod that leaves was to be ended.
+    pub fn terminated(&self, outcome: Termination) {
+        self.terminations.get_or_create(&Terminated { outcome }).inc();
     }
 
     /// A change of a GPU by MIG.

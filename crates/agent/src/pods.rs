@@ -1,7 +1,7 @@
 //! The node's own pods, from the API server: what is read of them, and what it means for what the kubelet will ask.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cleave_api::names::is_served;
 use cleave_api::placement::{ANNOTATION, Placement};
@@ -10,6 +10,7 @@ use cleave_plan::ledger::{self, Kind};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::Pod as CorePod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::jiff::Timestamp;
 use kube::api::Api;
 use kube::core::DeserializeGuard;
 use kube::runtime::WatchStreamExt;
@@ -18,12 +19,17 @@ use kube::{Client, Resource};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+use crate::ending::Pods as Departures;
+use crate::ending::pods::{Deletion, Seen};
 use crate::expected::{Bound, Expected, Want};
 use crate::metrics::Metrics;
 use crate::serve::Counter;
 
 /// Pods in one answer of a list: a whole node's are a megabyte, which would stay this process's.
 const PAGE: u32 = 20;
+
+/// Annotation of the API server's images of static pods.
+const MIRROR: &str = "kubernetes.io/config.mirror";
 
 /// A pod as the API server tells it, without what nobody reads here.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -49,6 +55,26 @@ struct Container {
     name: String,
     restart_policy: Option<String>,
     resources: Resources,
+    lifecycle: Lifecycle,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Lifecycle {
+    pre_stop: PreStop,
+}
+
+/// A hook that the kubelet runs before it sends SIGTERM. How long any other than a sleep takes nobody knows.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct PreStop {
+    sleep: Sleep,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct Sleep {
+    seconds: i64,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -85,6 +111,69 @@ impl PodObject {
             admitted: status.start_time.is_some() || !matches!(status.phase.as_str(), "" | "Pending"),
             wants,
         })
+    }
+
+    /// How far it is on its way out.
+    fn departure(&self, bound: &Bound, now: Timestamp) -> Seen {
+        let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
+        let PodObject { metadata, spec, .. } = self;
+        // A plain init container has no hooks.
+        let containers = spec.init_containers.iter().chain(&spec.containers);
+        let with_shares =
+            containers.filter(|container| bound.wants.iter().any(|want| want.container == container.name));
+        let hooks = with_shares.map(|container| container.lifecycle.pre_stop.sleep.seconds);
+        let deletion = metadata.deletion_timestamp.as_ref().map(|end| Deletion {
+            grace: seconds(metadata.deletion_grace_period_seconds.unwrap_or(0)),
+            left: Duration::try_from(end.0.duration_since(now)).unwrap_or_default(),
+        });
+        let name = format!("{}/{}", bound.namespace, bound.name);
+        Seen { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
+    }
+
+    /// Notes how far it is on its way out.
+    pub(crate) fn note_departure(&self, node: &str, departures: &mut Departures) -> bool {
+        // Of a static pod this is the image: to delete it ends nothing.
+        if self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR)) {
+            return false;
+        }
+        match (self.bound(node), &self.metadata.uid) {
+            (Some(bound), _) => departures.saw(self.departure(&bound, Timestamp::now()), Instant::now()),
+            (None, Some(uid)) => departures.ended(uid),
+            (None, None) => false,
+        }
+    }
+
+    /// Its UID.
+    pub(crate) fn uid(&self) -> Option<&String> {
+        self.metadata.uid.as_ref()
+    }
+}
+
+/// Takes an event in, as far as it tells of pods that leave. `listed` are the pods of the list that is being read.
+fn depart(
+    departures: &mut Departures,
+    event: &Event<DeserializeGuard<PodObject>>,
+    node: &str,
+    listed: &mut BTreeSet<String>,
+) -> bool {
+    let uid = |DeserializeGuard(object): &DeserializeGuard<PodObject>| match object {
+        Ok(pod) => pod.uid().cloned(),
+        Err(invalid) => invalid.metadata.uid.clone(),
+    };
+    if let Event::InitApply(object) = event {
+        listed.extend(uid(object));
+    }
+    match event {
+        Event::Init => {
+            listed.clear();
+            false
+        }
+        Event::InitDone => departures.only(&std::mem::take(listed), Instant::now()),
+        Event::Delete(object) => uid(object).is_some_and(|uid| departures.gone(&uid, Instant::now())),
+        Event::InitApply(DeserializeGuard(Ok(pod))) | Event::Apply(DeserializeGuard(Ok(pod))) => {
+            pod.note_departure(node, departures)
+        }
+        Event::InitApply(_) | Event::Apply(_) => false,
     }
 }
 
@@ -131,13 +220,17 @@ pub(crate) async fn follow(client: Client, node: String, counter: Arc<Counter>, 
     let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
     let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
-    let mut listed = BTreeSet::new();
+    let (mut listed, mut there) = (BTreeSet::new(), BTreeSet::new());
     while let Some(event) = events.next().await {
         match event {
-            Ok(event) => counter.expect(|expected| {
-                expected.answers(true);
-                take(expected, event, &node, &mut listed);
-            }),
+            Ok(event) => {
+                // First: somebody may be about to be killed.
+                counter.departures.send_if_modified(|pods| depart(pods, &event, &node, &mut there));
+                counter.expect(|expected| {
+                    expected.answers(true);
+                    take(expected, event, &node, &mut listed);
+                });
+            }
             Err(error) => {
                 counter.expect(|expected| expected.answers(false));
                 metrics.error("api-pods");

@@ -262,16 +262,22 @@ impl Machine {
     }
 
     /// A program with what a container would get.
-    pub(crate) fn client(
-        &self,
-        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
-        more: &[&str],
-    ) -> Value {
+    pub(crate) fn program(&self, response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse) -> Command {
         let mut command = self.command("cleave-client");
         for (name, value) in &response.envs {
             let mount = response.mounts.iter().find(|mount| mount.container_path == *value);
             command.env(name, mount.map_or(value, |mount| &mount.host_path));
         }
+        command
+    }
+
+    /// What such a program sees.
+    pub(crate) fn client(
+        &self,
+        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
+        more: &[&str],
+    ) -> Value {
+        let mut command = self.program(response);
         let output = command.args(more).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         serde_json::from_str(text.lines().next().unwrap_or_default()).unwrap_or(Value::Null)
