@@ -371,6 +371,88 @@ mod tests {
         }
     }
 
+    /// What is known of a pod's departure, by its UID: none where nothing is, and its end in seconds from now.
+    fn leaves(departures: &Departures, name: &str) -> Option<u64> {
+        let (found, leaving) = departures.leaving(&[format!("uid-{name}")], None)?;
+        assert_eq!(found, format!("ns/{name}"));
+        Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
+    }
+
+    #[test]
+    fn a_deletion_is_noted_with_its_grace_and_what_the_hooks_sleep() {
+        let now = Timestamp::from_second(1_800_000_000).unwrap();
+        let spec = |sleeps: [Value; 2]| {
+            let [main, other] = ["main", "other"].map(|name| container(name, &json!({MPS: "1"})));
+            let mut all = [main, other, container("beside", &json!({}))];
+            for (container, hook) in all.iter_mut().zip(sleeps) {
+                container["lifecycle"] = hook;
+            }
+            json!({ "containers": all })
+        };
+        let sleep = |seconds: i64| json!({"preStop": {"sleep": {"seconds": seconds}}, "postStart": {"exec": {}}});
+        let exec = json!({"preStop": {"exec": {"command": ["true"]}}});
+        let departure = |sleeps: [Value; 2], change: Value| {
+            let mut object = object("p", "", &spec(sleeps));
+            for (key, value) in change.as_object().into_iter().flatten() {
+                object["metadata"][key.as_str()] = value.clone();
+            }
+            let pod = serde_json::from_value::<PodObject>(object).unwrap();
+            pod.departure(&pod.bound("n").unwrap(), now)
+        };
+        let stays = departure([sleep(20), sleep(15)], json!({}));
+        assert_eq!((stays.uid.as_str(), stays.name.as_str(), stays.deletion), ("uid-p", "ns/p", None));
+        assert_eq!(stays.sleep, Duration::from_secs(15), "the shortest, of those with shares");
+        for hooks in [[sleep(20), json!({})], [exec, sleep(20)], [sleep(-1), sleep(20)]] {
+            assert_eq!(departure(hooks, json!({})).sleep, Duration::ZERO);
+        }
+        for (end, left) in [("2027-01-15T08:00:20Z", 20), ("2027-01-15T08:00:00Z", 0), ("2027-01-15T07:00:00Z", 0)] {
+            let change = json!({"deletionTimestamp": end, "deletionGracePeriodSeconds": 30});
+            let deletion = departure([sleep(1), sleep(1)], change).deletion.unwrap();
+            assert_eq!((deletion.grace.as_secs(), deletion.left.as_secs()), (30, left), "{end}");
+        }
+        let forced = json!({"deletionTimestamp": "2027-01-15T08:00:00Z", "deletionGracePeriodSeconds": 0});
+        assert_eq!(departure([sleep(1), sleep(1)], forced).deletion.unwrap().grace, Duration::ZERO);
+    }
+
+    #[test]
+    fn what_the_api_server_tells_of_pods_that_leave_is_followed() {
+        let spec = json!({"containers": [container("main", &json!({MPS: "1"}))]});
+        let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
+        let deleted = |name: &str| {
+            let mut object = object(name, "", &spec);
+            object["metadata"]["deletionTimestamp"] = json!(Timestamp::now().to_string());
+            object["metadata"]["deletionGracePeriodSeconds"] = json!(30);
+            object
+        };
+        let (mut departures, mut listed) = (Departures::default(), BTreeSet::new());
+        let mut tell = |departures: &mut Departures, event| depart(departures, &event, "n", &mut listed);
+        assert!(!tell(&mut departures, Event::Init));
+        for name in ["a", "b", "c", "d"] {
+            assert!(tell(&mut departures, Event::InitApply(guard(object(name, "", &spec)))));
+        }
+        assert!(!tell(&mut departures, Event::InitDone) && !departures.any_leaves());
+        assert!(tell(&mut departures, Event::Apply(guard(deleted("a")))));
+        assert_eq!(leaves(&departures, "a"), Some(30));
+        // Deleted by force: there was no word before.
+        assert!(tell(&mut departures, Event::Delete(guard(object("b", "", &spec)))));
+        assert_eq!(leaves(&departures, "b"), Some(0));
+        // While the watch was broken one went, one is malformed now, and one has ended.
+        let mut bad = object("c", "", &json!({"containers": 7}));
+        bad["metadata"]["uid"] = json!("uid-c");
+        let mut ended = object("a", "", &spec);
+        ended["status"] = json!({"phase": "Succeeded"});
+        assert!(!tell(&mut departures, Event::Init));
+        assert!(!tell(&mut departures, Event::InitApply(guard(bad))));
+        assert!(tell(&mut departures, Event::InitApply(guard(ended))));
+        assert!(tell(&mut departures, Event::InitDone));
+        assert_eq!(["a", "c", "d"].map(|name| leaves(&departures, name)), [None, None, Some(0)]);
+        // The image of a static pod is not the pod.
+        let mut mirror = deleted("m");
+        mirror["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
+        assert!(!tell(&mut departures, Event::Apply(guard(mirror))));
+        assert_eq!(leaves(&departures, "m"), None);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn the_nodes_pods_are_followed_and_a_malformed_one_stops_nothing() {
         let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();

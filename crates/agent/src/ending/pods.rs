@@ -87,7 +87,6 @@ pub struct Pods {
     by_uid: BTreeMap<String, Pod>,
     /// `namespace/name` by allocation, as the kubelet lists them.
     holders: BTreeMap<String, String>,
-    closing: Option<Leaving>,
 }
 
 impl Pods {

@@ -1,16 +1,14 @@
 //! What the kernel says of a client's process: whose it is, and what a SIGTERM would do to it.
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 /// SIGTERM in the masks of `/proc/PID/status`, whose lowest bit is signal 1.
 const SIGTERM: u64 = 1 << 14;
 
 /// A process that lives.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Process {
-    /// UIDs of the pods that its control group is below, the outermost first; those that this process is below too are left out.
-    pub(crate) pods: Vec<String>,
     /// A SIGTERM does not end it: it handles it, waits for it, or ignores it.
     pub(crate) survives: bool,
     /// It is stopped, by a signal or a debugger.
@@ -20,16 +18,25 @@ pub(crate) struct Process {
 impl Process {
     /// The process with this pid, in the pid namespace of the host; none where it has ended.
     pub(crate) fn look(pid: u32) -> Option<Self> {
-        let folder = Path::new("/proc").join(pid.to_string());
+        let folder = folder(pid);
         let status = Status::parse(&read(&folder.join("status"))?)?;
-        // On a node that is itself a pod, that one has everybody.
-        static OWN: LazyLock<Vec<String>> =
-            LazyLock::new(|| read(Path::new("/proc/self/cgroup")).map(|text| pods_of(&text)).unwrap_or_default());
-        let mut pods = read(&folder.join("cgroup")).map(|text| pods_of(&text)).unwrap_or_default();
-        pods.retain(|uid| !OWN.contains(uid));
         let survives = status.takes || status.blocks && all_threads_block(&folder);
-        (!status.ended).then_some(Self { pods, survives, stopped: status.stopped })
+        (!status.ended).then_some(Self { survives, stopped: status.stopped })
     }
+}
+
+/// UIDs of the pods that a process's control group is below, the outermost first. Those that this process is below too are left out: on a node that
+/// is itself a pod, that one has everybody.
+pub(crate) fn pods_of(pid: u32) -> Vec<String> {
+    static OWN: LazyLock<Vec<String>> =
+        LazyLock::new(|| in_groups(&read(&folder(std::process::id()).join("cgroup")).unwrap_or_default()));
+    let mut pods = in_groups(&read(&folder(pid).join("cgroup")).unwrap_or_default());
+    pods.retain(|uid| !OWN.contains(uid));
+    pods
+}
+
+fn folder(pid: u32) -> PathBuf {
+    Path::new("/proc").join(pid.to_string())
 }
 
 /// A program may have named itself in any bytes.
@@ -74,7 +81,7 @@ impl Status {
 /// The UIDs of the pods in a process's `/proc/PID/cgroup`, the outermost first: what is below may be its tenant's.
 ///
 /// The kubelet names a pod's group `pod<UID>`, or by way of systemd `kubepods-<class>-pod<UID with underscores>.slice`.
-fn pods_of(text: &str) -> Vec<String> {
+fn in_groups(text: &str) -> Vec<String> {
     let paths = text.lines().filter_map(|line| line.splitn(3, ':').nth(2));
     let of_path = |path: &str| path.split('/').filter_map(pod_of_group).collect::<Vec<_>>();
     // Of several hierarchies all that have pods have the same.
@@ -143,14 +150,14 @@ mod tests {
             // What a tenant makes below is no pod.
             format!("0::/kubepods/pod{UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
         ] {
-            assert_eq!(pods_of(&path).first().map(String::as_str), Some(UID), "{path}");
+            assert_eq!(in_groups(&path).first().map(String::as_str), Some(UID), "{path}");
         }
         let hash = "0123456789abcdef0123456789abcdef";
-        assert_eq!(pods_of(&format!("0::/kubepods/pod{hash}/a/pod{UID}")), [hash, UID]);
+        assert_eq!(in_groups(&format!("0::/kubepods/pod{hash}/a/pod{UID}")), [hash, UID]);
         for path in
             ["", "0::/", "0::/user.slice/a.service", "0::/kubepods/burstable", "0::/podman/pods", "0::/pod", "pod"]
         {
-            assert!(pods_of(path).is_empty(), "{path}");
+            assert!(in_groups(path).is_empty(), "{path}");
         }
     }
 
@@ -158,14 +165,14 @@ mod tests {
     fn this_process_and_one_that_is_none() {
         let own = Process::look(std::process::id()).unwrap();
         assert!(!own.stopped && !own.survives, "a test handles no SIGTERM");
-        assert!(own.pods.is_empty());
+        assert!(pods_of(std::process::id()).is_empty() && pods_of(u32::MAX).is_empty());
         assert_eq!(Process::look(u32::MAX), None);
     }
 
     proptest! {
         #[test]
         fn whatever_is_there_is_read(text: String) {
-            let _ = (Status::parse(&text), pods_of(&text));
+            let _ = (Status::parse(&text), in_groups(&text));
         }
     }
 }

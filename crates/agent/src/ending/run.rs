@@ -1,4 +1,5 @@
 //! The task that ends clients: woken by what is known of pods and of the MPS host, never by looking around.
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,7 @@ use cleave_gpu::mps::wire::{Reply, Request};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use super::process::Process;
+use super::process::{self, Process};
 use super::{Client, Ending, Key, Outcome, Pods};
 use crate::metrics::{Metrics, Termination};
 use crate::mps;
@@ -26,10 +27,10 @@ pub(crate) async fn run(
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let mut pods = counter.departures.subscribe();
-    let mut ending = Ending::default();
+    let (mut ending, mut known) = (Ending::default(), BTreeMap::new());
     let mut asked = JoinSet::new();
     loop {
-        let clients = clients(&pods.borrow_and_update(), &views.borrow_and_update());
+        let clients = clients(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
         let decision = ending.decide(clients, Instant::now());
         for (client, why) in decision.tell {
             tell(&client, &why, &occurrences, &metrics);
@@ -57,21 +58,27 @@ pub(crate) async fn run(
     }
 }
 
-/// The clients of pods that leave. Processes are looked at only where there are any.
-fn clients(pods: &Pods, view: &mps::View) -> Vec<Client> {
+/// The clients of pods that leave. Processes are looked at only where a pod does, and whose they are only once: `known` is that.
+fn clients(pods: &Pods, view: &mps::View, known: &mut BTreeMap<Key, Vec<String>>) -> Vec<Client> {
     if !pods.any_leaves() {
+        known.clear();
         return Vec::new();
     }
-    let all = view.status.daemons.iter().flat_map(|(device, daemon)| {
-        daemon.clients.iter().map(move |client| (device, client.pid, client.allocation.as_deref()))
-    });
-    all.filter_map(|(device, pid, allocation)| {
-        let Process { pods: uids, survives, stopped } = Process::look(pid)?;
-        let (pod, leaving) = pods.leaving(&uids, allocation)?;
-        let key = Key { device: device.clone(), pid };
-        Some(Client { key, pod: pod.to_owned(), leaving, survives, stopped })
-    })
-    .collect()
+    let mut before = std::mem::take(known);
+    let mut found = Vec::new();
+    for (device, daemon) in &view.status.daemons {
+        for client in &daemon.clients {
+            let key = Key { device: device.clone(), pid: client.pid };
+            let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
+            if let Some((pod, leaving)) = pods.leaving(&uids, client.allocation.as_deref())
+                && let Some(Process { survives, stopped }) = Process::look(client.pid)
+            {
+                found.push(Client { key: key.clone(), pod: pod.to_owned(), leaving, survives, stopped });
+            }
+            known.insert(key, uids);
+        }
+    }
+    found
 }
 
 async fn terminate(link: mps::Link, client: Client) -> (Client, Outcome, Instant) {
