@@ -366,7 +366,7 @@ mod tests {
                 loop {
                     let facts = |index: usize| {
                         let (pod, leaving) = pods.leaving(&[name(index / 2)], None)?;
-                        let survives = index % 3 == 0;
+                        let survives = index.is_multiple_of(3);
                         Some(Client { key: key(index), pod: pod.into(), leaving, survives, stopped: stopped[index] })
                     };
                     let decision = ending.decide((0..12).filter_map(facts).collect(), now);
@@ -396,7 +396,7 @@ mod tests {
                     }
                 }
                 for index in 0..12 {
-                    let due = pods.leaving(&[name(index / 2)], None).map(|(_, leaving)| leaving.due(index % 3 == 0));
+                    let due = pods.leaving(&[name(index / 2)], None).map(|(_, leaving)| leaving.due(index.is_multiple_of(3)));
                     // Overdue, as seen from here: since the first look at which it was due.
                     let since = late[index].or(due.filter(|due| *due <= now).map(|_| now));
                     late[index] = since;

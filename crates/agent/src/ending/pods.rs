@@ -129,7 +129,7 @@ impl Pods {
     /// These are all that there are.
     pub fn only(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
-        missing.iter().fold(false, |changed, uid| self.gone(uid, now) || changed)
+        missing.iter().filter(|uid| self.gone(uid, now)).count() > 0
     }
 
     /// It has ended: nothing of it runs.

@@ -21,7 +21,8 @@ impl Process {
         let folder = folder(pid);
         let status = Status::parse(&read(&folder.join("status"))?)?;
         let survives = status.takes || status.blocks && all_threads_block(&folder);
-        (!status.ended).then_some(Self { survives, stopped: status.stopped })
+        let stopped = status.state == State::Stopped;
+        (status.state != State::Ended).then_some(Self { survives, stopped })
     }
 }
 
@@ -58,8 +59,14 @@ struct Status {
     takes: bool,
     /// This thread blocks SIGTERM.
     blocks: bool,
-    stopped: bool,
-    ended: bool,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Runs,
+    Stopped,
+    Ended,
 }
 
 impl Status {
@@ -72,8 +79,11 @@ impl Status {
         Some(Self {
             takes: has("SigCgt")? || has("SigIgn")?,
             blocks: has("SigBlk")?,
-            stopped: matches!(state, 'T' | 't'),
-            ended: matches!(state, 'Z' | 'X' | 'x'),
+            state: match state {
+                'T' | 't' => State::Stopped,
+                'Z' | 'X' | 'x' => State::Ended,
+                _ => State::Runs,
+            },
         })
     }
 }
@@ -126,11 +136,11 @@ mod tests {
         for text in ["", "State:\tR\n", &status("R", 0, 0, 0).replace("SigIgn", "Sig"), &status("", 0, 0, 0)] {
             assert_eq!(parse(text), None, "{text}");
         }
-        let stopped = |state: &str| Status::parse(&status(state, 0, 0, 0)).map(|status| (status.stopped, status.ended));
-        assert_eq!(stopped("T (stopped)"), Some((true, false)));
-        assert_eq!(stopped("t (tracing stop)"), Some((true, false)));
-        assert_eq!(stopped("Z (zombie)"), Some((false, true)));
-        assert_eq!(stopped("D (disk sleep)"), Some((false, false)));
+        let state = |state: &str| Status::parse(&status(state, 0, 0, 0)).map(|status| status.state);
+        assert_eq!(state("T (stopped)"), Some(State::Stopped));
+        assert_eq!(state("t (tracing stop)"), Some(State::Stopped));
+        assert_eq!(state("Z (zombie)"), Some(State::Ended));
+        assert_eq!(state("D (disk sleep)"), Some(State::Runs));
     }
 
     #[test]
