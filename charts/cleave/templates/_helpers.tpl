@@ -197,14 +197,56 @@ webhook
   expression: object.spec.?nodeName.orValue('') == ''
 {{- end }}
 
+{{/*
+In CEL, whether k may name shares under MPS, whose programs can break each other; cleave-api's `names` has the same. That a policy makes turns of
+what it names so costs a container of those a second at its end.
+*/}}
+{{- define "cleave.isMps" -}}
+((k.startsWith('nvidia.com/gpu-') && k != 'nvidia.com/gpu-timeslice') || (k.startsWith('nvidia.com/mig-') && k.endsWith('.shared')))
+{{- end }}
+
+{{/* In CEL, whether container c has shares under MPS, and no hook of its own before its end. */}}
+{{- define "cleave.wantsPreStop" -}}
+!c.?lifecycle.?preStop.hasValue() && c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isMps" . }} && string(c.resources.limits[k]) != '0')
+{{- end }}
+
+{{/* What makes containers with shares sleep before their end: policy, webhook or none. */}}
+{{- define "cleave.preStop" -}}
+{{- $gate := include "cleave.gate" . -}}
+{{- if or (not .Values.admission.enabled) (eq (int .Values.admission.preStopSeconds) 0) -}}
+none
+{{- else if ne $gate "none" -}}
+{{ $gate }}
+{{- else if semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version -}}
+policy
+{{- else -}}
+none
+{{- end -}}
+{{- end }}
+
+{{/* Which pods that may concern, as conditions of the policy and of the webhook. */}}
+{{- define "cleave.preStopConditions" -}}
+- name: has-containers
+  expression: object.spec.containers != null
+- name: a-container-wants-it
+  expression: >-
+    object.spec.containers.exists(c, {{ include "cleave.wantsPreStop" . }})
+    || object.spec.?initContainers.orValue([]).exists(c, c.?restartPolicy.orValue('') == 'Always' && {{ include "cleave.wantsPreStop" . }})
+# The API server refuses a sleep that is longer than the grace; one as long would leave nothing of it.
+- name: has-the-time
+  expression: object.spec.?terminationGracePeriodSeconds.orValue(30) > {{ int .Values.admission.preStopSeconds }}
+- name: has-not-declined
+  expression: object.metadata.?annotations[?'cleave.dev/pre-stop'].orValue('') != 'none'
+{{- end }}
+
 {{/* In CEL, the most of k that can be on one device, as text: contexts of an MPS server, or replicas. Of MIG instances several may be meant. */}}
 {{- define "cleave.mostShares" -}}
 (k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')
 {{- end }}
 
-{{/* In CEL, whether k is an annotation of ours. */}}
+{{/* In CEL, whether k is an annotation of ours. What a pod declines is its own matter. */}}
 {{- define "cleave.isOurs" -}}
-(k.startsWith('cleave.dev/') || k.contains('.cleave.dev/'))
+(k != 'cleave.dev/pre-stop' && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
 {{- end }}
 
 {{/*

@@ -2,7 +2,7 @@
 //!
 //! One task, the main loop, owns what is known of the node ([`node::Node`]); the others bring it what they see and take from it what
 //! follows. Everything that decides is pure, and is in modules without I/O: [`layout`], [`diff`], [`allocate`], [`usage`], [`hardware`],
-//! [`health`], [`node`], [`faults`], [`status`].
+//! [`health`], [`node`], [`faults`], [`ending`], [`status`].
 //!
 //! ```text
 //!  NVML, on its own threads ── inventory, XIDs ──┐                     ┌─▶ Plugins (kubelet crate): lists in the open streams
@@ -13,7 +13,8 @@
 //! ```
 //!
 //! `Allocate` and `GetPreferredAllocation` are answered from [`serve::Table`] under a lock that nobody holds across an await; the main loop
-//! is told afterwards. The first lists come from the checkpoint, before NVML, PodResources and the API server have answered.
+//! is told afterwards. Pods that leave are the matter of a task of its own, [`ending`], which waits for nobody. The first lists come from
+//! the checkpoint, before NVML, PodResources and the API server have answered.
 mod act;
 #[cfg(test)]
 mod admissions;
@@ -24,6 +25,7 @@ pub mod checkpoint;
 mod connect;
 pub mod cordon;
 pub mod diff;
+pub mod ending;
 pub mod expected;
 pub mod faults;
 mod files;
@@ -144,6 +146,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (written, to_write) = watch::channel(Written::default());
     let (status, statuses) = watch::channel(None);
     let (occurrences, to_tell) = mpsc::channel(64);
+    let unended = occurrences.clone();
     let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0 });
     let (look, looks) = watch::channel(());
     let search = Search {
@@ -177,7 +180,9 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let stopping = main.stopping.clone();
     tasks.spawn(main.run(received));
     tasks.spawn(watch_hardware(search, inputs.clone(), looks));
-    tasks.spawn(watch_mps(link.clone(), inputs.clone()));
+    let view = watch::Sender::new(link.look());
+    tasks.spawn(ending::run(link.clone(), Arc::clone(&counter), view.subscribe(), unended, metrics.clone()));
+    tasks.spawn(watch_mps(link.clone(), view, inputs.clone()));
     tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
     tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
@@ -315,6 +320,9 @@ impl Main {
                             "the kubelet does not say who holds what; nothing that is served goes"
                         ),
                     }
+                }
+                if let Ok(rows) = &answer {
+                    self.counter.departures.send_if_modified(|pods| pods.held(rows));
                 }
                 let mut table = self.counter.table();
                 if let Ok(rows) = &answer {
@@ -488,8 +496,12 @@ async fn watch_hardware(
     Ok(())
 }
 
-async fn watch_mps(link: mps::Link, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
-    let (sender, mut views) = watch::channel(link.look());
+async fn watch_mps(
+    link: mps::Link,
+    sender: watch::Sender<mps::View>,
+    inputs: mpsc::Sender<Input>,
+) -> anyhow::Result<()> {
+    let mut views = sender.subscribe();
     let forward = async {
         while views.changed().await.is_ok() {
             let view = views.borrow_and_update().clone();

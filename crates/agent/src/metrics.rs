@@ -74,6 +74,22 @@ struct Waited {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Terminated {
+    outcome: Termination,
+}
+
+/// What came of ending a client of a pod that leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum Termination {
+    /// It was ended.
+    Done,
+    /// An attempt failed; there will be another.
+    Failed,
+    /// It was not ended by the time at which its pod's containers may be killed.
+    Late,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ChangeLabels {
     change: &'static str,
     result: &'static str,
@@ -96,6 +112,7 @@ pub struct Metrics {
     faults: Family<OfDevice, Counter>,
     errors: Family<Kind, Counter>,
     changes: Family<ChangeLabels, Counter>,
+    terminations: Family<Terminated, Counter>,
     registry: Arc<Mutex<Registry>>,
 }
 
@@ -123,6 +140,8 @@ impl Metrics {
             metrics.faults.clone(),
         );
         registry.register("mig_changes", "MIG instances made and destroyed, by how it ended", metrics.changes.clone());
+        let terminations = "Clients of pods that leave that were ended through MPS, attempts that failed, and clients that were too late";
+        registry.register("client_terminations", terminations, metrics.terminations.clone());
         registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
         metrics
@@ -151,6 +170,11 @@ impl Metrics {
     /// Fatal GPU errors under MPS.
     pub fn faults(&self, device: &str, count: u64) {
         self.faults.get_or_create(&OfDevice { device: device.to_owned() }).inc_by(count);
+    }
+
+    /// A client of a pod that leaves was to be ended.
+    pub fn terminated(&self, outcome: Termination) {
+        self.terminations.get_or_create(&Terminated { outcome }).inc();
     }
 
     /// A change of a GPU by MIG.

@@ -53,11 +53,18 @@ impl Folder {
             let text = fs::read(self.pods()).unwrap_or_default();
             if text != last {
                 match serde_json::from_slice::<Vec<PodObject>>(&text) {
-                    Ok(pods) => counter.expect(|expected| {
-                        let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
-                        expected.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
-                        bound.into_iter().for_each(|pod| expected.pod(pod, Instant::now()));
-                    }),
+                    Ok(pods) => {
+                        counter.departures.send_if_modified(|departures| {
+                            let there = pods.iter().filter_map(PodObject::uid).cloned().collect();
+                            let gone = departures.only(&there, Instant::now());
+                            pods.iter().fold(gone, |changed, pod| pod.note_departure(node, departures) || changed)
+                        });
+                        counter.expect(|expected| {
+                            let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
+                            expected.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
+                            bound.into_iter().for_each(|pod| expected.pod(pod, Instant::now()));
+                        });
+                    }
                     Err(error) => tracing::warn!(%error, "pods.json says nothing"),
                 }
                 last = text;

@@ -1,7 +1,7 @@
 //! The node's own pods, from the API server: what is read of them, and what it means for what the kubelet will ask.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cleave_api::names::is_served;
 use cleave_api::placement::{ANNOTATION, Placement};
@@ -10,6 +10,7 @@ use cleave_plan::ledger::{self, Kind};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::Pod as CorePod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::jiff::Timestamp;
 use kube::api::Api;
 use kube::core::DeserializeGuard;
 use kube::runtime::WatchStreamExt;
@@ -18,12 +19,17 @@ use kube::{Client, Resource};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
+use crate::ending::Pods as Departures;
+use crate::ending::pods::{Deletion, Seen};
 use crate::expected::{Bound, Expected, Want};
 use crate::metrics::Metrics;
 use crate::serve::Counter;
 
 /// Pods in one answer of a list: a whole node's are a megabyte, which would stay this process's.
 const PAGE: u32 = 20;
+
+/// Annotation of the API server's images of static pods.
+const MIRROR: &str = "kubernetes.io/config.mirror";
 
 /// A pod as the API server tells it, without what nobody reads here.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -49,6 +55,26 @@ struct Container {
     name: String,
     restart_policy: Option<String>,
     resources: Resources,
+    lifecycle: Lifecycle,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Lifecycle {
+    pre_stop: PreStop,
+}
+
+/// A hook that the kubelet runs before it sends SIGTERM. How long any other than a sleep takes nobody knows.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct PreStop {
+    sleep: Sleep,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct Sleep {
+    seconds: i64,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -85,6 +111,69 @@ impl PodObject {
             admitted: status.start_time.is_some() || !matches!(status.phase.as_str(), "" | "Pending"),
             wants,
         })
+    }
+
+    /// How far it is on its way out.
+    fn departure(&self, bound: &Bound, now: Timestamp) -> Seen {
+        let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
+        let PodObject { metadata, spec, .. } = self;
+        // A plain init container has no hooks.
+        let containers = spec.init_containers.iter().chain(&spec.containers);
+        let with_shares =
+            containers.filter(|container| bound.wants.iter().any(|want| want.container == container.name));
+        let hooks = with_shares.map(|container| container.lifecycle.pre_stop.sleep.seconds);
+        let deletion = metadata.deletion_timestamp.as_ref().map(|end| Deletion {
+            grace: seconds(metadata.deletion_grace_period_seconds.unwrap_or(0)),
+            left: Duration::try_from(end.0.duration_since(now)).unwrap_or_default(),
+        });
+        let name = format!("{}/{}", bound.namespace, bound.name);
+        Seen { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
+    }
+
+    /// Notes how far it is on its way out.
+    pub(crate) fn note_departure(&self, node: &str, departures: &mut Departures) -> bool {
+        // Of a static pod this is the image: to delete it ends nothing.
+        if self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR)) {
+            return false;
+        }
+        match (self.bound(node), &self.metadata.uid) {
+            (Some(bound), _) => departures.saw(self.departure(&bound, Timestamp::now()), Instant::now()),
+            (None, Some(uid)) => departures.ended(uid),
+            (None, None) => false,
+        }
+    }
+
+    /// Its UID.
+    pub(crate) fn uid(&self) -> Option<&String> {
+        self.metadata.uid.as_ref()
+    }
+}
+
+/// Takes an event in, as far as it tells of pods that leave. `listed` are the pods of the list that is being read.
+fn depart(
+    departures: &mut Departures,
+    event: &Event<DeserializeGuard<PodObject>>,
+    node: &str,
+    listed: &mut BTreeSet<String>,
+) -> bool {
+    let uid = |DeserializeGuard(object): &DeserializeGuard<PodObject>| match object {
+        Ok(pod) => pod.uid().cloned(),
+        Err(invalid) => invalid.metadata.uid.clone(),
+    };
+    if let Event::InitApply(object) = event {
+        listed.extend(uid(object));
+    }
+    match event {
+        Event::Init => {
+            listed.clear();
+            false
+        }
+        Event::InitDone => departures.only(&std::mem::take(listed), Instant::now()),
+        Event::Delete(object) => uid(object).is_some_and(|uid| departures.gone(&uid, Instant::now())),
+        Event::InitApply(DeserializeGuard(Ok(pod))) | Event::Apply(DeserializeGuard(Ok(pod))) => {
+            pod.note_departure(node, departures)
+        }
+        Event::InitApply(_) | Event::Apply(_) => false,
     }
 }
 
@@ -131,13 +220,17 @@ pub(crate) async fn follow(client: Client, node: String, counter: Arc<Counter>, 
     let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
     let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
-    let mut listed = BTreeSet::new();
+    let (mut listed, mut there) = (BTreeSet::new(), BTreeSet::new());
     while let Some(event) = events.next().await {
         match event {
-            Ok(event) => counter.expect(|expected| {
-                expected.answers(true);
-                take(expected, event, &node, &mut listed);
-            }),
+            Ok(event) => {
+                // First: somebody may be about to be killed.
+                counter.departures.send_if_modified(|pods| depart(pods, &event, &node, &mut there));
+                counter.expect(|expected| {
+                    expected.answers(true);
+                    take(expected, event, &node, &mut listed);
+                });
+            }
             Err(error) => {
                 counter.expect(|expected| expected.answers(false));
                 metrics.error("api-pods");
@@ -276,6 +369,88 @@ mod tests {
         for limits in [json!({}), json!({"cpu": "1"}), json!({MPS: "0"}), json!({MPS: "x"}), json!({MPS: "-1"})] {
             assert_eq!(read(&object("p", "", &json!({"containers": [container("main", &limits)]}))), None, "{limits}");
         }
+    }
+
+    /// What is known of a pod's departure, by its UID: none where nothing is, and its end in seconds from now.
+    fn leaves(departures: &Departures, name: &str) -> Option<u64> {
+        let (found, leaving) = departures.leaving(&[format!("uid-{name}")], None)?;
+        assert_eq!(found, format!("ns/{name}"));
+        Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
+    }
+
+    #[test]
+    fn a_deletion_is_noted_with_its_grace_and_what_the_hooks_sleep() {
+        let now = Timestamp::from_second(1_800_000_000).unwrap();
+        let spec = |sleeps: [Value; 2]| {
+            let [main, other] = ["main", "other"].map(|name| container(name, &json!({MPS: "1"})));
+            let mut all = [main, other, container("beside", &json!({}))];
+            for (container, hook) in all.iter_mut().zip(sleeps) {
+                container["lifecycle"] = hook;
+            }
+            json!({ "containers": all })
+        };
+        let sleep = |seconds: i64| json!({"preStop": {"sleep": {"seconds": seconds}}, "postStart": {"exec": {}}});
+        let exec = json!({"preStop": {"exec": {"command": ["true"]}}});
+        let departure = |sleeps: [Value; 2], change: Value| {
+            let mut object = object("p", "", &spec(sleeps));
+            for (key, value) in change.as_object().into_iter().flatten() {
+                object["metadata"][key.as_str()] = value.clone();
+            }
+            let pod = serde_json::from_value::<PodObject>(object).unwrap();
+            pod.departure(&pod.bound("n").unwrap(), now)
+        };
+        let stays = departure([sleep(20), sleep(15)], json!({}));
+        assert_eq!((stays.uid.as_str(), stays.name.as_str(), stays.deletion), ("uid-p", "ns/p", None));
+        assert_eq!(stays.sleep, Duration::from_secs(15), "the shortest, of those with shares");
+        for hooks in [[sleep(20), json!({})], [exec, sleep(20)], [sleep(-1), sleep(20)]] {
+            assert_eq!(departure(hooks, json!({})).sleep, Duration::ZERO);
+        }
+        for (end, left) in [("2027-01-15T08:00:20Z", 20), ("2027-01-15T08:00:00Z", 0), ("2027-01-15T07:00:00Z", 0)] {
+            let change = json!({"deletionTimestamp": end, "deletionGracePeriodSeconds": 30});
+            let deletion = departure([sleep(1), sleep(1)], change).deletion.unwrap();
+            assert_eq!((deletion.grace.as_secs(), deletion.left.as_secs()), (30, left), "{end}");
+        }
+        let forced = json!({"deletionTimestamp": "2027-01-15T08:00:00Z", "deletionGracePeriodSeconds": 0});
+        assert_eq!(departure([sleep(1), sleep(1)], forced).deletion.unwrap().grace, Duration::ZERO);
+    }
+
+    #[test]
+    fn what_the_api_server_tells_of_pods_that_leave_is_followed() {
+        let spec = json!({"containers": [container("main", &json!({MPS: "1"}))]});
+        let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
+        let deleted = |name: &str| {
+            let mut object = object(name, "", &spec);
+            object["metadata"]["deletionTimestamp"] = json!(Timestamp::now().to_string());
+            object["metadata"]["deletionGracePeriodSeconds"] = json!(30);
+            object
+        };
+        let (mut departures, mut listed) = (Departures::default(), BTreeSet::new());
+        let mut tell = |departures: &mut Departures, event| depart(departures, &event, "n", &mut listed);
+        assert!(!tell(&mut departures, Event::Init));
+        for name in ["a", "b", "c", "d"] {
+            assert!(tell(&mut departures, Event::InitApply(guard(object(name, "", &spec)))));
+        }
+        assert!(!tell(&mut departures, Event::InitDone) && !departures.any_leaves());
+        assert!(tell(&mut departures, Event::Apply(guard(deleted("a")))));
+        assert_eq!(leaves(&departures, "a"), Some(30));
+        // Deleted by force: there was no word before.
+        assert!(tell(&mut departures, Event::Delete(guard(object("b", "", &spec)))));
+        assert_eq!(leaves(&departures, "b"), Some(0));
+        // While the watch was broken one went, one is malformed now, and one has ended.
+        let mut bad = object("c", "", &json!({"containers": 7}));
+        bad["metadata"]["uid"] = json!("uid-c");
+        let mut ended = object("a", "", &spec);
+        ended["status"] = json!({"phase": "Succeeded"});
+        assert!(!tell(&mut departures, Event::Init));
+        assert!(!tell(&mut departures, Event::InitApply(guard(bad))));
+        assert!(tell(&mut departures, Event::InitApply(guard(ended))));
+        assert!(tell(&mut departures, Event::InitDone));
+        assert_eq!(["a", "c", "d"].map(|name| leaves(&departures, name)), [None, None, Some(0)]);
+        // The image of a static pod is not the pod.
+        let mut mirror = deleted("m");
+        mirror["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
+        assert!(!tell(&mut departures, Event::Apply(guard(mirror))));
+        assert_eq!(leaves(&departures, "m"), None);
     }
 
     #[tokio::test(start_paused = true)]

@@ -10,6 +10,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::allocate::{Allocation, Denied, Handover, View, grant, prefer};
 use crate::cdi;
+use crate::ending::Pods as Departures;
 use crate::expected::Expected;
 use crate::layout::{Kind, Pool, parse_id};
 use crate::metrics::{Metrics, Outcome};
@@ -58,13 +59,16 @@ pub struct Counter {
     pub starting: Notify,
     /// Changes when what is expected does.
     arrivals: watch::Sender<()>,
+    /// Which pods leave.
+    pub departures: watch::Sender<Departures>,
 }
 
 impl Counter {
     /// With nothing to give out yet.
     pub fn new(table: Table, handover: Handover, link: Link, metrics: Metrics) -> Self {
         let (given, starting, arrivals) = (Notify::new(), Notify::new(), watch::channel(()).0);
-        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals }
+        let departures = watch::Sender::default();
+        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals, departures }
     }
 
     /// Takes in what was told of pods.
@@ -155,7 +159,7 @@ impl Counter {
         match self.link.ask(&Request::Await { allocation: id, timeout_ms }, START).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
-            Reply::Status(_) => Err("the MPS host gave another answer than was asked for".into()),
+            Reply::Status(_) | Reply::NoContext => Err("the MPS host gave another answer than was asked for".into()),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The agent as a process, between a fake kubelet, the MPS host, and simulated GPUs and MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
+mod ending;
 mod faults;
 mod health;
 mod machine;

@@ -1,5 +1,7 @@
 //! Names that Cleave and its users share: resources, labels, annotations, field managers, condition types and reasons.
 
+use cleave_plan::device::SHARED_SUFFIX;
+
 /// API group of the custom resources, and prefix of labels and annotations.
 pub const GROUP: &str = "cleave.dev";
 /// Shares of one GPU under MPS, unless a policy's `resourceName` says otherwise.
@@ -20,6 +22,12 @@ pub const GATE: &str = "cleave.dev/placement";
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 /// Word of [`ALLOW_LABEL`]: pods go to the scheduler without a gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
+/// Word of [`ALLOW_LABEL`]: containers with shares get no `preStop` hook.
+pub const ALLOW_PRE_STOP: &str = "pre-stop";
+/// Annotation by which a pod declines a `preStop` hook: [`PRE_STOP_NONE`].
+pub const PRE_STOP: &str = "cleave.dev/pre-stop";
+/// Value of [`PRE_STOP`].
+pub const PRE_STOP_NONE: &str = "none";
 /// Value of [`ALLOW_LABEL`], alone: nothing is looked at.
 pub const ALLOW_ALL: &str = "all";
 
@@ -84,6 +92,12 @@ pub fn is_served(resource: &str) -> bool {
 /// have the same.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
+}
+
+/// Whether a resource may be shares under MPS, by its name; a policy may make turns of some. The admission policies in the chart have the same.
+pub fn is_mps(resource: &str) -> bool {
+    let of_instance = resource.starts_with(RESOURCE_MIG_PREFIX) && resource.ends_with(SHARED_SUFFIX);
+    resource.starts_with(RESOURCE_SHARES_PREFIX) && resource != RESOURCE_TIMESLICE || of_instance
 }
 
 /// The extended resource of MIG instances of a profile, named as NVIDIA's plugin names it: `+` becomes a dot.
@@ -162,6 +176,16 @@ mod tests {
         }
         for other in ["nvidia.com/gpumps", "amd.com/gpu", "nvidia.com/gpu.shared2", "cpu", ""] {
             assert!(!is_served(other) && !is_shared(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn shares_under_mps_are_told_by_their_names() {
+        for mps in [RESOURCE_MPS, "nvidia.com/gpu-10gb", "nvidia.com/gpu-gold", "nvidia.com/mig-1g.10gb.shared"] {
+            assert!(is_mps(mps), "{mps}");
+        }
+        for other in [RESOURCE_GPU, RESOURCE_TIMESLICE, RESOURCE_SHARED, "nvidia.com/mig-1g.10gb", "cpu", "a/gpu-mps"] {
+            assert!(!is_mps(other), "{other}");
         }
     }
 }

@@ -60,6 +60,8 @@ pub struct PodSpec {
     pub scheduling_gates: Vec<Gate>,
     /// Whether it takes room from pods of lower priority: `Never`, or nothing.
     pub preemption_policy: Option<String>,
+    /// How long it may take to end, in seconds.
+    pub termination_grace_period_seconds: Option<i64>,
     /// How it is to be spread.
     pub topology_spread_constraints: Vec<IgnoredAny>,
     /// What it mounts.
@@ -131,6 +133,16 @@ pub struct Container {
     pub restart_policy: Option<String>,
     /// Ports.
     pub ports: Vec<Port>,
+    /// Its hooks.
+    pub lifecycle: Option<Lifecycle>,
+}
+
+/// What is read of a container's hooks.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Lifecycle {
+    /// That it has one before its end.
+    pub pre_stop: Option<IgnoredAny>,
 }
 
 /// What is read of a port.

@@ -1,4 +1,5 @@
-//! The webhook that gates pods as they are created, where the API server has no policies for that (Kubernetes before 1.36).
+//! The webhook that gates pods as they are created, and gives containers with shares a `preStop` hook, where the API server has no policies for
+//! that (Kubernetes before 1.36).
 //!
 //! [`review`] answers, purely, and remembers nothing: any replica may be asked. All that it knows besides the pod are the namespaces with
 //! exceptions, which no review tells of. What it serves with is kept by [`crate::certificate`].
@@ -9,11 +10,13 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, HttpBody as _, to_bytes};
-use axum::extract::State;
+use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
-use cleave_api::names::{ALLOW_ALL, ALLOW_LABEL, ALLOW_PLACEMENT, GATE, is_shared};
+use cleave_api::names::{
+    ALLOW_ALL, ALLOW_LABEL, ALLOW_PLACEMENT, ALLOW_PRE_STOP, GATE, PRE_STOP, PRE_STOP_NONE, is_mps, is_shared,
+};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
@@ -31,10 +34,14 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_util::sync::CancellationToken;
 
-use crate::pods::PodObject;
+use crate::pods::{Container, PodObject};
 
 /// Where reviews are sent to; the chart has the same.
 pub const PATH: &str = "/gate";
+/// Where reviews are sent to for a hook that sleeps so many seconds; the chart has the same.
+pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
+/// The grace of a pod that does not say it.
+const GRACE: i64 = 30;
 /// The API server takes no larger objects (3 MiB), and a review has one, and who sent it.
 const BODY: usize = 4 << 20;
 /// How many bodies are read at once: with [`BODY`], what strangers can make this process keep.
@@ -70,14 +77,49 @@ pub enum Malformed {
     Patch(#[source] SerializePatchError),
 }
 
-/// Answers a review: the pod is let in, with the gate if it asks for shares. `excepted` says whether a namespace's pods go without.
-pub fn review(body: &[u8], excepted: impl FnOnce(&str) -> bool) -> Result<AdmissionReview<DynamicObject>, Malformed> {
+/// What a review is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// The gate, for pods that ask for shares.
+    Gate,
+    /// A hook that sleeps for so many seconds, for containers with shares under MPS.
+    PreStop(u16),
+}
+
+impl Change {
+    fn patch(self, pod: &PodObject) -> Option<Patch> {
+        match self {
+            Self::Gate => gate(pod),
+            Self::PreStop(seconds) => pre_stop(pod, seconds),
+        }
+    }
+
+    /// Whether pods go without where a namespace has these labels.
+    pub fn is_excepted(self, labels: Option<&BTreeMap<String, String>>) -> bool {
+        let word = match self {
+            Self::Gate => ALLOW_PLACEMENT,
+            Self::PreStop(_) => ALLOW_PRE_STOP,
+        };
+        let allow = labels.and_then(|labels| labels.get(ALLOW_LABEL)).map_or("", String::as_str);
+        allow == ALLOW_ALL || allow.split('.').any(|allowed| allowed == word)
+    }
+}
+
+/// Answers a review: the pod is let in, changed if that is for it. `excepted` says whether a namespace's pods go without.
+///
+/// # Errors
+/// What was sent is no review of a pod.
+pub fn review(
+    change: Change,
+    body: &[u8],
+    excepted: impl FnOnce(&str) -> bool,
+) -> Result<AdmissionReview<DynamicObject>, Malformed> {
     let review: AdmissionReview<PodObject> =
         serde_json::from_slice(body).map_err(|error| Malformed::Json(error.to_string()))?;
     let request: AdmissionRequest<PodObject> = review.try_into().map_err(|_| Malformed::NoRequest)?;
     let pod = request.object.as_ref().ok_or(Malformed::NoPod)?;
     let response = AdmissionResponse::from(&request);
-    let response = match gate(pod) {
+    let response = match change.patch(pod) {
         Some(patch) if !excepted(request.namespace.as_deref().unwrap_or_default()) => {
             response.with_patch(patch).map_err(Malformed::Patch)?
         }
@@ -107,10 +149,42 @@ fn gate(pod: &PodObject) -> Option<Patch> {
     Some(Patch(vec![PatchOperation::Add(AddOperation { path, value })]))
 }
 
-/// Whether pods go without a gate where a namespace has these labels.
-pub fn is_excepted(labels: Option<&BTreeMap<String, String>>) -> bool {
-    let allow = labels.and_then(|labels| labels.get(ALLOW_LABEL)).map_or("", String::as_str);
-    allow == ALLOW_ALL || allow.split('.').any(|word| word == ALLOW_PLACEMENT)
+/// What makes containers with shares under MPS sleep before they are sent SIGTERM, where they have no hook of their own; nothing where that
+/// would take the whole grace, or the pod declines. The API server knows no hooks of init containers but sidecars'.
+fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
+    let spec = &pod.spec;
+    let declined = || {
+        let said = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));
+        said.is_some_and(|said| said == PRE_STOP_NONE)
+    };
+    let has_the_time = spec.termination_grace_period_seconds.unwrap_or(GRACE) > i64::from(seconds);
+    if seconds == 0 || !has_the_time || declined() {
+        return None;
+    }
+    let wants = |container: &Container| {
+        let has_hook = container.lifecycle.as_ref().is_some_and(|lifecycle| lifecycle.pre_stop.is_some());
+        let mut limits = container.resources.limits.iter();
+        !has_hook && limits.any(|(name, quantity)| is_mps(name) && quantity.milli() != Some(0))
+    };
+    let hook = json!({"sleep": {"seconds": seconds}});
+    let add = |list: &str, index: usize, container: &Container| {
+        let place = PointerBuf::from_tokens(["spec", list, &index.to_string(), "lifecycle"]);
+        // The whole where there is none: a patch adds below what is there.
+        let (path, value) = match &container.lifecycle {
+            None => (place, json!({"preStop": hook})),
+            Some(_) => (place.concat(&PointerBuf::from_tokens(["preStop"])), hook.clone()),
+        };
+        PatchOperation::Add(AddOperation { path, value })
+    };
+    let sidecar = |container: &Container| container.restart_policy.as_deref() == Some("Always");
+    let of_main = spec.containers.iter().enumerate().filter(|(_, container)| wants(container));
+    let of_init = spec.init_containers.iter().enumerate();
+    let of_init = of_init.filter(|(_, container)| sidecar(container) && wants(container));
+    let changes: Vec<PatchOperation> = of_main
+        .map(|(index, container)| add("containers", index, container))
+        .chain(of_init.map(|(index, container)| add("initContainers", index, container)))
+        .collect();
+    (!changes.is_empty()).then_some(Patch(changes))
 }
 
 /// Namespaces with [`ALLOW_LABEL`].
@@ -123,7 +197,15 @@ struct Reviewer {
     bodies: Arc<Semaphore>,
 }
 
-async fn reviewed(State(Reviewer { namespaces, bodies }): State<Reviewer>, body: Body) -> Response {
+async fn gated(State(reviewer): State<Reviewer>, body: Body) -> Response {
+    reviewed(Change::Gate, reviewer, body).await
+}
+
+async fn hooked(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
+    reviewed(Change::PreStop(seconds), reviewer, body).await
+}
+
+async fn reviewed(change: Change, Reviewer { namespaces, bodies }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > BODY as u64 {
         return refuse(StatusCode::PAYLOAD_TOO_LARGE, "no pod is that large");
     }
@@ -139,9 +221,9 @@ async fn reviewed(State(Reviewer { namespaces, bodies }): State<Reviewer>, body:
     };
     let excepted = |namespace: &str| {
         let found = namespaces.get(&ObjectRef::new(namespace));
-        found.is_some_and(|namespace| is_excepted(namespace.metadata.labels.as_ref()))
+        found.is_some_and(|namespace| change.is_excepted(namespace.metadata.labels.as_ref()))
     };
-    match review(&body, excepted).map(|review| serde_json::to_vec(&review)) {
+    match review(change, &body, excepted).map(|review| serde_json::to_vec(&review)) {
         Ok(Ok(review)) => ([(header::CONTENT_TYPE, "application/json")], review).into_response(),
         Ok(Err(error)) => refuse(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
         Err(error) => refuse(StatusCode::BAD_REQUEST, &error.to_string()),
@@ -162,7 +244,7 @@ pub(crate) async fn serve(
     linger: Duration,
 ) -> Result<(), Infallible> {
     let reviewer = Reviewer { namespaces, bodies: Arc::new(Semaphore::new(BODIES)) };
-    let router = Router::new().route(PATH, post(reviewed)).with_state(reviewer);
+    let router = Router::new().route(PATH, post(gated)).route(PRE_STOP_PATH, post(hooked)).with_state(reviewer);
     let acceptor = TlsAcceptor::from(tls);
     let connections = Arc::new(Semaphore::new(CONNECTIONS));
     let open = GracefulShutdown::new();
@@ -255,9 +337,9 @@ mod tests {
         json!({"containers": [{"name": "main", "resources": {"limits": limits}}]})
     }
 
-    /// The gates that a pod has in the end.
-    fn gates(spec: &Value, excepted: bool) -> Vec<String> {
-        let answer = review(of(spec).to_string().as_bytes(), |namespace| {
+    /// The pod that it becomes.
+    fn changed(change: Change, review: &Value, excepted: bool) -> Value {
+        let answer = super::review(change, review.to_string().as_bytes(), |namespace| {
             assert_eq!(namespace, "team");
             excepted
         });
@@ -266,12 +348,18 @@ mod tests {
         assert_eq!(answer["kind"], "AdmissionReview");
         let response = &answer["response"];
         assert_eq!((&response["uid"], &response["allowed"]), (&json!("u-1"), &json!(true)));
-        let mut pod = json!({"spec": spec});
+        let mut pod = review["request"]["object"].clone();
         if !response["patch"].is_null() {
             assert_eq!(response["patchType"], "JSONPatch");
             let patch: Vec<u8> = serde_json::from_value(response["patch"].clone()).unwrap();
             json_patch::patch(&mut pod, &serde_json::from_slice::<Patch>(&patch).unwrap()).unwrap();
         }
+        pod
+    }
+
+    /// The gates that a pod has in the end.
+    fn gates(spec: &Value, excepted: bool) -> Vec<String> {
+        let pod = changed(Change::Gate, &of(spec), excepted);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
@@ -322,19 +410,95 @@ mod tests {
     #[test]
     fn exceptions_are_words() {
         let labels = |allow: &str| BTreeMap::from([(ALLOW_LABEL.to_owned(), allow.to_owned())]);
-        for allow in ["placement", "all", "size.placement", "placement.environment"] {
-            assert!(is_excepted(Some(&labels(allow))), "{allow}");
+        for (change, word) in [(Change::Gate, "placement"), (Change::PreStop(1), "pre-stop")] {
+            for allow in [word.to_owned(), "all".to_owned(), format!("size.{word}"), format!("{word}.environment")] {
+                assert!(change.is_excepted(Some(&labels(&allow))), "{allow}");
+            }
+            for allow in ["", "size", "placements", "size.all", "all.size", "Placement", "stop", "pre"] {
+                assert!(!change.is_excepted(Some(&labels(allow))), "{allow}");
+            }
+            assert!(!change.is_excepted(None));
+            assert!(!change.is_excepted(Some(&BTreeMap::new())));
         }
-        for allow in ["", "size", "placements", "size.all", "all.size", "Placement"] {
-            assert!(!is_excepted(Some(&labels(allow))), "{allow}");
+        assert!(!Change::Gate.is_excepted(Some(&labels("pre-stop"))));
+    }
+
+    /// What containers and init containers of a pod sleep before their end, as a review makes it.
+    fn sleeps(review: &Value, seconds: u16, excepted: bool) -> Vec<Option<i64>> {
+        let pod = changed(Change::PreStop(seconds), review, excepted);
+        let all =
+            ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
+        all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
+    }
+
+    #[test]
+    fn containers_with_mps_shares_sleep_before_their_end() {
+        let with = |name: &str, limits: Value| json!({"name": name, "resources": {"limits": limits}});
+        for limits in [json!({SHARES: "2"}), json!({SHARES: 1}), json!({"nvidia.com/mig-1g.10gb.shared": "1"})] {
+            assert_eq!(sleeps(&of(&asking(&limits)), 1, false), [Some(1)]);
+            assert_eq!(sleeps(&of(&asking(&limits)), 1, true), [None], "excepted");
         }
-        assert!(!is_excepted(None));
-        assert!(!is_excepted(Some(&BTreeMap::new())));
+        for limits in
+            [json!({}), json!({SHARES: "0"}), json!({"nvidia.com/gpu": 1}), json!({"nvidia.com/gpu-timeslice": 1})]
+        {
+            assert_eq!(sleeps(&of(&asking(&limits)), 1, false), [None], "{limits}");
+        }
+        let mut sidecar = with("sidecar", json!({SHARES: "1"}));
+        sidecar["restartPolicy"] = json!("Always");
+        let mut own = with("own", json!({SHARES: "1"}));
+        own["lifecycle"] = json!({"preStop": {"exec": {"command": ["true"]}}});
+        let mut started = with("started", json!({SHARES: "1"}));
+        started["lifecycle"] = json!({"postStart": {"exec": {"command": ["true"]}}});
+        let spec = json!({
+            "containers": [with("main", json!({SHARES: "1"})), with("beside", json!({"cpu": "1"})), own, started],
+            "initContainers": [with("first", json!({SHARES: "1"})), sidecar],
+        });
+        let review = of(&spec);
+        assert_eq!(sleeps(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
+        let pod = changed(Change::PreStop(3), &review, false);
+        assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
+        assert!(
+            pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(),
+            "a hook that is there stays"
+        );
+        assert_eq!(pod["spec"]["schedulingGates"], Value::Null);
+        // Once.
+        let mut again = review;
+        again["request"]["object"] = pod;
+        assert_eq!(changed(Change::PreStop(5), &again, false), again["request"]["object"]);
+    }
+
+    #[test]
+    fn a_pod_without_the_time_or_that_declines_has_no_hook_of_ours() {
+        let review = |grace: Option<i64>, annotations: &Value| {
+            let mut spec = asking(&json!({SHARES: "1"}));
+            if let Some(grace) = grace {
+                spec["terminationGracePeriodSeconds"] = json!(grace);
+            }
+            let mut review = of(&spec);
+            review["request"]["object"]["metadata"]["annotations"] = annotations.clone();
+            review
+        };
+        for (grace, expected) in
+            [(Some(0), None), (Some(1), None), (Some(2), Some(1)), (Some(30), Some(1)), (None, Some(1))]
+        {
+            assert_eq!(sleeps(&review(grace, &Value::Null), 1, false), [expected], "{grace:?}");
+        }
+        assert_eq!(
+            sleeps(&review(None, &Value::Null), 30, false),
+            [None],
+            "as long as the grace is when nothing is said"
+        );
+        assert_eq!(sleeps(&review(None, &Value::Null), 0, false), [None]);
+        assert_eq!(sleeps(&review(None, &json!({"cleave.dev/pre-stop": "none"})), 1, false), [None]);
+        for other in [json!({"cleave.dev/pre-stop": "off"}), json!({"pre-stop": "none"}), json!({})] {
+            assert_eq!(sleeps(&review(None, &other), 1, false), [Some(1)], "{other}");
+        }
     }
 
     #[test]
     fn what_is_no_review_is_refused() {
-        let answer = |body: &[u8]| review(body, |_| false).map(|_| ()).unwrap_err().to_string();
+        let answer = |body: &[u8]| review(Change::Gate, body, |_| false).map(|_| ()).unwrap_err().to_string();
         let whole = of(&asking(&json!({SHARES: "1"}))).to_string();
         for body in
             [&b""[..], b"{", b"null", b"[]", b"\xff\xfe", b"{\"kind\": 1}", &whole.as_bytes()[..whole.len() / 2]]
@@ -454,6 +618,11 @@ mod tests {
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_null() && answer["response"]["allowed"] == true, "{answer}");
+            let (status, body) = server.ask(&material, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
+            let answer: Value = serde_json::from_str(&body).unwrap();
+            let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
+            let patch = String::from_utf8(patch).unwrap();
+            assert!(status == 200 && patch.contains(r#""seconds":3"#) && !patch.contains(GATE), "{patch}");
             server.end().await;
         }
 
@@ -470,6 +639,9 @@ mod tests {
                 ("POST /gate", b"", 400),
                 ("GET /gate", b"", 405),
                 ("POST /", b"{}", 404),
+                ("POST /pre-stop/", b"{}", 404),
+                ("POST /pre-stop/ever", b"{}", 400),
+                ("POST /pre-stop/-1", b"{}", 400),
             ] {
                 assert_eq!(server.ask(&material, request, body).await.0, expected, "{request}");
             }

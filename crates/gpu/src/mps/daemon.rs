@@ -23,7 +23,7 @@ use super::decide::Backoff;
 use super::fault::Trouble;
 use super::host::Host;
 use super::process::{self, Child, Exit, Hold};
-use super::protocol::{self, Command, LogEvent, ServerState, Unexpected};
+use super::protocol::{self, Command, LogEvent, ServerState, Terminated, Unexpected};
 use super::wire::{Client, Daemon, DaemonState, DaemonStatus, Door};
 
 /// A daemon answers within a second of its start; a busy node may take longer.
@@ -821,7 +821,7 @@ impl Device {
     }
 
     /// Ends a client's contexts, in words when it does not come to that.
-    pub(crate) async fn terminate(&self, client: u32) -> Result<(), String> {
+    pub(crate) async fn terminate(&self, client: u32) -> Result<Terminated, String> {
         if process::is_stopped(client) {
             // It would block the daemon, and with it every other client, until it runs again.
             return Err(format!("client {client} is stopped: MPS would wait for it"));

@@ -27,6 +27,7 @@ use super::daemon::Device;
 use super::decide;
 use super::door::Door;
 use super::process::Children;
+use super::protocol::Terminated;
 use super::seqpacket::{LONGEST_PATH, watched};
 use super::wire::{Desired, Paths, Reply, Request, Status, VERSION};
 use crate::nvml;
@@ -594,7 +595,8 @@ impl Node {
             Request::Terminate { device, pid } => match self.host.device(&device) {
                 None => Reply::Error { message: format!("there is no MPS daemon for {device}") },
                 Some(device) => match device.terminate(pid).await {
-                    Ok(()) => Reply::Done,
+                    Ok(Terminated::Done) => Reply::Done,
+                    Ok(Terminated::NoContext) => Reply::NoContext,
                     Err(message) => Reply::Error { message },
                 },
             },

@@ -205,10 +205,20 @@ pub(crate) fn is_memory(output: &str, mib: Option<u64>) -> bool {
     }
 }
 
-/// What `terminate_client` came to: `Ok` when the client's contexts are gone.
-pub(crate) fn terminated(output: &str) -> Result<(), Unexpected> {
+/// What `terminate_client` came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Terminated {
+    /// The client's contexts are gone.
+    Done,
+    /// It has none (`CUDA_ERROR_INVALID_CONTEXT`): not yet, or not any more.
+    NoContext,
+}
+
+/// Reads the answer to `terminate_client`.
+pub(crate) fn terminated(output: &str) -> Result<Terminated, Unexpected> {
     match output.lines().last().map(str::trim) {
-        Some("0") => Ok(()),
+        Some("0") => Ok(Terminated::Done),
+        Some("201") => Ok(Terminated::NoContext),
         _ => Err(Unexpected(output.to_owned())),
     }
 }
@@ -379,9 +389,9 @@ mod tests {
         assert_eq!(pids(""), Ok(vec![]));
         assert_eq!(pids("579\n580"), Ok(vec![579, 580]));
         assert!(pids("Server 9 not found").is_err());
-        assert_eq!(terminated("0"), Ok(()));
+        assert_eq!(terminated("0"), Ok(Terminated::Done));
+        assert_eq!(terminated("201\n"), Ok(Terminated::NoContext));
         assert!(terminated("Invalid process 999999!\n1").is_err());
-        assert!(terminated("201").is_err());
         assert!(terminated("").is_err());
     }
 

@@ -360,6 +360,8 @@ pub enum Request {
 pub enum Reply {
     /// Done.
     Done,
+    /// To [`Request::Terminate`]: the client has no context that could be ended.
+    NoContext,
     /// The status that was asked for.
     Status(Status),
     /// Not done, in words.

@@ -524,6 +524,11 @@ fn requests_are_answered_and_bad_ones_too() {
     running.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
     assert_eq!(node.ask_host(&terminate), Reply::Done);
+    // One that has no context any more, or not yet.
+    let mut ended = node.client(A, &["--hold", "forever", "--linger", "forever"]);
+    ended.line();
+    let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };
+    assert_eq!([node.ask_host(&terminate), node.ask_host(&terminate)], [Reply::Done, Reply::NoContext]);
     // One that is stopped would block the daemon for as long.
     let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);

@@ -12,17 +12,17 @@ use crate::{NODE, SHARES};
 /// Our gate, and one of somebody else's.
 const GATE: &str = "cleave.dev/placement";
 const OTHER: &str = "example.com/hold";
-const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
+pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// What gates pods, until the value goes: then it is again as it was.
-struct Gating {
+pub(crate) struct Gating {
     before: String,
 }
 
 impl Gating {
-    fn by(means: &str) -> Result<Self> {
+    pub(crate) fn by(means: &str) -> Result<Self> {
         let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
         let gating = Self { before: text(&values["admission"]["gate"]) };
@@ -40,15 +40,19 @@ impl Drop for Gating {
 }
 
 fn set(means: &str) -> Result<()> {
+    upgrade(&format!("admission.gate={means}"))
+}
+
+/// Sets a value of the chart.
+pub(crate) fn upgrade(value: &str) -> Result<()> {
     let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
-    let gate = format!("admission.gate={means}");
     let args =
-        ["upgrade", "cleave", chart, "-n", SYSTEM, "--reuse-values", "--set", &gate, "--wait", "--timeout", "3m"];
+        ["upgrade", "cleave", chart, "-n", SYSTEM, "--reuse-values", "--set", value, "--wait", "--timeout", "3m"];
     run("helm", &args).map(drop)
 }
 
 /// A pod as the API server admits it; it is not made.
-fn admitted(scope: &Scope, pod: &Value) -> Result<Value> {
+pub(crate) fn admitted(scope: &Scope, pod: &Value) -> Result<Value> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod)
 }
 
@@ -78,7 +82,7 @@ fn asking_before(limits: &Value, sidecar: bool) -> Value {
     pod
 }
 
-fn label(scope: &Scope, allow: &str) -> Result<()> {
+pub(crate) fn label(scope: &Scope, allow: &str) -> Result<()> {
     let change = json!({"metadata": {"labels": {"cleave.dev/allow": allow}}});
     scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(drop)
 }

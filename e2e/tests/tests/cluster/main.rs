@@ -4,6 +4,7 @@
 mod admission;
 mod daemons;
 mod demand;
+mod ending;
 mod faults;
 mod gate;
 mod gate_admission;
