@@ -12,7 +12,7 @@ use nvml_wrapper::error::{NvmlError as Code, nvml_try};
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 
 use super::{
-    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Search, find, sys,
+    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Search, Tenants, find, sys,
 };
 
 /// The NVML library, loaded and started.
@@ -104,13 +104,17 @@ impl Gpus for Nvml {
     }
 
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
+        self.tenants(uuid).map(|tenants| tenants.processes)
+    }
+
+    fn tenants(&self, uuid: &str) -> Result<Tenants, NvmlError> {
         let device = self.device(uuid)?;
         let all = device
             .running_compute_processes()
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
-        let clients = optional("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?
-            .unwrap_or_default();
-        Ok(merge(&all, &clients))
+        let clients = optional("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
+        let tells_clients = clients.is_some();
+        Ok(Tenants { processes: merge(&all, &clients.unwrap_or_default()), tells_clients })
     }
 
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {

@@ -79,7 +79,7 @@ impl NvmlError {
     }
 
     /// Whether only a new start of the library can help.
-    fn is_fatal_to_handle(&self) -> bool {
+    pub(crate) fn is_fatal_to_handle(&self) -> bool {
         matches!(self, Self::NoDriver | Self::Call { source: Code::Uninitialized | Code::LibRmVersionMismatch, .. })
     }
 }
@@ -94,6 +94,31 @@ pub trait Gpus: Send {
 
     /// The processes that use a GPU or MIG device by its UUID.
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
+
+    /// The same, and whether the driver tells MPS clients from other processes.
+    fn tenants(&self, uuid: &str) -> Result<Tenants, NvmlError> {
+        Ok(Tenants { processes: self.processes(uuid)?, tells_clients: true })
+    }
+
+    /// The tenants of several devices. A device that does not say them is left out: nothing is known of it.
+    ///
+    /// # Errors
+    /// Only where no device can be asked before the library is started anew.
+    fn tenants_of(&self, uuids: &[String]) -> Result<BTreeMap<String, Tenants>, NvmlError> {
+        let mut told = BTreeMap::new();
+        for uuid in uuids {
+            match self.tenants(uuid) {
+                Ok(tenants) => {
+                    told.insert(uuid.clone(), tenants);
+                }
+                Err(error) if error.is_fatal_to_handle() => return Err(error),
+                Err(error) => {
+                    tracing::debug!(device = uuid, error = &error as &dyn std::error::Error, "no processes are told");
+                }
+            }
+        }
+        Ok(told)
+    }
 
     /// Sets the compute mode of a GPU, and says what it was before.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
@@ -214,6 +239,15 @@ pub struct Process {
     pub mps: bool,
     /// GPU instance, under MIG.
     pub gpu_instance: Option<u32>,
+}
+
+/// The processes on a device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tenants {
+    /// They, by pid.
+    pub processes: Vec<Process>,
+    /// The driver says which of them are MPS clients; where not, [`Process::mps`] says nothing.
+    pub tells_clients: bool,
 }
 
 /// Who may open contexts on a GPU.
