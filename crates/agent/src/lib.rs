@@ -38,6 +38,7 @@ mod recut;
 pub mod report;
 pub mod serve;
 pub mod status;
+pub mod tenants;
 pub mod usage;
 
 use std::collections::BTreeMap;
@@ -46,6 +47,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::mps::wire::{Desired, Paths};
 use cleave_gpu::nvml::{EventWatch, GpuEvent, Inventory, Nvml, NvmlError, Search, Worker};
 use cleave_kubelet::{Config, HeldDevices, Plugins, PluginsState, PodResources, Resource, ResourceName};
@@ -63,6 +65,8 @@ use crate::http::Pulse;
 use crate::metrics::Metrics;
 use crate::node::{Ended, Node, Object, Occurrence, Turn};
 use crate::serve::{Counter, Served, Table};
+use crate::tenants::scene::Scene;
+use crate::tenants::tell::PodEvent;
 
 /// Between inventories; an event asks for one at once.
 const INVENTORY: Duration = Duration::from_secs(10);
@@ -88,6 +92,7 @@ enum Input {
     Mps(mps::View),
     Held(Result<Vec<HeldDevices>, String>, Instant),
     KubeletStarted,
+    Findings(Vec<FindingStatus>),
 }
 
 /// What is written to files.
@@ -139,6 +144,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (occurrences, to_tell) = mpsc::channel(64);
     let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0 });
     let (look, looks) = watch::channel(());
+    let (scene, scenes) = watch::channel(Arc::new(Scene::default()));
+    let (tell_pods, pod_events) = mpsc::channel(64);
     let search = Search {
         library: args.nvml_library.clone(),
         host_root: args.host_root.clone(),
@@ -157,6 +164,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         occurrences,
         listing,
         look,
+        scene,
         search: search.clone(),
         inputs: inputs.downgrade(),
         steps: Vec::new(),
@@ -169,17 +177,41 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The first to be polled: it serves what the checkpoint says before anything else is waited for.
     let stopping = main.stopping.clone();
     tasks.spawn(main.run(received));
-    tasks.spawn(watch_hardware(search, inputs.clone(), looks));
+    tasks.spawn(watch_hardware(search.clone(), inputs.clone(), looks));
     tasks.spawn(watch_mps(link.clone(), inputs.clone()));
+    let (findings, found) = mpsc::channel(4);
+    let of_tenants = tenants::Parts {
+        search,
+        proc: args.proc.clone(),
+        link: link.clone(),
+        scene: scenes,
+        names: counter.names.clone(),
+        metrics: metrics.clone(),
+        findings,
+        tell: tell_pods,
+    };
+    tasks.spawn(watch_tenants(of_tenants, found, inputs.clone()));
     tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
     tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
     match (offline, spec) {
         (Some(folder), Some(spec)) => {
+            let of_pods = folder.clone();
+            tasks.spawn(async move {
+                of_pods.write_pod_events(pod_events).await;
+                Ok(())
+            });
             tasks.spawn(stay_offline(folder, spec, args.node_name.clone(), counter, inputs, statuses, to_tell))
         }
-        _ => tasks.spawn(speak_to_the_api(args.node_name.clone(), counter, inputs, statuses, to_tell, metrics)),
+        _ => tasks.spawn(speak_to_the_api(
+            args.node_name.clone(),
+            counter,
+            inputs,
+            statuses,
+            (to_tell, pod_events),
+            metrics,
+        )),
     };
     // All of them go on for ever: whichever ends first says why the agent does.
     match tasks.join_next().await {
@@ -222,6 +254,7 @@ struct Main {
     occurrences: mpsc::Sender<Occurrence>,
     listing: watch::Sender<Listing>,
     look: watch::Sender<()>,
+    scene: watch::Sender<Arc<Scene>>,
     search: Search,
     inputs: mpsc::WeakSender<Input>,
     /// What was logged.
@@ -312,6 +345,7 @@ impl Main {
                 }
             }
             Input::KubeletStarted => self.node.kubelet_started(Instant::now()),
+            Input::Findings(findings) => self.node.findings(findings),
         }
     }
 
@@ -319,8 +353,20 @@ impl Main {
     fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let mut table = self.counter.table();
-        let Turn { lists, desired, checkpoint, status, occurrences, unready, list_every, sweep, orders, look, again } =
-            self.node.turn(&mut table, now);
+        let Turn {
+            lists,
+            desired,
+            checkpoint,
+            status,
+            occurrences,
+            unready,
+            list_every,
+            sweep,
+            orders,
+            look,
+            scene,
+            again,
+        } = self.node.turn(&mut table, now);
         let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
         table.nodes = match self.args.device_list_strategy {
             DeviceListStrategy::Envvar => BTreeMap::new(),
@@ -356,6 +402,13 @@ impl Main {
                 self.metrics.error("event-dropped");
             }
         }
+        self.scene.send_if_modified(|last| {
+            let changed = **last != scene;
+            if changed {
+                *last = Arc::new(scene);
+            }
+            changed
+        });
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, list_every) != list_every);
         for order in orders {
             let inputs = self.inputs.clone();
@@ -459,6 +512,25 @@ async fn watch_mps(link: mps::Link, inputs: mpsc::Sender<Input>) -> anyhow::Resu
         () = forward => {}
     }
     Ok(())
+}
+
+async fn watch_tenants(
+    parts: tenants::Parts,
+    mut findings: mpsc::Receiver<Vec<FindingStatus>>,
+    inputs: mpsc::Sender<Input>,
+) -> anyhow::Result<()> {
+    let forward = async {
+        while let Some(findings) = findings.recv().await {
+            if inputs.send(Input::Findings(findings)).await.is_err() {
+                break;
+            }
+        }
+    };
+    tokio::select! {
+        // Neither ends before the agent does.
+        ended = tenants::watch(parts) => ended,
+        () = forward => Ok(()),
+    }
 }
 
 /// When the kubelet is asked who holds what.
@@ -603,7 +675,7 @@ async fn speak_to_the_api(
     counter: Arc<Counter>,
     inputs: mpsc::Sender<Input>,
     statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
-    occurrences: mpsc::Receiver<Occurrence>,
+    (occurrences, pod_events): (mpsc::Receiver<Occurrence>, mpsc::Receiver<PodEvent>),
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let client = report::connect(&metrics).await;
@@ -613,6 +685,7 @@ async fn speak_to_the_api(
         report::follow(client.clone(), name.clone(), objects, server, metrics.clone()),
         pods::follow(client.clone(), name.clone(), counter, metrics.clone()),
         report::write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
+        tenants::tell::write(client.clone(), name.clone(), pod_events, metrics.clone()),
         report::write_events(client, name, occurrences, seen, metrics),
         forward_objects(read, inputs),
     );

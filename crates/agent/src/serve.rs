@@ -15,6 +15,7 @@ use crate::layout::{Kind, Pool, parse_id};
 use crate::metrics::{Metrics, Outcome};
 use crate::mps::Link;
 use crate::node::Occurrence;
+use crate::tenants::names::Directory;
 use crate::usage::Allocations;
 
 /// How long a container's start waits for its door. The kubelet gives up after 30 s, and tries again.
@@ -58,13 +59,16 @@ pub struct Counter {
     pub starting: Notify,
     /// Changes when what is expected does.
     arrivals: watch::Sender<()>,
+    /// The node's pods, whether they ask for anything or not.
+    pub names: Directory,
 }
 
 impl Counter {
     /// With nothing to give out yet.
     pub fn new(table: Table, handover: Handover, link: Link, metrics: Metrics) -> Self {
         let (given, starting, arrivals) = (Notify::new(), Notify::new(), watch::channel(()).0);
-        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals }
+        let names = Directory::default();
+        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals, names }
     }
 
     /// Takes in what was told of pods.

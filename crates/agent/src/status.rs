@@ -3,8 +3,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{
-    AllocationStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus, MpsStatus,
-    SliceStatus, StepStatus, Summary,
+    AllocationStatus, FindingStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus,
+    MpsStatus, SliceStatus, StepStatus, Summary,
 };
 use cleave_api::names::{CONDITION_APPLIED, CONDITION_READY, STEP_DONE};
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Door};
@@ -76,6 +76,8 @@ pub struct Facts<'a> {
     pub view: &'a View,
     /// Steps.
     pub steps: &'a [StepStatus],
+    /// Tenants that left their shares.
+    pub findings: &'a [FindingStatus],
     /// Boot id.
     pub boot_id: &'a str,
 }
@@ -124,6 +126,7 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
         summary: Some(Summary::of(&gpus)),
         gpus,
         steps: steps.to_vec(),
+        findings: facts.findings.to_vec(),
     }
 }
 

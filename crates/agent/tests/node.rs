@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
 mod machine;
 mod mig;
+mod tenants;
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -262,17 +262,33 @@ impl Machine {
     }
 
     /// A program with what a container would get.
-    pub(crate) fn client(
-        &self,
-        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
-        more: &[&str],
-    ) -> Value {
+    fn in_container(&self, response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse) -> Command {
         let mut command = self.command("cleave-client");
         for (name, value) in &response.envs {
             let mount = response.mounts.iter().find(|mount| mount.container_path == *value);
             command.env(name, mount.map_or(value, |mount| &mount.host_path));
         }
-        let output = command.args(more).output().unwrap();
+        command
+    }
+
+    /// Starts a program with what a container would get, and an environment of its own.
+    pub(crate) fn start_client(
+        &self,
+        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
+        envs: &[(&str, &str)],
+        more: &[&str],
+    ) -> Child {
+        let mut command = self.in_container(response);
+        command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
+    }
+
+    /// Runs a program with what a container would get, and gives the first line that it prints.
+    pub(crate) fn client(
+        &self,
+        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
+        more: &[&str],
+    ) -> Value {
+        let output = self.in_container(response).args(more).output().unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         serde_json::from_str(text.lines().next().unwrap_or_default()).unwrap_or(Value::Null)
     }
