@@ -40,6 +40,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
+use crate::tenants::{self, Tenants};
 use crate::{apply, plan, status, webhook};
 
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
@@ -67,8 +68,9 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     metrics.register(&mut registry);
 
     let mut tasks: JoinSet<(&'static str, Result<()>)> = JoinSet::new();
-    let (dirty, dirty_gate) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let mut watches = Watches { tasks: &mut tasks, dirty: [&dirty, &dirty_gate], metrics: &metrics, stop: &stop };
+    let [dirty, dirty_gate, dirty_tenants] = std::array::from_fn(|_| Arc::new(Notify::new()));
+    let mut watches =
+        Watches { tasks: &mut tasks, dirty: [&dirty, &dirty_gate, &dirty_tenants], metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
@@ -127,6 +129,15 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         demand: gated,
         stop: stop.clone(),
     });
+    let tenants = Tenants::new(tenants::Parts {
+        client: client.clone(),
+        stores: stores.clone(),
+        claim: claim.clone(),
+        metrics: metrics.clone(),
+        recorder: recorder.clone(),
+        dirty: dirty_tenants,
+        stop: stop.clone(),
+    });
     let passes = Passes {
         demand,
         client,
@@ -146,10 +157,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         stop: stop.clone(),
     };
     tasks.spawn(async move {
-        let (passes, gate) = tokio::join!(passes.run(), gate.run());
+        let (passes, gate, tenants) = tokio::join!(passes.run(), gate.run(), tenants.run());
         // Nothing is written from here on: the lease may go.
         released.cancel();
-        ("passes", passes.and(gate))
+        ("passes", passes.and(gate).and(tenants))
     });
     finish(tasks, stop).await
 }
@@ -192,7 +203,7 @@ type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
 struct Watches<'a> {
     tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
     /// Whom a change wakes.
-    dirty: [&'a Arc<Notify>; 2],
+    dirty: [&'a Arc<Notify>; 3],
     metrics: &'a Metrics,
     stop: &'a CancellationToken,
 }
