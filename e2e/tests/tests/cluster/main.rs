@@ -9,6 +9,7 @@ mod gate_admission;
 mod policies;
 mod restarts;
 mod shares;
+mod tenants;
 
 use anyhow::Result;
 use cleave_e2e::{Cluster, Scope, text, wait_until};
