@@ -93,6 +93,10 @@ pub struct AgentArgs {
     #[arg(long, value_name = "DIR", hide = true)]
     pub offline: Option<PathBuf>,
 
+    /// Where processes are told of, those of the host. For tests.
+    #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
+    pub proc: PathBuf,
+
     /// Where /metrics, /healthz and /readyz are served.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,

@@ -44,6 +44,7 @@ mod recut;
 pub mod report;
 pub mod serve;
 pub mod status;
+pub mod tenants;
 pub mod usage;
 pub mod xid;
 
@@ -53,6 +54,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::mps::wire::{Desired, Paths};
 use cleave_gpu::nvml::{EventWatch, GpuEvent, Gpus, Inventory, Nvml, NvmlError, Search, Vitals, Worker};
 use cleave_kubelet::{Config, HeldDevices, Plugins, PluginsState, PodResources, Resource, ResourceName};
@@ -71,6 +73,8 @@ use crate::http::Pulse;
 use crate::metrics::Metrics;
 use crate::node::{Ended, Node, Object, Occurrence, Turn};
 use crate::serve::{Counter, Served, Table};
+use crate::tenants::scene::Scene;
+use crate::tenants::tell::PodEvent;
 
 /// Between inventories; an event asks for one at once.
 const INVENTORY: Duration = Duration::from_secs(10);
@@ -97,6 +101,7 @@ enum Input {
     Mps(mps::View),
     Held(Result<Vec<HeldDevices>, String>, Instant),
     KubeletStarted,
+    Findings(Vec<FindingStatus>),
 }
 
 /// What is written to files.
@@ -149,6 +154,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let unended = occurrences.clone();
     let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0 });
     let (look, looks) = watch::channel(());
+    let (scene, scenes) = watch::channel(Arc::new(Scene::default()));
+    let (tell_pods, pod_events) = mpsc::channel(64);
     let search = Search {
         library: args.nvml_library.clone(),
         host_root: args.host_root.clone(),
@@ -167,6 +174,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         occurrences,
         listing,
         look,
+        scene,
         search: search.clone(),
         inputs: inputs.downgrade(),
         steps: Vec::new(),
@@ -179,19 +187,43 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The first to be polled: it serves what the checkpoint says before anything else is waited for.
     let stopping = main.stopping.clone();
     tasks.spawn(main.run(received));
-    tasks.spawn(watch_hardware(search, inputs.clone(), looks));
+    tasks.spawn(watch_hardware(search.clone(), inputs.clone(), looks));
     let view = watch::Sender::new(link.look());
     tasks.spawn(ending::run(link.clone(), Arc::clone(&counter), view.subscribe(), unended, metrics.clone()));
     tasks.spawn(watch_mps(link.clone(), view, inputs.clone()));
+    let (findings, found) = mpsc::channel(4);
+    let of_tenants = tenants::Parts {
+        search,
+        proc: args.proc.clone(),
+        link: link.clone(),
+        scene: scenes,
+        names: counter.names.clone(),
+        metrics: metrics.clone(),
+        findings,
+        tell: tell_pods,
+    };
+    tasks.spawn(watch_tenants(of_tenants, found, inputs.clone()));
     tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
     tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
     match (offline, spec) {
         (Some(folder), Some(spec)) => {
+            let of_pods = folder.clone();
+            tasks.spawn(async move {
+                of_pods.write_pod_events(pod_events).await;
+                Ok(())
+            });
             tasks.spawn(stay_offline(folder, spec, args.node_name.clone(), counter, inputs, statuses, to_tell))
         }
-        _ => tasks.spawn(speak_to_the_api(args.node_name.clone(), counter, inputs, statuses, to_tell, metrics)),
+        _ => tasks.spawn(speak_to_the_api(
+            args.node_name.clone(),
+            counter,
+            inputs,
+            statuses,
+            (to_tell, pod_events),
+            metrics,
+        )),
     };
     // All of them go on for ever: whichever ends first says why the agent does.
     match tasks.join_next().await {
@@ -236,6 +268,7 @@ struct Main {
     occurrences: mpsc::Sender<Occurrence>,
     listing: watch::Sender<Listing>,
     look: watch::Sender<()>,
+    scene: watch::Sender<Arc<Scene>>,
     search: Search,
     inputs: mpsc::WeakSender<Input>,
     /// What was logged.
@@ -334,6 +367,7 @@ impl Main {
                 }
             }
             Input::KubeletStarted => self.node.kubelet_started(Instant::now()),
+            Input::Findings(findings) => self.node.findings(findings),
         }
     }
 
@@ -353,6 +387,7 @@ impl Main {
             sweep,
             orders,
             look,
+            scene,
             again,
         } = self.node.turn(&mut table, now);
         let gpus: Vec<&cleave_gpu::nvml::Gpu> = checkpoint.gpus.iter().collect();
@@ -393,6 +428,13 @@ impl Main {
                 self.metrics.error("event-dropped");
             }
         }
+        self.scene.send_if_modified(|last| {
+            let changed = **last != scene;
+            if changed {
+                *last = Arc::new(scene);
+            }
+            changed
+        });
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, list_every) != list_every);
         for order in orders {
             let inputs = self.inputs.clone();
@@ -516,6 +558,25 @@ async fn watch_mps(
         () = forward => {}
     }
     Ok(())
+}
+
+async fn watch_tenants(
+    parts: tenants::Parts,
+    mut findings: mpsc::Receiver<Vec<FindingStatus>>,
+    inputs: mpsc::Sender<Input>,
+) -> anyhow::Result<()> {
+    let forward = async {
+        while let Some(findings) = findings.recv().await {
+            if inputs.send(Input::Findings(findings)).await.is_err() {
+                break;
+            }
+        }
+    };
+    tokio::select! {
+        // Neither ends before the agent does.
+        ended = tenants::watch(parts) => ended,
+        () = forward => Ok(()),
+    }
 }
 
 /// When the kubelet is asked who holds what.
@@ -660,7 +721,7 @@ async fn speak_to_the_api(
     counter: Arc<Counter>,
     inputs: mpsc::Sender<Input>,
     statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
-    occurrences: mpsc::Receiver<Occurrence>,
+    (occurrences, pod_events): (mpsc::Receiver<Occurrence>, mpsc::Receiver<PodEvent>),
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let client = report::connect(&metrics).await;
@@ -670,6 +731,7 @@ async fn speak_to_the_api(
         report::follow(client.clone(), name.clone(), objects, server, metrics.clone()),
         pods::follow(client.clone(), name.clone(), counter, metrics.clone()),
         report::write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
+        tenants::tell::write(client.clone(), name.clone(), pod_events, metrics.clone()),
         report::write_events(client, name, occurrences, seen, metrics),
         forward_objects(read, inputs),
     );

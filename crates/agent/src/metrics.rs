@@ -1,4 +1,5 @@
 //! What Prometheus is told.
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cleave_api::gpunode::GpuNodeStatus;
@@ -10,6 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::mig::{self, Change};
+use crate::tenants::judge::Usage;
 use crate::xid::Class;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -95,6 +97,19 @@ struct ChangeLabels {
     result: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
+struct OfTenant {
+    namespace: String,
+    pod: String,
+    container: String,
+    gpu: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfKind {
+    kind: String,
+}
+
 /// Metrics of the agent; a handle to share.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
@@ -113,14 +128,37 @@ pub struct Metrics {
     errors: Family<Kind, Counter>,
     changes: Family<ChangeLabels, Counter>,
     terminations: Family<Terminated, Counter>,
+    tenants: Tenants,
     registry: Arc<Mutex<Registry>>,
 }
 
+/// What containers use of shared devices.
+#[derive(Debug, Clone, Default)]
+struct Tenants {
+    memory: Family<OfTenant, Gauge>,
+    limit: Family<OfTenant, Gauge>,
+    findings: Family<OfKind, Counter>,
+    /// Those that have a series: it goes with the tenant.
+    known: Arc<Mutex<BTreeSet<OfTenant>>>,
+}
+
+impl Tenants {
+    fn register(&self, registry: &mut Registry) {
+        let memory = "Memory of a shared GPU that a container's processes use, as NVML counts it";
+        registry.register("memory_bytes", memory, self.memory.clone());
+        let limit = "Memory of a shared GPU that a container's shares allow";
+        registry.register("memory_limit_bytes", limit, self.limit.clone());
+        registry.register("findings", "Tenants found to have left their shares, by how", self.findings.clone());
+    }
+}
+
 impl Metrics {
-    /// Registered under `cleave_agent`.
+    /// Registered under `cleave_agent`, and `cleave_tenant` what is of tenants.
     pub fn new() -> Self {
         let metrics = Self::default();
-        let mut registry = Registry::with_prefix("cleave_agent");
+        let mut all = Registry::default();
+        metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
+        let registry = all.sub_registry_with_prefix("cleave_agent");
         registry.register("allocations", "Allocate calls of the kubelet", metrics.allocations.clone());
         registry.register("splits", "Allocate calls refused for shares of several GPUs", metrics.splits.clone());
         let waits = "GetPreferredAllocation calls that came before the API server had told of the pod";
@@ -143,7 +181,7 @@ impl Metrics {
         let terminations = "Clients of pods that leave that were ended through MPS, attempts that failed, and clients that were too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
         registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
-        *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = registry;
+        *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
         metrics
     }
 
@@ -195,6 +233,42 @@ impl Metrics {
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
+    /// What tenants use now; those that are not there any more have no series any more.
+    pub fn tenants(&self, usage: &[Usage]) {
+        let Tenants { memory, limit, known, .. } = &self.tenants;
+        let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        let mut there = BTreeSet::new();
+        for Usage { tenant, device, bytes: used, limit_mib } in usage {
+            let label = OfTenant {
+                namespace: tenant.namespace.clone(),
+                pod: tenant.pod.clone(),
+                container: tenant.container.clone(),
+                gpu: device.clone(),
+            };
+            memory.get_or_create(&label).set(bytes(*used));
+            match limit_mib {
+                Some(mib) => {
+                    limit.get_or_create(&label).set(bytes(mib.saturating_mul(1 << 20)));
+                }
+                None => {
+                    limit.remove(&label);
+                }
+            }
+            there.insert(label);
+        }
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        for gone in known.difference(&there) {
+            memory.remove(gone);
+            limit.remove(gone);
+        }
+        *known = there;
+    }
+
+    /// A tenant was found to have left its share.
+    pub fn finding(&self, kind: &str) {
+        self.tenants.findings.get_or_create(&OfKind { kind: kind.to_owned() }).inc();
+    }
+
     /// Something that will be tried again.
     pub fn error(&self, reason: &'static str) {
         self.errors.get_or_create(&Kind { reason: reason.to_owned() }).inc();
@@ -244,5 +318,46 @@ impl Metrics {
         let mut text = String::new();
         encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))?;
         Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tenants::judge::Tenant;
+
+    #[test]
+    fn a_tenants_series_go_with_it_and_an_unlimited_one_has_no_limit() {
+        let metrics = Metrics::new();
+        let usage = |pod: &str, limit_mib| Usage {
+            tenant: Tenant { namespace: "ns".into(), pod: pod.into(), container: "c".into() },
+            device: "GPU-a".into(),
+            bytes: 5 << 20,
+            limit_mib,
+        };
+        let series = |metrics: &Metrics| {
+            let text = metrics.encode().unwrap();
+            let lines = text.lines().filter(|line| line.starts_with("cleave_tenant_memory"));
+            lines.map(str::to_owned).collect::<Vec<_>>()
+        };
+        metrics.tenants(&[usage("p", Some(4))]);
+        let labels = r#"{namespace="ns",pod="p",container="c",gpu="GPU-a"}"#;
+        assert_eq!(
+            series(&metrics),
+            [
+                format!("cleave_tenant_memory_bytes{labels} 5242880"),
+                format!("cleave_tenant_memory_limit_bytes{labels} 4194304"),
+            ]
+        );
+        metrics.tenants(&[usage("p", None)]);
+        assert_eq!(series(&metrics).len(), 1);
+        metrics.tenants(&[usage("q", None)]);
+        assert!(series(&metrics)[0].contains(r#"pod="q""#));
+        metrics.tenants(&[]);
+        assert!(series(&metrics).is_empty());
+        metrics.finding("OutsideMps");
+        let text = metrics.encode().unwrap();
+        assert!(text.contains(r#"cleave_tenant_findings_total{kind="OutsideMps"} 1"#), "{text}");
+        assert!(text.contains("cleave_agent_"), "the others are where they were");
     }
 }

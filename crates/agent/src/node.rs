@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use cleave_api::GpuNodeSpec;
-use cleave_api::gpunode::{GpuNodeStatus, Partition, StepStatus};
-use cleave_api::names::{STEP_DONE, STEP_WAITING};
+use cleave_api::gpunode::{FindingStatus, GpuNodeStatus, Partition, StepStatus};
+use cleave_api::names::{STEP_DONE, STEP_WAITING, finding};
 use cleave_gpu::mps::wire::{self, DaemonState, Desired};
 use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
 use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
@@ -23,6 +23,7 @@ use crate::mig::{Change, Next, Outcome, Trial, next};
 use crate::mps;
 use crate::serve::Table;
 use crate::status::{self, Facts};
+use crate::tenants::scene::{self, Scene};
 use crate::usage::{Allocations, Usage};
 use crate::xid::Class;
 
@@ -103,6 +104,8 @@ pub struct Turn {
     pub orders: Vec<Order>,
     /// NVML is to be asked now.
     pub look: bool,
+    /// What tenants are judged by.
+    pub scene: Scene,
     /// Turn again after this long, at the latest.
     pub again: Option<Duration>,
 }
@@ -171,6 +174,8 @@ pub struct Node {
     faults: Faults,
     /// What was told of GPUs' health.
     told_health: ToldHealth,
+    /// Tenants that left their shares.
+    findings: Vec<FindingStatus>,
 }
 
 /// What was told of a daemon.
@@ -278,6 +283,7 @@ impl Node {
             doors: Acknowledged::default(),
             told: BTreeMap::new(),
             faults: Faults::default(),
+            findings: Vec::new(),
         };
         (node, Allocations::remembering(allocations, now))
     }
@@ -330,6 +336,22 @@ impl Node {
     /// What the driver says of GPUs' memory and needs, asked at `asked`.
     pub fn vitals(&mut self, vitals: BTreeMap<String, Vitals>, asked: Instant) {
         self.book.vitals(vitals, asked);
+    }
+
+    /// The tenant watch's word on who left its share.
+    pub fn findings(&mut self, findings: Vec<FindingStatus>) {
+        let same = |a: &FindingStatus, b: &FindingStatus| {
+            (&a.kind, &a.device, &a.uid, &a.container) == (&b.kind, &b.device, &b.uid, &b.container)
+        };
+        for new in findings.iter().filter(|new| !self.findings.iter().any(|old| same(old, new))) {
+            let reason = match new.kind.as_str() {
+                finding::MEMORY_EXCEEDED => finding::MEMORY_EXCEEDED,
+                finding::OUTSIDE_MPS => finding::OUTSIDE_MPS,
+                _ => finding::NO_SHARE,
+            };
+            self.news.push(warning(reason, new.message.clone()));
+        }
+        self.findings = findings;
     }
 
     /// The API server's word on the `GpuNode`.
@@ -423,11 +445,8 @@ impl Node {
         let partitions: BTreeMap<&str, &Partition> =
             spec.iter().flat_map(|spec| &spec.gpus).map(|gpu| (gpu.uuid.as_str(), &gpu.partition)).collect();
         self.cut = cut(&hardware, &partitions, &self.cut, |uuid| self.trials.get(uuid).is_some_and(Trial::is_acting));
-        let rules = Rules {
-            keep_mig_mode: self.keep_mig_mode,
-            cut: self.cut.clone(),
-            processes: foreign(&hardware, &self.view),
-        };
+        let processes = foreign(&hardware, &self.view);
+        let rules = Rules { keep_mig_mode: self.keep_mig_mode, cut: self.cut.clone(), processes };
         let decided = decide(&hardware, spec, &self.layouts, usage.as_ref(), &rules);
         let partitions: BTreeMap<String, Partition> =
             partitions.into_iter().map(|(uuid, partition)| (uuid.to_owned(), partition.clone())).collect();
@@ -470,7 +489,17 @@ impl Node {
             allocations: &table.allocations,
             view: &self.view,
             steps: &self.steps,
+            findings: &self.findings,
             boot_id: &self.boot_id,
+        });
+        let scene = Scene::of(&scene::Facts {
+            hardware: &hardware,
+            layouts: &self.layouts,
+            spec: self.spec.as_ref().map(|(_, spec)| spec),
+            view: &self.view,
+            held: self.held.as_deref().filter(|_| self.held_error.is_none()),
+            allocations: &table.allocations,
+            foreign: &rules.processes,
         });
         let checkpoint = Checkpoint {
             boot_id: self.boot_id.clone(),
@@ -508,6 +537,7 @@ impl Node {
             sweep,
             orders,
             look,
+            scene,
             again,
         }
     }

@@ -12,6 +12,7 @@ use crate::files::write_atomically;
 use crate::node::{Object, Occurrence};
 use crate::pods::PodObject;
 use crate::serve::Counter;
+use crate::tenants::tell::PodEvent;
 
 /// Between looks at the spec.
 const LOOK: Duration = Duration::from_millis(100);
@@ -59,6 +60,11 @@ impl Folder {
                             let gone = departures.only(&there, Instant::now());
                             pods.iter().fold(gone, |changed, pod| pod.note_departure(node, departures) || changed)
                         });
+                        let mut names = counter.names.lock();
+                        names.begin();
+                        pods.iter().filter_map(PodObject::named).for_each(|(uid, pod)| names.put(uid, pod));
+                        names.end();
+                        drop(names);
                         counter.expect(|expected| {
                             let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
                             expected.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
@@ -92,6 +98,18 @@ impl Folder {
                     return;
                 }
                 last = next;
+            }
+        }
+    }
+
+    /// Writes events of pods as they come, for ever.
+    pub(crate) async fn write_pod_events(&self, mut events: mpsc::Receiver<PodEvent>) {
+        while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
+            let line =
+                serde_json::json!({ "pod": format!("{namespace}/{pod}"), "uid": uid, "reason": reason, "note": note });
+            let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("pod-events.jsonl"));
+            if let Err(error) = file.and_then(|mut file| writeln!(file, "{line}")) {
+                tracing::warn!(%error, folder = %self.0.display(), "cannot write");
             }
         }
     }

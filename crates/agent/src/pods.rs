@@ -24,6 +24,7 @@ use crate::ending::pods::{Deletion, Seen};
 use crate::expected::{Bound, Expected, Want};
 use crate::metrics::Metrics;
 use crate::serve::Counter;
+use crate::tenants::names::{Names, PodName};
 
 /// Pods in one answer of a list: a whole node's are a megabyte, which would stay this process's.
 const PAGE: u32 = 20;
@@ -89,6 +90,18 @@ struct PodStatus {
     phase: String,
     /// The kubelet writes it when it has admitted the pod, or refused it.
     start_time: Option<IgnoredAny>,
+    container_statuses: Vec<ContainerStatus>,
+    init_container_statuses: Vec<ContainerStatus>,
+    ephemeral_container_statuses: Vec<ContainerStatus>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct ContainerStatus {
+    name: String,
+    /// `containerd://<id>`; none before it was made.
+    #[serde(rename = "containerID")]
+    container_id: Option<String>,
 }
 
 impl PodObject {
@@ -177,6 +190,50 @@ fn depart(
     }
 }
 
+impl PodObject {
+    /// What people call it and its containers; none for a pod that has ended.
+    pub(crate) fn named(&self) -> Option<(String, PodName)> {
+        let PodObject { metadata, status, .. } = self;
+        if matches!(status.phase.as_str(), "Succeeded" | "Failed") {
+            return None;
+        }
+        let all = [&status.container_statuses, &status.init_container_statuses, &status.ephemeral_container_statuses];
+        let id = |status: &ContainerStatus| {
+            let (_, id) = status.container_id.as_ref()?.split_once("://")?;
+            Some((id.to_owned(), status.name.clone()))
+        };
+        let pod = PodName {
+            namespace: metadata.namespace.clone()?,
+            name: metadata.name.clone()?,
+            containers: all.into_iter().flatten().filter_map(id).collect(),
+        };
+        Some((metadata.uid.clone()?, pod))
+    }
+}
+
+/// Takes an event in as far as names go.
+fn name(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
+    match event {
+        Event::Init => names.begin(),
+        Event::InitDone => names.end(),
+        Event::InitApply(DeserializeGuard(object)) | Event::Apply(DeserializeGuard(object)) => {
+            let Ok(pod) = object else { return };
+            match (pod.named(), &pod.metadata.uid) {
+                (Some((uid, pod)), _) => names.put(uid, pod),
+                (None, Some(uid)) => names.remove(uid),
+                (None, None) => {}
+            }
+        }
+        Event::Delete(DeserializeGuard(object)) => {
+            let uid = match object {
+                Ok(pod) => &pod.metadata.uid,
+                Err(invalid) => &invalid.metadata.uid,
+            };
+            uid.iter().for_each(|uid| names.remove(uid));
+        }
+    }
+}
+
 fn wants(spec: &PodSpec, held: &[cleave_api::placement::Held]) -> Vec<Want> {
     let init = spec.init_containers.iter().map(|container| {
         let sidecar = container.restart_policy.as_deref() == Some("Always");
@@ -226,6 +283,7 @@ pub(crate) async fn follow(client: Client, node: String, counter: Arc<Counter>, 
             Ok(event) => {
                 // First: somebody may be about to be killed.
                 counter.departures.send_if_modified(|pods| depart(pods, &event, &node, &mut there));
+                name(&mut counter.names.lock(), &event);
                 counter.expect(|expected| {
                     expected.answers(true);
                     take(expected, event, &node, &mut listed);

@@ -16,6 +16,7 @@ use crate::layout::{Kind, Pool, parse_id};
 use crate::metrics::{Metrics, Outcome};
 use crate::mps::Link;
 use crate::node::Occurrence;
+use crate::tenants::names::Directory;
 use crate::usage::Allocations;
 
 /// How long a container's start waits for its door. The kubelet gives up after 30 s, and tries again.
@@ -61,6 +62,8 @@ pub struct Counter {
     arrivals: watch::Sender<()>,
     /// Which pods leave.
     pub departures: watch::Sender<Departures>,
+    /// The node's pods, whether they ask for anything or not.
+    pub names: Directory,
 }
 
 impl Counter {
@@ -68,7 +71,8 @@ impl Counter {
     pub fn new(table: Table, handover: Handover, link: Link, metrics: Metrics) -> Self {
         let (given, starting, arrivals) = (Notify::new(), Notify::new(), watch::channel(()).0);
         let departures = watch::Sender::default();
-        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals, departures }
+        let names = Directory::default();
+        Self { table: Mutex::new(table), handover, link, metrics, given, starting, arrivals, departures, names }
     }
 
     /// Takes in what was told of pods.

@@ -3,8 +3,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{
-    AllocationStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus, MpsStatus,
-    SliceStatus, StepStatus, Summary,
+    AllocationStatus, FindingStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus,
+    MpsStatus, SliceStatus, StepStatus, Summary,
 };
 use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY, STEP_DONE};
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Door};
@@ -78,6 +78,8 @@ pub struct Facts<'a> {
     pub view: &'a View,
     /// Steps.
     pub steps: &'a [StepStatus],
+    /// Tenants that left their shares.
+    pub findings: &'a [FindingStatus],
     /// Boot id.
     pub boot_id: &'a str,
 }
@@ -127,6 +129,7 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
         models: Vec::new(),
         gpus,
         steps: steps.to_vec(),
+        findings: facts.findings.to_vec(),
     }
     .compact()
 }

@@ -5,6 +5,7 @@ mod faults;
 mod health;
 mod machine;
 mod mig;
+mod tenants;
 
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -231,6 +231,10 @@ pub struct GpuNodeStatus {
     /// What was done, or refused, to match the spec; of the last change only.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
+    /// Tenants that left their shares, the first 32. Also when empty: it is the agent's word that nobody did.
+    #[serde(default)]
+    #[schemars(length(max = 32))]
+    pub findings: Vec<FindingStatus>,
     /// Conditions by type.
     #[serde(default)]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
@@ -530,6 +534,38 @@ pub struct StepStatus {
     /// Why, in words; for Waiting and Refused which pods hold it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
+}
+
+/// A tenant that left its share.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct FindingStatus {
+    /// What it did: `MemoryExceeded`, `OutsideMps` or `NoShare`.
+    pub kind: String,
+    /// UUID of the GPU.
+    pub gpu: String,
+    /// UUID of the GPU or MIG device.
+    pub device: String,
+    /// Namespace of the pod; empty while that is not known, and where no pod did it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub namespace: String,
+    /// The pod.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub pod: String,
+    /// UID of the pod; empty where no pod did it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub uid: String,
+    /// The container.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub container: String,
+    /// Pid of one of its processes, on the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// What, in words, and what to do.
+    pub message: String,
+    /// When it was found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<Time>,
 }
 
 #[cfg(test)]

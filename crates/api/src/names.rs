@@ -70,6 +70,21 @@ pub const STEP_REFUSED: &str = "Refused";
 /// Result of a step: it was tried and went wrong.
 pub const STEP_FAILED: &str = "Failed";
 
+/// Condition of a pod, written by the operator: it keeps to the shares that it holds. Its reason is one of [`finding`].
+pub const CONDITION_WITHIN_SHARE: &str = "cleave.dev/WithinShare";
+/// Reason of [`CONDITION_WITHIN_SHARE`] when it is true again.
+pub const WITHIN_SHARE: &str = "WithinShare";
+
+/// What a tenant can do that leaves its share; kinds of [`crate::gpunode::FindingStatus`].
+pub mod finding {
+    /// A container's processes use more of a GPU's memory than its shares allow.
+    pub const MEMORY_EXCEEDED: &str = "MemoryExceeded";
+    /// A process computes on a shared GPU and is no client of its MPS daemon.
+    pub const OUTSIDE_MPS: &str = "OutsideMps";
+    /// A client of an MPS daemon is of a pod that holds no share there.
+    pub const NO_SHARE: &str = "NoShare";
+}
+
 /// Label of Cleave's own pods: which of the three they are, as the chart writes it.
 pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
 /// Value of [`COMPONENT_LABEL`] on the agents' pods.

@@ -136,6 +136,18 @@ pub fn preempted(by: &str) -> Event {
     Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
 }
 
+/// A pod leaves because it left its share.
+pub fn expelled(node: &str, message: &str) -> Event {
+    let note = format!("it is evicted from {node}, as the policy of its GPU says: {message}");
+    Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
+}
+
+/// A pod that left its share cannot be evicted yet.
+pub fn protected(message: &str) -> Event {
+    let note = format!("it is to be evicted because it left its share, and a disruption budget protects it: {message}");
+    Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
+}
+
 fn of_node(observed: &Observed, node: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),

@@ -28,6 +28,7 @@ pub mod cut;
 pub mod demand;
 pub mod dry;
 pub mod events;
+mod evict;
 pub mod gate;
 mod http;
 pub mod layout;
@@ -41,6 +42,7 @@ mod run;
 pub mod select;
 pub mod snapshot;
 pub mod status;
+pub mod tenants;
 pub mod validate;
 pub mod webhook;
 

@@ -39,6 +39,10 @@ pub(crate) struct Metrics {
     pub(crate) gate_seconds: Histogram,
     /// Pods told to leave for others of higher priority.
     pub(crate) evictions: Family<Outcome, Counter>,
+    /// Pods told to leave because they left their shares.
+    pub(crate) expelled: Family<Outcome, Counter>,
+    /// Pods told, or told no more, that they left their shares.
+    pub(crate) judged: Family<Outcome, Counter>,
     /// Pods that wait at the gate.
     pub(crate) gated: Family<Reason, Gauge>,
     /// Of the free memory of GPUs by demand, the part that lies beside something in use.
@@ -70,6 +74,8 @@ impl Default for Metrics {
             gate_seconds: seconds(),
             gated: Family::default(),
             evictions: Family::default(),
+            expelled: Family::default(),
+            judged: Family::default(),
             fragmentation: Gauge::default(),
             left_out: Gauge::default(),
             leader: Gauge::default(),
@@ -130,6 +136,16 @@ impl Metrics {
         registry.register("gates_opened", "Pods let through to the scheduler, by why", self.gates_opened.clone());
         registry.register("gate_seconds", "Time that a pod spent at the gate", self.gate_seconds.clone());
         registry.register("evictions", "Pods told to leave for others of higher priority", self.evictions.clone());
+        registry.register(
+            "tenant_evictions",
+            "Pods told to leave because they left their shares",
+            self.expelled.clone(),
+        );
+        registry.register(
+            "tenant_conditions",
+            "Conditions of pods written that say whether they keep to their shares",
+            self.judged.clone(),
+        );
         registry.register("pods_gated", "Pods that wait at the gate, by what for", self.gated.clone());
         registry.register(
             "fragmentation_ratio",

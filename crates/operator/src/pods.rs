@@ -1,7 +1,7 @@
 //! What planning needs of a pod, and what the scheduler adds up of it. Pure.
 use std::collections::BTreeMap;
 
-use cleave_api::names::{GATE, RESOURCE_GPU, RESOURCE_MIG_PREFIX, is_served};
+use cleave_api::names::{CONDITION_WITHIN_SHARE, GATE, RESOURCE_GPU, RESOURCE_MIG_PREFIX, is_served};
 use cleave_api::placement::{self, Placement};
 use cleave_plan::Quantity;
 use cleave_plan::device::SHARED_SUFFIX;
@@ -83,6 +83,23 @@ pub struct PodSpec {
 pub struct PodStatus {
     /// Pending, Running, Succeeded, Failed.
     pub phase: String,
+    /// Conditions; once [`PodObject::trim`] has dropped the others, whether it keeps to its shares.
+    pub conditions: Vec<PodCondition>,
+}
+
+/// What is read of a pod's condition.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct PodCondition {
+    /// Its type.
+    #[serde(rename = "type")]
+    pub type_: String,
+    /// True, False or Unknown.
+    pub status: String,
+    /// Why, as one word.
+    pub reason: String,
+    /// Why, in words.
+    pub message: String,
 }
 
 /// A pod's affinity.
@@ -237,6 +254,8 @@ impl PodObject {
             self.spec.asks = asks(&self.spec);
             self.spec.particular = is_particular(&self.spec);
         }
+        self.status.conditions.retain(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
+        self.status.conditions.shrink_to_fit();
         let spec = &mut self.spec;
         (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
         (spec.volumes, spec.topology_spread_constraints) = (Vec::new(), Vec::new());

@@ -40,6 +40,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores, complete};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
+use crate::tenants::{self, Tenants};
 use crate::{apply, plan, status, webhook};
 
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
@@ -127,6 +128,15 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         demand: gated,
         stop: stop.clone(),
     });
+    let tenants = Tenants::new(tenants::Parts {
+        client: client.clone(),
+        stores: stores.clone(),
+        claim: claim.clone(),
+        metrics: metrics.clone(),
+        recorder: recorder.clone(),
+        dirty: Arc::clone(&wakes.tenants),
+        stop: stop.clone(),
+    });
     let passes = Passes {
         demand,
         client,
@@ -146,10 +156,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         stop: stop.clone(),
     };
     tasks.spawn(async move {
-        let (passes, gate) = tokio::join!(passes.run(), gate.run());
+        let (passes, gate, tenants) = tokio::join!(passes.run(), gate.run(), tenants.run());
         // Nothing is written from here on: the lease may go.
         released.cancel();
-        ("passes", passes.and(gate))
+        ("passes", passes.and(gate).and(tenants))
     });
     finish(tasks, stop).await
 }
@@ -193,15 +203,17 @@ type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
 struct Wakes {
     passes: Arc<Notify>,
     gate: Arc<Notify>,
+    tenants: Arc<Notify>,
     /// Pods decide what no GPU becomes, as the last pass saw it.
     indifferent: Arc<AtomicBool>,
 }
 
 impl Wakes {
-    /// Something that both look at.
+    /// Something that all look at.
     fn all(&self) {
         self.passes.notify_one();
         self.gate.notify_one();
+        self.tenants.notify_one();
     }
 
     /// A pod: passes look at them only where pods decide what GPUs become. They come and go, and a pass is about all nodes.
@@ -210,6 +222,7 @@ impl Wakes {
             self.passes.notify_one();
         }
         self.gate.notify_one();
+        self.tenants.notify_one();
     }
 
     /// A pass has seen whether pods decide about GPUs. What came before it was known that they do is looked at again.

@@ -837,7 +837,8 @@ fn an_unhealthy_gpu_is_not_cut() {
 fn a_cordoned_gpu_is_not_cut_and_another_is() {
     let mut world = World::new("mode: Auto").node("n1", 2);
     let uuid = world.status("n1").gpus[0].uuid.clone();
-    let Some(Ok(object)) = &mut world.observed.nodes.get_mut("n1").unwrap().gpu_node else { panic!() };
+    let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
+    let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
     object.metadata.annotations = Some(BTreeMap::from([("cleave.dev/cordon".to_owned(), format!("{uuid}=new fan"))]));
     world.pod("one", TEN, 1);
     world.pod("all", "nvidia.com/mig-7g.40gb", 1);

@@ -405,7 +405,8 @@ fn what_the_agent_refuses_or_cannot_do_is_told_first() {
 fn what_administrators_say_of_a_gpu_goes_to_its_agent_and_changes_nothing_else() {
     let mut world = World::default().four("n1").policy("p", TEN);
     let annotate = |world: &mut World, cordon: &str, cleared: &str| {
-        let Some(Ok(object)) = &mut world.observed.nodes.get_mut("n1").unwrap().gpu_node else { panic!() };
+        let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
+        let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
         let annotations = [("cleave.dev/cordon", cordon), ("cleave.dev/cleared", cleared)];
         let annotations = annotations.map(|(name, value)| (name.to_owned(), value.to_owned()));
         object.metadata.annotations = Some(BTreeMap::from(annotations));

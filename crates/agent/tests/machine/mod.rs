@@ -271,7 +271,18 @@ impl Machine {
         command
     }
 
-    /// What it prints first.
+    /// Starts a program with what a container would get, and an environment of its own.
+    pub(crate) fn start_client(
+        &self,
+        response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
+        envs: &[(&str, &str)],
+        more: &[&str],
+    ) -> Child {
+        let mut command = self.program(response);
+        command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
+    }
+
+    /// Runs a program with what a container would get, and gives the first line that it prints.
     pub(crate) fn client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,

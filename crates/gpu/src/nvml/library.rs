@@ -14,8 +14,8 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::field_id;
 
 use super::{
-    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Recovery, Search, Vitals,
-    find, sys,
+    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Recovery, Search, Tenants,
+    Vitals, find, sys,
 };
 
 /// The NVML library, loaded and started.
@@ -107,13 +107,17 @@ impl Gpus for Nvml {
     }
 
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
+        self.tenants(uuid).map(|tenants| tenants.processes)
+    }
+
+    fn tenants(&self, uuid: &str) -> Result<Tenants, NvmlError> {
         let device = self.device(uuid)?;
         let all = device
             .running_compute_processes()
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
-        let clients = optional("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?
-            .unwrap_or_default();
-        Ok(merge(&all, &clients))
+        let clients = optional("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
+        let tells_clients = clients.is_some();
+        Ok(Tenants { processes: merge(&all, &clients.unwrap_or_default()), tells_clients })
     }
 
     fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {

@@ -79,7 +79,7 @@ impl NvmlError {
     }
 
     /// Whether only a new start of the library can help.
-    fn is_fatal_to_handle(&self) -> bool {
+    pub(crate) fn is_fatal_to_handle(&self) -> bool {
         matches!(self, Self::NoDriver | Self::Call { source: Code::Uninitialized | Code::LibRmVersionMismatch, .. })
     }
 }
@@ -98,6 +98,31 @@ pub trait Gpus: Send {
     /// What the driver says of a GPU's memory, and of what it needs. A part that it does not say is none; an error is one of the GPU.
     fn vitals(&self, _uuid: &str) -> Result<Vitals, NvmlError> {
         Ok(Vitals::default())
+    }
+
+    /// The same, and whether the driver tells MPS clients from other processes.
+    fn tenants(&self, uuid: &str) -> Result<Tenants, NvmlError> {
+        Ok(Tenants { processes: self.processes(uuid)?, tells_clients: true })
+    }
+
+    /// The tenants of several devices. A device that does not say them is left out: nothing is known of it.
+    ///
+    /// # Errors
+    /// Only where no device can be asked before the library is started anew.
+    fn tenants_of(&self, uuids: &[String]) -> Result<BTreeMap<String, Tenants>, NvmlError> {
+        let mut told = BTreeMap::new();
+        for uuid in uuids {
+            match self.tenants(uuid) {
+                Ok(tenants) => {
+                    told.insert(uuid.clone(), tenants);
+                }
+                Err(error) if error.is_fatal_to_handle() => return Err(error),
+                Err(error) => {
+                    tracing::debug!(device = uuid, error = &error as &dyn std::error::Error, "no processes are told");
+                }
+            }
+        }
+        Ok(told)
     }
 
     /// Sets the compute mode of a GPU, and says what it was before.
@@ -245,6 +270,15 @@ pub struct Process {
     pub mps: bool,
     /// GPU instance, under MIG.
     pub gpu_instance: Option<u32>,
+}
+
+/// The processes on a device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tenants {
+    /// They, by pid.
+    pub processes: Vec<Process>,
+    /// The driver says which of them are MPS clients; where not, [`Process::mps`] says nothing.
+    pub tells_clients: bool,
 }
 
 /// Who may open contexts on a GPU.

@@ -117,7 +117,7 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ComputeMode, Gpu, Inventory, MigActivation, MigInstance, Process};
+    use super::super::{ComputeMode, Gpu, Inventory, MigActivation, MigInstance, Process, Tenants};
     use super::*;
 
     struct NoGpus;
@@ -135,6 +135,13 @@ mod tests {
         }
         fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
             Err(NvmlError::NoDriver)
+        }
+        fn tenants(&self, device: &str) -> Result<Tenants, NvmlError> {
+            match device {
+                "gone" => Err(NvmlError::NoDriver),
+                "lost" => Err(NvmlError::Lost { call: "tenants" }),
+                _ => Ok(Tenants::default()),
+            }
         }
         fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
             Ok(mode)
@@ -166,6 +173,17 @@ mod tests {
             tokio::task::yield_now().await;
         }
         assert_eq!(worker.call(LONG, |gpus| gpus.inventory()).await.unwrap().driver, "1");
+    }
+
+    #[tokio::test]
+    async fn a_device_that_does_not_say_its_processes_hides_no_others_and_a_driver_that_is_gone_all() {
+        let worker = Worker::start(Box::new(|| Ok(Box::new(NoGpus)))).unwrap();
+        let ask = |devices: [&str; 2]| devices.map(str::to_owned);
+        let one = ask(["lost", "a"]);
+        let told = worker.call(LONG, move |gpus| gpus.tenants_of(&one)).await.unwrap();
+        assert_eq!(told.keys().collect::<Vec<_>>(), ["a"]);
+        let none = ask(["a", "gone"]);
+        assert!(matches!(worker.call(LONG, move |gpus| gpus.tenants_of(&none)).await, Err(NvmlError::NoDriver)));
     }
 
     #[tokio::test]

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Cluster, Eviction, Gatekeeper, Now, Opening, Turn, Why};
 use crate::demand::Waiting;
 use crate::events::{self, Teller};
+use crate::evict::{self, Evicted};
 use crate::leader::Claim;
 use crate::metrics::{Metrics, Outcome, Reason};
 use crate::read::Stores;
@@ -163,39 +164,26 @@ impl Gate {
     /// Evicts pods, as far as their disruption budgets let it.
     async fn evict(&mut self, evictions: &[Eviction], up: Duration) {
         for Eviction { pod, uid, by } in evictions {
-            let Some((namespace, name)) = pod.split_once('/') else { continue };
             if !self.parts.claim.is_current() {
                 return;
             }
-            let body = serde_json::json!({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"namespace": namespace, "name": name},
-                "deleteOptions": {"preconditions": {"uid": uid}}});
-            let request = http::Request::post(format!("/api/v1/namespaces/{namespace}/pods/{name}/eviction"))
-                .header(http::header::CONTENT_TYPE, "application/json")
-                .body(body.to_string().into_bytes());
-            let Ok(request) = request else { continue };
-            let result = match tokio::time::timeout(WRITE, self.parts.client.request_text(request)).await {
-                Ok(Ok(_)) => {
+            let evicted = evict::evict(&self.parts.client, pod, uid).await;
+            match &evicted {
+                Evicted::Done => {
                     tracing::info!(pod, by, "evicted for a pod of higher priority");
                     let told = (events::of_pod(pod, uid), events::preempted(by));
                     let _ = tokio::time::timeout(WRITE, self.parts.recorder.publish(&told.1, &told.0)).await;
-                    "evicted"
                 }
-                Ok(Err(kube::Error::Api(status))) if status.code == 429 => {
-                    tracing::info!(pod, by, message = status.message, "a disruption budget protects it");
+                Evicted::Protected(message) => {
+                    tracing::info!(pod, by, message, "a disruption budget protects it");
                     self.keeper.protect(pod, up);
                     // Somebody else may do.
                     self.parts.dirty.notify_one();
-                    "protected"
                 }
-                // It is gone already, or another pod has its name.
-                Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => "gone",
-                Ok(Err(error)) => {
-                    tracing::warn!(pod, by, error = &error as &dyn std::error::Error, "not evicted");
-                    "failed"
-                }
-                Err(_) => "failed",
-            };
-            self.parts.metrics.evictions.get_or_create(&Outcome { result }).inc();
+                Evicted::Gone => {}
+                Evicted::Failed(error) => tracing::warn!(pod, by, error, "not evicted"),
+            }
+            self.parts.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         }
     }
 

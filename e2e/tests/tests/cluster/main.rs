@@ -12,6 +12,7 @@ mod health;
 mod policies;
 mod restarts;
 mod shares;
+mod tenants;
 
 use anyhow::Result;
 use cleave_e2e::{Cluster, Scope, text, wait_until};

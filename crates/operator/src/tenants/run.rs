@@ -1,0 +1,268 @@
+//! The task that tells pods that left their shares, and evicts them, apart from the passes and the gate.
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use jiff::Timestamp;
+use kube::Client;
+use kube::runtime::events::Recorder;
+use serde_json::json;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use super::{AGAIN, Expulsion, Judge, Told};
+use crate::events;
+use crate::evict::{Evicted, evict};
+use crate::leader::Claim;
+use crate::metrics::{Metrics, Outcome};
+use crate::read::Stores;
+
+/// How long the first change waits for others.
+const GATHER: Duration = Duration::from_millis(200);
+/// How long one write may take; see [`crate::leader::CLAIM`].
+const WRITE: Duration = Duration::from_secs(5);
+
+/// What the task is made of.
+pub(crate) struct Parts {
+    pub(crate) client: Client,
+    pub(crate) stores: Stores,
+    pub(crate) claim: Claim,
+    pub(crate) metrics: Metrics,
+    pub(crate) recorder: Recorder,
+    pub(crate) dirty: Arc<Notify>,
+    pub(crate) stop: CancellationToken,
+}
+
+/// The task.
+pub(crate) struct Tenants {
+    parts: Parts,
+    judge: Judge,
+    /// Pods that were told that a disruption budget protects them, by UID.
+    protected: BTreeSet<String>,
+    started: Instant,
+}
+
+impl Tenants {
+    pub(crate) fn new(parts: Parts) -> Self {
+        Self { parts, judge: Judge::default(), protected: BTreeSet::new(), started: Instant::now() }
+    }
+
+    /// Looks whenever something has changed, until `stop`.
+    pub(crate) async fn run(mut self) -> Result<()> {
+        let stop = self.parts.stop.clone();
+        tokio::select! {
+            () = stop.cancelled() => return Ok(()),
+            ready = self.parts.stores.wait_until_ready() => ready.context("listing the cluster's objects")?,
+        }
+        let mut turned = self.parts.claim.clone();
+        let mut pause = None;
+        loop {
+            // Cancel-safe: `notified` keeps its permit when dropped, the others are a watch channel, a token and a timer.
+            tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,
+                () = turned.turned() => {}
+                () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
+            }
+            pause = self.look().await;
+        }
+    }
+
+    /// Looks once, and says when to look again.
+    async fn look(&mut self) -> Option<Duration> {
+        if !self.parts.claim.is_current() {
+            self.judge.reset();
+            return None;
+        }
+        let (nodes, pods) = (self.parts.stores.gpu_nodes.state(), self.parts.stores.pods.state());
+        let turn = self.judge.look(&nodes, &pods, self.started.elapsed());
+        let mut next = turn.next;
+        for told in &turn.tell {
+            if !self.parts.claim.is_current() {
+                return next;
+            }
+            let done = write(&self.parts.client, told).await;
+            self.parts.metrics.judged.get_or_create(&Outcome { result: if done { "ok" } else { "failed" } }).inc();
+            if done {
+                self.judge.wrote(told, self.started.elapsed());
+            } else {
+                next = Some(next.map_or(AGAIN, |next| next.min(AGAIN)));
+            }
+        }
+        for expulsion in &turn.expel {
+            if !self.parts.claim.is_current() {
+                return next;
+            }
+            self.expel(expulsion).await;
+        }
+        self.protected
+            .retain(|uid| turn.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_ref() == Some(uid)));
+        next
+    }
+
+    async fn expel(&mut self, expulsion: &Expulsion) {
+        let Expulsion { pod, uid, node, message } = expulsion;
+        let evicted = evict(&self.parts.client, pod, uid).await;
+        self.parts.metrics.expelled.get_or_create(&Outcome { result: evicted.as_str() }).inc();
+        let event = match evicted {
+            Evicted::Done => {
+                tracing::info!(pod, node, message, "evicted because it left its share");
+                events::expelled(node, message)
+            }
+            Evicted::Protected(why) => {
+                tracing::info!(pod, node, why, "it left its share, and a disruption budget protects it");
+                if !self.protected.insert(uid.clone()) {
+                    return;
+                }
+                events::protected(&why)
+            }
+            Evicted::Gone => return,
+            Evicted::Failed(error) => {
+                return tracing::warn!(pod, node, error, "it left its share, and was not evicted");
+            }
+        };
+        // A courtesy: one that cannot be written is not tried again.
+        let regarding = events::of_pod(pod, uid);
+        let publish = self.parts.recorder.publish(&event, &regarding);
+        if let Ok(Err(error)) = tokio::time::timeout(WRITE, publish).await {
+            tracing::warn!(error = &error as &dyn std::error::Error, "no event");
+        }
+    }
+}
+
+/// Writes a pod's condition; whether that went well. The UID keeps it from another pod of that name.
+async fn write(client: &Client, told: &Told) -> bool {
+    let Told { pod, uid, condition, turned } = told;
+    let Some((namespace, name)) = pod.split_once('/') else { return true };
+    let mut entry = json!({
+        "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,
+    });
+    if *turned {
+        let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
+        entry["lastTransitionTime"] = json!(now.to_string());
+    }
+    let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
+    let request =
+        http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
+            // Conditions are merged by their type: the kubelet's stay.
+            .header(http::header::CONTENT_TYPE, "application/strategic-merge-patch+json")
+            .body(patch.to_string().into_bytes());
+    let request = match request {
+        Ok(request) => request,
+        Err(error) => {
+            tracing::error!(pod, error = &error as &dyn std::error::Error, "no request");
+            return true;
+        }
+    };
+    match tokio::time::timeout(WRITE, client.request_text(request)).await {
+        Ok(Ok(_)) => {
+            tracing::info!(
+                pod,
+                status = condition.status,
+                reason = condition.reason,
+                message = condition.message,
+                "told"
+            );
+            true
+        }
+        // It is gone, or another pod has its name.
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+            tracing::debug!(pod, code = status.code, message = status.message, "not told");
+            true
+        }
+        Ok(Err(error)) => {
+            tracing::warn!(pod, error = &error as &dyn std::error::Error, "a pod's condition was not written");
+            false
+        }
+        Err(_) => {
+            tracing::warn!(pod, "the API server did not answer within {} s", WRITE.as_secs());
+            false
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cleave_api::names::CONDITION_WITHIN_SHARE;
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::Value;
+    use tower_test::mock::Handle;
+
+    use super::*;
+    use crate::pods::PodCondition;
+
+    type Server = Handle<Request<Body>, Response<Body>>;
+
+    fn client() -> (Client, Server) {
+        let (service, server) = tower_test::mock::pair();
+        (Client::new(service, "default"), server)
+    }
+
+    /// Answers the next request, and gives it as its line, content type and body.
+    async fn answer(server: &mut Server, code: u16) -> (String, String, Value) {
+        let (request, reply) = server.next_request().await.unwrap();
+        let (parts, body) = request.into_parts();
+        let kind = parts.headers.get(http::header::CONTENT_TYPE).map(|kind| kind.to_str().unwrap().to_owned());
+        let body = serde_json::from_slice(&body.collect_bytes().await.unwrap()).unwrap();
+        let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no room in the budget", "code": code});
+        reply
+            .send_response(Response::builder().status(code).body(Body::from(status.to_string().into_bytes())).unwrap());
+        (format!("{} {}", parts.method, parts.uri), kind.unwrap_or_default(), body)
+    }
+
+    fn told(turned: bool) -> Told {
+        let condition = PodCondition {
+            type_: CONDITION_WITHIN_SHARE.into(),
+            status: "False".into(),
+            reason: "OutsideMps".into(),
+            message: "why".into(),
+        };
+        Told { pod: "team/p".into(), uid: "u".into(), condition, turned }
+    }
+
+    #[tokio::test]
+    async fn a_condition_is_written_to_the_status_of_that_pod_alone_beside_the_others() {
+        let (client, mut server) = client();
+        let told_now = told(true);
+        let (done, (line, kind, body)) = tokio::join!(write(&client, &told_now), answer(&mut server, 200));
+        assert!(done);
+        assert_eq!(line, "PATCH /api/v1/namespaces/team/pods/p/status?fieldManager=cleave-operator");
+        assert_eq!(kind, "application/strategic-merge-patch+json");
+        assert_eq!(body["metadata"], json!({"uid": "u"}));
+        let entry = &body["status"]["conditions"][0];
+        assert_eq!(
+            (&entry["type"], &entry["status"], &entry["reason"]),
+            (&json!("cleave.dev/WithinShare"), &json!("False"), &json!("OutsideMps"))
+        );
+        assert!(entry["lastTransitionTime"].as_str().unwrap().ends_with('Z'));
+        let told_again = told(false);
+        let (_, (_, _, body)) = tokio::join!(write(&client, &told_again), answer(&mut server, 200));
+        assert_eq!(body["status"]["conditions"][0].get("lastTransitionTime"), None, "the time is of the status");
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_written_is_tried_again_and_what_is_gone_is_not() {
+        let (client, mut server) = client();
+        for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
+            let told = told(true);
+            let (result, _) = tokio::join!(write(&client, &told), answer(&mut server, code));
+            assert_eq!(result, done, "{code}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_eviction_is_of_that_pod_alone_and_obeys_budgets() {
+        let (client, mut server) = client();
+        for (code, result) in [(201, "evicted"), (429, "protected"), (404, "gone"), (409, "gone"), (500, "failed")] {
+            let (evicted, (line, _, body)) = tokio::join!(evict(&client, "team/p", "u"), answer(&mut server, code));
+            assert_eq!(evicted.as_str(), result, "{code}: {evicted:?}");
+            assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
+            assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u"}));
+            if let Evicted::Protected(why) = evicted {
+                assert_eq!(why, "no room in the budget");
+            }
+        }
+    }
+}
