@@ -13,7 +13,7 @@ use crate::machine::{MPS, Machine, held, ids, mps, pod};
 const LONG: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
 
 /// A node with pods that each have one share and one program.
-struct Pods {
+struct Node {
     machine: Machine,
     pods: Vec<Value>,
     rows: Vec<cleave_kubelet::HeldDevices>,
@@ -43,7 +43,7 @@ impl Drop for Program {
     }
 }
 
-impl Pods {
+impl Node {
     async fn on(gpus: &[&str]) -> Self {
         let mut machine = Machine::new(gpus);
         let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps(uuid, 10)).collect();
@@ -83,7 +83,7 @@ impl Pods {
     fn said(&self, name: &str, key: &str) -> Option<Value> {
         let text = fs::read_to_string(self.machine.path(name)).ok()?;
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        lines.filter_map(|line| line.get(key).cloned()).last()
+        lines.filter_map(|line| line.get(key).cloned()).next_back()
     }
 
     async fn error(&self, name: &str) -> i64 {
@@ -132,7 +132,7 @@ impl Pods {
 
 #[tokio::test]
 async fn a_busy_program_that_nobody_saw_leave_breaks_its_neighbour() {
-    let mut pods = Pods::on(&["H200"]).await;
+    let mut pods = Node::on(&["H200"]).await;
     let _stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let leaves = pods.working("leaves", 0, &LONG).await;
     leaves.signal(Signal::KILL);
@@ -141,7 +141,7 @@ async fn a_busy_program_that_nobody_saw_leave_breaks_its_neighbour() {
 
 #[tokio::test]
 async fn a_busy_program_of_a_pod_that_leaves_is_ended_before_it_is_killed() {
-    let mut pods = Pods::on(&["H200"]).await;
+    let mut pods = Node::on(&["H200"]).await;
     let mut stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     for (round, signal) in [("deleted", Signal::KILL), ("deleted-too", Signal::TERM), ("lost", Signal::KILL)] {
         // It lives on after its error: it is killed all the same.
@@ -161,7 +161,7 @@ async fn a_busy_program_of_a_pod_that_leaves_is_ended_before_it_is_killed() {
 
 #[tokio::test]
 async fn a_program_that_handles_sigterm_has_its_grace_and_no_more() {
-    let mut pods = Pods::on(&["H200"]).await;
+    let mut pods = Node::on(&["H200"]).await;
     let mut stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let handles = [&LONG[..], &["--handle-sigterm"]].concat();
     let polite = pods.working("polite", 0, &handles).await;
@@ -184,7 +184,7 @@ async fn a_program_that_handles_sigterm_has_its_grace_and_no_more() {
 
 #[tokio::test]
 async fn one_that_is_stopped_is_told_of_and_holds_nobody_up() {
-    let mut pods = Pods::on(&["H200"]).await;
+    let mut pods = Node::on(&["H200"]).await;
     let mut stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let stopped = pods.working("stopped", 0, &LONG).await;
     let _other = pods.working("other", 0, &LONG).await;
@@ -201,7 +201,7 @@ async fn one_that_is_stopped_is_told_of_and_holds_nobody_up() {
 
 #[tokio::test]
 async fn a_daemon_that_hangs_delays_no_other_and_an_attempt_that_fails_is_made_again() {
-    let mut pods = Pods::on(&["2xH200"]).await;
+    let mut pods = Node::on(&["2xH200"]).await;
     let mut stays = pods.working("stays", 1, &["--kernel-ms", "1", "--busy-forever"]).await;
     let _first = pods.working("first", 0, &LONG).await;
     let _second = pods.working("second", 1, &LONG).await;
@@ -224,7 +224,7 @@ async fn a_daemon_that_hangs_delays_no_other_and_an_attempt_that_fails_is_made_a
 
 #[tokio::test]
 async fn a_pod_that_leaves_slowly_is_left_to_its_own_hook_first() {
-    let mut pods = Pods::on(&["H200"]).await;
+    let mut pods = Node::on(&["H200"]).await;
     let drains = pods.working("drains", 0, &LONG).await;
     let other = pods.working("other", 0, &LONG).await;
     pods.pods[0]["spec"]["containers"][0]["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 20}}});
