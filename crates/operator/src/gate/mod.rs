@@ -174,6 +174,14 @@ struct Gated {
     never: Option<Duration>,
 }
 
+impl Gated {
+    /// For how long nothing could hold it; none where that may pass.
+    fn never_for(&mut self, may_pass: bool, up: Duration) -> Option<Duration> {
+        self.never = if may_pass { None } else { self.never.or(Some(up)) };
+        Some(up.saturating_sub(self.never?))
+    }
+}
+
 /// Nodes by name.
 #[derive(Debug, Default)]
 struct Nodes(BTreeMap<String, Known>);
@@ -425,10 +433,7 @@ impl Gatekeeper {
 
     /// Holds room for those that fit.
     fn open(&mut self, ledger: &mut Ledger, candidates: Vec<(String, &PodObject)>, seen: &Seen<'_>, turn: &mut Turn) {
-        let waiting: BTreeSet<&str> = candidates.iter().map(|(name, _)| name.as_str()).collect();
-        let over: Vec<String> =
-            ledger.nominations().keys().filter(|pod| !waiting.contains(pod.as_str())).cloned().collect();
-        over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
+        withdraw_unless_waiting(ledger, &candidates);
         if candidates.is_empty() {
             return;
         }
@@ -440,10 +445,8 @@ impl Gatekeeper {
         let free = RefCell::new(Free::new(nodes, present, ledger, seen.open));
         let mut eligible: BTreeMap<Signature<'_>, Vec<&str>> = BTreeMap::new();
         let mut refused: BTreeMap<Wish<'_>, Verdict> = BTreeMap::new();
-        let planned: Vec<(String, &PodObject, PlanPod)> = candidates
-            .into_iter()
-            .map(|(name, pod)| (name, pod, claimant(pod).map_or_else(|| plain(pod), |found| found.pod)))
-            .collect();
+        let planned: Vec<(String, &PodObject, PlanPod)> =
+            candidates.into_iter().map(|(name, pod)| (name, pod, planned(pod))).collect();
         for (name, pod, wanted) in &planned {
             if turn.openings.len() >= AT_ONCE {
                 turn.more = true;
@@ -471,10 +474,8 @@ impl Gatekeeper {
             let most = if pod.spec.particular { SEVERAL } else { 1 };
             let has_room = |node: &str| free.borrow_mut().has_room(node, &wanted.requests);
             // Most find a place, and then not every node has to be looked at.
-            let quick = match known {
-                Some(_) => None,
-                None => ledger.fit_tightest(asking, most, |node| nodes.may(node, wanted) && has_room(node)),
-            };
+            let may_go = |node: &str| nodes.may(node, wanted) && has_room(node);
+            let quick = if known.is_none() { ledger.fit_tightest(asking, most, may_go) } else { None };
             let may = match &quick {
                 Some(_) => &[][..],
                 None => eligible.entry(signature).or_insert_with(|| nodes.eligible(wanted)).as_slice(),
@@ -509,10 +510,7 @@ impl Gatekeeper {
             }
             refused.insert(key, verdict.clone());
             let (message, may_pass) = verdict.told(&asks, seen.demand.get(name));
-            let never = gated.get_mut(name).and_then(|gated| {
-                gated.never = if may_pass { None } else { gated.never.or(Some(seen.now.up)) };
-                Some(seen.now.up.saturating_sub(gated.never?))
-            });
+            let never = gated.get_mut(name).and_then(|gated| gated.never_for(may_pass, seen.now.up));
             match never {
                 Some(never) if never >= PATIENCE => {
                     turn.openings.push(opening(Why::Never(message), Towards::Away(nodes.offering(&asks))));
@@ -742,9 +740,21 @@ fn place(pod: &PodObject, now: Now) -> Option<Place> {
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires: Moment(placement.until) })
 }
 
-/// A pod whose constraints say nothing of GPUs.
-fn plain(pod: &PodObject) -> PlanPod {
-    PlanPod { requests: pod.spec.requests.clone(), ..Default::default() }
+/// A pod as it is planned with; of one that nothing is planned for, what it asks for.
+fn planned(pod: &PodObject) -> PlanPod {
+    let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
+    claimant(pod).map_or_else(plain, |found| found.pod)
+}
+
+/// Room that is kept for pods that wait no more is free.
+fn withdraw_unless_waiting(ledger: &mut Ledger, waiting: &[(String, &PodObject)]) {
+    if ledger.nominations().is_empty() {
+        return;
+    }
+    let waiting: BTreeSet<&str> = waiting.iter().map(|(name, _)| name.as_str()).collect();
+    let over: Vec<String> =
+        ledger.nominations().keys().filter(|pod| !waiting.contains(pod.as_str())).cloned().collect();
+    over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
 }
 
 /// What is noted on the pod: what has to be of one device each, in the order in which it is asked for.
