@@ -115,6 +115,7 @@ impl Book {
     }
 
     /// Takes over what was found wrong with them, unless another boot has ended it.
+    #[must_use]
     pub fn recalling(mut self, records: BTreeMap<String, Record>, now: Instant) -> Self {
         for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
             if let Some(entry) = self.gpus.get_mut(&uuid) {
