@@ -213,6 +213,7 @@ mod tests {
             door: Door::Hard,
             message: String::new(),
             clients: vec![Client { pid: 7, allocation: Some(id.clone()) }, Client { pid: 8, allocation: None }],
+            fault: None,
         };
         let status = Status { version: 1, daemons: [("GPU-a".to_owned(), daemon)].into(), ..Status::default() };
         known.node.mps(View { alive: true, status, error: None });
