@@ -40,7 +40,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
-use crate::tenants::{self, Tenants};
+use crate::tenants::Tenants;
 use crate::{apply, plan, status, webhook};
 
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
@@ -69,8 +69,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
 
     let mut tasks: JoinSet<(&'static str, Result<()>)> = JoinSet::new();
     let [dirty, dirty_gate, dirty_tenants] = std::array::from_fn(|_| Arc::new(Notify::new()));
-    let mut watches =
-        Watches { tasks: &mut tasks, dirty: [&dirty, &dirty_gate, &dirty_tenants], metrics: &metrics, stop: &stop };
+    let all = [&dirty, &dirty_gate, &dirty_tenants];
+    let mut watches = Watches { tasks: &mut tasks, dirty: all, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
@@ -119,7 +119,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
-    let gate = Gate::new(gate::Parts {
+    let at_gate = gate::Parts {
         client: client.clone(),
         stores: stores.clone(),
         claim: claim.clone(),
@@ -128,16 +128,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         dirty: dirty_gate,
         demand: gated,
         stop: stop.clone(),
-    });
-    let tenants = Tenants::new(tenants::Parts {
-        client: client.clone(),
-        stores: stores.clone(),
-        claim: claim.clone(),
-        metrics: metrics.clone(),
-        recorder: recorder.clone(),
-        dirty: dirty_tenants,
-        stop: stop.clone(),
-    });
+    };
+    let tenants = Tenants::beside(&at_gate, dirty_tenants);
     let passes = Passes {
         demand,
         client,
@@ -157,7 +149,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         stop: stop.clone(),
     };
     tasks.spawn(async move {
-        let (passes, gate, tenants) = tokio::join!(passes.run(), gate.run(), tenants.run());
+        let (passes, gate, tenants) = tokio::join!(passes.run(), Gate::new(at_gate).run(), tenants.run());
         // Nothing is written from here on: the lease may go.
         released.cancel();
         ("passes", passes.and(gate).and(tenants))
