@@ -156,11 +156,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (look, looks) = watch::channel(());
     let (scene, scenes) = watch::channel(Arc::new(Scene::default()));
     let (tell_pods, pod_events) = mpsc::channel(64);
-    let search = Search {
-        library: args.nvml_library.clone(),
-        host_root: args.host_root.clone(),
-        driver_root: args.driver_root.clone(),
-    };
+    let search = search(&args);
     let main = Main {
         node,
         counter: Arc::clone(&counter),
@@ -187,22 +183,12 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The first to be polled: it serves what the checkpoint says before anything else is waited for.
     let stopping = main.stopping.clone();
     tasks.spawn(main.run(received));
-    tasks.spawn(watch_hardware(search.clone(), inputs.clone(), looks));
+    tasks.spawn(watch_hardware(search, inputs.clone(), looks));
     let view = watch::Sender::new(link.look());
     tasks.spawn(ending::run(link.clone(), Arc::clone(&counter), view.subscribe(), unended, metrics.clone()));
     tasks.spawn(watch_mps(link.clone(), view, inputs.clone()));
-    let (findings, found) = mpsc::channel(4);
-    let of_tenants = tenants::Parts {
-        search,
-        proc: args.proc.clone(),
-        link: link.clone(),
-        scene: scenes,
-        names: counter.names.clone(),
-        metrics: metrics.clone(),
-        findings,
-        tell: tell_pods,
-    };
-    tasks.spawn(watch_tenants(of_tenants, found, inputs.clone()));
+    let of_tenants = (link.clone(), counter.names.clone(), metrics.clone());
+    tasks.spawn(watch_tenants(Arc::clone(&args), of_tenants, scenes, tell_pods, inputs.clone()));
     tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
     tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
@@ -560,13 +546,26 @@ async fn watch_mps(
     Ok(())
 }
 
+fn search(args: &AgentArgs) -> Search {
+    Search {
+        library: args.nvml_library.clone(),
+        host_root: args.host_root.clone(),
+        driver_root: args.driver_root.clone(),
+    }
+}
+
 async fn watch_tenants(
-    parts: tenants::Parts,
-    mut findings: mpsc::Receiver<Vec<FindingStatus>>,
+    args: Arc<AgentArgs>,
+    (link, names, metrics): (mps::Link, tenants::names::Directory, Metrics),
+    scene: watch::Receiver<Arc<Scene>>,
+    tell: mpsc::Sender<PodEvent>,
     inputs: mpsc::Sender<Input>,
 ) -> anyhow::Result<()> {
+    let (findings, mut found) = mpsc::channel(4);
+    let (search, proc) = (search(&args), args.proc.clone());
+    let parts = tenants::Parts { search, proc, link, scene, names, metrics, findings, tell };
     let forward = async {
-        while let Some(findings) = findings.recv().await {
+        while let Some(findings) = found.recv().await {
             if inputs.send(Input::Findings(findings)).await.is_err() {
                 break;
             }

@@ -40,7 +40,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores, complete};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
-use crate::tenants::{self, Tenants};
+use crate::tenants::Tenants;
 use crate::{apply, plan, status, webhook};
 
 /// How long a write may take: with [`crate::leader::CLAIM`] it ends before another process may lead.
@@ -118,7 +118,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
-    let gate = Gate::new(gate::Parts {
+    let at_gate = gate::Parts {
         client: client.clone(),
         stores: stores.clone(),
         claim: claim.clone(),
@@ -127,16 +127,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         dirty: Arc::clone(&wakes.gate),
         demand: gated,
         stop: stop.clone(),
-    });
-    let tenants = Tenants::new(tenants::Parts {
-        client: client.clone(),
-        stores: stores.clone(),
-        claim: claim.clone(),
-        metrics: metrics.clone(),
-        recorder: recorder.clone(),
-        dirty: Arc::clone(&wakes.tenants),
-        stop: stop.clone(),
-    });
+    };
+    let tenants = Tenants::beside(&at_gate, Arc::clone(&wakes.tenants));
     let passes = Passes {
         demand,
         client,
@@ -156,7 +148,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         stop: stop.clone(),
     };
     tasks.spawn(async move {
-        let (passes, gate, tenants) = tokio::join!(passes.run(), gate.run(), tenants.run());
+        let (passes, gate, tenants) = tokio::join!(passes.run(), Gate::new(at_gate).run(), tenants.run());
         // Nothing is written from here on: the lease may go.
         released.cancel();
         ("passes", passes.and(gate).and(tenants))

@@ -87,6 +87,7 @@ mod tests {
     const OTHER: &str = "00000000-1111-4222-8333-444444444444";
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
+    #[expect(clippy::unnecessary_wraps, reason = "an answer, to be compared with one")]
     fn pod(container: Option<&str>) -> Option<Owner> {
         Some(Owner { pod: UID.into(), container: container.map(str::to_owned) })
     }

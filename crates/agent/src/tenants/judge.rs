@@ -310,6 +310,7 @@ pub(crate) mod tests {
     const DEVICE: &str = "GPU-a";
     const LIMIT: u64 = 1000;
 
+    #[expect(clippy::unnecessary_wraps, reason = "as a process has it")]
     pub(crate) fn owner(pod: &str, container: &str) -> Option<Owner> {
         Some(Owner { pod: pod.into(), container: Some(format!("id-{container}")) })
     }

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::{AGAIN, Expulsion, Judge, Told};
 use crate::events;
 use crate::evict::{Evicted, evict};
+use crate::gate;
 use crate::leader::Claim;
 use crate::metrics::{Metrics, Outcome};
 use crate::read::Stores;
@@ -24,14 +25,14 @@ const GATHER: Duration = Duration::from_millis(200);
 const WRITE: Duration = Duration::from_secs(5);
 
 /// What the task is made of.
-pub(crate) struct Parts {
-    pub(crate) client: Client,
-    pub(crate) stores: Stores,
-    pub(crate) claim: Claim,
-    pub(crate) metrics: Metrics,
-    pub(crate) recorder: Recorder,
-    pub(crate) dirty: Arc<Notify>,
-    pub(crate) stop: CancellationToken,
+struct Parts {
+    client: Client,
+    stores: Stores,
+    claim: Claim,
+    metrics: Metrics,
+    recorder: Recorder,
+    dirty: Arc<Notify>,
+    stop: CancellationToken,
 }
 
 /// The task.
@@ -44,7 +45,17 @@ pub(crate) struct Tenants {
 }
 
 impl Tenants {
-    pub(crate) fn new(parts: Parts) -> Self {
+    /// With what the gate has, and a wake-up of its own.
+    pub(crate) fn beside(gate: &gate::Parts, dirty: Arc<Notify>) -> Self {
+        let parts = Parts {
+            client: gate.client.clone(),
+            stores: gate.stores.clone(),
+            claim: gate.claim.clone(),
+            metrics: gate.metrics.clone(),
+            recorder: gate.recorder.clone(),
+            dirty,
+            stop: gate.stop.clone(),
+        };
         Self { parts, judge: Judge::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 

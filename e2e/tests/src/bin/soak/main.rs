@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Scope, text, wait_until};
+use cleave_e2e::{Cluster, PATIENCE, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::chaos::Chaos;
@@ -93,8 +93,12 @@ fn main() -> Result<()> {
     }
     wait_until("all pods are gone", || Ok(scope.pods()?.is_empty()))?;
     settled(&scope).context("slices are lost")?;
-    let after = Traces::of_nodes()?;
-    let left = traces::left(&before, &after);
+    // What a container runtime that was killed has left, the kubelet sweeps away within a minute or two.
+    let mut left = Vec::new();
+    let _ = wait_for("nothing is left", 2 * PATIENCE, || {
+        left = traces::left(&before, &Traces::of_nodes()?);
+        Ok(left.is_empty().then_some(()))
+    });
     memory.push(traces::memory()?);
     println!("{}; {}", seen.summary(), chaos.summary());
     println!("resident KiB, at first, in the middle, at the end: {}", traces::course(&memory));

@@ -12,9 +12,8 @@ pub(crate) struct Traces(BTreeMap<(&'static str, String), u64>);
 const COUNT: &str = r"
 echo clients $(grep -lz '^cleave-client' /proc/[0-9]*/cmdline 2>/dev/null | wc -l)
 echo folders $(ls /run/cleave/alloc 2>/dev/null | wc -l)
-echo sockets $(ls /var/lib/kubelet/device-plugins 2>/dev/null | grep -c cleave)
 echo mounts $(grep -c /run/cleave/alloc /proc/mounts)
-echo sandboxes $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev/null | wc -l)
+echo containers $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev/null | wc -l)
 ";
 
 impl Traces {
