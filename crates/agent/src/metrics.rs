@@ -356,8 +356,9 @@ mod tests {
         metrics.tenants(&[]);
         assert!(series(&metrics).is_empty());
         metrics.finding("OutsideMps");
+        metrics.error("nvml");
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_tenant_findings_total{kind="OutsideMps"} 1"#), "{text}");
-        assert!(text.contains("cleave_agent_"), "the others are where they were");
+        assert!(text.contains(r#"cleave_agent_errors_total{reason="nvml"} 1"#), "the others are where they were");
     }
 }
