@@ -171,6 +171,7 @@ impl Seen {
             reason: "GpuFault",
             note: format!("{device}: {}; it broke {}", cause(culprit, of, self.fault.killed), list(&others, unknown)),
             regarding: None,
+            related: of.or_else(|| hit.first().copied()).cloned(),
         }];
         for pod in hit {
             let said = if Some(pod) == of {
@@ -183,7 +184,7 @@ impl Seen {
             };
             let reason = if Some(pod) == of { "CausedGpuFault" } else { "BrokenByGpuFault" };
             let note = format!("pod {}/{}: {said}", pod.namespace, pod.name);
-            notes.push(Occurrence { warning: true, reason, note, regarding: Some(pod.clone()) });
+            notes.push(Occurrence { warning: true, reason, note, regarding: Some(pod.clone()), related: None });
         }
         notes
     }
@@ -202,6 +203,7 @@ impl Seen {
                 pod.namespace, pod.name
             ),
             regarding: Some(pod.clone()),
+            related: None,
         };
         let occurrences = pods.into_iter().map(told).collect();
         self.ended = self.fault.ended.len();

@@ -66,6 +66,8 @@ pub struct Occurrence {
     pub note: String,
     /// The pod that it is about; it is told on that pod too.
     pub regarding: Option<PodRef>,
+    /// A pod that it comes from, where it is told on the node alone: what comes from two is told twice.
+    pub related: Option<PodRef>,
 }
 
 /// A pod that something is told of.
@@ -579,6 +581,7 @@ impl Node {
                     reason: "MigChanged",
                     note: format!("GPU {uuid}: {done}"),
                     regarding: None,
+                    related: None,
                 });
             }
             if let Next::Do(change) = next {
@@ -814,11 +817,11 @@ fn foreign(hardware: &Hardware, view: &mps::View) -> BTreeMap<String, Vec<Proces
 }
 
 pub(crate) fn warning(reason: &'static str, note: String) -> Occurrence {
-    Occurrence { warning: true, reason, note, regarding: None }
+    Occurrence { warning: true, reason, note, regarding: None, related: None }
 }
 
 pub(crate) fn recovered(note: String) -> Occurrence {
-    Occurrence { warning: false, reason: "Recovered", note, regarding: None }
+    Occurrence { warning: false, reason: "Recovered", note, regarding: None, related: None }
 }
 
 #[cfg(test)]

@@ -132,7 +132,7 @@ impl Folder {
                 }
                 // Cancel-safe: a message that is not taken stays in the channel.
                 occurrence = occurrences.recv() => match occurrence {
-                    Some(Occurrence { warning, reason, note, regarding }) => {
+                    Some(Occurrence { warning, reason, note, regarding, related: _ }) => {
                         let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));
                         let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note, "pod": pod });
                         let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("events.jsonl"));

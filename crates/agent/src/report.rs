@@ -223,8 +223,9 @@ pub async fn write_events(
     metrics: Metrics,
 ) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
-    while let Some(Occurrence { warning, reason, note, regarding }) = occurrences.recv().await {
+    while let Some(Occurrence { warning, reason, note, regarding, related }) = occurrences.recv().await {
         let pod = regarding.map(reference_to_pod);
+        let related = pod.clone().or_else(|| related.map(reference_to_pod));
         // Events of one reason on one object are told as one that was seen again, with the words of the first: those of two pods are two.
         let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
@@ -238,7 +239,7 @@ pub async fn write_events(
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));
-        for (related, object) in on_pod.chain([(pod.clone(), &of_node), (pod.clone(), &node)]) {
+        for (related, object) in on_pod.chain([(related.clone(), &of_node), (related.clone(), &node)]) {
             if let Err(error) = recorder.publish(&event(related), object).await {
                 metrics.error("api-event");
                 tracing::warn!(error = &error as &dyn std::error::Error, reason, "writing an event failed");
@@ -404,7 +405,10 @@ mod tests {
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("of {name}");
-            occurrences.send(Occurrence { warning: true, reason: "R", note, regarding: Some(pod) }).await.unwrap();
+            occurrences
+                .send(Occurrence { warning: true, reason: "R", note, regarding: Some(pod), related: None })
+                .await
+                .unwrap();
             let mut told = Vec::new();
             for _ in 0..3 {
                 let (asked, sent) = answer(&mut api, 201, &json!({})).await;
@@ -422,6 +426,18 @@ mod tests {
                     (path("default"), json!("Node"), json!("n")),
                 ]
             );
+        }
+        // What is the node's alone, and comes from two pods, is two as well.
+        for name in ["a", "b"] {
+            let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
+            let note = format!("from {name}");
+            let told = Occurrence { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
+            occurrences.send(told).await.unwrap();
+            for kind in ["GpuNode", "Node"] {
+                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
+                assert_eq!(asked, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
+                assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
+            }
         }
     }
 

@@ -124,7 +124,13 @@ impl Counter {
                 self.metrics.split(resource);
                 if table.news.len() < NEWS {
                     let note = format!("a pod was refused: {sentence}");
-                    table.news.push(Occurrence { warning: true, reason: "SharesSplit", note, regarding: None });
+                    table.news.push(Occurrence {
+                        warning: true,
+                        reason: "SharesSplit",
+                        note,
+                        regarding: None,
+                        related: None,
+                    });
                 }
                 self.given.notify_one();
                 Refusal::Invalid(sentence)

@@ -253,7 +253,7 @@ impl Watches<'_> {
                 watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
                 (
                     |object| {
-                        trim(object);
+                        trim_others(object);
                         complete(object);
                     },
                     |_| true,
@@ -331,6 +331,15 @@ fn trim<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
     meta.annotations = None;
+}
+
+/// Drops what others wrote: what administrators say of GPUs is in annotations of ours.
+fn trim_others<K: Resource>(object: &mut K) {
+    let meta = object.meta_mut();
+    meta.managed_fields = None;
+    if let Some(annotations) = &mut meta.annotations {
+        annotations.retain(|name, _| name.starts_with("cleave.dev/"));
+    }
 }
 
 /// The task that reads, plans and writes.
@@ -642,6 +651,19 @@ async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_administrators_say_of_a_gpu_node_is_kept_and_what_tools_wrote_is_not() {
+        let mut node = cleave_api::GpuNode::default();
+        let annotations =
+            ["cleave.dev/cordon", "cleave.dev/cleared", "kubectl.kubernetes.io/last-applied-configuration"];
+        node.metadata.annotations = Some(annotations.map(|name| (name.to_owned(), "x".to_owned())).into());
+        node.metadata.managed_fields = Some(Vec::new());
+        trim_others(&mut node);
+        let kept: Vec<String> = node.metadata.annotations.into_iter().flatten().map(|(name, _)| name).collect();
+        assert_eq!(kept, ["cleave.dev/cleared", "cleave.dev/cordon"]);
+        assert_eq!(node.metadata.managed_fields, None);
+    }
 
     #[test]
     fn pods_wake_passes_only_where_they_decide_what_gpus_become_and_none_is_missed_when_they_begin_to() {

@@ -136,7 +136,7 @@ fn tell(client: &Client, why: &str, occurrences: &mpsc::Sender<Occurrence>, metr
         "pod {pod} leaves, and its process {pid} is not ended through MPS: {why}. Killed with work in flight, it may break the other \
          programs on {device}"
     );
-    let occurrence = Occurrence { warning: true, reason: "ClientNotEnded", note, regarding: None };
+    let occurrence = Occurrence { warning: true, reason: "ClientNotEnded", note, regarding: None, related: None };
     if occurrences.try_send(occurrence).is_err() {
         metrics.error("event-dropped");
     }

@@ -49,7 +49,7 @@ impl Chaos {
     }
 
     /// Takes away what is still wrong.
-    pub(crate) fn heal(&self) -> Result<()> {
+    pub(crate) fn heal() -> Result<()> {
         for node in [SHARED, CUT] {
             simgpu(node, &["clear"])?;
             on_node(node, &["chattr", "-i", "/var/lib/cleave"])?;
@@ -64,7 +64,7 @@ impl Chaos {
 
 impl Drop for Chaos {
     fn drop(&mut self) {
-        if let Err(error) = self.heal() {
+        if let Err(error) = Self::heal() {
             eprintln!("what was broken could not be healed: {error:#}");
         }
     }

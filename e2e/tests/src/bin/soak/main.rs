@@ -86,7 +86,7 @@ fn main() -> Result<()> {
         }
         ensure!(seen.broken.is_empty(), "{:#?}", seen.broken);
     }
-    chaos.heal()?;
+    Chaos::heal()?;
 
     for pod in scope.pods()? {
         cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;

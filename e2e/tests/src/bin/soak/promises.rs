@@ -44,6 +44,7 @@ const AFTERMATH: Duration = Duration::from_secs(40);
 
 /// A pod of the soak.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is another thing that happened to it, or not")]
 struct Made {
     node: &'static str,
     /// It waits at the gate until its slices are there; pods for whole GPUs do not, and one may be cut while they are on their way.
