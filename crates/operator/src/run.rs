@@ -654,7 +654,7 @@ mod tests {
 
     #[test]
     fn what_administrators_say_of_a_gpu_node_is_kept_and_what_tools_wrote_is_not() {
-        let mut node = cleave_api::GpuNode::default();
+        let mut node = cleave_api::GpuNode::new("n", cleave_api::GpuNodeSpec::default());
         let annotations =
             ["cleave.dev/cordon", "cleave.dev/cleared", "kubectl.kubernetes.io/last-applied-configuration"];
         node.metadata.annotations = Some(annotations.map(|name| (name.to_owned(), "x".to_owned())).into());
