@@ -49,7 +49,8 @@ pub mod usage;
 pub mod xid;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -578,6 +579,31 @@ async fn watch_tenants(
     }
 }
 
+/// Device, inode and time of the socket that the kubelet answers at: each start of the kubelet makes another.
+type SocketId = (u64, u64, i64, i64);
+
+fn bound_at(socket: &Path) -> Option<SocketId> {
+    let found = std::fs::symlink_metadata(socket).ok()?;
+    Some((found.dev(), found.ino(), found.mtime(), found.mtime_nsec()))
+}
+
+/// Which kubelet answered last.
+#[derive(Debug, Default)]
+struct Bound {
+    seen: Option<SocketId>,
+    /// It was another than before, which nobody was told yet.
+    news: bool,
+}
+
+impl Bound {
+    /// Takes in where the socket is bound now, if at all; whether a kubelet has started since this last said so. The first is none that has started.
+    fn is_another(&mut self, now: Option<SocketId>) -> bool {
+        let Some(now) = now else { return false };
+        self.news |= self.seen.replace(now).is_some_and(|before| before != now);
+        self.news
+    }
+}
+
 /// When the kubelet is asked who holds what.
 #[derive(Debug, Clone, Copy)]
 struct Listing {
@@ -595,12 +621,21 @@ async fn watch_pods(
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let pods = PodResources::new(&socket, LIST_DEADLINE)?;
+    let mut kubelet = Bound::default();
     loop {
         let asked = Instant::now();
+        kubelet.is_another(bound_at(&socket));
         let answer = pods.list().await.map_err(|error| {
             metrics.error("pod-resources");
             hardware::chain(&error)
         });
+        // One that has started lists nothing at first, and registers our plugins only later. Before its list is taken at its word:
+        if kubelet.is_another(bound_at(&socket)) {
+            kubelet.news = false;
+            if inputs.send(Input::KubeletStarted).await.is_err() {
+                return Ok(());
+            }
+        }
         if inputs.send(Input::Held(answer, asked)).await.is_err() {
             return Ok(());
         }
@@ -735,4 +770,29 @@ async fn speak_to_the_api(
         forward_objects(read, inputs),
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kubelet_that_made_its_socket_anew_has_started_and_the_first_has_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("kubelet.sock");
+        let mut kubelet = Bound::default();
+        assert!(!kubelet.is_another(bound_at(&socket)), "there is none");
+        let bind = || drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        bind();
+        assert!(!kubelet.is_another(bound_at(&socket)), "the first");
+        assert!(!kubelet.is_another(bound_at(&socket)), "the same");
+        // Kept, so that the next has another inode.
+        std::fs::rename(&socket, folder.path().join("old")).unwrap();
+        assert!(!kubelet.is_another(bound_at(&socket)), "it is away");
+        bind();
+        assert!(kubelet.is_another(bound_at(&socket)));
+        assert!(kubelet.is_another(bound_at(&socket)), "until it was told");
+        kubelet.news = false;
+        assert!(!kubelet.is_another(bound_at(&socket)));
+    }
 }
