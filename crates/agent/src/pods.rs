@@ -156,41 +156,6 @@ impl PodObject {
         }
     }
 
-    /// Its UID.
-    pub(crate) fn uid(&self) -> Option<&String> {
-        self.metadata.uid.as_ref()
-    }
-}
-
-/// Takes an event in, as far as it tells of pods that leave. `listed` are the pods of the list that is being read.
-fn depart(
-    departures: &mut Departures,
-    event: &Event<DeserializeGuard<PodObject>>,
-    node: &str,
-    listed: &mut BTreeSet<String>,
-) -> bool {
-    let uid = |DeserializeGuard(object): &DeserializeGuard<PodObject>| match object {
-        Ok(pod) => pod.uid().cloned(),
-        Err(invalid) => invalid.metadata.uid.clone(),
-    };
-    if let Event::InitApply(object) = event {
-        listed.extend(uid(object));
-    }
-    match event {
-        Event::Init => {
-            listed.clear();
-            false
-        }
-        Event::InitDone => departures.only(&std::mem::take(listed), Instant::now()),
-        Event::Delete(object) => uid(object).is_some_and(|uid| departures.gone(&uid, Instant::now())),
-        Event::InitApply(DeserializeGuard(Ok(pod))) | Event::Apply(DeserializeGuard(Ok(pod))) => {
-            pod.note_departure(node, departures)
-        }
-        Event::InitApply(_) | Event::Apply(_) => false,
-    }
-}
-
-impl PodObject {
     /// What people call it and its containers; none for a pod that has ended.
     pub(crate) fn named(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
@@ -209,6 +174,43 @@ impl PodObject {
         };
         Some((metadata.uid.clone()?, pod))
     }
+
+    /// Its UID.
+    pub(crate) fn uid(&self) -> Option<&String> {
+        self.metadata.uid.as_ref()
+    }
+}
+
+/// The UID of a pod, malformed or not.
+fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String> {
+    match object {
+        Ok(pod) => pod.uid(),
+        Err(invalid) => invalid.metadata.uid.as_ref(),
+    }
+}
+
+/// Takes an event in, as far as it tells of pods that leave. `listed` are the pods of the list that is being read.
+fn depart(
+    departures: &mut Departures,
+    event: &Event<DeserializeGuard<PodObject>>,
+    node: &str,
+    listed: &mut BTreeSet<String>,
+) -> bool {
+    if let Event::InitApply(object) = event {
+        listed.extend(uid(object).cloned());
+    }
+    match event {
+        Event::Init => {
+            listed.clear();
+            false
+        }
+        Event::InitDone => departures.only(&std::mem::take(listed), Instant::now()),
+        Event::Delete(object) => uid(object).is_some_and(|uid| departures.gone(uid, Instant::now())),
+        Event::InitApply(DeserializeGuard(Ok(pod))) | Event::Apply(DeserializeGuard(Ok(pod))) => {
+            pod.note_departure(node, departures)
+        }
+        Event::InitApply(_) | Event::Apply(_) => false,
+    }
 }
 
 /// Takes an event in as far as names go.
@@ -224,13 +226,7 @@ fn name(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
                 (None, None) => {}
             }
         }
-        Event::Delete(DeserializeGuard(object)) => {
-            let uid = match object {
-                Ok(pod) => &pod.metadata.uid,
-                Err(invalid) => &invalid.metadata.uid,
-            };
-            uid.iter().for_each(|uid| names.remove(uid));
-        }
+        Event::Delete(object) => uid(object).into_iter().for_each(|uid| names.remove(uid)),
     }
 }
 
@@ -303,13 +299,7 @@ fn take(expected: &mut Expected, event: Event<DeserializeGuard<PodObject>>, node
     let (DeserializeGuard(object), is_listed) = match event {
         Event::Init => return listed.clear(),
         Event::InitDone => return expected.only(&std::mem::take(listed)),
-        Event::Delete(DeserializeGuard(object)) => {
-            let uid = match &object {
-                Ok(pod) => &pod.metadata.uid,
-                Err(invalid) => &invalid.metadata.uid,
-            };
-            return uid.iter().for_each(|uid| expected.gone(uid));
-        }
+        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| expected.gone(uid)),
         Event::InitApply(object) => (object, true),
         Event::Apply(object) => (object, false),
     };

@@ -2,6 +2,7 @@
 //!
 //! Everything is synchronous: a test reads as what a person would do. Objects are JSON, as a user of the API sees them.
 //! `e2e/test cluster` brings the cluster up, installs Cleave and sets `KUBECONFIG` and `PATH`.
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -422,4 +423,53 @@ pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
             }],
         },
     })
+}
+
+/// Numbers that look random and are the same each time.
+pub struct Random(u64);
+
+impl Random {
+    /// From a seed; nothing comes of 0.
+    pub fn seeded(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next number below a bound.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound.max(1)
+    }
+}
+
+/// Containers over two GPUs, slices given out twice, and GPUs with more than `units` slices given out, by what a `GpuNode` says of these pods,
+/// `namespace/name`. Others are left out: of a pod that was deleted without grace the kubelet gives slices out again while it lists them still.
+pub fn given_out_wrongly(node: &Value, staying: &BTreeSet<String>, units: Option<usize>) -> BTreeSet<String> {
+    let mut broken = BTreeSet::new();
+    let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
+    for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {
+        let mut ids: Vec<String> = Vec::new();
+        let held = gpu["allocations"].as_array().into_iter().flatten();
+        for held in held.filter(|held| staying.contains(&text(&held["pod"]))) {
+            let of = (text(&held["pod"]), text(&held["container"]), text(&held["resource"]));
+            containers.entry(of).or_default().insert(text(&held["device"]));
+            ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
+        }
+        let different: BTreeSet<&String> = ids.iter().collect();
+        if different.len() != ids.len() || units.is_some_and(|units| ids.len() > units) {
+            broken.insert(format!("{}: given out are {}", text(&gpu["uuid"]), gpu["allocations"]));
+        }
+    }
+    for ((pod, container, _), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
+        broken.insert(format!("{container} of {pod} is on {devices:?}"));
+    }
+    broken
+}
+
+/// Pods that nobody has deleted, as `namespace/name`.
+pub fn staying(pods: &[Value]) -> BTreeSet<String> {
+    let stays = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
+    let name = |pod: &Value| format!("{}/{}", text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
+    pods.iter().filter(stays).map(name).collect()
 }

@@ -4,7 +4,10 @@ use std::io::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, PATIENCE, SYSTEM, Scope, launcher, pod, signal, text, wait_for, wait_until};
+use cleave_e2e::{
+    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, signal, staying, text, wait_for,
+    wait_until,
+};
 use serde_json::{Value, json};
 
 use crate::{GPUS, NODE, SHARES, allocations, ten_shares, undisturbed};
@@ -257,18 +260,6 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
     told(&scope, "seven-0", "Preempted")
 }
 
-/// Numbers that look random and are the same each time.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
-}
-
 /// What was seen of a storm.
 #[derive(Debug, Default)]
 struct Seen {
@@ -295,31 +286,7 @@ fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
             _ => {}
         }
     }
-    let node = scope.cluster.gpunode(NODE)?;
-    // Of a pod that was deleted without grace the kubelet gives slices out again while it lists them still.
-    let stays = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
-    let staying: BTreeSet<String> = pods
-        .iter()
-        .filter(stays)
-        .map(|pod| format!("{}/{}", scope.namespace, text(&pod["metadata"]["name"])))
-        .collect();
-    let mut containers: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
-    for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {
-        let mut ids: Vec<String> = Vec::new();
-        let held = gpu["allocations"].as_array().into_iter().flatten();
-        for held in held.filter(|held| staying.contains(&text(&held["pod"]))) {
-            let of = containers.entry((text(&held["pod"]), text(&held["container"]))).or_default();
-            of.insert(text(&held["device"]));
-            ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
-        }
-        let different: BTreeSet<&String> = ids.iter().collect();
-        if ids.len() > 10 || different.len() != ids.len() {
-            seen.broken.insert(format!("{}: {ids:?}", text(&gpu["uuid"])));
-        }
-    }
-    for ((pod, container), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
-        seen.broken.insert(format!("{container} of {pod} is on {devices:?}"));
-    }
+    seen.broken.extend(given_out_wrongly(&scope.cluster.gpunode(NODE)?, &staying(&pods), Some(10)));
     Ok(pods)
 }
 
@@ -381,7 +348,7 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "storm")?;
     let mut killed: BTreeMap<&str, u32> = BTreeMap::new();
-    let gated = storm(&scope, count, &mut Random(seed), |random| {
+    let gated = storm(&scope, count, &mut Random::seeded(seed), |random| {
         let what = ["agent", "operator", "kubelet"][usize::try_from(random.below(3))?];
         *killed.entry(what).or_default() += 1;
         match what {
@@ -417,7 +384,7 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
         &format!("/api/v1/namespaces/{}", scope.namespace),
         &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),
     )?;
-    let plain = storm(&scope, count.min(120), &mut Random(seed), |_| Ok(()))?;
+    let plain = storm(&scope, count.min(120), &mut Random::seeded(seed), |_| Ok(()))?;
     let _ = writeln!(
         std::io::stderr(),
         "storm, seed {seed}: with the gate {} pods, {} ran, {} refused, {} split or over-committed, killed {killed:?}; without it {} pods, {} ran, {} refused",

@@ -2,9 +2,9 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use cleave_e2e::{Cluster, SYSTEM, launcher, on_node, process, signal, text, wait_until};
+use cleave_e2e::{Cluster, Random, SYSTEM, launcher, on_node, process, signal, text, wait_until};
 
-use crate::{CUT, Count, Random, SHARED, listed};
+use crate::{CUT, Count, SHARED, listed, pick};
 
 /// What was struck.
 pub(crate) struct Victim {
@@ -41,8 +41,8 @@ const BLOWS: [(&str, bool); 14] = [
 impl Chaos {
     /// Strikes once, and waits until what was struck is back.
     pub(crate) fn strike(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Victim> {
-        let node = *random.pick(&[SHARED, CUT]).context("no node")?;
-        let &(what, ends_clients) = random.pick(&BLOWS).context("nothing to do")?;
+        let node = *pick(random, &[SHARED, CUT]).context("no node")?;
+        let &(what, ends_clients) = pick(random, &BLOWS).context("nothing to do")?;
         blow(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
         Ok(Victim { node, mps_of: ends_clients.then_some(node) })
@@ -128,7 +128,7 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
-    let Some(pid) = random.pick(&pids) else { return Ok(()) };
+    let Some(pid) = pick(random, &pids) else { return Ok(()) };
     // It may have ended by itself meanwhile.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("it is gone", || Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err()))?;

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, PATIENCE, Scope, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, PATIENCE, Random, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::chaos::Chaos;
@@ -23,7 +23,7 @@ const SHARED: &str = "node1";
 const CUT: &str = "node2";
 const SHARES: &str = "nvidia.com/gpu-mps";
 const WHOLE: &str = "nvidia.com/gpu";
-const UNITS: u64 = 10;
+const UNITS: usize = 10;
 /// Pods that live at once: the kubelet takes 110, and as many sandboxes are all that two cores can do.
 const CROWD: usize = 40;
 /// Holds what it got, and is hurt by nothing that happens to MPS.
@@ -31,20 +31,9 @@ const STAY: &str = "exec sleep 1000000";
 /// A client of MPS: it may fail when its daemon or server is killed, and never otherwise.
 const CLIENT: &str = "exec cleave-client --hold forever";
 
-/// Numbers that look random and are the same each time.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound.max(1)
-    }
-
-    pub(crate) fn pick<'a, T>(&mut self, of: &'a [T]) -> Option<&'a T> {
-        of.get(usize::try_from(self.below(of.len() as u64)).unwrap_or_default())
-    }
+/// One of some things.
+pub(crate) fn pick<'a, T>(random: &mut Random, of: &'a [T]) -> Option<&'a T> {
+    of.get(usize::try_from(random.below(of.len() as u64)).unwrap_or_default())
 }
 
 fn number(name: &str, default: u64) -> Result<u64> {
@@ -55,7 +44,7 @@ fn main() -> Result<()> {
     let minutes = number("MINUTES", 5)?;
     let seed = number("SEED", 1)?;
     ensure!(seed > 0, "SEED=0 gives no numbers");
-    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut random = Random::seeded(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "soak")?;
     policies(&scope)?;
@@ -131,7 +120,7 @@ fn settled(scope: &Scope) -> Result<()> {
         let gpus = |node: &str| -> Result<u64> {
             Ok(cluster.gpunode(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
-        let (all, offered) = (UNITS * gpus(SHARED)?, cluster.allocatable(SHARED, SHARES)?);
+        let (all, offered) = (UNITS as u64 * gpus(SHARED)?, cluster.allocatable(SHARED, SHARES)?);
         ensure!(all > 0 && offered == all, "{SHARED} offers {offered} of {all} shares");
         for node in [SHARED, CUT] {
             let object = cluster.gpunode(node)?;
@@ -159,7 +148,7 @@ fn churn(scope: &Scope, random: &mut Random, seen: &mut Seen) -> Result<()> {
             1 => (CUT, json!({"nvidia.com/mig-3g.20gb": 1})),
             2 => (CUT, json!({"nvidia.com/gpu-10gb": 1})),
             3 => (CUT, json!({WHOLE: 1})),
-            _ => (SHARED, json!({SHARES: 1 + random.below(UNITS)})),
+            _ => (SHARED, json!({SHARES: 1 + random.below(UNITS as u64)})),
         };
         let script = if random.below(5) == 0 { CLIENT } else { STAY };
         scope.pod_on(node, &name, &limits, script)?;

@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use cleave_e2e::{Scope, text};
+use cleave_e2e::{Scope, given_out_wrongly, staying, text};
 use serde_json::Value;
 
 use crate::chaos::Victim;
@@ -95,12 +95,11 @@ impl Seen {
         for pod in &look.pods {
             self.pod(pod);
         }
-        // Of a pod that was deleted without grace the kubelet gives slices out again while it lists them still.
-        let stays = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
-        let name = |pod: &Value| format!("{}/{}", text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
-        let staying: BTreeSet<String> = look.pods.iter().filter(stays).map(name).collect();
+        let staying = staying(&look.pods);
         for (node, object) in &look.nodes {
-            self.node(node, object, &staying);
+            let units = (*node == SHARED).then_some(UNITS);
+            let broken = given_out_wrongly(object, &staying, units);
+            self.broken.extend(broken.into_iter().map(|broken| format!("{node}: {broken}")));
         }
     }
 
@@ -138,26 +137,6 @@ impl Seen {
                 }
             }
             _ => {}
-        }
-    }
-
-    fn node(&mut self, node: &str, object: &Value, staying: &BTreeSet<String>) {
-        let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
-        for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {
-            let mut ids: Vec<String> = Vec::new();
-            let held = gpu["allocations"].as_array().into_iter().flatten();
-            for held in held.filter(|held| staying.contains(&text(&held["pod"]))) {
-                let of = (text(&held["pod"]), text(&held["container"]), text(&held["resource"]));
-                containers.entry(of).or_default().insert(text(&held["device"]));
-                ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
-            }
-            let different: BTreeSet<&String> = ids.iter().collect();
-            if different.len() != ids.len() || node == SHARED && ids.len() as u64 > UNITS {
-                self.broken.insert(format!("{node}: given out are {}", gpu["allocations"]));
-            }
-        }
-        for ((pod, container, _), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
-            self.broken.insert(format!("{container} of {pod} is on {devices:?}"));
         }
     }
 
