@@ -50,7 +50,7 @@ pub mod xid;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -58,7 +58,10 @@ use anyhow::Context;
 use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::mps::wire::{Desired, Paths};
 use cleave_gpu::nvml::{EventWatch, GpuEvent, Gpus, Inventory, Nvml, NvmlError, Search, Vitals, Worker};
-use cleave_kubelet::{Config, HeldDevices, Plugins, PluginsState, PodResources, Resource, ResourceName};
+use cleave_kubelet::{
+    AllocatedDevices, Config, HeldDevices, KubeletCheckpoint, Plugins, PluginsState, PodResources, Resource,
+    ResourceName,
+};
 use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -83,6 +86,8 @@ const INVENTORY: Duration = Duration::from_secs(10);
 const INVENTORY_DEADLINE: Duration = Duration::from_secs(20);
 /// How long after an allocation the kubelet lists its pod, most often.
 const LISTED: Duration = Duration::from_millis(300);
+/// How long after a list was sent again the kubelet has written its checkpoint, most often. Doubles while it has not.
+const WRITTEN: Duration = Duration::from_millis(20);
 /// How long the kubelet may take for its list.
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
 /// How long files and status may follow an allocation.
@@ -100,7 +105,8 @@ enum Input {
     Event(GpuEvent),
     Object(Object),
     Mps(mps::View),
-    Held(Result<Vec<HeldDevices>, String>, Instant),
+    /// The kubelet's list, when it was asked, and its checkpoint as it was afterwards.
+    Held(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,
     Findings(Vec<FindingStatus>),
 }
@@ -153,7 +159,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (status, statuses) = watch::channel(None);
     let (occurrences, to_tell) = mpsc::channel(64);
     let unended = occurrences.clone();
-    let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0 });
+    let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0, renewed: 0 });
     let (look, looks) = watch::channel(());
     let (scene, scenes) = watch::channel(Arc::new(Scene::default()));
     let (tell_pods, pod_events) = mpsc::channel(64);
@@ -190,7 +196,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(watch_mps(link.clone(), view, inputs.clone()));
     let of_tenants = (link.clone(), counter.names.clone(), metrics.clone());
     tasks.spawn(watch_tenants(Arc::clone(&args), of_tenants, scenes, tell_pods, inputs.clone()));
-    tasks.spawn(watch_pods(args.pod_resources_socket.clone(), inputs.clone(), lists, metrics.clone()));
+    tasks.spawn(watch_pods(Arc::clone(&args), inputs.clone(), lists, metrics.clone()));
     tasks.spawn(watch_kubelet(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), pulses, plugin_states));
@@ -331,7 +337,8 @@ impl Main {
             Input::Event(GpuEvent::Look) => self.look.send_replace(()),
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
-            Input::Held(answer, asked) => {
+            Input::Held(answer, asked, on_disk) => {
+                self.node.on_disk(on_disk);
                 if answer.is_ok() != std::mem::replace(&mut self.kubelet_answers, answer.is_ok()) {
                     match &answer {
                         Ok(_) => tracing::info!("the kubelet says again who holds what"),
@@ -364,6 +371,7 @@ impl Main {
         let mut table = self.counter.table();
         let Turn {
             lists,
+            renew,
             desired,
             checkpoint,
             status,
@@ -393,6 +401,10 @@ impl Main {
         drop(table);
         // The kubelet hears of what goes first.
         self.serve(lists);
+        let renewed = renew.iter().filter_map(|name| self.served.get(name.as_str()));
+        if renewed.map(|served| served.renew()).count() > 0 {
+            self.listing.send_modify(|listing| listing.renewed += 1);
+        }
         self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep });
         self.metrics.node(&status);
         for (device, faults) in &faults {
@@ -611,39 +623,62 @@ struct Listing {
     every: Duration,
     /// Allocations given out: after each, it is asked soon.
     given: u64,
+    /// Lists sent again for the sake of its checkpoint: after each, it is asked at once.
+    renewed: u64,
 }
 
 /// Asks the kubelet who holds what.
 async fn watch_pods(
-    socket: PathBuf,
+    args: Arc<AgentArgs>,
     inputs: mpsc::Sender<Input>,
     mut listing: watch::Receiver<Listing>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
-    let pods = PodResources::new(&socket, LIST_DEADLINE)?;
+    let socket = args.pod_resources_socket.as_path();
+    let pods = PodResources::new(socket, LIST_DEADLINE)?;
+    let mut checkpoint = KubeletCheckpoint::of(&args.device_plugin_dir);
     let mut kubelet = Bound::default();
+    let (mut renewed, mut written) = (0, WRITTEN);
     loop {
         let asked = Instant::now();
-        kubelet.is_another(bound_at(&socket));
+        kubelet.is_another(bound_at(socket));
         let answer = pods.list().await.map_err(|error| {
             metrics.error("pod-resources");
             hardware::chain(&error)
         });
+        let on_disk = checkpoint.devices().await.unwrap_or_else(|error| {
+            metrics.error("kubelet-checkpoint");
+            tracing::warn!(%error, "the kubelet's checkpoint cannot be read: what a kubelet that starts will take for allocated is not known");
+            None
+        });
         // One that has started lists nothing at first, and registers our plugins only later. Before its list is taken at its word:
-        if kubelet.is_another(bound_at(&socket)) {
+        if kubelet.is_another(bound_at(socket)) {
             kubelet.news = false;
             if inputs.send(Input::KubeletStarted).await.is_err() {
                 return Ok(());
             }
         }
-        if inputs.send(Input::Held(answer, asked)).await.is_err() {
+        if inputs.send(Input::Held(answer, asked, on_disk)).await.is_err() {
             return Ok(());
         }
-        let every = listing.borrow_and_update().every;
-        tokio::select! {
-            // Cancel-safe: a change that is not taken is seen by the next call.
-            _ = listing.changed() => tokio::time::sleep(LISTED).await,
-            () = tokio::time::sleep(every) => {}
+        let Listing { every, renewed: so_far, .. } = *listing.borrow_and_update();
+        let mut given = false;
+        if so_far == renewed {
+            tokio::select! {
+                // Cancel-safe: a change that is not taken is seen by the next call.
+                _ = listing.changed() => given = true,
+                () = tokio::time::sleep(every) => {}
+            }
+        }
+        let before = std::mem::replace(&mut renewed, listing.borrow().renewed);
+        if renewed != before {
+            tokio::time::sleep(written).await;
+            written = (written * 2).min(every);
+        } else {
+            written = WRITTEN;
+            if given {
+                tokio::time::sleep(LISTED).await;
+            }
         }
     }
 }

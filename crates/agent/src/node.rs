@@ -1,6 +1,7 @@
 //! The node as the agent knows it, and what follows from it: one value that inputs change, and one function that says what to do. Pure:
 //! the time is an argument, and nothing is read or written.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_api::GpuNodeSpec;
@@ -8,7 +9,7 @@ use cleave_api::gpunode::{FindingStatus, GpuNodeStatus, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_WAITING, finding};
 use cleave_gpu::mps::wire::{self, DaemonState, Desired};
 use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
-use cleave_kubelet::{Device, DeviceId, DeviceList, HeldDevices, ResourceName};
+use cleave_kubelet::{AllocatedDevices, Device, DeviceId, DeviceList, HeldDevices, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
@@ -24,7 +25,7 @@ use crate::mps;
 use crate::serve::Table;
 use crate::status::{self, Facts};
 use crate::tenants::scene::{self, Scene};
-use crate::usage::{Allocations, Usage};
+use crate::usage::{Allocations, Collected, Usage};
 use crate::xid::Class;
 
 /// Between the kubelet's lists while slices are in use or a change waits for pods to end (which somebody may wait for), and while none are.
@@ -86,6 +87,8 @@ pub struct PodRef {
 pub struct Turn {
     /// Devices by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
+    /// Resources whose lists the kubelet is to be sent again though they are equal, so that it writes its checkpoint.
+    pub renew: BTreeSet<String>,
     /// What the MPS host shall run.
     pub desired: Desired,
     /// What the next agent has to know.
@@ -147,6 +150,10 @@ pub struct Node {
     spec: Option<(i64, GpuNodeSpec)>,
     held: Option<Vec<HeldDevices>>,
     held_error: Option<String>,
+    /// What a kubelet that started now would take for allocated, if that is known.
+    on_disk: Option<Arc<AllocatedDevices>>,
+    /// Resources of allocations that are over but for that.
+    remembered: BTreeSet<String>,
     kubelet_since: Instant,
     view: mps::View,
     layouts: BTreeMap<String, Layout>,
@@ -269,6 +276,8 @@ impl Node {
             spec: spec.map(|spec| (generation, spec)),
             held: None,
             held_error: None,
+            on_disk: None,
+            remembered: BTreeSet::new(),
             kubelet_since: now,
             view: mps::View::default(),
             layouts,
@@ -382,7 +391,12 @@ impl Node {
         self.kubelet_since = now;
     }
 
-    /// The kubelet's list, asked at `asked`; returns what allocations were over.
+    /// The kubelet's checkpoint, read after the list that [`held`](Self::held) is told next.
+    pub fn on_disk(&mut self, devices: Option<Arc<AllocatedDevices>>) {
+        self.on_disk = devices;
+    }
+
+    /// The kubelet's list, asked at `asked`; returns how many allocations were over.
     pub fn held(
         &mut self,
         answer: Result<Vec<HeldDevices>, String>,
@@ -397,12 +411,29 @@ impl Node {
             }
         };
         self.held_error = None;
-        // A kubelet that has just started hears of its pods one by one; so it was, for all that a process that has just started knows.
+        let on_disk = self.on_disk.clone();
+        let stays = |row: &HeldDevices| {
+            let slice = |id: &String| (row.resource.clone(), id.clone());
+            on_disk.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
+        };
+        // A kubelet that has just started hears of its pods one by one; so it was, for all that a process that has just started knows. It
+        // drops nothing from its checkpoint before it has heard of all.
         let settling = asked.saturating_duration_since(self.kubelet_since) < self.grace;
+        let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
+        let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
+        let over = if settling && on_disk.is_none() {
+            allocations.mark(&rows);
+            0
+        } else {
+            let on_disk = on_disk.clone().unwrap_or_default();
+            let busy = |id: &str| busy.contains(id);
+            let Collected { over, remembered } = allocations.collect(&rows, asked, self.grace, busy, &on_disk);
+            self.remembered = remembered;
+            over.len()
+        };
         let rows = match self.held.take() {
-            // What it does not list is not gone.
             Some(before) if settling => {
-                let mut all: BTreeSet<HeldDevices> = before.into_iter().collect();
+                let mut all: BTreeSet<HeldDevices> = before.into_iter().filter(stays).collect();
                 all.extend(rows);
                 all.into_iter().collect()
             }
@@ -411,14 +442,6 @@ impl Node {
         for row in &rows {
             self.adopt(row, allocations, asked);
         }
-        let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
-        let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
-        let over = if settling {
-            allocations.mark(&rows);
-            0
-        } else {
-            allocations.collect(&rows, asked, self.grace, |id| busy.contains(id)).len()
-        };
         self.held = Some(rows);
         over
     }
@@ -527,8 +550,10 @@ impl Node {
         let again = [withdrawn, looked, tried, faults.again].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
         let faults = faults.faults;
+        let renew = std::mem::take(&mut self.remembered);
         Turn {
             lists,
+            renew,
             desired,
             checkpoint,
             status,
@@ -830,7 +855,7 @@ mod tests {
 
     use super::*;
     use crate::layout::tests::{gpu, mps_spec};
-    use crate::usage::tests::{allocation, held};
+    use crate::usage::tests::{MPS, allocation, held};
 
     const GRACE: Duration = Duration::from_secs(30);
 
@@ -977,6 +1002,49 @@ mod tests {
         assert_eq!(reasons(&node.turn(&mut table, start)), ["MpsUnavailable"]);
         node.mps(view(DaemonState::Active, 3, &desired));
         assert_eq!(reasons(&node.turn(&mut table, start)), ["Recovered"]);
+    }
+
+    #[test]
+    fn what_the_kubelets_checkpoint_has_is_in_use_until_the_kubelet_has_written_another() {
+        let start = Instant::now();
+        let (mut node, mut table, _) = serving(start);
+        let later = start + 2 * GRACE;
+        table.allocations.give(allocation(&["GPU-a::1"]), start);
+        node.held(Ok(vec![held("p", &["GPU-a::1"])]), later, &mut table.allocations);
+        let in_use = |turn: &Turn| turn.status.gpus[0].slices[0].in_use;
+        assert_eq!(in_use(&node.turn(&mut table, later)), 1);
+        node.on_disk(Some(Arc::new([(MPS.to_owned(), "GPU-a::1".to_owned())].into())));
+        assert_eq!(node.held(Ok(vec![]), later, &mut table.allocations), 0);
+        let turn = node.turn(&mut table, later);
+        assert_eq!((in_use(&turn), turn.renew), (1, BTreeSet::from([MPS.to_owned()])));
+        assert!(node.turn(&mut table, later).renew.is_empty(), "once for each list");
+        node.on_disk(Some(Arc::default()));
+        assert_eq!(node.held(Ok(vec![]), later, &mut table.allocations), 1);
+        let turn = node.turn(&mut table, later);
+        assert_eq!((in_use(&turn), turn.renew), (0, BTreeSet::new()));
+    }
+
+    #[test]
+    fn a_kubelet_that_has_just_started_is_believed_what_it_has_dropped_from_its_checkpoint() {
+        let start = Instant::now();
+        let (mut node, mut table, _) = serving(start);
+        let later = start + 2 * GRACE;
+        for id in ["GPU-a::1", "GPU-a::2"] {
+            table.allocations.give(allocation(&[id]), start);
+        }
+        let both = [held("p", &["GPU-a::1"]), held("q", &["GPU-a::2"])];
+        node.held(Ok(both.to_vec()), later, &mut table.allocations);
+        node.kubelet_started(later);
+        let slice = |id: &str| (MPS.to_owned(), id.to_owned());
+        node.on_disk(Some(Arc::new([slice("GPU-a::1"), slice("GPU-a::2")].into())));
+        assert_eq!(node.held(Ok(vec![]), later, &mut table.allocations), 0);
+        let turn = node.turn(&mut table, later);
+        assert_eq!(turn.status.gpus[0].allocations.len(), 2, "it has not heard of its pods yet");
+        assert_eq!(turn.renew.len(), 1);
+        node.on_disk(Some(Arc::new([slice("GPU-a::2")].into())));
+        assert_eq!(node.held(Ok(vec![both[1].clone()]), later, &mut table.allocations), 1);
+        let gpu = &node.turn(&mut table, later).status.gpus[0];
+        assert_eq!((gpu.slices[0].in_use, gpu.allocations.len()), (1, 1));
     }
 
     #[test]

@@ -207,6 +207,11 @@ impl Served {
             changed
         });
     }
+
+    /// Sends the same list again.
+    pub fn renew(&self) {
+        self.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
+    }
 }
 
 impl Resource for Served {

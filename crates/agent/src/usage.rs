@@ -2,7 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_kubelet::HeldDevices;
+use cleave_kubelet::{AllocatedDevices, HeldDevices};
 
 use crate::allocate::Allocation;
 use crate::layout::parse_id;
@@ -49,7 +49,8 @@ impl Allocations {
     }
 
     /// Takes in what the kubelet lists, asked at `asked`: what it listed before and does not any more goes, and what it never listed in
-    /// its grace; both are returned. What has clients, by `busy`, stays.
+    /// its grace; both are told. What has clients, by `busy`, stays, and so does what a kubelet that started now would take for allocated,
+    /// by `remembered`.
     ///
     /// An allocation stays while any container holds one of its slices: an init container's is not listed, and its slices go on to the
     /// containers of its pod.
@@ -59,19 +60,26 @@ impl Allocations {
         asked: Instant,
         grace: Duration,
         busy: impl Fn(&str) -> bool,
-    ) -> Vec<Allocation> {
+        remembered: &AllocatedDevices,
+    ) -> Collected {
         self.mark(held);
         let used = used(held);
-        let mut gone = Vec::new();
+        let mut collected = Collected::default();
         self.0.retain(|id, Given { allocation, at, listed }| {
             let young = !*listed && asked.saturating_duration_since(*at) < grace;
-            let keep = is_listed(allocation, &used) || *at > asked || young || busy(id);
-            if !keep {
-                gone.push(allocation.clone());
+            if is_listed(allocation, &used) || *at > asked || young || busy(id) {
+                return true;
+            }
+            let slice = |id: &String| (allocation.resource.clone(), id.clone());
+            let keep = allocation.ids.iter().any(|id| remembered.contains(&slice(id)));
+            if keep {
+                collected.remembered.insert(allocation.resource.clone());
+            } else {
+                collected.over.push(allocation.clone());
             }
             keep
         });
-        gone
+        collected
     }
 
     /// Takes in what the kubelet lists, where that something is missing means nothing.
@@ -81,6 +89,15 @@ impl Allocations {
             given.listed |= is_listed(&given.allocation, &used);
         }
     }
+}
+
+/// What came of allocations that the kubelet does not list.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Those that are over.
+    pub over: Vec<Allocation>,
+    /// Resources of those that would be, did the kubelet's checkpoint not have them.
+    pub remembered: BTreeSet<String>,
 }
 
 /// Slices that the kubelet lists, by resource and id.
@@ -164,6 +181,27 @@ pub(crate) mod tests {
         false
     }
 
+    fn none() -> AllocatedDevices {
+        AllocatedDevices::new()
+    }
+
+    #[test]
+    fn one_that_a_kubelet_that_starts_would_take_for_allocated_is_not_over() {
+        let start = Instant::now();
+        let mut allocations = Allocations::default();
+        for ids in [["GPU-a::0", "GPU-a::1"], ["GPU-a::2", "GPU-a::3"]] {
+            allocations.give(allocation(&ids), start);
+        }
+        allocations.mark(&[held("p", &["GPU-a::0", "GPU-a::1"]), held("q", &["GPU-a::2", "GPU-a::3"])]);
+        let on_disk = AllocatedDevices::from([(MPS.to_owned(), "GPU-a::1".to_owned())]);
+        let collected = allocations.collect(&[], start, GRACE, nobody, &on_disk);
+        assert_eq!(collected.over, [allocation(&["GPU-a::2", "GPU-a::3"])]);
+        assert_eq!(collected.remembered, BTreeSet::from([MPS.to_owned()]));
+        let other = AllocatedDevices::from([("example.com/gpu".to_owned(), "GPU-a::1".to_owned())]);
+        let collected = allocations.collect(&[], start, GRACE, nobody, &other);
+        assert_eq!((collected.over.len(), collected.remembered.len()), (1, 0), "another's device of that name");
+    }
+
     #[test]
     fn one_that_was_never_listed_has_its_grace_and_one_that_was_goes_at_once() {
         let start = Instant::now();
@@ -172,9 +210,9 @@ pub(crate) mod tests {
         allocations.give(allocation(&["GPU-a::0"]), start);
         allocations.give(allocation(&["GPU-a::1"]), start);
         let listed = [held("p", &["GPU-a::1"])];
-        assert!(allocations.collect(&listed, soon, GRACE, nobody).is_empty(), "being admitted");
-        assert_eq!(allocations.collect(&[], soon, GRACE, nobody), [allocation(&["GPU-a::1"])]);
-        assert_eq!(allocations.collect(&[], start + GRACE, GRACE, nobody), [allocation(&["GPU-a::0"])]);
+        assert!(allocations.collect(&listed, soon, GRACE, nobody, &none()).over.is_empty(), "being admitted");
+        assert_eq!(allocations.collect(&[], soon, GRACE, nobody, &none()).over, [allocation(&["GPU-a::1"])]);
+        assert_eq!(allocations.collect(&[], start + GRACE, GRACE, nobody, &none()).over, [allocation(&["GPU-a::0"])]);
     }
 
     #[test]
@@ -184,8 +222,8 @@ pub(crate) mod tests {
         allocations.give(allocation(&["GPU-a::0"]), start);
         allocations.mark(&[held("p", &["GPU-a::0"])]);
         allocations.give(allocation(&["GPU-a::0"]), start + GRACE);
-        assert!(allocations.collect(&[], start + GRACE / 2, Duration::ZERO, nobody).is_empty());
-        assert!(allocations.collect(&[], start + GRACE, GRACE, nobody).is_empty());
+        assert!(allocations.collect(&[], start + GRACE / 2, Duration::ZERO, nobody, &none()).over.is_empty());
+        assert!(allocations.collect(&[], start + GRACE, GRACE, nobody, &none()).over.is_empty());
     }
 
     #[test]
@@ -193,9 +231,12 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut allocations = Allocations::remembering([allocation(&["GPU-a::0"])], start);
         assert!(
-            allocations.collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id()).is_empty()
+            allocations
+                .collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &none())
+                .over
+                .is_empty()
         );
-        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, nobody).len(), 1);
+        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, nobody, &none()).over.len(), 1);
     }
 
     #[test]
@@ -203,8 +244,8 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut allocations = Allocations::remembering([allocation(&["GPU-a::0", "GPU-a::1"])], start);
         let later = start + GRACE * 2;
-        assert!(allocations.collect(&[held("p", &["GPU-a::1"])], later, GRACE, nobody).is_empty());
-        assert_eq!(allocations.collect(&[held("p", &["GPU-b::1"])], later, GRACE, nobody).len(), 1);
+        assert!(allocations.collect(&[held("p", &["GPU-a::1"])], later, GRACE, nobody, &none()).over.is_empty());
+        assert_eq!(allocations.collect(&[held("p", &["GPU-b::1"])], later, GRACE, nobody, &none()).over.len(), 1);
     }
 
     #[test]

@@ -15,6 +15,7 @@
 //!  Plugins::state ◀─watch── all of them
 //! ```
 
+mod checkpoint;
 mod connections;
 mod directory;
 #[cfg(feature = "fake")]
@@ -26,6 +27,7 @@ mod registration;
 mod resource;
 mod server;
 
+pub use checkpoint::{AllocatedDevices, KubeletCheckpoint};
 pub use directory::{DEVICE_PLUGINS, DirectoryError};
 pub use plugins::{Backoff, Config, DirectoryState, Phase, Plugins, PluginsState, ResourceState, Timings};
 pub use pods::{AllocatableDevices, HeldDevices, POD_RESOURCES, PodResources, PodResourcesError};

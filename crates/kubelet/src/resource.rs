@@ -15,7 +15,8 @@ use crate::proto::v1beta1 as wire;
 /// Everything but [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start) is answered from memory: the kubelet holds a pod's admission (and, on some paths, its
 /// device manager) while it waits.
 pub trait Resource: Send + Sync + 'static {
-    /// The devices, as they change. Each new value replaces the whole list in the open stream; an equal one is not sent.
+    /// The devices, as they change. Each list that is published replaces the whole list in the open stream, though it be equal: for each
+    /// the kubelet writes its [checkpoint](crate::KubeletCheckpoint). The same one (by its `Arc`) is not sent again.
     ///
     /// When the sender is dropped, the last list stays in force.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;

@@ -246,7 +246,8 @@ impl Feed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                if self.sent.as_ref() != Some(&now) {
+                // Not by what is in them: an equal one is published so that the kubelet has it again.
+                if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);
                 }

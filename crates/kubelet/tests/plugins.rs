@@ -204,14 +204,14 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
 }
 
 #[tokio::test]
-async fn changes_go_through_the_open_stream_and_equal_lists_do_not() {
+async fn changes_go_through_the_open_stream_and_the_same_list_does_not() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
     let _plugins = bench.plugins(&[(MPS, &shares)]);
     served(&kubelet, MPS, &["a::0"]).await;
     for _ in 0..100 {
-        shares.devices.send_replace(devices(&["a::0"]));
+        shares.devices.send_modify(|_| {});
         tokio::task::yield_now().await;
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
@@ -220,6 +220,9 @@ async fn changes_go_through_the_open_stream_and_equal_lists_do_not() {
     let endpoint = served(&kubelet, MPS, &["a::1"]).await;
     assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
     assert_eq!(endpoint.lists, 3);
+    // Published anew: the kubelet writes its checkpoint.
+    shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
+    kubelet_sees(&kubelet, "an equal list", |seen| seen.endpoints[MPS].lists == 4).await;
     assert_eq!(registrations(&kubelet, MPS), 1);
 }
 

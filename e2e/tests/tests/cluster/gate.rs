@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, signal, staying, text, wait_for,
+    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, run, signal, staying, text, wait_for,
     wait_until,
 };
 use serde_json::{Value, json};
@@ -258,6 +258,39 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
         ensure!(undisturbed(&cluster, &scope, &format!("seven-{index}"))? == *before, "seven-{index} was disturbed");
     }
     told(&scope, "seven-0", "Preempted")
+}
+
+/// Shares of the node that are in use.
+fn in_use(cluster: &Cluster) -> Result<u64> {
+    let node = cluster.gpunode(NODE)?;
+    let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
+    let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
+    Ok(slices.filter_map(|slices| slices["inUse"].as_u64()).sum())
+}
+
+/// A kubelet that starts takes its pods in before it drops what its checkpoint has of pods that are no more, and it writes that file only
+/// when it gives something out or hears of devices.
+#[test]
+fn what_the_kubelets_checkpoint_still_has_is_promised_to_nobody() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "forgotten")?;
+    let names: Vec<String> = (0..GPUS).map(|index| format!("full-{index}")).collect();
+    names.iter().try_for_each(|name| scope.pod(name, &json!({SHARES: 10}), STAY).map(drop))?;
+    names.iter().try_for_each(|name| scope.running(name).map(drop))?;
+    wait_until("all is held", || Ok(in_use(&cluster)? == 10 * GPUS))?;
+    scope.delete_pod(&names[0], 0)?;
+    wait_until("a GPU is free", || Ok(in_use(&cluster)? == 10 * (GPUS - 1)))?;
+    // It dies with the pod on its way to it.
+    let kubelet = format!("kubelet@{NODE}");
+    let components = launcher(&["status"])?;
+    let line = components.lines().find(|line| line.starts_with(&format!("{kubelet} "))).context("no kubelet")?;
+    run("kill", &["-STOP", line.split_whitespace().nth(2).context("no process id")?])?;
+    scope.pod("next", &json!({SHARES: 10}), STAY)?;
+    wait_until("it is bound", || Ok(cluster.get(&scope.pod_path("next"))?["spec"]["nodeName"] == NODE))?;
+    launcher(&["kill", &kubelet])?;
+    launcher(&["start", &kubelet])?;
+    scope.running("next")?;
+    on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
 /// What was seen of a storm.
