@@ -323,14 +323,14 @@ fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
     Ok(pods)
 }
 
-/// Creates and deletes pods of 1 to 10 shares in bursts; `kill` is called now and then. In the end all that is left runs, some after others.
-fn storm(
-    scope: &Scope,
-    count: u64,
-    random: &mut Random,
-    mut kill: impl FnMut(&mut Random) -> Result<()>,
-) -> Result<Seen> {
+/// Pods that are created between two kills.
+const KILL_EVERY: u64 = 12;
+
+/// Creates and deletes pods of 1 to 10 shares in bursts; `kill` is called for every [`KILL_EVERY`] of them, with how often it was before. In the
+/// end all that is left runs, some after others.
+fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u64) -> Result<()>) -> Result<Seen> {
     let mut seen = Seen::default();
+    let mut kills = 0;
     let delete =
         |pod: &Value, grace| scope.cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(grace));
     while seen.created < count {
@@ -341,8 +341,9 @@ fn storm(
             scope.pod(&format!("p{}", seen.created), &json!({SHARES: shares}), STAY)?;
             seen.created += 1;
         }
-        if random.below(5) == 0 {
-            kill(random)?;
+        if seen.created / KILL_EVERY > kills {
+            kill(kills)?;
+            kills += 1;
         }
         let pods = look(scope, &mut seen)?;
         for pod in &pods {
@@ -381,8 +382,8 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "storm")?;
     let mut killed: BTreeMap<&str, u32> = BTreeMap::new();
-    let gated = storm(&scope, count, &mut Random::seeded(seed), |random| {
-        let what = ["agent", "operator", "kubelet"][usize::try_from(random.below(3))?];
+    let gated = storm(&scope, count, &mut Random::seeded(seed), |kills| {
+        let what = ["agent", "operator", "kubelet"][usize::try_from(kills % 3)?];
         *killed.entry(what).or_default() += 1;
         match what {
             // Not while a pod is on its way: for a tenth of a second the kubelet knows of no device, and refuses whoever comes for good.
