@@ -54,6 +54,37 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
+    /// The same API server with a token's rights and no others; asking to be somebody else where one is named.
+    pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let mut config = runtime.block_on(kube::Config::infer())?;
+        // In place of the kubeconfig's certificate, which would count before the token.
+        config.auth_info = kube::config::AuthInfo {
+            token: Some(token.into()),
+            impersonate: impersonating.map(str::to_owned),
+            ..kube::config::AuthInfo::default()
+        };
+        let client = {
+            // The client starts a task of its own.
+            let _entered = runtime.enter();
+            kube::Client::try_from(config)?
+        };
+        Ok(Self { runtime, client })
+    }
+
+    /// A token of a service account; bound to a pod, it is as the kubelet gives it to that pod, and names its node.
+    pub fn token(&self, namespace: &str, account: &str, pod: Option<&Value>) -> Result<String> {
+        let mut spec = json!({"expirationSeconds": 3600});
+        if let Some(pod) = pod {
+            spec["boundObjectRef"] = json!({
+                "apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"],
+            });
+        }
+        let request = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec});
+        let path = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token");
+        Ok(text(&self.create(&path, &request)?["status"]["token"]))
+    }
+
     fn request(&self, method: &str, path: &str, content: &str, body: Option<&Value>) -> Result<Value> {
         let body = body.map(serde_json::to_vec).transpose()?.unwrap_or_default();
         let request = http::Request::builder().method(method).uri(path).header("content-type", content).body(body)?;

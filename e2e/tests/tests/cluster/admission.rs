@@ -11,22 +11,22 @@ const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// A pod that asks for these, with changes to its spec.
-fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
+pub(crate) fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
     let mut pod = pod("t", limits, "true");
     change(&mut pod["spec"]);
     pod
 }
 
-fn with_env(limits: &Value, env: &Value) -> Value {
+pub(crate) fn with_env(limits: &Value, env: &Value) -> Value {
     changed(limits, |spec| spec["containers"][0]["env"] = json!([env]))
 }
 
-fn all_gpus() -> Value {
+pub(crate) fn all_gpus() -> Value {
     json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
 }
 
 /// Another container, which asks for nothing.
-fn beside(name: &str, env: &Value) -> Value {
+pub(crate) fn beside(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
 

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use crate::{NODE, SHARES};
 
 /// Our gate, and one of somebody else's.
-const GATE: &str = "cleave.dev/placement";
-const OTHER: &str = "example.com/hold";
+pub(crate) const GATE: &str = "cleave.dev/placement";
+pub(crate) const OTHER: &str = "example.com/hold";
 pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];

@@ -9,6 +9,7 @@ mod faults;
 mod gate;
 mod gate_admission;
 mod health;
+mod hostile;
 mod policies;
 mod restarts;
 mod shares;

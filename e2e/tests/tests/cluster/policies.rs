@@ -31,7 +31,7 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
 }
 
 /// Uids and restarts of Cleave's pods.
-fn agents(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
+pub(crate) fn agents(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let pods = cluster.list("/api/v1/namespaces/cleave-system/pods")?;
     Ok(pods
         .iter()

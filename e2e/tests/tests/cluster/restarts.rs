@@ -56,7 +56,7 @@ fn never_below(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_
 }
 
 /// The pod of one of Cleave's parts; on [`NODE`] where there is one on each node.
-fn part(cluster: &Cluster, component: &str) -> Result<Value> {
+pub(crate) fn part(cluster: &Cluster, component: &str) -> Result<Value> {
     let pods = cluster
         .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
     let on_node = |pod: &&Value| component == "operator" || pod["spec"]["nodeName"] == NODE;
@@ -71,7 +71,7 @@ fn restarts(pod: &Value) -> u64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
 }
 
-fn ready(pod: &Value) -> bool {
+pub(crate) fn ready(pod: &Value) -> bool {
     pod["status"]["containerStatuses"][0]["ready"] == true
 }
 

@@ -12,7 +12,7 @@ use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
 const CONTEXT: u64 = 600;
 
 /// SMs and MiB of `shares` of ten on a GPU with `total` MiB.
-fn worth(shares: u32, total: u64) -> (Sms, Mebibytes) {
+pub(crate) fn worth(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::threads(shares, 10, Threads::Strict);
     (mps::sms(threads, Sms(SMS)), mps::memory(shares, 10, Mebibytes(total)))
 }

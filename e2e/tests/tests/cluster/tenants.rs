@@ -57,7 +57,8 @@ fn series(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
     line.rsplit_once(' ')?.1.parse().ok()
 }
 
-fn found(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
+/// Waits until a pod's condition and an Event say what it did.
+pub(crate) fn found(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
     wait_until(&format!("{pod} is told {kind}"), || {
         let condition = within(cluster, scope, pod)?;
         ensure!(condition == Some(("False".to_owned(), kind.to_owned())), "its condition is {condition:?}");
