@@ -88,9 +88,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         tried: |ground| refusals([ground.tenant.patch(&format!("{}/status", waits(ground)), &forged())]),
     },
     Attempt {
-        name: "a pod that waits bound to a node, with a forged placement",
+        name: "a forged placement by way of a binding",
+        expected: NOT_YOURS,
+        tried: |ground| bind(ground, &json!({NOTE: FORGED})),
+    },
+    Attempt {
+        name: "a pod that waits bound to a node",
         expected: Expected::Refused(&["non-empty .spec.schedulingGates"]),
-        tried: bind,
+        tried: |ground| bind(ground, &json!({})),
     },
     Attempt {
         name: "a path in an annotation's name",
@@ -346,9 +351,9 @@ fn agent(ground: &Ground<'_>, node: &str) -> Result<Cluster> {
 }
 
 /// What a binding says of annotations the API server writes on the pod, and no policy on pods is asked.
-fn bind(ground: &Ground<'_>) -> Result<Outcome> {
+fn bind(ground: &Ground<'_>, annotations: &Value) -> Result<Outcome> {
     let binding = json!({
-        "apiVersion": "v1", "kind": "Binding", "metadata": {"name": "waits", "annotations": {NOTE: FORGED}},
+        "apiVersion": "v1", "kind": "Binding", "metadata": {"name": "waits", "annotations": annotations},
         "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
     });
     let outcome = refusals([
