@@ -1,6 +1,6 @@
 # Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak check image crds render bench bench-placement
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render bench bench-placement
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -28,6 +28,9 @@ test-cluster: ## the tests on the local cluster; TEST=name runs those whose name
 
 soak: ## churn and chaos on two nodes of four GPUs: MINUTES=30 SEED=1
 	@e2e/test soak
+
+fuzz: ## hostile input for everything that is read of others: SECONDS=60 SEED=1 TARGET=checkpoint
+	@FUZZ_SECONDS="$(SECONDS)" FUZZ_SEED="$(SEED)" e2e/test fuzz
 
 crds: ## writes crds/ from the types
 	@e2e/test crds

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use cleave_gpu::mps::wire;
 use cleave_kubelet::{ContainerResponse, DeviceNode, Mount, PreferredRequest};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -49,6 +50,13 @@ impl Allocation {
     /// The allocation's name: the same for the same slices, in whatever order they are given.
     pub fn id(&self) -> String {
         allocation_id(&self.resource, &self.ids)
+    }
+
+    /// Its door, by id, as the MPS host is to have it; none where it is not under MPS.
+    pub fn door(&self) -> Option<(String, wire::Allocation)> {
+        let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
+        let device = self.devices.first()?.clone();
+        Some((self.id(), wire::Allocation { device, threads, memory_mib, max_clients }))
     }
 }
 

@@ -5,13 +5,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use cleave_api::GpuNodeSpec;
+use cleave_gpu::mps::wire::{self, Desired};
 use cleave_gpu::nvml::Gpu;
 use serde::{Deserialize, Serialize};
 
 use crate::allocate::Allocation;
 use crate::files::write_atomically;
 use crate::health::Record;
-use crate::layout::Layout;
+use crate::layout::{Layout, Pool};
 
 /// The version written, and the only one read.
 const VERSION: u32 = 1;
@@ -53,25 +54,75 @@ pub enum CheckpointError {
         /// Why.
         source: io::Error,
     },
-    /// Not what an agent wrote.
-    #[error("{path} is damaged")]
-    Damaged {
+    /// Its content.
+    #[error("{path} is no help: {source}")]
+    NoHelp {
         /// The file.
         path: PathBuf,
-        /// Where.
-        source: serde_json::Error,
-    },
-    /// Written by another version of the agent.
-    #[error("{path} has version {found}; this agent reads {VERSION}")]
-    Version {
-        /// The file.
-        path: PathBuf,
-        /// Its version.
-        found: u32,
+        /// Why.
+        source: DecodeError,
     },
 }
 
+/// Why bytes are no checkpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeError {
+    /// Not what an agent wrote.
+    #[error("it is damaged")]
+    Damaged(#[source] serde_json::Error),
+    /// Written by another version of the agent.
+    #[error("it has version {0}; this agent reads {VERSION}")]
+    Version(u32),
+    /// It says what no agent has ever served.
+    #[error("it is damaged: {0}")]
+    Nonsense(String),
+}
+
 impl Checkpoint {
+    /// Reads what [`Checkpoint::encode`] wrote.
+    ///
+    /// # Errors
+    /// It is not what an agent of this version wrote.
+    pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        // The version first: of another one nothing else can be taken for granted.
+        let Versioned { version } = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
+        if version != VERSION {
+            return Err(DecodeError::Version(version));
+        }
+        let checkpoint: Self = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
+        checkpoint.check().map_err(DecodeError::Nonsense)?;
+        Ok(checkpoint)
+    }
+
+    /// Whether it can be served: what comes next trusts in numbers and names as [`crate::layout`] makes them.
+    fn check(&self) -> Result<(), String> {
+        let mut desired = Desired { version: wire::VERSION, ..Desired::default() };
+        let instances = self.gpus.iter().filter_map(|gpu| gpu.mig.as_ref()).flat_map(|mig| &mig.instances);
+        let mut known = BTreeSet::new();
+        let mut devices = self.gpus.iter().map(|gpu| &gpu.uuid).chain(instances.map(|instance| &instance.uuid));
+        if let Some(twice) = devices.find(|uuid| !uuid.is_empty() && !known.insert(*uuid)) {
+            return Err(format!("device {twice:.80} is there twice"));
+        }
+        let mut pools: Vec<&Pool> = self.layouts.values().flat_map(|layout| &layout.pools).collect();
+        pools.sort_by_key(|pool| (&pool.resource, &pool.device, pool.first));
+        for (uuid, layout) in &self.layouts {
+            layout.check().map_err(|wrong| format!("GPU {uuid:.80}: {wrong}"))?;
+            desired.daemons.extend(layout.daemons.clone());
+        }
+        let overlap = |one: &Pool, next: &Pool| {
+            (&one.resource, &one.device) == (&next.resource, &next.device) && one.holds(&next.device, next.first)
+        };
+        if let Some((twice, _)) = pools.iter().zip(pools.iter().skip(1)).find(|(one, next)| overlap(one, next)) {
+            return Err(format!("{:.80}: slices of {:.80} are there twice", twice.resource, twice.device));
+        }
+        desired.allocations.extend(self.allocations.iter().filter_map(Allocation::door));
+        desired.check().map_err(|wrong| wrong.to_string())
+    }
+
     /// As bytes, with this agent's version.
     pub fn encode(&self) -> Vec<u8> {
         #[derive(Serialize)]
@@ -99,23 +150,13 @@ impl Store {
 
     /// Reads it; nothing where none was written.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
-        #[derive(Deserialize)]
-        struct Versioned {
-            version: u32,
-        }
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(CheckpointError::Read { path: path(), source }),
         };
-        let damaged = |source| CheckpointError::Damaged { path: path(), source };
-        // The version first: of another one nothing else can be taken for granted.
-        let Versioned { version } = serde_json::from_slice(&bytes).map_err(damaged)?;
-        if version != VERSION {
-            return Err(CheckpointError::Version { path: path(), found: version });
-        }
-        serde_json::from_slice(&bytes).map(Some).map_err(damaged)
+        Checkpoint::decode(&bytes).map(Some).map_err(|source| CheckpointError::NoHelp { path: path(), source })
     }
 
     /// Puts one that is no help aside, for a person or the agent that it is of.
@@ -137,6 +178,7 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use serde_json::json;
 
     use super::*;
     use crate::layout::tests::{gpu, mps_spec};
@@ -179,6 +221,39 @@ mod tests {
         let aside = store.put_aside().unwrap();
         assert!(store.load().unwrap().is_none());
         assert!(fs::read_to_string(aside).unwrap().contains("another shape"));
+    }
+
+    #[test]
+    fn one_that_parses_and_cannot_be_served_is_damaged() {
+        let changed = |pointer: &str, value: serde_json::Value| {
+            let mut json: serde_json::Value = serde_json::from_slice(&checkpoint().encode()).unwrap();
+            *json.pointer_mut(pointer).unwrap() = value;
+            Checkpoint::decode(json.to_string().as_bytes()).map_err(|error| error.to_string())
+        };
+        let pool = "/layouts/GPU-a/pools/0";
+        for (pointer, value, part) in [
+            // Each slice is a name in memory: this would be four billion.
+            ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
+            ("first", json!(u32::MAX), "slices from 4294967295 on"),
+            ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),
+            ("kind/Mps/threads", json!([1]), "there are 10 shares, and limits for fewer"),
+        ] {
+            let error = changed(&format!("{pool}/{pointer}"), value).unwrap_err();
+            assert!(error.contains(part) && error.len() < 1000, "{error}");
+        }
+        let layout: serde_json::Value = serde_json::to_value(&checkpoint().layouts["GPU-a"]).unwrap();
+        let twice = changed("/layouts", json!({"GPU-a": layout, "GPU-b": layout})).unwrap_err();
+        assert!(twice.contains("nvidia.com/gpu-mps: slices of GPU-a are there twice"), "{twice}");
+        let gpus =
+            json!([serde_json::to_value(gpu("GPU-a", 0)).unwrap(), serde_json::to_value(gpu("GPU-a", 1)).unwrap()]);
+        assert!(changed("/gpus", gpus).unwrap_err().contains("device GPU-a is there twice"));
+        let threads = changed("/layouts/GPU-a/daemons/GPU-a/defaultThreads", json!(101));
+        assert!(threads.unwrap_err().contains("101 is no active thread percentage"));
+        let limits = json!({"threads": 20, "memory_mib": 1, "max_clients": null});
+        let allocation = json!({"resource": "r", "ids": ["x::0"], "devices": ["../x"], "mps": limits});
+        let device = changed("/allocations/0", allocation).unwrap_err();
+        assert!(device.contains("\"../x\" is no device"), "{device}");
+        assert_eq!(changed(&format!("{pool}/count"), json!(10)), Ok(checkpoint()));
     }
 
     #[test]

@@ -15,6 +15,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::mig::{Change, Target, changes};
 
+/// As many as a device list of one resource may sensibly have of one device; NVIDIA's plugin has been seen with hundreds.
+const MOST_SLICES: u32 = 1024;
+
 /// How a GPU is served as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
@@ -97,6 +100,26 @@ impl Pool {
 }
 
 impl Layout {
+    /// Whether it is one that [`wanted`] could have made, as far as numbers and names go: slices are counted out one by one.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong.
+    pub fn check(&self) -> Result<(), String> {
+        for Pool { resource, first, count, kind, .. } in &self.pools {
+            named(resource)?;
+            if *count > MOST_SLICES {
+                return Err(format!("{resource}: {count} slices are more than {MOST_SLICES}"));
+            }
+            if first.checked_add(*count).is_none() {
+                return Err(format!("{resource}: there are no {count} slices from {first} on"));
+            }
+            if let Kind::Mps { memory_mib, threads, .. } = kind {
+                complete(resource, *count, [threads.len(), memory_mib.len()])?;
+            }
+        }
+        Ok(())
+    }
+
     /// Leaves what a device is served as just as it was before.
     pub fn keep(&mut self, device: &str, before: Option<&Self>) {
         self.pools.retain(|pool| pool.device != device);
@@ -220,7 +243,9 @@ fn whole_pool(device: &str, resource: String) -> Pool {
 
 /// MIG instances that somebody else made, each whole.
 fn existing_instances(mig: &Mig) -> Wanted {
-    let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty());
+    // One of a profile whose name is no resource's could not be asked for.
+    let named = |instance: &&MigInstance| named(&mig_resource(&instance.profile)).is_ok();
+    let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(named);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
     Layout { pools: pools.collect(), ..empty(Mode::Mig) }.into()
 }
@@ -264,10 +289,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         if slices.memory_mib.contains(&0) {
             return Err("0 MiB is not a memory limit".into());
         }
-        let count = slices.count as usize;
-        if [slices.threads.len(), slices.memory_mib.len()].iter().any(|&limits| limits != 0 && limits < count) {
-            return Err(format!("{resource}: there are {count} shares, and limits for fewer"));
-        }
+        complete(&resource, slices.count, [slices.threads.len(), slices.memory_mib.len()])?;
         let Some(end) = slices.first.checked_add(slices.count) else {
             return Err(format!("{resource}: {} is no number for a first share", slices.first));
         };
@@ -296,11 +318,18 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     Ok((pools, daemon))
 }
 
+/// That lists of limits are for all shares, or empty.
+fn complete(resource: &str, count: u32, limits: [usize; 2]) -> Result<(), String> {
+    if limits.iter().any(|&limits| limits != 0 && limits < count as usize) {
+        return Err(format!("{resource}: there are {count} shares, and limits for fewer"));
+    }
+    Ok(())
+}
+
 fn replicas(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
-    // As many as a device list of one resource may sensibly have; NVIDIA's plugin has been seen with hundreds.
-    if *replicas == 0 || *replicas > 1024 {
-        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to 1024"));
+    if *replicas == 0 || *replicas > MOST_SLICES {
+        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MOST_SLICES}"));
     }
     let resource = named(resource)?;
     Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: Kind::TimeSliced })

@@ -38,7 +38,7 @@ pub mod mig;
 pub mod mps;
 pub mod node;
 mod offline;
-mod pods;
+pub mod pods;
 #[cfg(test)]
 mod recut;
 pub mod report;

@@ -13,7 +13,6 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::files::write_atomically;
-use crate::hardware::chain;
 
 /// Between looks for an MPS host that is not there.
 const LOOK: Duration = Duration::from_millis(250);
@@ -209,16 +208,22 @@ fn watch_folder(folder: PathBuf) -> io::Result<inotify::EventStream<[u8; 1024]>>
     inotify.into_event_stream([0; 1024])
 }
 
-fn parse_status(bytes: &[u8]) -> Result<Status, String> {
+/// Reads what the MPS host wrote to its status file.
+///
+/// # Errors
+/// A sentence: it is not of its shape, or of a newer MPS host.
+pub fn parse_status(bytes: &[u8]) -> Result<Status, String> {
     #[derive(serde::Deserialize)]
     struct Versioned {
         version: u32,
     }
-    let Versioned { version } = serde_json::from_slice(bytes).map_err(|error| chain(&error))?;
+    // It repeats texts of the file, however long, and is told in a status.
+    let malformed = |error: serde_json::Error| error.to_string().chars().take(300).collect::<String>();
+    let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
     if version > VERSION {
         return Err(format!("version {version} of a newer MPS host; this agent reads {VERSION}"));
     }
-    serde_json::from_slice(bytes).map_err(|error| chain(&error))
+    serde_json::from_slice(bytes).map_err(malformed)
 }
 
 #[cfg(test)]

@@ -694,12 +694,7 @@ impl Node {
             daemons.extend(layout.daemons.iter().map(|(device, daemon)| (device.clone(), daemon.clone())));
         }
         let mut doors = self.adopted_allocations.clone();
-        for (id, allocation) in allocations.iter() {
-            if let (Some(limits), Some(device)) = (allocation.mps, allocation.devices.first()) {
-                let MpsLimits { threads, memory_mib, max_clients } = limits;
-                doors.insert(id.clone(), wire::Allocation { device: device.clone(), threads, memory_mib, max_clients });
-            }
-        }
+        doors.extend(allocations.iter().filter_map(|(_, allocation)| allocation.door()));
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 

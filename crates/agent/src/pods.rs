@@ -35,7 +35,7 @@ const MIRROR: &str = "kubernetes.io/config.mirror";
 /// A pod as the API server tells it, without what nobody reads here.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
-pub(crate) struct PodObject {
+pub struct PodObject {
     metadata: ObjectMeta,
     #[serde(default)]
     spec: PodSpec,
@@ -106,7 +106,7 @@ struct ContainerStatus {
 
 impl PodObject {
     /// What the kubelet of this node will ask for it; nothing for a pod that has ended or wants nothing that is served.
-    pub(crate) fn bound(&self, node: &str) -> Option<Bound> {
+    pub fn bound(&self, node: &str) -> Option<Bound> {
         let PodObject { metadata, spec, status } = self;
         if matches!(status.phase.as_str(), "Succeeded" | "Failed") {
             return None;
@@ -143,8 +143,8 @@ impl PodObject {
         Seen { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
     }
 
-    /// Notes how far it is on its way out.
-    pub(crate) fn note_departure(&self, node: &str, departures: &mut Departures) -> bool {
+    /// Notes how far it is on its way out, and says whether that is news.
+    pub fn note_departure(&self, node: &str, departures: &mut Departures) -> bool {
         // Of a static pod this is the image: to delete it ends nothing.
         if self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR)) {
             return false;
@@ -157,7 +157,7 @@ impl PodObject {
     }
 
     /// What people call it and its containers; none for a pod that has ended.
-    pub(crate) fn named(&self) -> Option<(String, PodName)> {
+    pub fn named(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if matches!(status.phase.as_str(), "Succeeded" | "Failed") {
             return None;

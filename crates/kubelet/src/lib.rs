@@ -30,7 +30,7 @@ mod server;
 pub use checkpoint::{AllocatedDevices, KubeletCheckpoint};
 pub use directory::{DEVICE_PLUGINS, DirectoryError};
 pub use plugins::{Backoff, Config, DirectoryState, Phase, Plugins, PluginsState, ResourceState, Timings};
-pub use pods::{AllocatableDevices, HeldDevices, POD_RESOURCES, PodResources, PodResourcesError};
+pub use pods::{AllocatableDevices, HeldDevices, POD_RESOURCES, PodResources, PodResourcesError, held};
 pub use resource::{
     ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, InvalidDeviceId, InvalidResourceName, Mount, Options,
     PreferredRequest, Refusal, Resource, ResourceName,

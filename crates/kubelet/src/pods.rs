@@ -114,7 +114,7 @@ impl PodResources {
 }
 
 /// One row per container and resource, its ids in order; the kubelet sends one per NUMA node.
-fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
+pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
     let mut rows: Vec<HeldDevices> = Vec::new();
     for pod in answer.pod_resources {
         for container in pod.containers {

@@ -74,7 +74,7 @@ impl ResourceName {
 
     /// Accepts what the kubelet's `IsExtendedResourceName` accepts.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
-        let refuse = |why| Err(InvalidResourceName { name: name.to_owned(), why });
+        let refuse = |why| Err(InvalidResourceName { name: beginning(name), why });
         let Some((domain, short)) = name.split_once('/') else {
             return refuse("it needs a domain, as in `example.com/device`");
         };
@@ -137,6 +137,11 @@ impl Borrow<str> for ResourceName {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceId(Arc<str>);
 
+/// What an error repeats of a text: others wrote it, as long as they liked.
+fn beginning(text: &str) -> String {
+    text.chars().take(100).collect()
+}
+
 /// Why a text is not a device's id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a device id: the kubelet's API allows 1 to 63 bytes")]
@@ -146,7 +151,7 @@ impl DeviceId {
     /// Checks the length, which is all that the API demands.
     pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
         if id.is_empty() || id.len() > 63 {
-            return Err(InvalidDeviceId(id.to_owned()));
+            return Err(InvalidDeviceId(beginning(id)));
         }
         Ok(Self(id.into()))
     }
@@ -204,6 +209,25 @@ pub struct PreferredRequest<'a> {
     pub must_include: &'a [String],
     /// How many to choose, `must_include` counted.
     pub size: usize,
+}
+
+impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
+    type Error = Refusal;
+
+    /// Numbers that cannot be right are refused here; whether the ids are known, and which to take, is the resource's business.
+    fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
+        let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
+        let Ok(size) = usize::try_from(wire.allocation_size) else {
+            return Err(Refusal::Invalid(format!("{} devices asked for", wire.allocation_size)));
+        };
+        if size > available.len() {
+            return Err(Refusal::Invalid(format!("{size} devices asked for out of {} available", available.len())));
+        }
+        if must_include.len() > size {
+            return Err(Refusal::Invalid(format!("{size} devices asked for that include {}", must_include.len())));
+        }
+        Ok(Self { available, must_include, size })
+    }
 }
 
 /// What a container gets with its devices.
@@ -327,6 +351,13 @@ mod tests {
         ] {
             assert!(ResourceName::parse(name).is_err(), "{name}");
         }
+    }
+
+    #[test]
+    fn a_name_that_is_far_too_long_is_told_in_short() {
+        let long = "\n".repeat(100_000);
+        assert!(ResourceName::parse(&long).expect_err("no name").to_string().len() < 1000);
+        assert!(DeviceId::parse(&long).expect_err("no id").to_string().len() < 1000);
     }
 
     #[test]

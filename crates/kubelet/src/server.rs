@@ -165,7 +165,7 @@ impl DevicePlugin for Service {
         let resource = self.resource();
         let mut container_responses = Vec::with_capacity(request.get_ref().container_requests.len());
         for container in &request.get_ref().container_requests {
-            let request = preferred_request(container)?;
+            let request = PreferredRequest::try_from(container)?;
             if let Some(known) = resource.until_known(&request) {
                 known.await;
             }
@@ -202,21 +202,6 @@ impl From<Options> for wire::DevicePluginOptions {
     fn from(Options { pre_start, preferred }: Options) -> Self {
         Self { pre_start_required: pre_start, get_preferred_allocation_available: preferred }
     }
-}
-
-/// Numbers that cannot be right are refused here; whether the ids are known, and which to take, is the resource's business.
-fn preferred_request(wire: &wire::ContainerPreferredAllocationRequest) -> Result<PreferredRequest<'_>, Refusal> {
-    let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
-    let Ok(size) = usize::try_from(wire.allocation_size) else {
-        return Err(Refusal::Invalid(format!("{} devices asked for", wire.allocation_size)));
-    };
-    if size > available.len() {
-        return Err(Refusal::Invalid(format!("{size} devices asked for out of {} available", available.len())));
-    }
-    if must_include.len() > size {
-        return Err(Refusal::Invalid(format!("{size} devices asked for that include {}", must_include.len())));
-    }
-    Ok(PreferredRequest { available, must_include, size })
 }
 
 /// What one `ListAndWatch` stream sends. Each stream has its own, so that two see every change.

@@ -193,7 +193,7 @@ pub enum Error {
         most: u32,
     },
     /// A text that says nothing.
-    #[error("{field} is {value:?}: it must be {expected}")]
+    #[error("{field} is {:?}: it must be {expected}", beginning(value))]
     Text {
         /// The field.
         field: &'static str,
@@ -205,6 +205,11 @@ pub enum Error {
     /// Fields that do not go together, or one that is missing.
     #[error("{0}")]
     Shape(&'static str),
+}
+
+/// What an error repeats of a text, which may have any length where somebody removed the definition's rules.
+fn beginning(text: &str) -> String {
+    text.chars().take(100).collect()
 }
 
 /// Checks and parses a policy.

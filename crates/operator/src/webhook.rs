@@ -105,6 +105,11 @@ impl Change {
     }
 }
 
+/// What is told of an error, which repeats texts of the body, however long.
+fn beginning(error: &serde_json::Error) -> String {
+    error.to_string().chars().take(300).collect()
+}
+
 /// Answers a review: the pod is let in, changed if that is for it. `excepted` says whether a namespace's pods go without.
 ///
 /// # Errors
@@ -115,7 +120,7 @@ pub fn review(
     excepted: impl FnOnce(&str) -> bool,
 ) -> Result<AdmissionReview<DynamicObject>, Malformed> {
     let review: AdmissionReview<PodObject> =
-        serde_json::from_slice(body).map_err(|error| Malformed::Json(error.to_string()))?;
+        serde_json::from_slice(body).map_err(|error| Malformed::Json(beginning(&error)))?;
     let request: AdmissionRequest<PodObject> = review.try_into().map_err(|_| Malformed::NoRequest)?;
     let pod = request.object.as_ref().ok_or(Malformed::NoPod)?;
     let response = AdmissionResponse::from(&request);

@@ -17,6 +17,9 @@ const MARGIN: Duration = Duration::from_secs(2);
 /// Of a short grace that margin would leave nothing: so large a part of it is enough then.
 const MARGIN_PART: u32 = 4;
 
+/// No pod is waited for longer. People write graces and sleeps of any 64-bit number of seconds, which no clock can be told to wait for.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// What the API server says of a pod with shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
@@ -94,6 +97,8 @@ impl Pods {
     pub fn saw(&mut self, seen: Seen, now: Instant) -> bool {
         self.prune(now);
         let Seen { uid, name, sleep, deletion } = seen;
+        let sleep = sleep.min(LONGEST);
+        let deletion = deletion.map(|deletion| Deletion { grace: deletion.grace.min(LONGEST), ..deletion });
         let before = self.by_uid.get(&uid);
         if before.is_some_and(|pod| pod.gone.is_some()) {
             return false;
@@ -214,6 +219,24 @@ pub(super) mod tests {
         assert_eq!(span(&pods, "b", now), Some((0, 15_000)));
         pods.saw(seen("c", Some((30, 300))), now);
         assert_eq!(span(&pods, "c", now), Some((0, 30_000)), "a clock that is late grants nothing");
+    }
+
+    #[test]
+    fn a_grace_and_a_sleep_longer_than_any_clock_are_long() {
+        let now = Instant::now();
+        let mut pods = Pods::default();
+        let forever = Duration::from_secs(u64::MAX);
+        let longest = LONGEST.as_millis();
+        for (uid, before) in [("a", true), ("b", false)] {
+            if before {
+                pods.saw(Seen { sleep: forever, ..seen(uid, None) }, now);
+            }
+            let deletion = Some(Deletion { grace: forever, left: forever });
+            pods.saw(Seen { sleep: forever, deletion, ..seen(uid, None) }, now);
+            assert_eq!(span(&pods, uid, now), Some((0, longest)));
+        }
+        pods.saw(seen("a", Some((30, 30))), now);
+        assert_eq!(span(&pods, "a", now), Some((0, 30_000)), "it can be cut short");
     }
 
     #[test]

@@ -52,10 +52,10 @@ pub fn look(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     Ok(Some(Process { start, parent, owner: cgroup::owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
-/// Fields 4 and 22 of `/proc/PID/stat` (`proc_pid_stat(5)`). The name, field 2, may have spaces and parentheses.
+/// The parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat` (`proc_pid_stat(5)`). The name, field 2, may have spaces and parentheses.
 ///
 /// A process whose first thread has ended is a zombie by its state while other threads go on: that says nothing here.
-fn parse_stat(stat: &str) -> Option<(u32, u64)> {
+pub fn parse_stat(stat: &str) -> Option<(u32, u64)> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();
     let parent = fields.nth(1)?.parse().ok()?;

@@ -92,7 +92,7 @@ pub(crate) async fn ask_by_tool(
         let text = String::from_utf8_lossy(&text).into_owned();
         match child.exited().await {
             Exit::Status(0) => Ok(text),
-            exit => Err(Unexpected(format!("{} ({exit})", text.trim())).into()),
+            exit => Err(Unexpected::new(&format!("({exit}) {}", text.trim())).into()),
         }
     })
     .await;

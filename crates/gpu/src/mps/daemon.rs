@@ -863,15 +863,15 @@ impl Device {
         let Limits { threads: percent, memory_mib } = limits;
         let is = self.ask(&Command::SetThreads { server, percent }).await?;
         if !protocol::is_percentage(&is, percent) {
-            return Err(Unexpected(is).into());
+            return Err(Unexpected::new(&is).into());
         }
         let is = self.ask(&Command::SetMemory { server, mib: memory_mib }).await?;
         if !is.trim().is_empty() {
-            return Err(Unexpected(is).into());
+            return Err(Unexpected::new(&is).into());
         }
         let is = self.ask(&Command::GetMemory { server }).await?;
         if !protocol::is_memory(&is, memory_mib) {
-            return Err(Unexpected(is).into());
+            return Err(Unexpected::new(&is).into());
         }
         gate.applied = Some((server, limits));
         Ok(())

@@ -28,7 +28,7 @@ pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), 
 
 /// Who connects to `control`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum Kind {
     /// A CUDA program.
     Client,
     /// Somebody with commands.
@@ -39,7 +39,7 @@ pub(crate) enum Kind {
 
 impl Kind {
     /// What the packet after the credentials says.
-    pub(crate) fn parse(packet: &[u8]) -> Self {
+    pub fn parse(packet: &[u8]) -> Self {
         match <[u8; 4]>::try_from(packet).map(u32::from_le_bytes) {
             Ok(2) => Self::Client,
             Ok(4) => Self::Administrator,
@@ -48,7 +48,7 @@ impl Kind {
     }
 
     /// The packet that says it.
-    pub(crate) fn packet(self) -> [u8; 4] {
+    pub fn packet(self) -> [u8; 4] {
         let word: u32 = match self {
             Self::Client => 2,
             Self::Administrator => 4,
@@ -60,38 +60,62 @@ impl Kind {
 
 /// A command of the v2 shell. Displayed, it is one line: nothing that came from outside can add another.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Command {
+pub enum Command {
+    /// Pids of the servers.
     ServerList,
+    /// How a server is, by pid.
     ServerStatus(u32),
+    /// Starts a server.
     StartServer {
+        /// For clients of this uid; 0 is for all where the daemon has a server for several.
         uid: u32,
     },
+    /// Ends a server.
     ShutdownServer {
+        /// Its pid.
         server: u32,
         /// With clients.
         force: bool,
     },
+    /// The active thread percentage of clients that connect from now on.
     SetThreads {
+        /// The server's pid.
         server: u32,
+        /// 1 to 100.
         percent: u8,
     },
+    /// The memory limit of clients that connect from now on.
     SetMemory {
+        /// The server's pid.
         server: u32,
+        /// MiB; none is no limit.
         mib: Option<u64>,
     },
+    /// What [`Command::SetMemory`] set.
     GetMemory {
+        /// The server's pid.
         server: u32,
     },
+    /// The active thread percentage of servers to come.
     SetDefaultThreads(u8),
+    /// The memory limit of servers to come, MiB.
     SetDefaultMemory(u64),
+    /// What [`Command::SetDefaultThreads`] set.
     GetDefaultThreads,
+    /// What [`Command::SetDefaultMemory`] set.
     GetDefaultMemory,
+    /// Pids of a server's clients.
     Clients(u32),
+    /// Ends a client's contexts.
     Terminate {
+        /// The server's pid.
         server: u32,
+        /// The client's pid.
         client: u32,
     },
+    /// Ends the daemon.
     Quit {
+        /// How long clients may take to leave.
         seconds: u32,
     },
 }
@@ -122,7 +146,7 @@ impl fmt::Display for Command {
 }
 
 /// The packets that ask for a command, after the kind.
-pub(crate) fn commands(command: &Command) -> [Vec<u8>; 3] {
+pub fn commands(command: &Command) -> [Vec<u8>; 3] {
     let text = format!("{command}\n\0").into_bytes();
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     [length.to_vec(), text, END_OF_COMMANDS.to_vec()]
@@ -130,7 +154,7 @@ pub(crate) fn commands(command: &Command) -> [Vec<u8>; 3] {
 
 /// One packet of a reply.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Reply {
+pub enum Reply {
     /// Output.
     Text(String),
     /// There is no more.
@@ -139,7 +163,7 @@ pub(crate) enum Reply {
 
 impl Reply {
     /// `None`: not of this protocol.
-    pub(crate) fn parse(packet: &[u8]) -> Option<Self> {
+    pub fn parse(packet: &[u8]) -> Option<Self> {
         if packet == END_OF_REPLIES {
             return Some(Self::End);
         }
@@ -152,32 +176,42 @@ impl Reply {
 /// What the daemon printed where something else was expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the MPS control daemon answered {0:?}")]
-pub(crate) struct Unexpected(pub(crate) String);
+pub struct Unexpected(String);
+
+impl Unexpected {
+    /// Of a long answer the beginning: this is told in a status, which has to fit into an object of the API server.
+    pub(crate) fn new(answer: &str) -> Self {
+        Self(super::beginning(answer))
+    }
+}
 
 /// A list of pids: of servers, or of a server's clients.
-pub(crate) fn pids(output: &str) -> Result<Vec<u32>, Unexpected> {
+pub fn pids(output: &str) -> Result<Vec<u32>, Unexpected> {
     let pids: Result<Vec<u32>, _> = output.split_whitespace().map(str::parse).collect();
-    pids.map_err(|_| Unexpected(output.to_owned()))
+    pids.map_err(|_| Unexpected::new(output))
 }
 
 /// `get_server_status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ServerState {
+pub enum ServerState {
+    /// It starts.
     Initializing,
+    /// It serves.
     Active,
+    /// It lets nobody in until those whom a fatal error hit have exited.
     Fault,
     /// There is no such server.
     Gone,
 }
 
 /// Reads the answer to `get_server_status`.
-pub(crate) fn server_state(output: &str) -> Result<ServerState, Unexpected> {
+pub fn server_state(output: &str) -> Result<ServerState, Unexpected> {
     match output.trim() {
         "INITIALIZING" => Ok(ServerState::Initializing),
         "ACTIVE" => Ok(ServerState::Active),
         "FAULT" => Ok(ServerState::Fault),
         other if is_not_found(other) => Ok(ServerState::Gone),
-        other => Err(Unexpected(other.to_owned())),
+        other => Err(Unexpected::new(other)),
     }
 }
 
@@ -187,14 +221,14 @@ pub(crate) fn is_not_found(output: &str) -> bool {
 }
 
 /// Whether the percentage that is now in force, as `set_` and `get_…active_thread_percentage` print it, is `percent`.
-pub(crate) fn is_percentage(output: &str, percent: u8) -> bool {
+pub fn is_percentage(output: &str, percent: u8) -> bool {
     output.trim().parse::<f64>().is_ok_and(|printed| (printed - f64::from(percent)).abs() < 0.05)
 }
 
 /// Whether a memory limit, as `get_…device_pinned_mem_limit` prints it, is `mib`.
 ///
 /// The daemon prints whole MiB below 1 GiB, and above it GiB rounded down; no limit is no output.
-pub(crate) fn is_memory(output: &str, mib: Option<u64>) -> bool {
+pub fn is_memory(output: &str, mib: Option<u64>) -> bool {
     let output = output.trim();
     let Some(mib) = mib else { return output.is_empty() };
     let number = |unit: char| output.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
@@ -207,7 +241,7 @@ pub(crate) fn is_memory(output: &str, mib: Option<u64>) -> bool {
 
 /// What `terminate_client` came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Terminated {
+pub enum Terminated {
     /// The client's contexts are gone.
     Done,
     /// It has none (`CUDA_ERROR_INVALID_CONTEXT`): not yet, or not any more.
@@ -215,23 +249,31 @@ pub(crate) enum Terminated {
 }
 
 /// Reads the answer to `terminate_client`.
-pub(crate) fn terminated(output: &str) -> Result<Terminated, Unexpected> {
+pub fn terminated(output: &str) -> Result<Terminated, Unexpected> {
     match output.lines().last().map(str::trim) {
         Some("0") => Ok(Terminated::Done),
         Some("201") => Ok(Terminated::NoContext),
-        _ => Err(Unexpected(output.to_owned())),
+        _ => Err(Unexpected::new(output)),
     }
 }
 
 /// What a line that the daemon or its server prints says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum LogEvent {
+pub enum LogEvent {
     /// `NEW SERVER 9: Ready`.
     ServerReady(u32),
     /// `Server 9 exited with status 1`.
-    ServerExited { server: u32, status: i32 },
+    ServerExited {
+        /// Its pid.
+        server: u32,
+        /// As the daemon prints it.
+        status: i32,
+    },
     /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server says that it handles one.
-    Fault { client: Option<u32> },
+    Fault {
+        /// The client's pid, where the line names one.
+        client: Option<u32>,
+    },
     /// `Client {PID: 9, Context ID: 0} connected`.
     ClientConnected(u32),
     /// `Client process 9 disconnected`.
@@ -251,17 +293,19 @@ pub(crate) enum LogEvent {
 
 /// A line of the daemon's output: `[2026-11-21 10:38:36.269 Control   402] text`.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct LogLine<'a> {
+pub struct LogLine<'a> {
     /// `Control`, `Server` or `Other`; empty for a line without the prefix.
-    pub(crate) source: &'a str,
+    pub source: &'a str,
     /// Who wrote it.
-    pub(crate) pid: Option<u32>,
-    pub(crate) text: &'a str,
-    pub(crate) event: LogEvent,
+    pub pid: Option<u32>,
+    /// What it says.
+    pub text: &'a str,
+    /// What that means here.
+    pub event: LogEvent,
 }
 
 /// Reads one line; every line is one.
-pub(crate) fn log_line(line: &str) -> LogLine<'_> {
+pub fn log_line(line: &str) -> LogLine<'_> {
     let (source, pid, text) = prefix(line).unwrap_or(("", None, line.trim()));
     LogLine { source, pid, text, event: event(text) }
 }
@@ -431,6 +475,16 @@ mod tests {
         let line = log_line("[2026-11-21 10:38:36.269 Control   402] NEW UI");
         assert_eq!((line.source, line.pid, line.text), ("Control", Some(402), "NEW UI"));
         assert_eq!(log_line("An instance of this daemon is already running").source, "");
+    }
+
+    #[test]
+    fn an_answer_that_makes_no_sense_is_told_in_short() {
+        let long = "\u{fffd}".repeat(100_000);
+        for error in [pids(&long).unwrap_err(), server_state(&long).unwrap_err(), terminated(&long).unwrap_err()] {
+            let told = error.to_string();
+            assert!(told.len() < 1000 && told.ends_with("\u{fffd}…\""), "{told}");
+        }
+        assert_eq!(pids("no").unwrap_err().to_string(), "the MPS control daemon answered \"no\"");
     }
 
     proptest! {

@@ -75,7 +75,8 @@ impl Desired {
         struct Versioned {
             version: u32,
         }
-        let malformed = |error: serde_json::Error| Invalid::Malformed(error.to_string());
+        // It repeats texts of the file, however long.
+        let malformed = |error: serde_json::Error| Invalid::Malformed(super::beginning(&error.to_string()));
         // The version first: of a newer file nothing else can be taken for granted.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
         if version != VERSION {
@@ -86,7 +87,11 @@ impl Desired {
         Ok(desired)
     }
 
-    fn check(&self) -> Result<(), Invalid> {
+    /// Whether it can be acted upon.
+    ///
+    /// # Errors
+    /// [`Invalid`] says the first thing that is wrong.
+    pub fn check(&self) -> Result<(), Invalid> {
         for (device, daemon) in &self.daemons {
             check_device(device)?;
             check_limits(device, daemon.default_threads, daemon.default_memory_mib)?;
@@ -97,7 +102,7 @@ impl Desired {
         for (id, allocation) in &self.allocations {
             let hexadecimal = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
             if id.is_empty() || id.len() > 32 || !id.bytes().all(hexadecimal) {
-                return Err(Invalid::AllocationId(id.clone()));
+                return Err(Invalid::AllocationId(super::beginning(id)));
             }
             check_device(&allocation.device)?;
             check_limits(id, allocation.threads, allocation.memory_mib)?;
@@ -124,7 +129,7 @@ fn check_device(device: &str) -> Result<(), Invalid> {
     if fits && device.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-') {
         Ok(())
     } else {
-        Err(Invalid::Device(device.to_owned()))
+        Err(Invalid::Device(super::beginning(device)))
     }
 }
 
@@ -412,6 +417,20 @@ mod tests {
         for bytes in [&b""[..], b"{", b"[]", b"\xff", br#"{"version":1}"#] {
             assert!(matches!(Desired::parse(bytes), Err(Invalid::Malformed(_))), "{bytes:?}");
         }
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_in_short() {
+        let long = "\u{1}".repeat(100_000);
+        let mut device = desired();
+        device.daemons.insert(long.clone(), daemon());
+        let mut id = desired();
+        id.allocations.insert(long.clone(), allocation());
+        for bad in [device, id].map(|bad| serde_json::to_vec(&bad).unwrap()) {
+            assert!(Desired::parse(&bad).unwrap_err().to_string().len() < 2000);
+        }
+        let error = Desired::parse(format!(r#"{{"version":"{}"}}"#, "x".repeat(100_000)).as_bytes()).unwrap_err();
+        assert!(error.to_string().len() < 500 && error.to_string().contains("invalid type: string \"xxx"), "{error}");
     }
 
     #[test]

@@ -1,0 +1,330 @@
+//! Changes samples at random: as bytes, or as the JSON that they are.
+use fastrand::Rng;
+use serde_json::{Map, Value};
+
+/// No input becomes longer, in bytes.
+pub const LONGEST: usize = 64 << 10;
+
+/// What an input is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    /// Bytes or text.
+    Bytes,
+    /// One JSON document.
+    Json,
+}
+
+/// Numbers at which something ends.
+const NUMBERS: &[&str] = &[
+    "0",
+    "1",
+    "-1",
+    "2",
+    "7",
+    "8",
+    "48",
+    "49",
+    "63",
+    "64",
+    "100",
+    "101",
+    "127",
+    "128",
+    "255",
+    "256",
+    "1000",
+    "1024",
+    "1025",
+    "32767",
+    "65535",
+    "65536",
+    "2147483647",
+    "2147483648",
+    "-2147483648",
+    "4294967295",
+    "4294967296",
+    "9007199254740993",
+    "9223372036854775807",
+    "9223372036854775808",
+    "-9223372036854775808",
+    "18446744073709551615",
+    "18446744073709551616",
+    "0.5",
+    "-0.0",
+    "1e3",
+    "1e18",
+    "1e308",
+    "5e-324",
+];
+
+/// Those of them beyond which times and products do not go.
+const LARGEST: &[&str] = &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
+
+/// Texts at which something ends, whatever the format.
+const TEXTS: &[&str] = &[
+    "", " ", "\0", "\n", ",", "=", ":", "::", "/", "../", ".", "-", "_", "+", "%", "\"", "\\", "{}", "[]", "[[[[[[[[",
+    "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",
+];
+
+/// Another input, by some changes of one sample; of another one too, here and there.
+pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
+    let changes = 1 + rng.usize(..4) * rng.usize(..3);
+    let mut input = None;
+    // Some documents are changed as text: only so are keys there twice, numbers too large, and strings cut off.
+    if shape == Shape::Json
+        && rng.u8(..8) > 0
+        && let Ok(mut tree) = serde_json::from_slice::<Value>(sample)
+    {
+        let donor = serde_json::from_slice(other).unwrap_or(Value::Null);
+        (0..changes).for_each(|_| change_tree(&mut tree, &donor, words, rng));
+        input = serde_json::to_vec(&tree).ok();
+    }
+    let mut input = input.unwrap_or_else(|| {
+        let mut bytes = sample.to_vec();
+        (0..changes).for_each(|_| change_bytes(&mut bytes, other, words, rng));
+        bytes
+    });
+    input.truncate(LONGEST);
+    input
+}
+
+fn pick<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
+    rng.choice(from)
+}
+
+fn text(words: &[&str], rng: &mut Rng) -> String {
+    let from = match rng.u8(..8) {
+        0 => TEXTS,
+        1 => NUMBERS,
+        2 => return ["a", "9", "x::", "\u{fffd}", "-"][rng.usize(..5)].repeat(1 << rng.u32(..13)),
+        _ => words,
+    };
+    pick(from, rng).or_else(|| pick(TEXTS, rng)).map_or_else(String::new, |text| (*text).to_owned())
+}
+
+/// A part of so many bytes at most.
+fn part(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
+    let start = rng.usize(..=length);
+    // Mostly short: a long one leaves little of a sample.
+    let most = if rng.u8(..4) > 0 { 16 } else { length };
+    start..start + rng.usize(..=(length - start).min(most))
+}
+
+fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng) {
+    let range = part(bytes.len(), rng);
+    match rng.u8(..10) {
+        0 => bytes.truncate(range.start),
+        1 => drop(bytes.drain(range)),
+        2 => {
+            if let Some(byte) = bytes.get_mut(range.start) {
+                *byte ^= 1 << rng.u8(..8);
+            }
+        }
+        3 => bytes.iter_mut().skip(range.start).take(1).for_each(|byte| *byte = rng.u8(..)),
+        4 => {
+            let copied = bytes.get(range.clone()).unwrap_or_default().repeat(1 << rng.u32(..6));
+            insert(bytes, range.end, &copied);
+        }
+        5 => {
+            let from = part(other.len(), rng);
+            let spliced = other.get(from).unwrap_or_default().to_vec();
+            drop(bytes.splice(range, spliced));
+        }
+        6 => {
+            let tail = other.get(part(other.len(), rng).start..).unwrap_or_default().to_vec();
+            bytes.truncate(range.start);
+            bytes.extend(tail);
+        }
+        7 => {
+            // A number, wherever one is.
+            let digits = |byte: &u8| byte.is_ascii_digit();
+            let start = bytes.iter().skip(range.start).position(digits).map_or(range.start, |at| range.start + at);
+            let end = start + bytes.iter().skip(start).take_while(|byte| digits(byte)).count();
+            let number = digits_of_number(rng);
+            drop(bytes.splice(start..end, number.bytes()));
+        }
+        8 => drop(bytes.splice(range, text(words, rng).into_bytes())),
+        _ => insert(bytes, range.start, &text(words, rng).into_bytes()),
+    }
+    bytes.truncate(LONGEST);
+}
+
+fn insert(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
+    drop(bytes.splice(at..at, what.iter().copied()));
+}
+
+/// How many values a document has, itself included.
+fn count(tree: &Value) -> usize {
+    1 + match tree {
+        Value::Array(values) => values.iter().map(count).sum(),
+        Value::Object(fields) => fields.values().map(count).sum(),
+        _ => 0,
+    }
+}
+
+/// The value with this number, in the order of [`count`].
+fn nth<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
+    if *number == 0 {
+        return Some(tree);
+    }
+    *number -= 1;
+    match tree {
+        Value::Array(values) => values.iter_mut().find_map(|value| nth(value, number)),
+        Value::Object(fields) => fields.values_mut().find_map(|value| nth(value, number)),
+        _ => None,
+    }
+}
+
+/// Some value of a document: any as likely as another, or by way down from the root, so that long lists do not hide what is beside them.
+fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
+    if rng.bool() {
+        let mut number = rng.usize(..count(tree));
+        return nth(tree, &mut number);
+    }
+    let mut here = tree;
+    loop {
+        let below = match here {
+            Value::Array(values) => values.len(),
+            Value::Object(fields) => fields.len(),
+            _ => 0,
+        };
+        if below == 0 || rng.u8(..8) == 0 {
+            return Some(here);
+        }
+        let at = rng.usize(..below);
+        here = match here {
+            Value::Array(values) => values.get_mut(at)?,
+            Value::Object(fields) => fields.values_mut().nth(at)?,
+            _ => return None,
+        };
+    }
+}
+
+fn any(tree: &Value, rng: &mut Rng) -> Value {
+    let mut tree = tree.clone();
+    somewhere(&mut tree, rng).map(Value::take).unwrap_or_default()
+}
+
+fn digits_of_number(rng: &mut Rng) -> &'static str {
+    pick(if rng.u8(..3) == 0 { LARGEST } else { NUMBERS }, rng).copied().unwrap_or_default()
+}
+
+fn number(rng: &mut Rng) -> Value {
+    serde_json::from_str(digits_of_number(rng)).unwrap_or_default()
+}
+
+fn scalar(words: &[&str], rng: &mut Rng) -> Value {
+    match rng.u8(..6) {
+        0 => Value::Null,
+        1 => Value::Bool(rng.bool()),
+        2 | 3 => number(rng),
+        _ => Value::String(text(words, rng)),
+    }
+}
+
+fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
+    let whole = if rng.bool() { any(tree, rng) } else { any(donor, rng) };
+    let Some(value) = somewhere(tree, rng) else { return };
+    match rng.u8(..10) {
+        0 => *value = whole,
+        1 => *value = scalar(words, rng),
+        2 => {
+            // Deeper than a reader goes.
+            let depth = [1, 2, 100, 200][rng.usize(..4)];
+            for _ in 0..depth {
+                *value = Value::Array(vec![value.take()]);
+            }
+        }
+        _ => match value {
+            Value::Array(values) => change_list(values, whole, rng),
+            Value::Object(fields) => change_fields(fields, whole, words, rng),
+            Value::String(string) => {
+                let mut bytes = std::mem::take(string).into_bytes();
+                change_bytes(&mut bytes, text(words, rng).as_bytes(), words, rng);
+                *string = String::from_utf8_lossy(&bytes).into_owned();
+            }
+            Value::Number(_) if rng.bool() => {
+                let near = value.as_i64().unwrap_or_default();
+                *value = near.wrapping_add(rng.i64(-2..=2)).into();
+            }
+            Value::Number(_) => *value = number(rng),
+            Value::Bool(bool) => *bool = !*bool,
+            Value::Null => *value = scalar(words, rng),
+        },
+    }
+}
+
+fn change_list(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
+    let at = rng.usize(..=values.len());
+    match rng.u8(..5) {
+        0 if at < values.len() => drop(values.remove(at)),
+        1 => rng.shuffle(values),
+        2 => {
+            if let Some(value) = values.get(at).cloned() {
+                let times = 1 << rng.u32(..6);
+                values.extend(std::iter::repeat_n(value, times));
+            }
+        }
+        _ => values.insert(at, whole),
+    }
+}
+
+fn change_fields(fields: &mut Map<String, Value>, whole: Value, words: &[&str], rng: &mut Rng) {
+    let keys: Vec<String> = fields.keys().cloned().collect();
+    let key = pick(&keys, rng).cloned().unwrap_or_default();
+    match rng.u8(..4) {
+        0 => drop(fields.remove(&key)),
+        1 => {
+            if let Some(value) = fields.remove(&key) {
+                fields.insert(text(words, rng), value);
+            }
+        }
+        2 => drop(fields.insert(text(words, rng), whole)),
+        _ => drop(fields.insert(key, whole)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAMPLE: &[u8] = br#"{"a": [1, {"b": "c"}], "d": null}"#;
+
+    fn some(shape: Shape, seed: u64) -> Vec<Vec<u8>> {
+        let mut rng = Rng::with_seed(seed);
+        (0..2000).map(|_| mutated(shape, &["word"], SAMPLE, b"[2,\"other\"]", &mut rng)).collect()
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_inputs_and_another_gives_others() {
+        for shape in [Shape::Bytes, Shape::Json] {
+            assert_eq!(some(shape, 1), some(shape, 1));
+            assert_ne!(some(shape, 1), some(shape, 2));
+        }
+    }
+
+    #[test]
+    fn documents_mostly_stay_documents_and_take_in_others_and_words() {
+        let all = some(Shape::Json, 7);
+        let documents: Vec<Value> = all.iter().filter_map(|input| serde_json::from_slice(input).ok()).collect();
+        assert!((1200..2000).contains(&documents.len()), "{}", documents.len());
+        for part in ["other", "word", "18446744073709551615", "[[[["] {
+            assert!(all.iter().any(|input| String::from_utf8_lossy(input).contains(part)), "{part}");
+        }
+        let mut numbers: Vec<usize> = documents.iter().map(count).collect();
+        numbers.dedup();
+        assert!(numbers.len() > 100, "of many shapes");
+    }
+
+    #[test]
+    fn whatever_there_is_can_be_changed_and_stays_short() {
+        let mut rng = Rng::with_seed(3);
+        let mut input = Vec::new();
+        for round in 0..3000 {
+            let shape = if round % 2 == 0 { Shape::Bytes } else { Shape::Json };
+            let other = std::mem::take(&mut input);
+            input = mutated(shape, &[], if round % 50 == 0 { b"" } else { &other }, &other, &mut rng);
+            assert!(input.len() <= LONGEST);
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! What the agent reads: its checkpoint, its node's spec, the MPS host's word, pods, and `/proc`.
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use cleave_agent::allocate::{Allocation, MpsLimits};
+use cleave_agent::checkpoint::Checkpoint;
+use cleave_agent::ending;
+use cleave_agent::expected::Expected;
+use cleave_agent::mps::{View, parse_status};
+use cleave_agent::node::{Node, Object, Turn};
+use cleave_agent::pods::PodObject;
+use cleave_agent::serve::Table;
+use cleave_agent::tenants::cgroup::owner;
+use cleave_agent::tenants::process::parse_stat;
+use cleave_api::GpuNodeSpec;
+use cleave_gpu::mps::wire::Desired;
+use cleave_kubelet::HeldDevices;
+use cleave_operator::pods as operator;
+use serde_json::{Value, json};
+
+use super::{fixtures, objects};
+use crate::mutate::Shape;
+use crate::{Seen, Target, assert_tells};
+
+/// How long what the kubelet does not list is kept.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// The spec that the operator would write for the first node of the cluster.
+pub(super) fn sample_spec() -> GpuNodeSpec {
+    let changes = objects::read(&fixtures::cluster()).map(|observed| objects::planned(&observed).changes);
+    changes.unwrap_or_default().into_iter().next().map(|change| change.spec).unwrap_or_default()
+}
+
+/// What follows of that spec for the agent, with something given out.
+pub(super) fn sample_turn() -> Turn {
+    let allocation = |resource: &str, gpu: u32| Allocation {
+        resource: resource.to_owned(),
+        ids: vec![format!("{}::0", fixtures::uuid(gpu)), format!("{}::1", fixtures::uuid(gpu))],
+        devices: vec![fixtures::uuid(gpu)],
+        mps: None,
+    };
+    let first = turns(None, Object::Present(3, sample_spec()), View::default());
+    let mut checkpoint = first.checkpoint;
+    checkpoint.allocations.push(allocation("nvidia.com/gpu.shared", 2));
+    let mps = Some(MpsLimits { threads: Some(20), memory_mib: Some(16_000), max_clients: Some(4) });
+    checkpoint.allocations.push(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) });
+    turns(Some(checkpoint), Object::Present(3, sample_spec()), View::default())
+}
+
+/// An agent's life: what it comes to after all inputs.
+///
+/// Whatever those were, what it tells others is what they read. Not so where a checkpoint remembers other GPUs than NVML lists: those count as
+/// lost and keep what they had, so that an instance may be there twice until the next agent refuses such a checkpoint.
+fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Turn {
+    let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
+    let contradicts = |known: &Checkpoint| {
+        let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
+        served.into_iter().any(|uuid| !listed.contains(uuid))
+    };
+    let sound = !checkpoint.as_ref().is_some_and(contradicts);
+    let start = Instant::now();
+    let (mut node, allocations) = Node::start("boot".to_owned(), GRACE, checkpoint, None, start);
+    let held: Vec<HeldDevices> = allocations.iter().map(|(_, allocation)| held(allocation)).collect();
+    let mut table = Table { expected: Expected::told(), allocations, ..Table::default() };
+    // Before NVML has said anything, the checkpoint is believed.
+    holds(&node.turn(&mut table, start), true);
+    node.object(object);
+    node.mps(view);
+    node.inventory(Ok(fixtures::inventory()), start);
+    node.held(Ok(held.clone()), start, &mut table.allocations);
+    holds(&node.turn(&mut table, start), sound);
+    let later = start + Duration::from_secs(60);
+    node.held(Ok(held), later, &mut table.allocations);
+    let turn = node.turn(&mut table, later);
+    holds(&turn, sound);
+    turn
+}
+
+/// As the kubelet lists it.
+fn held(allocation: &Allocation) -> HeldDevices {
+    HeldDevices {
+        namespace: "team".to_owned(),
+        pod: "pod".to_owned(),
+        container: "main".to_owned(),
+        resource: allocation.resource.clone(),
+        ids: allocation.ids.clone(),
+    }
+}
+
+fn holds(turn: &Turn, sound: bool) {
+    let read = Desired::parse(&fixtures::json(&turn.desired));
+    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host reads what the agent tells it");
+    if sound {
+        encoded(&turn.checkpoint);
+    }
+    for (resource, devices) in turn.lists.iter().filter(|_| sound) {
+        let mut ids: Vec<&str> = devices.iter().map(|device| device.id.as_str()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), devices.len(), "the ids of {resource} are each there once");
+    }
+    for condition in &turn.status.conditions {
+        assert!(
+            condition.message.len() <= 32 << 10,
+            "the API server takes no message of {} bytes",
+            condition.message.len()
+        );
+    }
+}
+
+/// A checkpoint that the next agent reads.
+fn encoded(checkpoint: &Checkpoint) -> Vec<u8> {
+    let again = Checkpoint::decode(&checkpoint.encode()).map_err(|error| error.to_string());
+    assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent reads what this one knows");
+    checkpoint.encode()
+}
+
+pub(super) const CHECKPOINT: Target = Target {
+    name: "checkpoint",
+    what: "the agent's own file of before, damaged or of another version",
+    shape: Shape::Json,
+    words: &[
+        "version",
+        "boot",
+        "spec",
+        "gpus",
+        "layouts",
+        "allocations",
+        "pools",
+        "daemons",
+        "first",
+        "count",
+        "Mps",
+        "Whole",
+        "MIG-x",
+        "nvidia.com/gpu",
+    ],
+    samples: || [sample_turn().checkpoint, Checkpoint::default()].map(|one| encoded(&one)).to_vec(),
+    inputs: 1_000,
+    run: |bytes| match Checkpoint::decode(bytes) {
+        Err(error) => {
+            assert_tells(&error.to_string());
+            Seen::Refused
+        }
+        Ok(checkpoint) => {
+            encoded(&checkpoint);
+            turns(Some(checkpoint), Object::Unknown, View::default());
+            Seen::Read
+        }
+    },
+};
+
+pub(super) const NODE_SPEC: Target = Target {
+    name: "node_spec",
+    what: "GpuNode.spec, as the agent reads it",
+    shape: Shape::Json,
+    words: &[
+        "planId",
+        "gpus",
+        "uuid",
+        "partition",
+        "whole",
+        "mps",
+        "timeSlicing",
+        "mig",
+        "slices",
+        "resource",
+        "replicas",
+        "first",
+        "3g.40gb",
+        "nvidia.com/gpu",
+    ],
+    samples: || vec![fixtures::sample(&sample_spec())],
+    inputs: 700,
+    run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
+        Err(error) => {
+            turns(None, Object::Malformed(error.to_string()), View::default());
+            Seen::Refused
+        }
+        Ok(spec) => {
+            turns(None, Object::Present(1, spec), View::default());
+            Seen::Read
+        }
+    },
+};
+
+pub(super) const MPS_STATUS: Target = Target {
+    name: "mps_status",
+    what: "the MPS host's status file, as the agent reads it",
+    shape: Shape::Json,
+    words: &[
+        "version", "daemons", "state", "Active", "Fault", "BackOff", "Stopping", "Hard", "Advisory", "clients",
+        "culprit", "fault",
+    ],
+    samples: || vec![fixtures::sample(&fixtures::status(&sample_turn().desired))],
+    inputs: 700,
+    run: |bytes| match parse_status(bytes) {
+        Err(error) => {
+            assert_tells(&error);
+            Seen::Refused
+        }
+        Ok(status) => {
+            let again = parse_status(&fixtures::json(&status));
+            assert_eq!(again.as_ref(), Ok(&status));
+            turns(None, Object::Present(1, sample_spec()), View { alive: true, status, error: None });
+            Seen::Read
+        }
+    },
+};
+
+pub(super) const PODS: Target = Target {
+    name: "pods",
+    what: "pods of anybody, as agent and operator read them",
+    shape: Shape::Json,
+    words: &[
+        "nvidia.com/gpu",
+        "nvidia.com/gpu-mps",
+        "nvidia.com/gpu-10gb",
+        "nvidia.com/mig-1g.10gb",
+        "cleave.dev/placement",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "2026-11-21T10:38:36Z",
+        "seconds",
+        "Always",
+        "limits",
+        "overhead",
+        "9223372036854775807",
+    ],
+    samples: || {
+        let leaving = json!({
+            "metadata/deletionTimestamp": "2026-11-21T10:38:36Z", "metadata/deletionGracePeriodSeconds": 30,
+            "status/containerStatuses": [{"name": "main", "containerID": "containerd://0123456789ab"}], "status/startTime": "2026-11-21T10:38:36Z",
+        });
+        let mut pods = fixtures::cluster().get("pods").and_then(Value::as_array).cloned().unwrap_or_default();
+        pods.push(fixtures::pod("leaving", "nvidia.com/gpu-mps", 2, &leaving));
+        pods.iter().map(fixtures::json).collect()
+    },
+    inputs: 4_000,
+    run: |bytes| {
+        let mut seen = Seen::Refused;
+        if let Ok(pod) = serde_json::from_slice::<PodObject>(bytes) {
+            let (mut expected, mut departures) = (Expected::told(), ending::Pods::default());
+            let now = Instant::now();
+            // Seen to stay first: the deletion is then new, and its whole grace to come.
+            let staying = serde_json::from_slice::<Value>(bytes).ok().and_then(|mut pod| {
+                pod.pointer_mut("/metadata")?.as_object_mut()?.remove("deletionTimestamp")?;
+                serde_json::from_value::<PodObject>(pod).ok()
+            });
+            for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
+                pod.note_departure("n1", &mut departures);
+                pod.named();
+                if let Some(bound) = pod.bound("n1") {
+                    assert!(!bound.wants.is_empty());
+                    expected.pod(bound, now);
+                }
+            }
+            expected.kept("nvidia.com/gpu-mps");
+            seen = Seen::Read;
+        }
+        if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {
+            pod.trim();
+            if let Some(claimant) = operator::claimant(&pod) {
+                assert_eq!(operator::claimant(&pod), Some(claimant));
+            }
+            seen = Seen::Read;
+        }
+        seen
+    },
+};
+
+pub(super) const PROC: Target = Target {
+    name: "proc",
+    what: "a process's cgroup and stat files: its name, and the cgroups below its container's, are its own choice",
+    shape: Shape::Bytes,
+    words: &[
+        "0::/",
+        "kubepods",
+        "/pod",
+        ".slice",
+        "-pod",
+        "kubepods-burstable-pod",
+        "cri-containerd-",
+        ".scope",
+        ":",
+        " (deleted)",
+        "..",
+        "\n",
+        "6f1d2c3b-4a59-4e68-8f77-0123456789ab",
+        "6f1d2c3b_4a59_4e68_8f77_0123456789ab",
+        "0123456789abcdef0123456789abcdef",
+        ") R ",
+    ],
+    samples: || vec![b"42 (a b) c) S 7 42 42 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1 1\n".to_vec()],
+    inputs: 20_000,
+    run: |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let stat = parse_stat(&text);
+        if let Some((parent, start)) = stat {
+            assert!(text.contains(&parent.to_string()) && text.contains(&start.to_string()));
+        }
+        let found = owner(&text);
+        if let Some(owner) = &found {
+            assert!(matches!(owner.pod.len(), 32 | 36), "{owner:?}");
+            assert!(
+                text.contains(&owner.pod) || text.contains(&owner.pod.replace('-', "_")) || text.contains('_'),
+                "{owner:?}"
+            );
+            assert!(owner.container.as_ref().is_none_or(|id| text.contains(id)), "{owner:?}");
+            if text.lines().count() == 1 && owner.container.is_some() {
+                // Its own cgroup, of any name.
+                let lie =
+                    format!("{}/kubepods/pod00000000-1111-4222-8333-444444444444/ffffffffffffffff", text.trim_end());
+                assert_eq!(super::agent::owner(&lie).as_ref().map(|other| &other.pod), Some(&owner.pod), "{lie:?}");
+            }
+        }
+        if stat.is_some() || found.is_some() { Seen::Read } else { Seen::Refused }
+    },
+};

@@ -1,0 +1,158 @@
+//! What the kubelet says: a plugin's requests, and who holds what.
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+
+use cleave_agent::allocate::{View, allocation_id, grant, prefer};
+use cleave_agent::expected::Kept;
+use cleave_agent::layout::{Kind, Pool};
+use cleave_kubelet::proto::podresources as pods;
+use cleave_kubelet::proto::v1beta1 as plugin;
+use cleave_kubelet::{PreferredRequest, held};
+use prost::Message;
+
+use super::fixtures;
+use crate::mutate::Shape;
+use crate::{Seen, Target, assert_tells};
+
+const RESOURCE: &str = "nvidia.com/gpu-mps";
+
+/// That what is read of bytes is written so that the same is read again.
+fn message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
+    let read = T::decode(bytes).ok()?;
+    assert_eq!(T::decode(read.encode_to_vec().as_slice()).as_ref(), Ok(&read));
+    Some(read)
+}
+
+fn pools() -> Vec<Pool> {
+    let mps = |count: u8| Kind::Mps {
+        memory_mib: (1..=u64::from(count)).map(|k| k * 8000).collect(),
+        threads: (1..=count).map(|k| 100 / count * k).collect(),
+        max_clients: None,
+    };
+    let pool = |gpu: u32, first, kind| Pool {
+        device: fixtures::uuid(gpu),
+        resource: RESOURCE.to_owned(),
+        first,
+        count: 10,
+        kind,
+    };
+    vec![pool(0, 0, mps(10)), pool(1, 7, mps(10)), pool(2, 0, Kind::TimeSliced), pool(3, u32::MAX - 10, Kind::Whole)]
+}
+
+fn ids(gpu: u32, numbers: std::ops::Range<u32>) -> Vec<String> {
+    numbers.map(|number| format!("{}::{number}", fixtures::uuid(gpu))).collect()
+}
+
+pub(super) const DEVICE_PLUGIN: Target = Target {
+    name: "device_plugin",
+    what: "GetPreferredAllocation, Allocate and PreStartContainer of the kubelet",
+    shape: Shape::Bytes,
+    words: &["::", "::0", "::07", "GPU-", "\n\u{2}", "\u{12}", "\u{18}\u{3}", "\u{18}", "\u{7f}"],
+    samples: || {
+        let preferred = |available: Vec<String>, must: Vec<String>, size| {
+            let request = plugin::ContainerPreferredAllocationRequest {
+                available_device_i_ds: available,
+                must_include_device_i_ds: must,
+                allocation_size: size,
+            };
+            plugin::PreferredAllocationRequest { container_requests: vec![request] }.encode_to_vec()
+        };
+        let allocate = |ids| {
+            plugin::AllocateRequest { container_requests: vec![plugin::ContainerAllocateRequest { devices_ids: ids }] }
+                .encode_to_vec()
+        };
+        vec![
+            preferred([ids(0, 0..4), ids(1, 7..10)].concat(), ids(1, 8..9), 3),
+            preferred([ids(0, 0..4), ids(1, 7..10)].concat(), Vec::new(), 2),
+            preferred(ids(2, 0..3), Vec::new(), 1),
+            allocate(ids(0, 0..3)),
+            allocate(ids(2, 0..2)),
+            allocate([ids(0, 0..1), ids(1, 7..8)].concat()),
+            plugin::PreStartContainerRequest { devices_ids: ids(0, 0..2) }.encode_to_vec(),
+        ]
+    },
+    inputs: 30_000,
+    run: device_plugin,
+};
+
+fn device_plugin(bytes: &[u8]) -> Seen {
+    let pools = pools();
+    let device = fixtures::uuid(1);
+    let kept = [Kept { device: &device, units: 2, sizes: vec![2] }];
+    let view = View { resource: RESOURCE, pools: &pools, kept: &kept };
+    let mut seen = Seen::Refused;
+    if let Some(request) = message::<plugin::PreferredAllocationRequest>(bytes) {
+        for container in &request.container_requests {
+            match PreferredRequest::try_from(container) {
+                Err(refusal) => assert_tells(&refusal.to_string()),
+                Ok(request) => {
+                    let chosen = prefer(&view, &request);
+                    let once: BTreeSet<&String> = chosen.iter().collect();
+                    assert!(once.len() == chosen.len() && chosen.len() <= request.size, "{chosen:?}");
+                    let offered = |id: &String| request.available.contains(id) || request.must_include.contains(id);
+                    assert!(chosen.iter().all(offered), "{chosen:?}");
+                    assert!(request.must_include.iter().all(|id| chosen.contains(id)), "{chosen:?}");
+                    seen = Seen::Read;
+                }
+            }
+        }
+    }
+    let allocate = message::<plugin::AllocateRequest>(bytes).unwrap_or_default();
+    let start = message::<plugin::PreStartContainerRequest>(bytes).unwrap_or_default();
+    let lists = allocate.container_requests.iter().map(|container| &container.devices_ids);
+    for ids in lists.chain([&start.devices_ids]) {
+        match grant(&view, ids) {
+            Err(denied) => assert_tells(&denied.to_string()),
+            Ok(allocation) => {
+                let (asked, given): (BTreeSet<&String>, BTreeSet<&String>) =
+                    (ids.iter().collect(), allocation.ids.iter().collect());
+                assert!(asked == given && ids.len() == allocation.ids.len(), "{allocation:?}");
+                assert!(allocation.mps.is_none() || allocation.devices.len() == 1, "{allocation:?}");
+                assert_eq!(allocation.id(), allocation_id(RESOURCE, ids));
+                seen = Seen::Read;
+            }
+        }
+    }
+    seen
+}
+
+pub(super) const POD_RESOURCES: Target = Target {
+    name: "pod_resources",
+    what: "the kubelet's list of who holds what",
+    shape: Shape::Bytes,
+    words: &["nvidia.com/gpu-mps", "GPU-", "::0", "\n", "\u{12}", "\u{1a}", "\u{22}", "\u{7f}"],
+    samples: || {
+        let devices = |resource: &str, device_ids| pods::ContainerDevices {
+            resource_name: resource.to_owned(),
+            device_ids,
+            topology: Some(pods::TopologyInfo { nodes: vec![pods::NumaNode { id: 1 }] }),
+        };
+        let container = pods::ContainerResources {
+            name: "main".to_owned(),
+            devices: vec![
+                devices(RESOURCE, ids(0, 0..3)),
+                devices("other/device", ids(1, 0..1)),
+                devices(RESOURCE, ids(0, 3..4)),
+            ],
+            ..pods::ContainerResources::default()
+        };
+        let pod =
+            pods::PodResources { name: "pod".to_owned(), namespace: "team".to_owned(), containers: vec![container; 2] };
+        vec![
+            pods::ListPodResourcesResponse { pod_resources: vec![pod; 2] }.encode_to_vec(),
+            pods::AllocatableResourcesResponse { devices: vec![devices(RESOURCE, ids(0, 0..9))], ..Default::default() }
+                .encode_to_vec(),
+        ]
+    },
+    inputs: 40_000,
+    run: |bytes| {
+        message::<pods::AllocatableResourcesResponse>(bytes);
+        let Some(answer) = message::<pods::ListPodResourcesResponse>(bytes) else { return Seen::Refused };
+        let all = answer.pod_resources.iter().flat_map(|pod| &pod.containers).flat_map(|container| &container.devices);
+        let listed: usize = all.map(|devices| devices.device_ids.len()).sum();
+        let rows = held(answer);
+        assert_eq!(rows.iter().map(|row| row.ids.len()).sum::<usize>(), listed, "nothing is lost");
+        assert!(rows.iter().all(|row| row.ids.is_sorted()));
+        Seen::Read
+    },
+};

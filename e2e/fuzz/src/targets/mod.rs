@@ -1,0 +1,40 @@
+//! What reads bytes of others.
+mod agent;
+mod fixtures;
+mod kubelet;
+mod mps;
+mod objects;
+mod plan;
+mod texts;
+
+use crate::Target;
+
+/// All targets, those of one crate beside each other.
+pub fn all() -> &'static [Target] {
+    &[
+        mps::CONTROL_PACKET,
+        mps::LOG_LINE,
+        mps::DESIRED,
+        mps::HOST_MESSAGE,
+        agent::CHECKPOINT,
+        agent::NODE_SPEC,
+        agent::MPS_STATUS,
+        agent::PODS,
+        agent::PROC,
+        kubelet::DEVICE_PLUGIN,
+        kubelet::POD_RESOURCES,
+        plan::SNAPSHOT,
+        objects::POLICY,
+        objects::CLUSTER,
+        objects::REVIEW,
+        texts::PLACEMENT,
+        texts::ANNOTATIONS,
+        texts::QUANTITY,
+        texts::NAMES,
+    ]
+}
+
+/// The target of a name.
+pub fn named(name: &str) -> Option<&'static Target> {
+    all().iter().find(|target| target.name == name)
+}

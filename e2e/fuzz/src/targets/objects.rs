@@ -1,0 +1,271 @@
+//! What the operator reads of the API server, and what the API server asks of it.
+use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
+use cleave_operator::demand::{self, Outcome};
+use cleave_operator::plan::{self, Invalid};
+use cleave_operator::pods::PodObject;
+use cleave_operator::read::{AgentPod, NodeObject, Observed};
+use cleave_operator::snapshot::Memory;
+use cleave_operator::validate::{MpsShare, Share, ShareSize, validate};
+use cleave_operator::webhook::{Change as Review, review};
+use cleave_operator::{apply, dry};
+use kube::core::DeserializeGuard;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::fixtures;
+use crate::mutate::Shape;
+use crate::{Seen, Target, assert_tells};
+
+pub(super) const POLICY: Target = Target {
+    name: "policy",
+    what: "SharingPolicy, whatever its definition lets through",
+    shape: Shape::Json,
+    words: &[
+        "mode",
+        "mps",
+        "units",
+        "unitMemory",
+        "sizes",
+        "Dynamic",
+        "timeSlicing",
+        "replicas",
+        "mig",
+        "layout",
+        "sharing",
+        "1g.10gb",
+        "10Gi",
+        "nodeSelector",
+        "gpus",
+        "models",
+        "uuids",
+        "indices",
+        "clients",
+        "max",
+        "split",
+        "dynamic",
+        "60s",
+        "resourceName",
+        "nvidia.com/gpu.shared",
+        "nvidia.com/gpu-x",
+        "Auto",
+        "Mig",
+        "Mps",
+        "Whole",
+        "TimeSlicing",
+    ],
+    samples: || fixtures::policies().iter().map(fixtures::json).collect(),
+    inputs: 900,
+    run: |bytes| {
+        let Ok(policy) = serde_json::from_slice::<DeserializeGuard<SharingPolicy>>(bytes) else { return Seen::Refused };
+        let mut observed = read(&fixtures::cluster()).unwrap_or_default();
+        observed.policies.clear();
+        observed.add_policy(&policy);
+        let run = planned(&observed);
+        for report in run.plan.policies.values() {
+            match &report.invalid {
+                Some(Invalid::Malformed(error)) => assert!(!error.is_empty()),
+                Some(Invalid::Refused(error)) => assert_tells(&error.to_string()),
+                None => {}
+            }
+            report.cannot.iter().for_each(|(_, cannot)| assert_tells(&cannot.to_string()));
+        }
+        let Ok(policy) = policy.0 else { return Seen::Refused };
+        let again = serde_json::from_slice::<SharingPolicySpec>(&fixtures::json(&policy.spec)).ok();
+        assert_eq!(again.as_ref(), Some(&policy.spec));
+        match validate("p", None, &policy.spec) {
+            Err(_) => Seen::Refused,
+            Ok(valid) => {
+                if let Share::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
+                    assert!((1..=48).contains(&units), "a policy with {units} units means nothing");
+                }
+                Seen::Read
+            }
+        }
+    },
+};
+
+/// What the operator's watches tell, as lists.
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Cluster {
+    nodes: Vec<NodeObject>,
+    agents: Vec<AgentPod>,
+    gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
+    policies: Vec<DeserializeGuard<SharingPolicy>>,
+    pods: Vec<PodObject>,
+}
+
+impl Cluster {
+    fn observed(mut self) -> Observed {
+        let mut observed = Observed::default();
+        self.nodes.iter().for_each(|node| observed.add_node(node));
+        self.agents.iter().for_each(|pod| observed.add_agent(pod));
+        self.gpu_nodes.iter().for_each(|object| observed.add_gpu_node(object));
+        self.policies.iter().for_each(|policy| observed.add_policy(policy));
+        self.pods.iter_mut().for_each(PodObject::trim);
+        observed.set_pods(self.pods.iter());
+        observed
+    }
+}
+
+/// What the operator would see.
+pub(super) fn read(cluster: &Value) -> Option<Observed> {
+    Cluster::deserialize(cluster).ok().map(Cluster::observed)
+}
+
+/// What the operator would do. Its plan breaks no rule, and what it writes is what it reads.
+pub(super) fn planned(observed: &Observed) -> dry::DryRun {
+    let mut plan = plan::plan(observed);
+    let outcome: Outcome = demand::overlay(&mut plan, observed, &mut Memory::default(), std::time::Duration::ZERO);
+    let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
+    assert!(wrong.is_empty(), "{wrong:?}");
+    let changes = apply::changes(&plan, observed);
+    for change in &changes {
+        let again = serde_json::from_slice(&fixtures::json(&change.spec)).ok();
+        assert_eq!(again.as_ref(), Some(&change.spec));
+    }
+    dry::DryRun { plan, outcome, changes }
+}
+
+pub(super) const CLUSTER: Target = Target {
+    name: "cluster",
+    what: "nodes, GpuNodes, policies and pods together, as the operator plans for them",
+    shape: Shape::Json,
+    words: &[
+        "n1",
+        "n2",
+        "spec",
+        "status",
+        "gpus",
+        "slices",
+        "mig",
+        "instances",
+        "profiles",
+        "models",
+        "health",
+        "total",
+        "inUse",
+        "allocations",
+        "nvidia.com/gpu",
+        "nvidia.com/gpu-mps",
+        "nvidia.com/gpu-10gb",
+        "nvidia.com/mig-1g.10gb",
+        "cleave.dev/placement",
+        "cleave.dev/cordon",
+        "cpu",
+        "memory",
+        "500m",
+        "16Ei",
+        "Auto",
+        "Mps",
+        "Mig",
+        "In",
+        "Exists",
+        "nodeName",
+    ],
+    samples: || vec![fixtures::json(&fixtures::cluster())],
+    inputs: 300,
+    run: |bytes| {
+        let Some(observed) = serde_json::from_slice(bytes).ok().and_then(|cluster| read(&cluster)) else {
+            return Seen::Refused;
+        };
+        planned(&observed);
+        Seen::Read
+    },
+};
+
+pub(super) const REVIEW: Target = Target {
+    name: "review",
+    what: "AdmissionReviews of pods, at the operator's webhook",
+    shape: Shape::Json,
+    words: &[
+        "request",
+        "object",
+        "spec",
+        "containers",
+        "initContainers",
+        "lifecycle",
+        "preStop",
+        "schedulingGates",
+        "cleave.dev/placement",
+        "cleave.dev/pre-stop",
+        "nvidia.com/gpu-mps",
+        "limits",
+        "restartPolicy",
+        "Always",
+        "terminationGracePeriodSeconds",
+    ],
+    samples: || {
+        let review = |pod: Value| {
+            json!({
+                "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+                "request": {
+                    "uid": "6f1d2c3b-4a59-4e68-8f77-0123456789ab", "kind": {"group": "", "version": "v1", "kind": "Pod"},
+                    "resource": {"group": "", "version": "v1", "resource": "pods"}, "name": "p", "namespace": "team", "operation": "CREATE",
+                    "userInfo": {"username": "somebody"}, "dryRun": false, "object": pod,
+                },
+            })
+        };
+        let plain = fixtures::pod(
+            "p",
+            "nvidia.com/gpu-mps",
+            2,
+            &json!({"spec/schedulingGates": [], "spec/containers": [{"name": "c", "resources": {"limits": {"nvidia.com/gpu-mps": "2"}}}]}),
+        );
+        let bare = fixtures::pod(
+            "p",
+            "nvidia.com/gpu-mps",
+            2,
+            &json!({"spec/schedulingGates": [], "spec/initContainers": []}),
+        );
+        [plain, bare].map(|pod| fixtures::json(&review(pod))).to_vec()
+    },
+    inputs: 2_000,
+    run: |bytes| {
+        let mut seen = Seen::Refused;
+        for change in [Review::Gate, Review::PreStop(5)] {
+            match review(change, bytes, |_| false) {
+                Err(error) => assert_tells(&error.to_string()),
+                Ok(answer) => {
+                    let response = answer.response.unwrap_or_else(|| unreachable!("an answer to a request"));
+                    seen = Seen::Read;
+                    let Some(patch) = response.patch else { continue };
+                    let Ok(mut sent) = serde_json::from_slice::<Value>(bytes) else { continue };
+                    let patch: json_patch::Patch = serde_json::from_slice(&patch).unwrap_or_default();
+                    assert!(!patch.0.is_empty(), "a patch that changes nothing");
+                    let Some(pod) = sent.pointer_mut("/request/object") else { continue };
+                    let applied = json_patch::patch(pod, &patch);
+                    assert!(applied.is_ok(), "{applied:?} of {patch:?}");
+                    let again = review(change, &fixtures::json(&sent), |_| false);
+                    let patched = again.map(|answer| answer.response.is_some_and(|response| response.patch.is_some()));
+                    assert!(matches!(patched, Ok(false)), "once is enough: {patched:?}");
+                }
+            }
+        }
+        seen
+    },
+};
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::targets::agent::{sample_spec, sample_turn};
+
+    #[test]
+    fn the_samples_are_of_a_cluster_in_which_everything_is_shared_in_every_way() {
+        let run = planned(&read(&fixtures::cluster()).unwrap());
+        assert!(run.plan.policies.values().all(|report| report.invalid.is_none() && report.silent.is_empty()));
+        assert_eq!(run.changes.len(), 2);
+        let placed = run.outcome.planned.map_or(0, |planned| planned.plan.placements.len());
+        assert!(placed >= 2, "{placed} pods have a place");
+        let partitions: Vec<_> = sample_spec().gpus.into_iter().map(|gpu| gpu.partition).collect();
+        assert!(partitions.iter().any(|one| one.mps.is_some()) && partitions.iter().any(|one| one.mig.is_some()));
+        assert!(partitions.iter().any(|one| one.time_slicing.is_some()));
+        let turn = sample_turn();
+        assert!(turn.desired.daemons.len() >= 2 && turn.desired.allocations.len() == 1, "{:?}", turn.desired);
+        let modes: BTreeSet<&str> = turn.checkpoint.layouts.values().map(|layout| layout.mode.as_str()).collect();
+        assert!(modes.len() >= 3, "{modes:?}");
+    }
+}

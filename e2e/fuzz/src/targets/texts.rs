@@ -1,0 +1,146 @@
+//! Short texts with a grammar: annotations, quantities, names.
+use cleave_agent::layout::{device_id, parse_id};
+use cleave_api::cordon::{Cleared, Cordons, check_reason};
+use cleave_api::placement::Placement;
+use cleave_kubelet::{DeviceId, ResourceName};
+use cleave_plan::Quantity;
+
+use super::mps;
+use crate::mutate::Shape;
+use crate::{Seen, Target, assert_tells};
+
+pub(super) const PLACEMENT: Target = Target {
+    name: "placement",
+    what: "a pod's annotation that says what is held for it",
+    shape: Shape::Json,
+    words: &["until", "nodes", "resource", "units", "device", "n1", "nvidia.com/gpu-mps"],
+    samples: || {
+        vec![
+            br#"{"until":1795257516,"nodes":{"n1":[{"resource":"nvidia.com/gpu-mps","units":3,"device":"GPU-1"}],"n2":[]}}"#
+                .to_vec(),
+        ]
+    },
+    inputs: 8_000,
+    run: |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let Ok(read) = Placement::parse(&text) else { return Seen::Refused };
+        let again = read.text().and_then(|text| Placement::parse(&text));
+        assert!(again.as_ref().is_ok_and(|again| *again == read), "{again:?}");
+        mps::same::<Placement>(bytes)
+    },
+};
+
+pub(super) const ANNOTATIONS: Target = Target {
+    name: "annotations",
+    what: "annotations by which administrators cordon GPUs and clear what was wrong",
+    shape: Shape::Bytes,
+    words: &[
+        ",",
+        "=",
+        "GPU-a",
+        "fan",
+        "2026-11-21T20:00:00Z",
+        "2026-11-21T20:00:00.7+05:30",
+        "-009999-01-01T00:00:00Z",
+        "9999-12-30T22:00:00Z",
+    ],
+    samples: || {
+        vec![b"GPU-a, GPU-b=new fan=yes ,,=x,".to_vec(), b"GPU-a=2026-11-21T20:00:00.7Z,GPU-b=soon,GPU-c".to_vec()]
+    },
+    inputs: 20_000,
+    run: |bytes| {
+        let text = String::from_utf8_lossy(bytes).into_owned();
+        let (cordons, cleared) = (Cordons::read(Some(&text)), Cleared::read(Some(&text)));
+        assert_eq!(Cordons::read(Some(&cordons.to_string())), cordons);
+        assert_eq!(Cleared::read(Some(&cleared.to_string())), cleared);
+        assert!(cordons.0.keys().chain(cleared.0.keys()).all(|uuid| !uuid.is_empty() && text.contains(uuid)));
+        if let Err(error) = check_reason(&text) {
+            assert_tells(&error.to_string());
+        }
+        if cordons.0.is_empty() { Seen::Refused } else { Seen::Read }
+    },
+};
+
+pub(super) const QUANTITY: Target = Target {
+    name: "quantity",
+    what: "Kubernetes quantities, as text and as a JSON number",
+    shape: Shape::Bytes,
+    words: &["Ki", "Mi", "Gi", "Ei", "n", "u", "m", "k", "E", "e", "e-", "+", "-", ".", "\"", "18446744073709551615"],
+    samples: || {
+        ["64000m", "0.5", ".5", "1.5Ki", "1e3", "5e-1", "1001u", "+2", "16Ei", "\"2Gi\""]
+            .map(|text| text.as_bytes().to_vec())
+            .to_vec()
+    },
+    inputs: 30_000,
+    run: |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let read = Quantity::new(&text);
+        assert_eq!(read.to_string(), text);
+        let parsed = serde_json::from_slice::<Quantity>(bytes).ok();
+        for quantity in [Some(&read), parsed.as_ref()].into_iter().flatten() {
+            let again = serde_json::to_vec(quantity).and_then(|json| serde_json::from_slice::<Quantity>(&json));
+            assert!(again.as_ref().is_ok_and(|again| again.milli() == quantity.milli()), "{quantity:?} is {again:?}");
+            if let (Some(milli), Some(count)) = (quantity.milli(), quantity.count()) {
+                assert!(count <= milli);
+            }
+        }
+        // Ten times as much is not less.
+        if let (Some(milli), true) = (read.milli(), text.bytes().all(|byte| byte.is_ascii_digit())) {
+            let tenfold = Quantity::new(&format!("{text}0")).milli();
+            assert!(tenfold.is_none_or(|tenfold| tenfold >= milli), "{text}");
+        }
+        if read.milli().is_some() || parsed.is_some() { Seen::Read } else { Seen::Refused }
+    },
+};
+
+pub(super) const NAMES: Target = Target {
+    name: "names",
+    what: "names of resources, and ids of devices",
+    shape: Shape::Bytes,
+    words: &[
+        "nvidia.com/",
+        "gpu-mps",
+        "mig-1g.10gb",
+        "kubernetes.io/",
+        "requests.",
+        "/",
+        ".",
+        "-",
+        "::",
+        "::0",
+        "::4294967295",
+        "GPU-",
+    ],
+    samples: || {
+        [
+            "nvidia.com/gpu",
+            "nvidia.com/mig-1g.10gb.shared",
+            "a.b/C_d",
+            "GPU-fef8089b-4820-abfc-e83e-94318197576e::47",
+            "MIG-x::0",
+        ]
+        .map(|text| text.as_bytes().to_vec())
+        .to_vec()
+    },
+    inputs: 30_000,
+    run: |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let name = ResourceName::parse(&text);
+        match &name {
+            Ok(name) => {
+                assert_eq!(name.as_str(), text);
+                assert!(text.len() <= 308 && text.is_ascii() && text.matches('/').count() == 1);
+            }
+            Err(error) => assert_tells(&error.to_string()),
+        }
+        match DeviceId::parse(&text) {
+            Ok(id) => assert_eq!(id.as_str(), text),
+            Err(error) => assert_tells(&error.to_string()),
+        }
+        let id = parse_id(&text);
+        if let Some((device, number)) = id {
+            assert_eq!(device_id(device, number), text, "one slice has one id");
+        }
+        if name.is_ok() || id.is_some() { Seen::Read } else { Seen::Refused }
+    },
+};

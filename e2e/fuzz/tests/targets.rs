@@ -1,0 +1,71 @@
+//! Each target for a fixed number of inputs, the same in every run.
+use std::io;
+
+use cleave_fuzz::engine::{Budget, corpus, fuzz};
+use cleave_fuzz::{Seen, all, guard, named};
+
+const SEED: u64 = 1;
+
+fn bounded(name: &str) -> io::Result<()> {
+    let target = named(name).ok_or_else(|| io::Error::other("there is no such target"))?;
+    for sample in (target.samples)() {
+        assert_eq!(
+            guard::run(target, &sample),
+            Seen::Read,
+            "{name} does not read {}",
+            String::from_utf8_lossy(&sample)
+        );
+    }
+    let progress = fuzz(target, SEED, Budget::Inputs(target.inputs.into()), |_| ())?;
+    // Of what is hardly ever read, or always, nothing is learned.
+    assert!(
+        (5..100).contains(&progress.percent()),
+        "{name} reads {} % of {} inputs",
+        progress.percent(),
+        progress.inputs
+    );
+    Ok(())
+}
+
+macro_rules! targets {
+    ($($name:ident),* $(,)?) => {
+        $(#[test]
+        fn $name() -> io::Result<()> {
+            bounded(stringify!($name))
+        })*
+
+        #[test]
+        fn every_target_is_here_and_so_is_every_folder_of_the_corpus() {
+            let names: Vec<&str> = all().iter().map(|target| target.name).collect();
+            assert_eq!(names, [$(stringify!($name)),*]);
+            let folders = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus")).expect("the corpus");
+            for folder in folders {
+                let name = folder.expect("a folder").file_name();
+                let target = name.to_str().and_then(named).unwrap_or_else(|| panic!("no target is named {name:?}"));
+                assert!(!corpus(target).expect("its corpus").is_empty());
+            }
+        }
+    };
+}
+
+targets!(
+    control_packet,
+    log_line,
+    desired,
+    host_message,
+    checkpoint,
+    node_spec,
+    mps_status,
+    pods,
+    proc,
+    device_plugin,
+    pod_resources,
+    snapshot,
+    policy,
+    cluster,
+    review,
+    placement,
+    annotations,
+    quantity,
+    names,
+);
