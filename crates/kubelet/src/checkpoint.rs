@@ -45,8 +45,16 @@ struct Entry {
 }
 
 /// The devices of a checkpoint.
-fn parse(text: &[u8]) -> Result<AllocatedDevices, serde_json::Error> {
-    let file: File = serde_json::from_slice(text)?;
+///
+/// # Errors
+/// It is none. Says where, and repeats nothing of it: it may be long.
+pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
+    let wrong = |error: serde_json::Error| {
+        let (line, column) = (error.line(), error.column());
+        let what = format!("no checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
+        io::Error::new(io::ErrorKind::InvalidData, what)
+    };
+    let file: File = serde_json::from_slice(text).map_err(wrong)?;
     let entries = file.data.pod_device_entries.unwrap_or_default();
     let of = |entry: Entry| {
         let Entry { resource, ids } = entry;
@@ -91,7 +99,7 @@ impl KubeletCheckpoint {
         if found.len() > MAX_FILE {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{} bytes", found.len())));
         }
-        self.devices = Some(Arc::new(parse(&tokio::fs::read(&self.path).await?)?));
+        self.devices = Some(Arc::new(allocated(&tokio::fs::read(&self.path).await?)?));
         Ok(self.devices.clone())
     }
 }
@@ -117,11 +125,11 @@ mod tests {
             ("nvidia.com/gpu-mps", "GPU-a::1"),
             ("example.com/nic", "eth1"),
         ]);
-        assert_eq!(parse(WRITTEN.as_bytes()).unwrap(), expected);
+        assert_eq!(allocated(WRITTEN.as_bytes()).unwrap(), expected);
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
-        assert_eq!(parse(empty.as_bytes()).unwrap(), devices(&[]));
+        assert_eq!(allocated(empty.as_bytes()).unwrap(), devices(&[]));
         for wrong in ["", "[]", "{}", r#"{"Data":{"PodDeviceEntries":[{"DeviceIDs":7}]}}"#] {
-            assert!(parse(wrong.as_bytes()).is_err(), "{wrong}");
+            assert!(allocated(wrong.as_bytes()).is_err(), "{wrong}");
         }
     }
 

@@ -27,7 +27,7 @@ mod registration;
 mod resource;
 mod server;
 
-pub use checkpoint::{AllocatedDevices, KubeletCheckpoint};
+pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, allocated};
 pub use directory::{DEVICE_PLUGINS, DirectoryError};
 pub use plugins::{Backoff, Config, DirectoryState, Phase, Plugins, PluginsState, ResourceState, Timings};
 pub use pods::{AllocatableDevices, HeldDevices, POD_RESOURCES, PodResources, PodResourcesError, held};

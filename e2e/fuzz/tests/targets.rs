@@ -60,6 +60,7 @@ targets!(
     proc,
     device_plugin,
     pod_resources,
+    kubelet_checkpoint,
     snapshot,
     policy,
     cluster,

@@ -1,4 +1,4 @@
-//! What the kubelet says: a plugin's requests, and who holds what.
+//! What the kubelet says: a plugin's requests, who holds what, and its checkpoint.
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
@@ -7,7 +7,7 @@ use cleave_agent::expected::Kept;
 use cleave_agent::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, held};
+use cleave_kubelet::{PreferredRequest, allocated, held};
 use prost::Message;
 
 use super::fixtures;
@@ -154,5 +154,47 @@ pub(super) const POD_RESOURCES: Target = Target {
         assert_eq!(rows.iter().map(|row| row.ids.len()).sum::<usize>(), listed, "nothing is lost");
         assert!(rows.iter().all(|row| row.ids.is_sorted()));
         Seen::Read
+    },
+};
+
+pub(super) const KUBELET_CHECKPOINT: Target = Target {
+    name: "kubelet_checkpoint",
+    what: "the checkpoint of the kubelet's device manager",
+    shape: Shape::Json,
+    words: &["nvidia.com/gpu-mps", "PodDeviceEntries", "DeviceIDs", "-1", "GPU-a::0"],
+    samples: || {
+        let entry = |container: &str, ids: &serde_json::Value| serde_json::json!({"PodUID": "2f9a", "ContainerName": container, "ResourceName": RESOURCE, "DeviceIDs": ids, "AllocResp": "CgA="});
+        let file = |entries: serde_json::Value| {
+            let data = serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {RESOURCE: ids(0, 0..10)}});
+            serde_json::json!({"Data": data, "Checksum": 2_049_411_213}).to_string().into_bytes()
+        };
+        let (one, two) =
+            (serde_json::json!({"-1": ids(0, 0..3)}), serde_json::json!({"0": ids(1, 0..1), "1": ids(1, 1..2)}));
+        vec![file(serde_json::json!([entry("main", &one), entry("beside", &two)])), file(serde_json::Value::Null)]
+    },
+    inputs: 10_000,
+    run: |bytes| match allocated(bytes) {
+        Err(error) => {
+            assert_tells(&error.to_string());
+            Seen::Refused
+        }
+        Ok(devices) => {
+            // A tree has a limit to its depth that what is skipped has not.
+            let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return Seen::Read };
+            let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
+            let of = |entry: &serde_json::Value| {
+                let nodes = entry["DeviceIDs"].as_object().cloned().unwrap_or_default();
+                let ids = nodes.values().flat_map(|ids| ids.as_array().cloned().unwrap_or_default());
+                ids.map(|id| (entry["ResourceName"].clone(), id)).collect::<Vec<_>>()
+            };
+            let all: Vec<_> = entries.iter().flat_map(of).collect();
+            assert!(all.iter().all(|(resource, id)| {
+                resource
+                    .as_str()
+                    .zip(id.as_str())
+                    .is_some_and(|(resource, id)| devices.contains(&(resource.to_owned(), id.to_owned())))
+            }));
+            Seen::Read
+        }
     },
 };

@@ -23,6 +23,7 @@ pub fn all() -> &'static [Target] {
         agent::PROC,
         kubelet::DEVICE_PLUGIN,
         kubelet::POD_RESOURCES,
+        kubelet::KUBELET_CHECKPOINT,
         plan::SNAPSHOT,
         objects::POLICY,
         objects::CLUSTER,
