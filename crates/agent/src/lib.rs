@@ -671,14 +671,14 @@ async fn watch_pods(
             }
         }
         let before = std::mem::replace(&mut renewed, listing.borrow().renewed);
-        if renewed != before {
-            tokio::time::sleep(written).await;
-            written = (written * 2).min(every);
-        } else {
+        if renewed == before {
             written = WRITTEN;
             if given {
                 tokio::time::sleep(LISTED).await;
             }
+        } else {
+            tokio::time::sleep(written).await;
+            written = (written * 2).min(every);
         }
     }
 }

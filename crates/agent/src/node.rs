@@ -550,10 +550,9 @@ impl Node {
         let again = [withdrawn, looked, tried, faults.again].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
         let faults = faults.faults;
-        let renew = std::mem::take(&mut self.remembered);
         Turn {
             lists,
-            renew,
+            renew: std::mem::take(&mut self.remembered),
             desired,
             checkpoint,
             status,

@@ -58,6 +58,11 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 pub const LINGER: Duration = Duration::from_secs(5);
 /// How long a pod is believed to be protected by a disruption budget, once an eviction was refused.
 const PROTECTED: Duration = Duration::from_secs(30);
+/// How often in a row the API server may refuse a pod's patch, as it does where the pod has changed meanwhile.
+const REFUSALS: u32 = 3;
+/// How long a pod is left alone after so many refusals. Doubles with each, up to a minute.
+const LEFT_ALONE: Duration = Duration::from_secs(1);
+const LEFT_ALONE_LONGEST: Duration = Duration::from_secs(60);
 /// For how many pods at once is thought about who has to leave: it is asked of every device.
 const PREEMPTORS: usize = 8;
 /// How many pods are let through at once: they are written before the next are looked at.
@@ -172,6 +177,18 @@ struct Gated {
     uid: String,
     since: Duration,
     never: Option<Duration>,
+    refused: Option<Refused>,
+}
+
+/// The API server does not take what would let a pod through.
+#[derive(Debug)]
+struct Refused {
+    /// How often in a row.
+    times: u32,
+    /// Until when it is left alone.
+    until: Duration,
+    /// In the API server's words.
+    why: String,
 }
 
 impl Gated {
@@ -218,6 +235,20 @@ impl Gatekeeper {
         if let Some(ledger) = &mut self.ledger {
             ledger.release(pod);
         }
+    }
+
+    /// The API server refused what would let a pod through, in its words. One that it will always refuse, for its size say, is to take no
+    /// room from others at each look, and its owner is to know.
+    pub fn refused(&mut self, pod: &str, why: &str, up: Duration) {
+        self.failed(pod);
+        let Some(gated) = self.gated.get_mut(pod) else { return };
+        let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
+        let pause = match times.checked_sub(REFUSALS) {
+            None => Duration::ZERO,
+            Some(more) => LEFT_ALONE.saturating_mul(2_u32.saturating_pow(more)).min(LEFT_ALONE_LONGEST),
+        };
+        let why = why.chars().take(300).collect();
+        gated.refused = Some(Refused { times, until: up.saturating_add(pause), why });
     }
 
     /// A pod could not be evicted: its disruption budget has none left.
@@ -416,7 +447,7 @@ impl Gatekeeper {
         self.present.remember(there);
         for (name, pod) in &candidates {
             let uid = pod.uid().unwrap_or_default();
-            let new = || Gated { uid: uid.clone(), since: now.up, never: None };
+            let new = || Gated { uid: uid.clone(), since: now.up, never: None, refused: None };
             let entry = gated.entry(name.clone()).or_insert_with(new);
             if entry.uid != uid {
                 *entry = new();
@@ -439,6 +470,7 @@ impl Gatekeeper {
         }
         self.protected.retain(|_, until| *until > seen.now.up);
         let Self { nodes, present, uids, gated, protected, .. } = self;
+        let candidates = leave_alone(ledger, gated, candidates, seen.now.up, turn);
         // Only who waits asks for them.
         let holders = LazyCell::new(|| nodes.holders(seen.living, protected));
         let mut preemptors = 0;
@@ -755,6 +787,27 @@ fn withdraw_unless_waiting(ledger: &mut Ledger, waiting: &[(String, &PodObject)]
     let over: Vec<String> =
         ledger.nominations().keys().filter(|pod| !waiting.contains(pod.as_str())).cloned().collect();
     over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
+}
+
+/// Takes those out whose patch the API server has refused too often to try again now.
+fn leave_alone<'a>(
+    ledger: &mut Ledger,
+    gated: &BTreeMap<String, Gated>,
+    mut candidates: Vec<(String, &'a PodObject)>,
+    up: Duration,
+    turn: &mut Turn,
+) -> Vec<(String, &'a PodObject)> {
+    candidates.retain(|(name, _)| {
+        let refused = gated.get(name).and_then(|gated| gated.refused.as_ref()).filter(|refused| refused.until > up);
+        let Some(Refused { until, why, .. }) = refused else { return true };
+        let left = until.saturating_sub(up);
+        turn.next = Some(turn.next.map_or(left, |next| next.min(left)));
+        drop(ledger.withdraw(name));
+        let message = format!("the API server refuses what would let it through: {why}");
+        turn.waiting.insert(name.clone(), Waiting { reason: Reason::Malformed, message });
+        false
+    });
+    candidates
 }
 
 /// What is noted on the pod: what has to be of one device each, in the order in which it is asked for.

@@ -1,5 +1,5 @@
 //! The task that opens gates, apart from the passes: a pod that waits is not to wait for nodes to be written.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,14 @@ pub(crate) struct Parts {
     /// What pods wait for that GPUs are cut for.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
     pub(crate) stop: CancellationToken,
+}
+
+/// Why a pod's patch was not written.
+enum Failure {
+    /// It may be the next time.
+    Passing,
+    /// The API server refused it, in these words.
+    Refused(String),
 }
 
 /// The task.
@@ -96,7 +104,12 @@ impl Gate {
         let turn = self.keeper.look(&cluster, &demand, Now { up, epoch });
         self.measure(&turn);
         let failed = self.open(&turn.openings).await;
-        failed.iter().for_each(|pod| self.keeper.failed(pod));
+        for (pod, failure) in &failed {
+            match failure {
+                Failure::Passing => self.keeper.failed(pod),
+                Failure::Refused(why) => self.keeper.refused(pod, why, self.started.elapsed()),
+            }
+        }
         self.evict(&turn.evictions, up).await;
         self.tell(&turn, &cluster, &demand, up).await;
         if turn.more {
@@ -107,28 +120,28 @@ impl Gate {
         turn.next.into_iter().chain(again).chain(told).min()
     }
 
-    /// Writes the patches, and says whose could not be written.
-    async fn open(&self, openings: &[Opening]) -> BTreeSet<String> {
+    /// Writes the patches, and says whose could not be written, and why.
+    async fn open(&self, openings: &[Opening]) -> BTreeMap<String, Failure> {
         let writes: Vec<_> = openings.iter().map(|opening| self.let_through(opening)).collect();
         futures::stream::iter(writes).buffer_unordered(WRITERS).filter_map(std::future::ready).collect().await
     }
 
     /// Writes one, and says whose it is if it could not be written.
-    async fn let_through(&self, opening: &Opening) -> Option<String> {
-        let done = self.write(opening).await;
-        let result = if done { opening.why.as_str() } else { "failed" };
+    async fn let_through(&self, opening: &Opening) -> Option<(String, Failure)> {
+        let failure = self.write(opening).await.err();
+        let result = if failure.is_none() { opening.why.as_str() } else { "failed" };
         self.parts.metrics.gates_opened.get_or_create(&Outcome { result }).inc();
-        if done {
+        if failure.is_none() {
             self.parts.metrics.gate_seconds.observe(opening.waited.as_secs_f64());
         }
-        (!done).then(|| opening.pod.clone())
+        failure.map(|failure| (opening.pod.clone(), failure))
     }
 
-    async fn write(&self, opening: &Opening) -> bool {
+    async fn write(&self, opening: &Opening) -> Result<(), Failure> {
         if !self.parts.claim.is_current() {
-            return false;
+            return Err(Failure::Passing);
         }
-        let Some((namespace, name)) = opening.pod.split_once('/') else { return false };
+        let Some((namespace, name)) = opening.pod.split_once('/') else { return Err(Failure::Passing) };
         let request =
             http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}?fieldManager=cleave-operator"))
                 .header(http::header::CONTENT_TYPE, "application/json-patch+json")
@@ -137,26 +150,31 @@ impl Gate {
             Ok(request) => request,
             Err(error) => {
                 tracing::error!(pod = opening.pod, error = &error as &dyn std::error::Error, "no request");
-                return false;
+                return Err(Failure::Passing);
             }
         };
         match tokio::time::timeout(WRITE, self.parts.client.request_text(request)).await {
             Ok(Ok(_)) => {
                 tracing::debug!(pod = opening.pod, why = opening.why.as_str(), "let through");
-                true
+                Ok(())
             }
             // The pod has changed, or is gone: the next look sees it as it is.
-            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
                 tracing::debug!(pod = opening.pod, code = status.code, message = status.message, "not let through");
-                false
+                Err(Failure::Passing)
+            }
+            // That a pod has changed can be told so too.
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 400 | 403 | 413 | 422) => {
+                tracing::debug!(pod = opening.pod, code = status.code, message = status.message, "not let through");
+                Err(Failure::Refused(status.message.clone()))
             }
             Ok(Err(error)) => {
                 tracing::warn!(pod = opening.pod, error = &error as &dyn std::error::Error, "not let through");
-                false
+                Err(Failure::Passing)
             }
             Err(_) => {
                 tracing::warn!(pod = opening.pod, "the API server did not answer within {} s", WRITE.as_secs());
-                false
+                Err(Failure::Passing)
             }
         }
     }

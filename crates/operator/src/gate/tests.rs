@@ -192,6 +192,35 @@ fn what_is_held_for_one_is_not_held_for_another_whatever_the_watches_have_told()
 }
 
 #[test]
+fn a_pod_whose_patch_is_always_refused_takes_room_from_nobody_and_is_told_why() {
+    let world = World::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
+    let mut keeper = Gatekeeper::default();
+    let mut second = 0;
+    // The pod may have changed meanwhile: that is no reason to let it wait.
+    for _ in 0..REFUSALS {
+        assert_eq!(opened(&look(&mut keeper, &world, second)), [("team/a", "held")]);
+        keeper.refused("team/a", "metadata.annotations: Too long", at(second).up);
+    }
+    let turn = look(&mut keeper, &world, second);
+    assert_eq!(opened(&turn), [("team/b", "held")]);
+    let waits = &turn.waiting["team/a"];
+    assert_eq!(waits.reason, Reason::Malformed);
+    assert!(waits.message.ends_with("let it through: metadata.annotations: Too long"), "{}", waits.message);
+    assert_eq!(turn.next, Some(LEFT_ALONE));
+    keeper.failed("team/b");
+    let mut pauses = Vec::new();
+    for _ in 0..8 {
+        let pause = look(&mut keeper, &world, second).next.unwrap();
+        keeper.failed("team/b");
+        pauses.push(pause.as_secs());
+        second += pause.as_secs();
+        assert_eq!(opened(&look(&mut keeper, &world, second)), [("team/a", "held")], "it is tried again");
+        keeper.refused("team/a", "no", at(second).up);
+    }
+    assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+}
+
+#[test]
 fn the_most_important_and_then_the_oldest_come_first() {
     let created = |minute: u32| json!(format!("2026-01-01T00:{minute:02}:00Z"));
     let mut world = World::default().node("n1", &[0]).pod("young", 10).pod("old", 10).pod_with(
