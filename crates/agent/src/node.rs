@@ -508,7 +508,7 @@ impl Node {
             applied,
             layouts: &self.layouts,
             lists: &lists,
-            usage: usage.as_ref(),
+            usage: self.in_use(&table.allocations).as_ref(),
             held: self.held.as_deref().unwrap_or_default(),
             held_error: self.held_error.as_deref(),
             allocations: &table.allocations,
@@ -697,10 +697,15 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    fn lists(&self, hardware: &Hardware, table: &Table) -> BTreeMap<ResourceName, DeviceList> {
-        // What was given out is known from the checkpoint before the kubelet has said anything.
+    /// What is in use, as far as it may not be given to others. What was given out is known from the checkpoint before the kubelet has said
+    /// anything.
+    fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
         let known = self.held.is_some() || self.remembers;
-        let usage = known.then(|| Usage::new(self.held.as_deref().unwrap_or_default(), &table.allocations));
+        known.then(|| Usage::new(self.held.as_deref().unwrap_or_default(), allocations))
+    }
+
+    fn lists(&self, hardware: &Hardware, table: &Table) -> BTreeMap<ResourceName, DeviceList> {
+        let usage = self.in_use(&table.allocations);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let closed = cordon::closed(spec, &self.layouts, usage.as_ref(), &table.expected);
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
@@ -996,6 +1001,25 @@ mod tests {
         assert_eq!(reasons(&node.turn(&mut table, start)), ["MpsUnavailable"]);
         node.mps(view(DaemonState::Active, 3, &desired));
         assert_eq!(reasons(&node.turn(&mut table, start)), ["Recovered"]);
+    }
+
+    #[test]
+    fn an_agent_that_has_just_started_tells_nothing_as_free_that_may_be_in_use() {
+        let start = Instant::now();
+        let (mut first, mut table, _) = serving(start);
+        table.allocations.give(allocation(&["GPU-a::1"]), start);
+        let checkpoint = first.turn(&mut table, start).checkpoint;
+        for (checkpoint, expected) in [(Some(checkpoint), 1), (None, 10)] {
+            let (mut next, mut table) = node(checkpoint, None, start);
+            next.inventory(inventory(), start);
+            next.object(spec(10));
+            let in_use = |turn: Turn| turn.status.gpus[0].slices[0].in_use;
+            assert_eq!(in_use(next.turn(&mut table, start)), expected);
+            next.held(Err("it starts".into()), start, &mut table.allocations);
+            assert_eq!(in_use(next.turn(&mut table, start)), expected);
+            next.held(Ok(vec![held("p", &["GPU-a::1"])]), start, &mut table.allocations);
+            assert_eq!(in_use(next.turn(&mut table, start)), 1);
+        }
     }
 
     #[test]

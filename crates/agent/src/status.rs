@@ -66,7 +66,7 @@ pub struct Facts<'a> {
     pub layouts: &'a BTreeMap<String, Layout>,
     /// What the kubelet is told.
     pub lists: &'a BTreeMap<ResourceName, DeviceList>,
-    /// What is in use, once the kubelet has said it.
+    /// What is in use, once that is known.
     pub usage: Option<&'a Usage>,
     /// What the kubelet lists.
     pub held: &'a [HeldDevices],
@@ -201,7 +201,8 @@ fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
 fn slices(facts: &Facts<'_>, gpu: &Gpu, pool: &crate::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.holds(device, number));
-    let in_use = facts.usage.map_or(0, |usage| {
+    // What nobody knows to be free is not: pods are let through to what is.
+    let in_use = facts.usage.map_or(pool.count as usize, |usage| {
         usage.of(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
     let unhealthy = facts
