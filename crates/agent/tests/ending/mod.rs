@@ -2,6 +2,7 @@
 use std::fs::{self, File};
 use std::process::{Child, ExitStatus};
 
+use cleave_api::gpunode::GpuNodeStatus;
 use cleave_gpu::mps::wire::DaemonState;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use rustix::process::{Pid, Signal, kill_process};
@@ -76,6 +77,11 @@ impl Node {
             client.allocation.clone()
         };
         self.machine.until("the MPS host lists it", listed).await;
+        // Whose it is the agent knows from the kubelet's list.
+        let holder = format!("ns/{name}");
+        let told =
+            |status: &GpuNodeStatus| status.gpus.iter().flat_map(|gpu| &gpu.allocations).any(|held| held.pod == holder);
+        self.machine.status("the agent knows whose it is", told).await;
         program
     }
 
