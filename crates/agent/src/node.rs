@@ -16,6 +16,7 @@ use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::cordon;
 use crate::diff::{Decision, Rules, decide, keeps};
+use crate::expected::Expected;
 use crate::faults::{self, Faults};
 use crate::hardware::{Book, Hardware, KnownGpu};
 use crate::health::{Clock, Told as ToldHealth};
@@ -465,20 +466,21 @@ impl Node {
     /// What follows from all that. Brings the table up to date.
     pub fn turn(&mut self, table: &mut Table, now: Instant) -> Turn {
         let hardware = self.book.hardware();
-        let usage = self.held.as_ref().map(|rows| Usage::new(rows, &table.allocations));
+        let in_use = self.in_use(&table.allocations);
+        let usage = in_use.as_ref().filter(|_| self.held.is_some());
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let partitions: BTreeMap<&str, &Partition> =
             spec.iter().flat_map(|spec| &spec.gpus).map(|gpu| (gpu.uuid.as_str(), &gpu.partition)).collect();
         self.cut = cut(&hardware, &partitions, &self.cut, |uuid| self.trials.get(uuid).is_some_and(Trial::is_acting));
         let processes = foreign(&hardware, &self.view);
         let rules = Rules { keep_mig_mode: self.keep_mig_mode, cut: self.cut.clone(), processes };
-        let decided = decide(&hardware, spec, &self.layouts, usage.as_ref(), &rules);
+        let decided = decide(&hardware, spec, &self.layouts, usage, &rules);
         let partitions: BTreeMap<String, Partition> =
             partitions.into_iter().map(|(uuid, partition)| (uuid.to_owned(), partition.clone())).collect();
         let Decision { layouts, mut steps, applied, changes, foreign } = self.withdraw(self.spare(decided), now);
         let served_otherwise = layouts != self.layouts;
         self.layouts = layouts;
-        self.let_go(usage.as_ref());
+        self.let_go(usage);
 
         table.pools.clear();
         for pool in self.layouts.values().flat_map(|layout| &layout.pools) {
@@ -491,7 +493,7 @@ impl Node {
         let orders = self.orders(&hardware, &partitions, changes, now);
         steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
         self.remember(steps, served_otherwise);
-        let lists = self.lists(&hardware, table);
+        let lists = self.lists(&hardware, &table.expected, in_use.as_ref());
         let mut occurrences = self.occurrences(&hardware);
         let pods = faults::Pods {
             held: self.held.as_deref().unwrap_or_default(),
@@ -508,7 +510,7 @@ impl Node {
             applied,
             layouts: &self.layouts,
             lists: &lists,
-            usage: self.in_use(&table.allocations).as_ref(),
+            usage: in_use.as_ref(),
             held: self.held.as_deref().unwrap_or_default(),
             held_error: self.held_error.as_deref(),
             allocations: &table.allocations,
@@ -538,16 +540,15 @@ impl Node {
         };
         let unready = self.unready(&desired);
         let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
-        let idle = !waits && usage.as_ref().is_some_and(Usage::is_empty);
+        let idle = !waits && usage.is_some_and(Usage::is_empty);
         let list_every = if idle { LIST_IDLE } else { LIST_IN_USE };
         let look = foreign && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK);
         if look {
             self.looked = Some(now);
         }
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
-        let looked = foreign.then_some(LOOK);
         let tried = self.trials.values().filter_map(|trial| trial.pause(now)).min();
-        let again = [withdrawn, looked, tried, faults.again].into_iter().flatten().min();
+        let again = [withdrawn, foreign.then_some(LOOK), tried, faults.again].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
         let faults = faults.faults;
         Turn {
@@ -704,10 +705,14 @@ impl Node {
         known.then(|| Usage::new(self.held.as_deref().unwrap_or_default(), allocations))
     }
 
-    fn lists(&self, hardware: &Hardware, table: &Table) -> BTreeMap<ResourceName, DeviceList> {
-        let usage = self.in_use(&table.allocations);
+    fn lists(
+        &self,
+        hardware: &Hardware,
+        expected: &Expected,
+        in_use: Option<&Usage>,
+    ) -> BTreeMap<ResourceName, DeviceList> {
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
-        let closed = cordon::closed(spec, &self.layouts, usage.as_ref(), &table.expected);
+        let closed = cordon::closed(spec, &self.layouts, in_use, expected);
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
         for (uuid, layout) in &self.layouts {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
