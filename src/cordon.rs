@@ -16,11 +16,11 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::{Patch, PatchParams};
 use kube::core::{DeserializeGuard, PartialObjectMeta};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Api, Client, Config, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
-use crate::status::connect;
+use crate::status::configure;
 
 /// How often a change is tried again that somebody else was faster with.
 const TRIES: u32 = 5;
@@ -103,8 +103,12 @@ pub(crate) async fn uncordon(args: UncordonArgs) -> Result<()> {
 
 /// Drains a GPU.
 pub(crate) async fn drain(args: DrainArgs) -> Result<ExitCode> {
-    let client = args.gpu.client().await?;
-    drain_with(&client, &args).await
+    let config = args.gpu.config().await?;
+    let client = Client::try_from(config.clone())?;
+    // What a disruption budget refuses is answered by 429, which a client would repeat for minutes while others could be evicted.
+    let mut once = config;
+    once.default_retry = false;
+    drain_with(&client, &Client::try_from(once)?, &args).await
 }
 
 async fn set_cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<At> {
@@ -136,10 +140,14 @@ impl std::fmt::Display for At {
 type Annotations = Vec<(&'static str, Option<String>)>;
 
 impl GpuArgs {
-    async fn client(&self) -> Result<Client> {
+    async fn config(&self) -> Result<Config> {
         // An error says that one is installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        connect(self.context.clone(), self.kubeconfig.clone()).await.context("finding the API server")
+        configure(self.context.clone(), self.kubeconfig.clone()).await.context("finding the API server")
+    }
+
+    async fn client(&self) -> Result<Client> {
+        Ok(Client::try_from(self.config().await?)?)
     }
 }
 
@@ -292,7 +300,7 @@ fn alone<'a>(pods: impl IntoIterator<Item = (&'a str, &'a PartialObjectMeta<Pod>
     pods.into_iter().filter(|(_, pod)| !controlled(pod) && !leaves(pod)).map(|(name, _)| name).collect()
 }
 
-async fn drain_with(client: &Client, args: &DrainArgs) -> Result<ExitCode> {
+async fn drain_with(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<ExitCode> {
     let started = Instant::now();
     let at = set_cordon(client, &args.gpu, &args.reason).await?;
     let mut asked: BTreeMap<String, Asked> = BTreeMap::new();
@@ -316,7 +324,7 @@ async fn drain_with(client: &Client, args: &DrainArgs) -> Result<ExitCode> {
             alone.join(", ")
         );
         for (pod, meta) in &metas {
-            let state = evict(client, pod, meta, args.grace).await?;
+            let state = evict(evictor, pod, meta, args.grace).await?;
             match state {
                 Asked::Leaving => println!("{pod} is leaving"),
                 Asked::Protected(_) if !asked.contains_key(*pod) => {
@@ -522,7 +530,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_drain_obeys_budgets_asks_again_and_ends_when_the_gpu_is_free() {
         let (client, mut api) = client();
-        let draining = tokio::spawn(async move { drain_with(&client, &draining(false, 0)).await });
+        let draining = tokio::spawn(async move { drain_with(&client, &client, &draining(false, 0)).await });
         cordoning(&mut api, &["ns/p"]).await;
         answer(&mut api, 200, &holding(&["ns/p"])).await;
         assert_eq!(answer(&mut api, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
@@ -545,7 +553,7 @@ mod tests {
         let (client, mut api) = client();
         let refused = {
             let client = client.clone();
-            tokio::spawn(async move { drain_with(&client, &draining(false, 0)).await })
+            tokio::spawn(async move { drain_with(&client, &client, &draining(false, 0)).await })
         };
         cordoning(&mut api, &["ns/p"]).await;
         answer(&mut api, 200, &holding(&["ns/p"])).await;
@@ -553,7 +561,7 @@ mod tests {
         let error = refused.await.unwrap().unwrap_err().to_string();
         assert!(error.contains("ns/p") && error.contains("--force"), "{error}");
 
-        let late = tokio::spawn(async move { drain_with(&client, &draining(true, 3)).await });
+        let late = tokio::spawn(async move { drain_with(&client, &client, &draining(true, 3)).await });
         cordoning(&mut api, &["ns/p"]).await;
         answer(&mut api, 200, &holding(&["ns/p"])).await;
         answer(&mut api, 200, &pod(false)).await;
@@ -567,7 +575,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_free_gpu_is_drained_at_once() {
         let (client, mut api) = client();
-        let draining = tokio::spawn(async move { drain_with(&client, &draining(false, 0)).await });
+        let draining = tokio::spawn(async move { drain_with(&client, &client, &draining(false, 0)).await });
         cordoning(&mut api, &[]).await;
         answer(&mut api, 200, &holding(&[])).await;
         assert_eq!(draining.await.unwrap().unwrap(), ExitCode::SUCCESS);

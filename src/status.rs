@@ -73,13 +73,17 @@ pub(crate) async fn run(args: StatusArgs) -> Result<()> {
 
 /// The API server that kubectl talks to, or the pod's own.
 pub(crate) async fn connect(context: Option<String>, kubeconfig: Option<PathBuf>) -> Result<Client> {
+    Ok(Client::try_from(configure(context, kubeconfig).await?)?)
+}
+
+/// Where that is, and who is asking.
+pub(crate) async fn configure(context: Option<String>, kubeconfig: Option<PathBuf>) -> Result<Config> {
     let options = KubeConfigOptions { context, ..KubeConfigOptions::default() };
-    let config = match kubeconfig {
+    Ok(match kubeconfig {
         Some(path) => Config::from_custom_kubeconfig(Kubeconfig::read_from(path)?, &options).await?,
         None if options.context.is_some() => Config::from_kubeconfig(&options).await?,
         None => Config::infer().await?,
-    };
-    Ok(Client::try_from(config)?)
+    })
 }
 
 /// What is shown: the form of `-o json`.

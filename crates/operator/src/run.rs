@@ -50,6 +50,14 @@ const WAITING: Duration = Duration::from_secs(5);
 /// After how long a pass that failed is repeated, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
+/// The API server. Every task repeats what failed by itself, within a deadline of its own. A client that repeats what was answered by 429, as the
+/// default one does for minutes, would keep from the gate that a disruption budget protects a pod: evictions are refused by that status.
+async fn connect() -> Result<Client> {
+    let mut config = kube::Config::infer().await?;
+    config.default_retry = false;
+    Ok(Client::try_from(config)?)
+}
+
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends by itself.
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr } = args;
@@ -60,7 +68,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         None => None,
         Some(name) => Some((name, listen(webhook_addr).await?)),
     };
-    let client = Client::try_default().await.context("finding the API server")?;
+    let client = connect().await.context("finding the API server")?;
     let stop = CancellationToken::new();
     let released = CancellationToken::new();
     let metrics = Metrics::default();

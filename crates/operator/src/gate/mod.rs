@@ -213,6 +213,8 @@ struct Known {
     offers: BTreeSet<String>,
     /// It has a `GpuNode`.
     ours: bool,
+    /// Pods that hold something of it.
+    holding: BTreeSet<String>,
     /// Pods on devices that give nothing now, whoever leaves.
     stuck: BTreeSet<String>,
 }
@@ -340,6 +342,8 @@ impl Gatekeeper {
             let object = gpu_node.and_then(|object| object.0.as_ref().ok());
             let (facts, stuck) = object.map(|object| facts::of(object, is_ready)).unzip();
             known.stuck = stuck.unwrap_or_default();
+            known.holding =
+                facts.iter().flat_map(|facts| &facts.allocations).map(|allocation| allocation.pod.clone()).collect();
             known.ours = gpu_node.is_some();
             known.offers =
                 facts.iter().flat_map(|facts| &facts.devices).map(|device| device.resource.clone()).collect();
@@ -469,6 +473,9 @@ impl Gatekeeper {
             return;
         }
         self.protected.retain(|_, until| *until > seen.now.up);
+        // A budget that has some left again tells nobody here.
+        let believed = self.protected.values().map(|until| until.saturating_sub(seen.now.up));
+        turn.next = turn.next.into_iter().chain(believed).min();
         let Self { nodes, present, uids, gated, protected, .. } = self;
         let candidates = leave_alone(ledger, gated, candidates, seen.now.up, turn);
         // Only who waits asks for them.
@@ -538,7 +545,11 @@ impl Gatekeeper {
             let over_others = || holders.values().any(|holder| holder.priority < wanted.priority);
             if waits && preemptors < PREEMPTORS && over_others() {
                 preemptors += 1;
-                found = ledger.preempt(asking, with_room(), &holders);
+                // A budget that has none left is not asked again and again, and nobody leaves in vain beside one whom it protects.
+                let can_leave = |victim: &String| !protected.contains_key(victim);
+                found = ledger
+                    .preempt(asking, with_room(), &holders)
+                    .filter(|preemption| preemption.victims.iter().all(can_leave));
             }
             refused.insert(key, verdict.clone());
             let (message, may_pass) = verdict.told(&asks, seen.demand.get(name));
@@ -587,9 +598,12 @@ impl Nodes {
         self.0.get(node).is_some_and(|known| known.may(pod))
     }
 
-    /// Pods that can leave, and what has to be known of them for that.
+    /// Pods that can leave, and what has to be known of them for that. Those that are gone, and hold something as far as their node has told,
+    /// are on their way out: nobody else has to leave for what they give back.
     fn holders(&self, living: &[&PodObject], protected: &BTreeMap<String, Duration>) -> BTreeMap<String, Holder> {
-        let mut holders = BTreeMap::new();
+        let gone = Holder { priority: 0, started: Moment(0), protected: false, ending: true };
+        let holding = self.0.values().flat_map(|known| known.holding.difference(&known.stuck));
+        let mut holders: BTreeMap<String, Holder> = holding.map(|pod| (pod.clone(), gone)).collect();
         for pod in living.iter().filter(|pod| pod.wants_gpus()) {
             let Some(known) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);

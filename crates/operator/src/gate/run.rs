@@ -110,12 +110,12 @@ impl Gate {
                 Failure::Refused(why) => self.keeper.refused(pod, why, self.started.elapsed()),
             }
         }
-        self.evict(&turn.evictions, up).await;
+        let evicted = self.evict(&turn.evictions, up).await;
         self.tell(&turn, &cluster, &demand, up).await;
         if turn.more {
             self.parts.dirty.notify_one();
         }
-        let again = (!failed.is_empty()).then_some(RETRY);
+        let again = (!failed.is_empty() || !evicted).then_some(RETRY);
         let told = self.teller.is_waiting().then_some(events::LOOK_AGAIN);
         turn.next.into_iter().chain(again).chain(told).min()
     }
@@ -179,11 +179,12 @@ impl Gate {
         }
     }
 
-    /// Evicts pods, as far as their disruption budgets let it.
-    async fn evict(&mut self, evictions: &[Eviction], up: Duration) {
+    /// Evicts pods, as far as their disruption budgets let it. Says whether each was asked.
+    async fn evict(&mut self, evictions: &[Eviction], up: Duration) -> bool {
+        let mut all = true;
         for Eviction { pod, uid, by } in evictions {
             if !self.parts.claim.is_current() {
-                return;
+                return true;
             }
             let evicted = evict::evict(&self.parts.client, pod, uid).await;
             match &evicted {
@@ -199,10 +200,14 @@ impl Gate {
                     self.parts.dirty.notify_one();
                 }
                 Evicted::Gone => {}
-                Evicted::Failed(error) => tracing::warn!(pod, by, error, "not evicted"),
+                Evicted::Failed(error) => {
+                    tracing::warn!(pod, by, error, "not evicted");
+                    all = false;
+                }
             }
             self.parts.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         }
+        all
     }
 
     /// Tells pods what they wait for, unless the passes do, which know more of GPUs that are cut.

@@ -510,6 +510,32 @@ fn who_a_budget_protects_leaves_only_where_nobody_else_does() {
     keeper.protect(&first, Duration::ZERO);
     let second = look(&mut keeper, &world, 1).evictions[0].pod.clone();
     assert_ne!(first, second);
+    keeper.protect(&second, Duration::from_secs(1));
+    let protected = look(&mut keeper, &world, 2);
+    assert_eq!((protected.evictions, protected.next), (vec![], Some(Duration::from_secs(28))), "not again and again");
+    let again = look(&mut keeper, &world, 30);
+    assert_eq!(again.evictions[0].pod, first, "it is asked again though nothing has changed");
+}
+
+#[test]
+fn nobody_leaves_for_what_a_pod_that_is_gone_gives_back() {
+    let mut world = World::default().node("n1", &[0, 0]);
+    let mut reality = Reality::default();
+    for (name, device) in [("first", 0), ("second", 1)] {
+        world = world.pod_with(name, 7, json!({"nodeName": "n1", "schedulingGates": [], "priority": 1}));
+        reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), 7));
+    }
+    reality.report(&mut world);
+    let mut world = world.pod_with("high", 6, json!({"priority": 9}));
+    let mut keeper = Gatekeeper::default();
+    let first = look(&mut keeper, &world, 0).evictions[0].pod.clone();
+    // Its node's agent has not told it yet.
+    world.pods.remove(&first);
+    let turn = look(&mut keeper, &world, 1);
+    assert_eq!((turn.evictions, turn.waiting.len()), (vec![], 1));
+    reality.given.remove(&first);
+    reality.report(&mut world);
+    assert_eq!(opened(&look(&mut keeper, &world, 2)), [("team/high", "held")]);
 }
 
 #[derive(Debug, Clone)]

@@ -225,6 +225,8 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
         cluster.create(&pods, &pod)?;
+        // Of pods of one priority those that began last leave first, and that is to be the protected ones: times are whole seconds.
+        std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
         &format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets"),
