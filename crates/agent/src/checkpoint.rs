@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::{self, Desired};
 use cleave_gpu::nvml::Gpu;
+use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
 use crate::allocate::Allocation;
@@ -136,6 +137,12 @@ impl Checkpoint {
     }
 }
 
+/// No other process is the node's agent while this is there.
+#[derive(Debug)]
+pub struct Lock {
+    _directory: fs::File,
+}
+
 /// The checkpoint of a node.
 #[derive(Debug, Clone)]
 pub struct Store {
@@ -146,6 +153,21 @@ impl Store {
     /// In this directory, which is made when first written.
     pub fn new(state_dir: &Path) -> Self {
         Self { path: state_dir.join(FILE) }
+    }
+
+    /// Takes the directory for this process; nothing while another has it. The kernel gives it back when the process dies, however it does.
+    ///
+    /// # Errors
+    /// The directory is not there and cannot be made, or cannot be locked.
+    pub fn try_lock(&self) -> io::Result<Option<Lock>> {
+        let folder = self.path.parent().unwrap_or(&self.path);
+        fs::create_dir_all(folder)?;
+        let directory = fs::File::open(folder)?;
+        match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Lock { _directory: directory })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Reads it; nothing where none was written.

@@ -71,7 +71,7 @@ pub use args::AgentArgs;
 
 use crate::allocate::Handover;
 use crate::args::{DeviceListStrategy, MigMode};
-use crate::checkpoint::Store;
+use crate::checkpoint::{Lock, Store};
 use crate::expected::Expected;
 use crate::http::Pulse;
 use crate::metrics::Metrics;
@@ -96,6 +96,8 @@ const SOON: Duration = Duration::from_millis(30);
 const TURN: Duration = Duration::from_secs(5);
 /// Between attempts to write files.
 const WRITE_AGAIN: Duration = Duration::from_secs(1);
+/// Between two looks whether another agent has ended.
+const LOCK: Duration = Duration::from_millis(50);
 
 /// What the main loop is told.
 enum Input {
@@ -129,10 +131,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // Another provider may have been installed by whoever runs this; the first one stays.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let args = Arc::new(args);
+    let store = Store::new(&args.state_dir);
+    let _only = alone(&store).await;
     let now = Instant::now();
     let metrics = Metrics::new();
     let link = mps::Link::new(Paths::new(&args.run_dir));
-    let store = Store::new(&args.state_dir);
     let (node, allocations) = remember(&args, &store, &link, now);
     let mut node = node.keeping_mig_mode(args.mig_mode == MigMode::Never);
     node.mps(link.look());
@@ -223,6 +226,29 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(error).context("a task of the agent failed"),
         None => Ok(()),
+    }
+}
+
+/// Waits until this is the node's only agent. Two of them, for a moment of an upgrade or by mistake, would each write what is wanted of the MPS host
+/// without what the other has given out since, and so close doors of running pods.
+///
+/// Without a directory that can be locked it goes on: so does it without one that can be written.
+async fn alone(store: &Store) -> Option<Lock> {
+    let mut told = false;
+    loop {
+        match store.try_lock() {
+            Ok(Some(lock)) => return Some(lock),
+            Ok(None) if told => {}
+            Ok(None) => {
+                told = true;
+                tracing::warn!("another agent of this node runs: waiting until it has ended");
+            }
+            Err(error) => {
+                tracing::error!(%error, "the directory of the checkpoint cannot be locked: a second agent would not be noticed");
+                return None;
+            }
+        }
+        tokio::time::sleep(LOCK).await;
     }
 }
 

@@ -179,6 +179,30 @@ async fn a_killed_agent_comes_back_to_the_same_ids_allocations_and_daemons() {
 }
 
 #[tokio::test]
+async fn a_second_agent_waits_and_takes_over_when_the_first_has_ended() {
+    let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
+    machine.healthy(MPS, 10).await;
+    let uuid = machine.uuids[0].clone();
+    machine.start_second_agent();
+    let log = machine.path("agent.log");
+    let waits = || fs::read_to_string(&log).ok()?.contains("another agent of this node runs").then_some(());
+    machine.until("the second says that it waits", waits).await;
+    let used = ids(&uuid, [2, 3]);
+    let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
+    machine.kubelet.allocate(MPS, &wanted).await.unwrap();
+    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
+    machine.pods.hold(&[held("p", MPS, &used)]);
+    let desired = machine.desired().unwrap();
+    assert_eq!(desired.allocations.len(), 1);
+    let before = machine.healthy(MPS, 10).await.registrations.len();
+    machine.kill_first_agent();
+    let over = |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
+    machine.seen("the second registers", over).await;
+    machine.healthy(MPS, 10).await;
+    assert_eq!(machine.desired().unwrap(), desired);
+}
+
+#[tokio::test]
 async fn a_killed_agent_is_started_again_by_its_parent_which_goes_on() {
     let mut machine = Machine::new(&["H200"]);
     machine.want("first", vec![mps(&machine.uuids[0], 10)]);

@@ -42,6 +42,7 @@ pub(crate) struct Machine {
     pub(crate) pods: FakePodResources,
     library: PathBuf,
     agent: Option<Child>,
+    first: Option<Child>,
     host: Option<Child>,
 }
 
@@ -56,7 +57,8 @@ impl Machine {
         let kubelet = FakeKubelet::start(&path("plugins")).unwrap();
         let pods = FakePodResources::start(&path("pods.sock")).unwrap();
         let library = programs().join("libnvidia_ml.so");
-        let mut machine = Self { folder, uuids: Vec::new(), kubelet, pods, library, agent: None, host: None };
+        let mut machine =
+            Self { folder, uuids: Vec::new(), kubelet, pods, library, agent: None, first: None, host: None };
         let mut arguments = vec!["init"];
         arguments.extend(gpus.iter().flat_map(|gpu| ["--gpus", gpu]));
         machine.simgpu(&arguments);
@@ -109,6 +111,17 @@ impl Machine {
 
     pub(crate) fn start_agent(&mut self, more: &[&str]) {
         self.start_agent_as(self.command("cleave"), more);
+    }
+
+    /// Beside the first, which is what [`Self::kill_first_agent`] kills.
+    pub(crate) fn start_second_agent(&mut self) {
+        self.first = self.agent.take();
+        self.start_agent(&[]);
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill_first_agent(&mut self) {
+        kill(&mut self.first);
     }
 
     /// As the chart does: killed, it is started again.
@@ -297,6 +310,7 @@ impl Machine {
 impl Drop for Machine {
     fn drop(&mut self) {
         self.kill_agent();
+        self.kill_first_agent();
         if let Some(host) = &mut self.host {
             // By SIGTERM it ends its daemons too.
             let pid = rustix::process::Pid::from_child(host);
