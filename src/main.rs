@@ -39,6 +39,7 @@ enum Command {
     Cordon(cordon::CordonArgs),
     Uncordon(cordon::UncordonArgs),
     Drain(cordon::DrainArgs),
+    Doctor(cleave_gpu::mps::doctor::DoctorArgs),
     /// Show nodes, GPUs, policies, and which pod holds what with which limits.
     Status(status::StatusArgs),
 }
@@ -65,7 +66,20 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
         Command::Cordon(args) => serve(cordon::cordon(args)),
         Command::Uncordon(args) => serve(cordon::uncordon(args)),
         Command::Drain(args) => return serve(cordon::drain(args)),
+        Command::Doctor(args) => return Ok(doctor(args)),
         Command::Status(args) => serve(status::run(args)),
     };
     done.map(|()| ExitCode::SUCCESS)
+}
+
+/// Tells what the driver does. An error is neither a good nor a bad answer.
+fn doctor(args: cleave_gpu::mps::doctor::DoctorArgs) -> ExitCode {
+    match serve(async { Ok(cleave_gpu::mps::doctor::run(args).await?) }) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cleave: {error:#}");
+            ExitCode::from(2)
+        }
+    }
 }

@@ -39,8 +39,13 @@ pub(crate) enum ControlError {
 
 /// Asks for one command and returns what it printed, a line for each packet.
 pub(crate) async fn ask(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+    ask_over(&pipe.join("control_privileged"), command, deadline).await
+}
+
+/// The same over a socket that need not be the privileged one.
+pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
     within(deadline, &command.to_string(), async {
-        let socket = connect(pipe, "control_privileged").await?;
+        let socket = Socket::connect(socket).await?;
         greeted(&socket).await?;
         socket.send_credentials(protocol::CREDENTIALS, Credentials::own()).await?;
         socket.send(&Kind::Administrator.packet()).await?;

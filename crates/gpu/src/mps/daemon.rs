@@ -4,9 +4,10 @@
 //! limits that a server has are those of whoever set them last.
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 use std::rc::Rc;
 use std::time::Duration;
@@ -27,15 +28,15 @@ use super::protocol::{self, Command, LogEvent, ServerState, Terminated, Unexpect
 use super::wire::{Client, Daemon, DaemonState, DaemonStatus, Door};
 
 /// A daemon answers within a second of its start; a busy node may take longer.
-const DAEMON_START: Duration = Duration::from_secs(15);
+pub(super) const DAEMON_START: Duration = Duration::from_secs(15);
 /// Without a persistence daemon the driver initialises the GPU first.
-const SERVER_START: Duration = Duration::from_secs(60);
+pub(super) const SERVER_START: Duration = Duration::from_secs(60);
 /// How often a daemon is asked how it is: a tenth of a millisecond of its time.
 const LOOK: Duration = Duration::from_secs(1);
 /// How often while it is in FAULT or has to go: somebody waits for what comes after.
 const LOOK_CLOSELY: Duration = Duration::from_millis(25);
 /// How long `quit` may take after its own timeout.
-const QUIT_SECONDS: u32 = 3;
+pub(super) const QUIT_SECONDS: u32 = 3;
 /// How long a daemon that was killed may take: the driver may keep it.
 const KILLED: Duration = Duration::from_secs(10);
 /// `terminate_client` on a client that does not run blocks the daemon: so long that is no sign of a daemon that hangs.
@@ -430,29 +431,9 @@ impl Device {
         self.host.children.spawn(&mut command, &[]).map_err(failed)
     }
 
-    /// `nvidia-cuda-mps-control` for this device: the daemon, or what speaks to it.
     fn tool(&self) -> Process {
-        let program = &self.host.options.mps_control;
-        let mut command = Process::new(program);
-        command
-            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe)
-            .env("CUDA_MPS_LOG_DIRECTORY", &self.pipe)
-            .env("CUDA_VISIBLE_DEVICES", &self.name)
-            .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-            .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-            .current_dir("/");
-        if let Some(path) = &self.host.options.library_path {
-            command.env("LD_LIBRARY_PATH", path);
-        }
-        // It looks for the server beside itself through PATH.
-        if let Some(directory) = program.parent().filter(|directory| !directory.as_os_str().is_empty()) {
-            let path = std::env::var_os("PATH").unwrap_or_default();
-            let directories = std::iter::once(directory.to_owned()).chain(std::env::split_paths(&path));
-            if let Ok(path) = std::env::join_paths(directories) {
-                command.env("PATH", path);
-            }
-        }
-        command
+        let options = &self.host.options;
+        tool(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)
     }
 
     async fn set_up(&self, settings: &Daemon) -> Result<(), Failure> {
@@ -973,6 +954,30 @@ impl Device {
         }
         self.look_now();
     }
+}
+
+/// `nvidia-cuda-mps-control` for a device: the daemon, or what speaks to it.
+pub(super) fn tool(program: &Path, library_path: Option<&OsStr>, pipe: &Path, device: &str) -> Process {
+    let mut command = Process::new(program);
+    command
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
+        .env("CUDA_MPS_LOG_DIRECTORY", pipe)
+        .env("CUDA_VISIBLE_DEVICES", device)
+        .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+        .current_dir("/");
+    if let Some(path) = library_path {
+        command.env("LD_LIBRARY_PATH", path);
+    }
+    // It looks for the server beside itself through PATH.
+    if let Some(directory) = program.parent().filter(|directory| !directory.as_os_str().is_empty()) {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let directories = std::iter::once(directory.to_owned()).chain(std::env::split_paths(&path));
+        if let Ok(path) = std::env::join_paths(directories) {
+            command.env("PATH", path);
+        }
+    }
+    command
 }
 
 /// The longest line that is kept in one piece.

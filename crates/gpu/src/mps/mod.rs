@@ -12,6 +12,7 @@ mod compute_mode;
 mod control;
 mod daemon;
 mod decide;
+pub mod doctor;
 mod door;
 mod fault;
 pub mod host;

@@ -171,29 +171,74 @@ const SEARCH: Duration = Duration::from_secs(5);
 const SEARCH_STACK: usize = 128 * 1024;
 
 /// Daemons and servers of MPS whose pipe directory is `pipe`: ours, or left by an earlier MPS host.
-///
-/// On a thread of its own: reading the environment of a process that hangs in the driver waits for as long as it does, and other devices must
-/// not. A thread that does is left behind.
 pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, Hold)> {
-    let (found, answer) = oneshot::channel();
     let of = pipe.to_owned();
+    aside(move || search(&of)).await.unwrap_or_default()
+}
+
+/// Daemons and servers of MPS that may serve a GPU, whoever started them; none where that cannot be said.
+pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
+    let uuid = uuid.to_owned();
+    aside(move || pids().filter(|&pid| is_mps(pid) && serves(pid, &uuid)).collect()).await
+}
+
+/// Looks through the node's processes on a thread of its own: reading the environment of a process that hangs in the driver waits for as long
+/// as it does, and other devices must not. A thread that does is left behind.
+async fn aside<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (found, answer) = oneshot::channel();
     let search = move || {
         // Whoever asked may have lost patience.
-        let _ = found.send(search(&of));
+        let _ = found.send(search());
     };
     let started = std::thread::Builder::new().stack_size(SEARCH_STACK).spawn(search);
     match (started, timeout(SEARCH, answer).await) {
-        (Ok(_), Ok(Ok(found))) => return found,
-        (Err(error), _) => tracing::error!(%error, "no thread to look for what is left of MPS daemons"),
-        _ => tracing::error!(pipe = %pipe.display(), "looking for what is left of MPS daemons takes too long"),
+        (Ok(_), Ok(Ok(found))) => return Some(found),
+        (Err(error), _) => tracing::error!(%error, "no thread to look for MPS daemons"),
+        _ => tracing::error!("looking for MPS daemons takes too long"),
     }
-    Vec::new()
+    None
+}
+
+fn pids() -> impl Iterator<Item = u32> {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten();
+    processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+fn read(pid: u32, what: &str) -> Vec<u8> {
+    std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default()
+}
+
+fn is_mps(pid: u32) -> bool {
+    read(pid, "comm").starts_with(b"nvidia-cuda-mps")
+}
+
+fn serves(pid: u32, uuid: &str) -> bool {
+    // One that is being started has no environment for a moment, and one that has ended has none any more.
+    for _ in 0..20 {
+        let environment = read(pid, "environ");
+        if !environment.is_empty() {
+            return may_serve(&environment, uuid);
+        }
+        if state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
+}
+
+/// Whether a daemon with this environment may serve a GPU: it does not unless it names others, and no indices.
+fn may_serve(environment: &[u8], uuid: &str) -> bool {
+    let name = b"CUDA_VISIBLE_DEVICES=".as_slice();
+    let list = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(name));
+    let is_other = |entry: &[u8]| {
+        (entry.starts_with(b"GPU-") && !uuid.as_bytes().starts_with(entry)) || entry.starts_with(b"MIG-")
+    };
+    list.is_none_or(|list| !list.split(|&byte| byte == b',').all(is_other))
 }
 
 fn search(pipe: &Path) -> Vec<(u32, Hold)> {
-    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
-    processes
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+    pids()
         .filter(|&pid| is_of_pipe(pid, pipe))
         // Held first, then looked at once more: the pid may have become somebody else's in between.
         .filter_map(|pid| Some((pid, Hold::of(pid)?)))
@@ -202,12 +247,11 @@ fn search(pipe: &Path) -> Vec<(u32, Hold)> {
 }
 
 fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
-    let read = |what: &str| std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();
-    if !read("comm").starts_with(b"nvidia-cuda-mps") {
+    if !is_mps(pid) {
         return false;
     }
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_encoded_bytes()].concat();
-    read("environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
+    read(pid, "environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
 }
 
 /// Kills what is left of MPS in a pipe directory. Returns how many there were.
@@ -227,14 +271,44 @@ pub(crate) async fn clear(pipe: &Path) -> usize {
 
 /// Whether a process is stopped, by a signal or a debugger: it answers nobody until it is continued.
 pub(crate) fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    matches!(state(pid), Some('T' | 't'))
+}
+
+/// A process's state, as `/proc/PID/stat` has it; none where it is gone.
+fn state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, which may hold anything.
-    let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
-    state.is_some_and(|state| state.starts_with(['T', 't']))
+    stat.rsplit_once(") ")?.1.chars().next()
 }
 
 /// The user whose process it is.
 pub(crate) fn owner(pid: u32) -> Option<u32> {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{may_serve, serves, state};
+
+    #[test]
+    fn a_daemon_serves_others_only_where_it_names_nothing_else() {
+        let serves = |list: &str| may_serve(format!("A=1\0CUDA_VISIBLE_DEVICES={list}\0B=2").as_bytes(), "GPU-12-34");
+        for list in ["GPU-12-34", "GPU-12", "0", "", "GPU-56,GPU-12-34", "GPU-56,1"] {
+            assert!(serves(list), "{list}");
+        }
+        for list in ["GPU-56", "GPU-56,GPU-78", "MIG-12-34"] {
+            assert!(!serves(list), "{list}");
+        }
+        assert!(may_serve(b"A=1\0", "GPU-12-34"), "it sees every GPU");
+    }
+    #[test]
+    fn one_that_has_ended_serves_nobody() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        while state(child.id()) != Some('Z') {
+            std::thread::yield_now();
+        }
+        assert!(!serves(child.id(), "GPU-1"), "it has no environment any more");
+        child.wait().unwrap();
+    }
 }

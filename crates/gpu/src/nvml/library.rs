@@ -137,13 +137,27 @@ impl Gpus for Nvml {
         })
     }
 
-    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-        let mut device = self.device(uuid)?;
-        let before = match device.compute_mode().map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
+    fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
+        let version = self
+            .inner
+            .sys_cuda_driver_version()
+            .map_err(|code| NvmlError::of("nvmlSystemGetCudaDriverVersion", code))?;
+        let version = version.unsigned_abs();
+        Ok((version / 1000, version % 1000 / 10))
+    }
+
+    fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, NvmlError> {
+        let mode = self.device(uuid)?.compute_mode();
+        Ok(match mode.map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
             WrappedMode::Default => ComputeMode::Default,
             WrappedMode::ExclusiveProcess | WrappedMode::ExclusiveThread => ComputeMode::ExclusiveProcess,
             WrappedMode::Prohibited => ComputeMode::Prohibited,
-        };
+        })
+    }
+
+    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
+        let mut device = self.device(uuid)?;
+        let before = self.compute_mode(uuid)?;
         if before != mode {
             let mode = match mode {
                 ComputeMode::Default => WrappedMode::Default,

@@ -125,6 +125,16 @@ pub trait Gpus: Send {
         Ok(told)
     }
 
+    /// The newest CUDA that the driver serves: major and minor.
+    fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlSystemGetCudaDriverVersion" })
+    }
+
+    /// The compute mode of a GPU.
+    fn compute_mode(&self, _uuid: &str) -> Result<ComputeMode, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetComputeMode" })
+    }
+
     /// Sets the compute mode of a GPU, and says what it was before.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 

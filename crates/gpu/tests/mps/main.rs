@@ -1,5 +1,6 @@
 //! The MPS host as a process, over the simulated machine and its stand-in MPS, with real clients at its doors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "what helps a test fails as a test does")]
+mod doctor;
 mod faults;
 mod handshake;
 mod node;

@@ -46,7 +46,9 @@ impl Node {
             fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
         }
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
-        let description = Description { name: "test".into(), gpus, ..Description::default() };
+        // UUIDs are made of the name, and no two tests have one.
+        let name = dir.path().display().to_string();
+        let description = Description { name, gpus, ..Description::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
         let paths = Paths::new(dir.path().join("run"));
         let desired = Desired { version: VERSION, ..Desired::default() };

@@ -1,0 +1,259 @@
+//! The doctor as a process, over the stand-in NVML, MPS and CUDA program.
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+use sim_machine::Effect;
+
+use super::node::{Node, daemon, host_program, until};
+
+/// A doctor for a node; what it makes is in the node's folder.
+fn command(node: &Node, arguments: &[&str]) -> Command {
+    fs::create_dir_all(temporary(node)).unwrap();
+    fs::set_permissions(temporary(node), fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new(host_program());
+    command
+        .args(["doctor", "--idle", "--run-dir"])
+        .arg(node.paths.run())
+        .arg("--mps-control")
+        .arg(node.path("nvidia-cuda-mps-control"))
+        .arg("--nvml-library")
+        .arg(node.path("libnvidia_ml.so"))
+        .args(arguments)
+        .env("SIMGPU_STATE", node.machine.dir())
+        .env("SIM_MPS_SERVER_START_MS", "0")
+        .env("TMPDIR", temporary(node))
+        .env_remove("NVIDIA_VISIBLE_DEVICES")
+        .stdin(Stdio::null());
+    command
+}
+
+fn temporary(node: &Node) -> PathBuf {
+    node.path("tmp")
+}
+
+fn client(node: &Node) -> String {
+    node.path("cleave-client").display().to_string()
+}
+
+/// What a doctor said, and its exit status.
+fn report(output: &Output) -> (Option<i32>, Value) {
+    let text = String::from_utf8_lossy(&output.stdout);
+    let error = String::from_utf8_lossy(&output.stderr);
+    (output.status.code(), serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}\n{error}")))
+}
+
+fn ask(node: &Node, arguments: &[&str]) -> (Option<i32>, Value) {
+    report(&command(node, &[&["--json"], arguments].concat()).output().unwrap())
+}
+
+fn ask_with_client(node: &Node) -> (Option<i32>, Value) {
+    ask(node, &["--client", &client(node)])
+}
+
+/// Verdicts by check.
+fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
+    let findings = report["findings"].as_array().unwrap().iter();
+    findings.map(|finding| (finding["check"].as_str().unwrap(), finding["verdict"].as_str().unwrap())).collect()
+}
+
+fn which<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
+    let findings = report["findings"].as_array().unwrap().iter();
+    findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
+}
+
+fn seen<'a>(report: &'a Value, check: &str) -> &'a str {
+    let findings = report["findings"].as_array().unwrap().iter();
+    findings
+        .filter(|finding| finding["check"] == check)
+        .map(|finding| finding["seen"].as_str().unwrap())
+        .next()
+        .unwrap()
+}
+
+/// Processes of MPS that a doctor started on this node.
+fn left(node: &Node) -> Vec<String> {
+    let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", temporary(node).as_os_str().as_encoded_bytes()].concat();
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let is_ours = |path: &Path| {
+        let environment = fs::read(path.join("environ")).unwrap_or_default();
+        environment.split(|&byte| byte == 0).any(|variable| variable.starts_with(&wanted))
+    };
+    let found = entries.filter(|entry| is_ours(&entry.path())).map(|entry| entry.path().display().to_string());
+    found
+        .chain(fs::read_dir(temporary(node)).unwrap().flatten().map(|entry| entry.path().display().to_string()))
+        .collect()
+}
+
+fn inject(node: &Node, call: &str, code: i32) {
+    node.inject(call, None, Effect::Code(code), None);
+}
+
+#[test]
+fn the_stand_in_driver_is_as_relied_on_and_nothing_of_the_doctor_is_left() {
+    let node = Node::bare(1);
+    let (status, report) = ask_with_client(&node);
+    assert_eq!(which(&report, "differs"), [] as [&str; 0], "{report:#}");
+    let not_tried: Vec<&str> =
+        which(&report, "notTried").into_iter().filter(|check| !(*check == "nvml" && is_in_a_namespace())).collect();
+    assert_eq!(not_tried, ["48 clients", "fault"], "{report:#}");
+    assert_eq!((status, &report["asReliedOn"]), (Some(0), &Value::Bool(true)));
+    assert_eq!((&report["driver"], &report["controlVersion"]), (&"580.159.04".into(), &13000.into()));
+    assert_eq!(left(&node), [] as [&str; 0]);
+    assert!(node.machine.processes().unwrap().is_empty());
+}
+
+fn is_in_a_namespace() -> bool {
+    fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() != "pid:[4026531836]"
+}
+
+#[test]
+fn without_a_cuda_program_what_needs_one_was_not_tried() {
+    let node = Node::bare(1);
+    let (status, report) = ask(&node, &[]);
+    assert_eq!(status, Some(0));
+    assert_eq!(which(&report, "asReliedOn"), ["start", "door", "commands", "privileges", "log"]);
+    assert_eq!(seen(&report, "limits"), "needs a CUDA program (--client)");
+    let (status, report) = ask(&node, &["--client", "/nonexistent/program"]);
+    assert_eq!((status, which(&report, "differs")), (Some(0), Vec::new()));
+    assert!(seen(&report, "limits").contains("cannot be started"), "{report:#}");
+}
+
+#[test]
+fn a_driver_with_another_handshake_is_told_and_not_tried_further() {
+    let node = Node::bare(1);
+    inject(&node, "mps:handshake", 1);
+    let (status, report) = ask_with_client(&node);
+    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["door"]));
+    assert!(seen(&report, "limits").contains("unknown"), "{report:#}");
+    let text = command(&node, &[]).output().unwrap();
+    let text = String::from_utf8(text.stdout).unwrap();
+    assert!(text.contains("door        DIFFERS") && text.contains("- door: limits are advisory"), "{text}");
+    assert_eq!(left(&node), [] as [&str; 0]);
+}
+
+#[test]
+fn commands_that_a_driver_does_not_carry_out_are_told() {
+    let node = Node::bare(1);
+    inject(&node, "mps:command:terminate_client", 201);
+    let (status, report) = ask_with_client(&node);
+    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["terminate"]));
+    assert!(seen(&report, "terminate").contains("goes on; its neighbour: goes on"), "{report:#}");
+
+    let node = Node::bare(1);
+    inject(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
+    let (_, report) = ask_with_client(&node);
+    assert_eq!(which(&report, "differs"), ["commands", "defaults"]);
+}
+
+#[test]
+fn a_daemon_that_does_not_start_is_told_with_its_last_words() {
+    let node = Node::bare(1);
+    inject(&node, "mps:start", 3);
+    let (status, report) = ask_with_client(&node);
+    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["start"]));
+    assert!(seen(&report, "start").starts_with("it ends (exit status: 3)"), "{report:#}");
+    assert_eq!(seen(&report, "limits"), "the daemon does not answer");
+    assert_eq!(left(&node), [] as [&str; 0]);
+}
+
+/// A CUDA program before which a shell script does something.
+fn scripted(node: &Node, script: &str) -> String {
+    let path = node.path("script");
+    fs::write(&path, format!("#!/bin/sh\n{script}\nexec {} \"$@\"\n", client(node))).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn a_driver_that_ignores_a_programs_environment_is_told() {
+    let node = Node::bare(1);
+    let script = scripted(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+    let (status, report) = ask(&node, &["--client", &script]);
+    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["lower", "escape"]));
+    assert!(seen(&report, "escape").starts_with("under 8192 MiB it has 7921 MiB"), "{report:#}");
+}
+
+#[test]
+fn a_gpu_that_is_in_use_is_left_alone() {
+    let mut node = Node::with_host(1);
+    let before = node.daemon(0);
+    let (status, report) = ask_with_client(&node);
+    assert_eq!((status, which(&report, "notTried").len()), (Some(0), verdicts(&report).len()));
+    assert!(report["leftOut"].as_str().unwrap().contains("Cleave shares the GPU by MPS"), "{report:#}");
+    assert_eq!(report["gpu"]["model"], "NVIDIA H200");
+    // Its daemon runs, and the agent has not said so.
+    fs::remove_file(node.paths.desired()).unwrap();
+    let (_, report) = ask_with_client(&node);
+    assert!(report["leftOut"].as_str().unwrap().contains("MPS that may serve the GPU runs already"), "{report:#}");
+    assert_eq!(node.daemon(0), before);
+
+    // A program that knows nothing of MPS.
+    node = Node::bare(1);
+    node.want("aa", 0, None, None);
+    let plain = node.client("aa", &["--hold", "forever"]);
+    until("it has a context", || !node.machine.processes().unwrap().is_empty());
+    let (status, report) = ask_with_client(&node);
+    assert_eq!((status, report["leftOut"].as_str()), (Some(0), Some("the GPU is in use")));
+    drop(plain);
+}
+
+#[test]
+fn who_comes_to_the_gpu_meanwhile_is_disturbed_no_further() {
+    if is_in_a_namespace() {
+        eprintln!("skipped: others' processes are not to be seen from a pid namespace");
+        return;
+    }
+    let node = Node::bare(1);
+    let flag = node.path("came").display().to_string();
+    let other = format!(
+        "[ -e {flag} ] || {{ CUDA_MPS_PIPE_DIRECTORY=/nonexistent {} --hold forever >/dev/null </dev/null & echo $! >{flag}; }}",
+        client(&node)
+    );
+    let (status, report) = ask(&node, &["--client", &scripted(&node, &other)]);
+    let pid: i32 = fs::read_to_string(&flag).unwrap().trim().parse().unwrap();
+    rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    assert_eq!(status, Some(0), "{report:#}");
+    assert!(seen(&report, "limits").contains(&format!("process {pid} has come")), "{report:#}");
+    assert!(seen(&report, "terminate").contains(&format!("process {pid} has come")), "{report:#}");
+    assert_eq!(left(&node), [] as [&str; 0]);
+}
+
+#[test]
+fn a_doctor_that_is_told_to_stop_ends_its_daemon() {
+    let node = Node::bare(1);
+    node.inject("mps:command:start_server", None, Effect::Hang(None), None);
+    let mut doctor: Child = command(&node, &["--client", &client(&node)]).stdout(Stdio::piped()).spawn().unwrap();
+    until("the daemon runs", || left(&node).len() >= 2);
+    rustix::process::kill_process(Pid::from_child(&doctor), Signal::TERM).unwrap();
+    until("the doctor ends", || doctor.try_wait().unwrap().is_some());
+    assert_eq!(doctor.wait().unwrap().code(), Some(2));
+    assert_eq!(left(&node), [] as [&str; 0]);
+}
+
+#[test]
+fn a_gpu_that_is_not_there_and_a_node_without_a_driver_are_neither_good_nor_bad() {
+    let node = Node::bare(2);
+    let output = command(&node, &["--gpu", "7"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("there is no GPU 7; there are 0 (GPU-"));
+    let (status, report) = ask(&node, &["--gpu", &node.uuid(1)]);
+    assert_eq!((status, &report["gpu"]["index"]), (Some(0), &1.into()));
+    fs::remove_file(node.path("libnvidia_ml.so")).unwrap();
+    let output = command(&node, &[]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("there is no NVML library"));
+}
+
+#[test]
+fn a_daemon_that_this_host_wants_not_is_no_reason() {
+    let mut node = Node::bare(2);
+    node.want_daemon(1, daemon());
+    node.write();
+    let (_, report) = ask(&node, &[]);
+    assert_eq!(report["leftOut"], Value::Null, "{report:#}");
+}
