@@ -229,6 +229,15 @@ pub fn launcher(args: &[&str]) -> Result<String> {
     run(&format!("{}/../cluster/cluster", env!("CARGO_MANIFEST_DIR")), args)
 }
 
+/// Sends a signal to a process of the cluster's own, `kubelet@node1` or `etcd` say: `STOP`, `CONT`.
+pub fn signal_component(component: &str, signal: &str) -> Result<()> {
+    let components = launcher(&["status"])?;
+    let mut rows = components.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let row = rows.find(|row| row.first() == Some(&component)).with_context(|| format!("there is no {component}"))?;
+    let pid = row.get(2).with_context(|| format!("{component} does not run"))?;
+    run("kill", &[&format!("-{signal}"), pid]).map(drop)
+}
+
 /// Runs a command on a node, in its mount namespace.
 pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     let mut args = vec!["exec-node", node];

@@ -474,8 +474,7 @@ impl Gatekeeper {
         }
         self.protected.retain(|_, until| *until > seen.now.up);
         // A budget that has some left again tells nobody here.
-        let believed = self.protected.values().map(|until| until.saturating_sub(seen.now.up));
-        turn.next = turn.next.into_iter().chain(believed).min();
+        self.protected.values().for_each(|until| turn.look_in(until.saturating_sub(seen.now.up)));
         let Self { nodes, present, uids, gated, protected, .. } = self;
         let candidates = leave_alone(ledger, gated, candidates, seen.now.up, turn);
         // Only who waits asks for them.
@@ -545,11 +544,7 @@ impl Gatekeeper {
             let over_others = || holders.values().any(|holder| holder.priority < wanted.priority);
             if waits && preemptors < PREEMPTORS && over_others() {
                 preemptors += 1;
-                // A budget that has none left is not asked again and again, and nobody leaves in vain beside one whom it protects.
-                let can_leave = |victim: &String| !protected.contains_key(victim);
-                found = ledger
-                    .preempt(asking, with_room(), &holders)
-                    .filter(|preemption| preemption.victims.iter().all(can_leave));
+                found = ledger.preempt(asking, with_room(), &holders).filter(|found| can_leave(found, protected));
             }
             refused.insert(key, verdict.clone());
             let (message, may_pass) = verdict.told(&asks, seen.demand.get(name));
@@ -560,8 +555,7 @@ impl Gatekeeper {
                     continue;
                 }
                 Some(never) => {
-                    let left = PATIENCE.saturating_sub(never);
-                    turn.next = Some(turn.next.map_or(left, |next| next.min(left)));
+                    turn.look_in(PATIENCE.saturating_sub(never));
                 }
                 None => {}
             }
@@ -578,6 +572,18 @@ impl Gatekeeper {
             turn.waiting.insert(name.clone(), Waiting { reason: Reason::NoRoom, message });
         }
     }
+}
+
+impl Turn {
+    /// There is to be another look no later than this from now.
+    fn look_in(&mut self, time: Duration) {
+        self.next = Some(self.next.map_or(time, |next| next.min(time)));
+    }
+}
+
+/// A budget that has none left is not asked again and again, and nobody leaves in vain beside one whom it protects.
+fn can_leave(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
+    !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }
 
 impl Known {
@@ -814,8 +820,7 @@ fn leave_alone<'a>(
     candidates.retain(|(name, _)| {
         let refused = gated.get(name).and_then(|gated| gated.refused.as_ref()).filter(|refused| refused.until > up);
         let Some(Refused { until, why, .. }) = refused else { return true };
-        let left = until.saturating_sub(up);
-        turn.next = Some(turn.next.map_or(left, |next| next.min(left)));
+        turn.look_in(until.saturating_sub(up));
         drop(ledger.withdraw(name));
         let message = format!("the API server refuses what would let it through: {why}");
         turn.waiting.insert(name.clone(), Waiting { reason: Reason::Malformed, message });

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, run, signal, staying, text, wait_for,
-    wait_until,
+    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, signal, signal_component, staying,
+    text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -284,9 +284,7 @@ fn what_the_kubelets_checkpoint_still_has_is_promised_to_nobody() -> Result<()> 
     wait_until("a GPU is free", || Ok(in_use(&cluster)? == 10 * (GPUS - 1)))?;
     // It dies with the pod on its way to it.
     let kubelet = format!("kubelet@{NODE}");
-    let components = launcher(&["status"])?;
-    let line = components.lines().find(|line| line.starts_with(&format!("{kubelet} "))).context("no kubelet")?;
-    run("kill", &["-STOP", line.split_whitespace().nth(2).context("no process id")?])?;
+    signal_component(&kubelet, "STOP")?;
     scope.pod("next", &json!({SHARES: 10}), STAY)?;
     wait_until("it is bound", || Ok(cluster.get(&scope.pod_path("next"))?["spec"]["nodeName"] == NODE))?;
     launcher(&["kill", &kubelet])?;

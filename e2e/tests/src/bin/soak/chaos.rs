@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use cleave_e2e::{Cluster, Random, SYSTEM, launcher, on_node, process, signal, text, wait_until};
+use cleave_e2e::{Cluster, Random, SYSTEM, launcher, on_node, process, signal, signal_component, text, wait_until};
 
 use crate::{CUT, Count, SHARED, listed, pick};
 
@@ -21,13 +21,15 @@ pub(crate) struct Chaos {
 }
 
 /// What can happen, and whether it ends the node's clients of MPS.
-const BLOWS: [(&str, bool); 14] = [
+const BLOWS: [(&str, bool); 16] = [
     ("agent", false),
     ("agent's container", false),
     ("operator", false),
     ("kubelet", false),
     ("containerd", false),
     ("API server", false),
+    ("API server stopped", false),
+    ("etcd stopped", false),
     ("scheduler", false),
     ("MPS host", true),
     ("MPS daemon", true),
@@ -107,6 +109,9 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
             launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
+        // No answers, late answers, and answers by 5xx.
+        "API server stopped" => stopped("apiserver", random),
+        "etcd stopped" => stopped("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
         "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
         // What cannot be written is tried again until it can.
@@ -121,6 +126,13 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
             signal(node, "cleave-agent", "CONT")
         }
     }
+}
+
+/// Stops a process of the cluster for some seconds.
+fn stopped(component: &str, random: &mut Random) -> Result<()> {
+    signal_component(component, "STOP")?;
+    std::thread::sleep(Duration::from_secs(1 + random.below(8)));
+    signal_component(component, "CONT")
 }
 
 /// Kills one of a node's MPS processes, where there is one.
