@@ -1,0 +1,49 @@
+//! What the rendered manifests promise of Cleave's own pods.
+#![allow(clippy::unwrap_used, reason = "a test says by a panic what it did not find")]
+use serde_json::{Value, json};
+
+fn manifests() -> Vec<Value> {
+    serde_saphyr::from_multiple(include_str!("../deploy/manifests.yaml")).unwrap()
+}
+
+fn of_kind<'a>(all: &'a [Value], kind: &'a str) -> impl Iterator<Item = &'a Value> {
+    all.iter().filter(move |object| object["kind"] == kind)
+}
+
+fn selects(policy: &Value, labels: &Value) -> bool {
+    let wanted = policy["spec"]["podSelector"]["matchLabels"].as_object().unwrap();
+    wanted.iter().all(|(name, value)| labels[name] == *value)
+}
+
+#[test]
+fn each_pod_is_under_one_network_policy_that_reaches_it_and_opens_the_ports_that_it_has() {
+    let all = manifests();
+    let workloads: Vec<&Value> = of_kind(&all, "DaemonSet").chain(of_kind(&all, "Deployment")).collect();
+    assert_eq!(workloads.len(), 3);
+    for workload in workloads {
+        let (name, template) = (&workload["metadata"]["name"], &workload["spec"]["template"]);
+        // A policy says nothing of a pod on its node's network.
+        assert_eq!(template["spec"]["hostNetwork"], Value::Null, "{name}");
+        let labels = &template["metadata"]["labels"];
+        let policies: Vec<&Value> = of_kind(&all, "NetworkPolicy").filter(|policy| selects(policy, labels)).collect();
+        assert_eq!(policies.len(), 1, "{name}");
+        let spec = &policies[0]["spec"];
+        assert_eq!(policies[0]["metadata"]["namespace"], workload["metadata"]["namespace"], "{name}");
+        assert_eq!(spec["policyTypes"], json!(["Ingress", "Egress"]), "{name}");
+        let containers = template["spec"]["containers"].as_array().unwrap();
+        let ports: Vec<&Value> = containers
+            .iter()
+            .flat_map(|container| container["ports"].as_array().into_iter().flatten())
+            .map(|port| &port["containerPort"])
+            .collect();
+        let rules = spec["ingress"].as_array().unwrap();
+        let opened: Vec<&Value> =
+            rules.iter().flat_map(|rule| rule["ports"].as_array().unwrap()).map(|port| &port["port"]).collect();
+        assert_eq!(opened, ports, "{name}");
+        // Without peers a rule is for everybody.
+        assert!(rules.iter().all(|rule| rule["from"].as_array().is_some_and(|peers| !peers.is_empty())), "{name}");
+        let leaves = spec["egress"].as_array().unwrap();
+        assert!(leaves.iter().all(|rule| rule["ports"].is_array()), "{name}: to any port");
+        assert_eq!(leaves.is_empty(), name == "cleave-mps-host", "{name}");
+    }
+}
