@@ -3,6 +3,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use crate::ending::shutdown::Period;
+
 /// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` says.
 #[derive(Debug, Clone, clap::Args)]
 pub struct AgentArgs {
@@ -87,6 +89,15 @@ pub struct AgentArgs {
     /// a kubelet or agent that has just started hears of its pods one by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
+
+    /// The kubelet's `shutdownGracePeriodByPodPriority`, or what its `shutdownGracePeriod` comes to: how it ends pods when the node shuts down, the
+    /// lowest priorities first. It deletes none of them. Without this its shutdown is not seen coming.
+    #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
+    pub shutdown_grace: Vec<Period>,
+
+    /// The kubelet's directory on the host, in which it notes that the node shuts down.
+    #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
+    pub kubelet_dir: PathBuf,
 
     /// Speak to no API server: read the spec from DIR/spec.json as it changes, write DIR/status.json, add events to DIR/events.jsonl. For
     /// benchmarks, tests, and a node without a cluster.
@@ -229,5 +240,9 @@ mod tests {
         assert_eq!(parse(&[]).unwrap().ignore_xids, [13, 31, 43, 45, 68, 109]);
         assert_eq!(parse(&["--ignore-xids", "13,31"]).unwrap().ignore_xids, [13, 31]);
         assert!(parse(&["--allocation-grace", "0"]).is_err());
+        assert!(parse(&[]).unwrap().shutdown_grace.is_empty());
+        let periods = parse(&["--shutdown-grace=-5=60,0=20"]).unwrap().shutdown_grace;
+        assert_eq!(periods, [Period { priority: -5, seconds: 60 }, Period { priority: 0, seconds: 20 }]);
+        assert!(parse(&["--shutdown-grace", "20"]).is_err());
     }
 }

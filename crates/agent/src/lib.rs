@@ -72,6 +72,7 @@ pub use args::AgentArgs;
 use crate::allocate::Handover;
 use crate::args::{DeviceListStrategy, MigMode};
 use crate::checkpoint::{Lock, Store};
+use crate::ending::shutdown;
 use crate::expected::Expected;
 use crate::http::Pulse;
 use crate::metrics::Metrics;
@@ -212,14 +213,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
             });
             tasks.spawn(stay_offline(folder, spec, args.node_name.clone(), counter, inputs, statuses, to_tell))
         }
-        _ => tasks.spawn(speak_to_the_api(
-            args.node_name.clone(),
-            counter,
-            inputs,
-            statuses,
-            (to_tell, pod_events),
-            metrics,
-        )),
+        _ => tasks.spawn(speak_to_the_api(args, counter, inputs, statuses, (to_tell, pod_events), metrics)),
     };
     // All of them go on for ever: whichever ends first says why the agent does.
     match tasks.join_next().await {
@@ -811,20 +805,32 @@ async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs: mpsc::Send
     }
 }
 
+async fn watch_shutdown(args: &AgentArgs, periods: shutdown::Periods, note: watch::Sender<Option<Instant>>) {
+    // Without settings it is not known what a shutdown would come to; the kubelet does nothing at one unless it has such.
+    if !periods.is_empty() {
+        let kubelet = args.host_root.join(args.kubelet_dir.strip_prefix("/").unwrap_or(&args.kubelet_dir));
+        shutdown::follow(kubelet, args.proc.clone(), periods, note).await;
+    }
+}
+
 async fn speak_to_the_api(
-    name: String,
+    args: Arc<AgentArgs>,
     counter: Arc<Counter>,
     inputs: mpsc::Sender<Input>,
     statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
     (occurrences, pod_events): (mpsc::Receiver<Occurrence>, mpsc::Receiver<PodEvent>),
     metrics: Metrics,
 ) -> anyhow::Result<()> {
+    let name = args.node_name.clone();
     let client = report::connect(&metrics).await;
     let (server, seen) = watch::channel(report::Server::default());
     let (objects, read) = mpsc::channel(4);
+    let (note, began) = watch::channel(None);
+    let periods = shutdown::Periods::new(args.shutdown_grace.clone());
     tokio::join!(
+        watch_shutdown(&args, periods.clone(), note),
         report::follow(client.clone(), name.clone(), objects, server, metrics.clone()),
-        pods::follow(client.clone(), name.clone(), counter, metrics.clone()),
+        pods::follow(client.clone(), name.clone(), counter, (periods, began), metrics.clone()),
         report::write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
         tenants::tell::write(client.clone(), name.clone(), pod_events, metrics.clone()),
         report::write_events(client, name, occurrences, seen, metrics),

@@ -200,7 +200,7 @@ impl Link {
     }
 }
 
-fn watch_folder(folder: PathBuf) -> io::Result<inotify::EventStream<[u8; 1024]>> {
+pub(crate) fn watch_folder(folder: PathBuf) -> io::Result<inotify::EventStream<[u8; 1024]>> {
     let inotify = Inotify::init()?;
     inotify
         .watches()

@@ -8,6 +8,7 @@ use cleave_api::gpunode::GpuNodeStatus;
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
+use crate::ending::Shutdown;
 use crate::files::write_atomically;
 use crate::node::{Object, Occurrence};
 use crate::pods::PodObject;
@@ -50,6 +51,8 @@ impl Folder {
     /// Follows the pods, a list of objects as the API server has them, for ever.
     pub(crate) async fn follow_pods(&self, node: &str, counter: &Counter) {
         let mut last = Vec::new();
+        // Nobody shuts this node down but by its whole.
+        let mut shutdown = Shutdown::default();
         loop {
             let text = fs::read(self.pods()).unwrap_or_default();
             if text != last {
@@ -58,7 +61,9 @@ impl Folder {
                         counter.departures.send_if_modified(|departures| {
                             let there = pods.iter().filter_map(PodObject::uid).cloned().collect();
                             let gone = departures.only(&there, Instant::now());
-                            pods.iter().fold(gone, |changed, pod| pod.note_departure(node, departures) || changed)
+                            pods.iter().fold(gone, |changed, pod| {
+                                pod.note_departure(node, departures, &mut shutdown) || changed
+                            })
                         });
                         let mut names = counter.names.lock();
                         names.begin();

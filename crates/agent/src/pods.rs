@@ -18,9 +18,10 @@ use kube::runtime::watcher::{Config, Event, watcher};
 use kube::{Client, Resource};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
+use tokio::sync::watch;
 
-use crate::ending::Pods as Departures;
 use crate::ending::pods::{Deletion, Seen};
+use crate::ending::{Pods as Departures, Shutdown, shutdown};
 use crate::expected::{Bound, Expected, Want};
 use crate::metrics::Metrics;
 use crate::serve::Counter;
@@ -28,6 +29,9 @@ use crate::tenants::names::{Names, PodName};
 
 /// Pods in one answer of a list: a whole node's are a megabyte, which would stay this process's.
 const PAGE: u32 = 20;
+
+/// The grace in seconds of a pod that says none, which the API server fills in.
+const USUAL_GRACE: i64 = 30;
 
 /// Annotation of the API server's images of static pods.
 const MIRROR: &str = "kubernetes.io/config.mirror";
@@ -48,6 +52,8 @@ pub struct PodObject {
 struct PodSpec {
     containers: Vec<Container>,
     init_containers: Vec<Container>,
+    priority: i32,
+    termination_grace_period_seconds: Option<i64>,
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -108,7 +114,7 @@ impl PodObject {
     /// What the kubelet of this node will ask for it; nothing for a pod that has ended or wants nothing that is served.
     pub fn bound(&self, node: &str) -> Option<Bound> {
         let PodObject { metadata, spec, status } = self;
-        if matches!(status.phase.as_str(), "Succeeded" | "Failed") {
+        if self.has_ended() {
             return None;
         }
         let note = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
@@ -144,22 +150,38 @@ impl PodObject {
     }
 
     /// Notes how far it is on its way out, and says whether that is news.
-    pub fn note_departure(&self, node: &str, departures: &mut Departures) -> bool {
+    pub fn note_departure(&self, node: &str, departures: &mut Departures, shutdown: &mut Shutdown) -> bool {
+        let Some(uid) = &self.metadata.uid else { return false };
         // Of a static pod this is the image: to delete it ends nothing.
-        if self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR)) {
-            return false;
+        let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR));
+        let bound = self.bound(node).filter(|_| !is_mirror);
+        let now = Instant::now();
+        let seen = if self.has_ended() {
+            shutdown.ended(uid);
+            None
+        } else {
+            let grace = self.spec.termination_grace_period_seconds.unwrap_or(USUAL_GRACE);
+            let pod = shutdown::Pod {
+                priority: self.spec.priority,
+                grace: Duration::from_secs(u64::try_from(grace).unwrap_or(0)),
+                seen: bound.map(|bound| self.departure(&bound, Timestamp::now())),
+            };
+            shutdown.pod(uid, pod, now)
+        };
+        match seen {
+            Some(seen) => departures.saw(seen, now),
+            None => !is_mirror && departures.ended(uid),
         }
-        match (self.bound(node), &self.metadata.uid) {
-            (Some(bound), _) => departures.saw(self.departure(&bound, Timestamp::now()), Instant::now()),
-            (None, Some(uid)) => departures.ended(uid),
-            (None, None) => false,
-        }
+    }
+
+    fn has_ended(&self) -> bool {
+        matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
     /// What people call it and its containers; none for a pod that has ended.
     pub fn named(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
-        if matches!(status.phase.as_str(), "Succeeded" | "Failed") {
+        if self.has_ended() {
             return None;
         }
         let all = [&status.container_statuses, &status.init_container_statuses, &status.ephemeral_container_statuses];
@@ -189,27 +211,50 @@ fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String
     }
 }
 
-/// Takes an event in, as far as it tells of pods that leave. `listed` are the pods of the list that is being read.
-fn depart(
-    departures: &mut Departures,
-    event: &Event<DeserializeGuard<PodObject>>,
-    node: &str,
-    listed: &mut BTreeSet<String>,
-) -> bool {
-    if let Event::InitApply(object) = event {
-        listed.extend(uid(object).cloned());
+/// Which of the node's pods leave.
+#[derive(Debug, Default)]
+struct Leave {
+    shutdown: Shutdown,
+    /// The pods of the list that is being read.
+    listed: BTreeSet<String>,
+    /// When it is another pods' turn, while the node shuts down.
+    again: Option<Instant>,
+}
+
+impl Leave {
+    /// Takes an event in; whether it is news.
+    fn take(&mut self, departures: &mut Departures, event: &Event<DeserializeGuard<PodObject>>, node: &str) -> bool {
+        let Self { shutdown, listed, .. } = self;
+        let news = match event {
+            Event::Init => {
+                listed.clear();
+                false
+            }
+            Event::InitDone => {
+                let listed = std::mem::take(listed);
+                shutdown.only(&listed);
+                departures.only(&listed, Instant::now())
+            }
+            Event::Delete(object) => uid(object).is_some_and(|uid| {
+                shutdown.ended(uid);
+                departures.gone(uid, Instant::now())
+            }),
+            Event::InitApply(object) | Event::Apply(object) => {
+                if matches!(event, Event::InitApply(_)) {
+                    listed.extend(uid(object).cloned());
+                }
+                object.0.as_ref().is_ok_and(|pod| pod.note_departure(node, departures, shutdown))
+            }
+        };
+        let turned = shutdown.is_on() && self.turn(departures);
+        news || turned
     }
-    match event {
-        Event::Init => {
-            listed.clear();
-            false
-        }
-        Event::InitDone => departures.only(&std::mem::take(listed), Instant::now()),
-        Event::Delete(object) => uid(object).is_some_and(|uid| departures.gone(uid, Instant::now())),
-        Event::InitApply(DeserializeGuard(Ok(pod))) | Event::Apply(DeserializeGuard(Ok(pod))) => {
-            pod.note_departure(node, departures)
-        }
-        Event::InitApply(_) | Event::Apply(_) => false,
+
+    /// Whose turn it is, while the node shuts down.
+    fn turn(&mut self, departures: &mut Departures) -> bool {
+        let (news, again) = self.shutdown.turn(departures, Instant::now());
+        self.again = again;
+        news
     }
 }
 
@@ -268,17 +313,43 @@ fn wants(spec: &PodSpec, held: &[cleave_api::placement::Held]) -> Vec<Want> {
     ledger::parts(&containers).into_iter().filter_map(want).collect()
 }
 
-/// Follows the pods that are bound to this node, for ever.
-pub(crate) async fn follow(client: Client, node: String, counter: Arc<Counter>, metrics: Metrics) {
+/// Follows the pods that are bound to this node, for ever; and since when the kubelet ends them for a shutdown.
+pub(crate) async fn follow(
+    client: Client,
+    node: String,
+    counter: Arc<Counter>,
+    (periods, mut began): (shutdown::Periods, watch::Receiver<Option<Instant>>),
+    metrics: Metrics,
+) {
     let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
     let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
-    let (mut listed, mut there) = (BTreeSet::new(), BTreeSet::new());
-    while let Some(event) = events.next().await {
+    let mut listed = BTreeSet::new();
+    let mut leave = Leave { shutdown: Shutdown::new(periods), ..Leave::default() };
+    loop {
+        let again = leave.again.map(tokio::time::Instant::from_std);
+        // All are cancel-safe: what is not taken is seen by the next call.
+        let event = tokio::select! {
+            Some(event) = events.next() => event,
+            Ok(()) = began.changed() => {
+                leave.shutdown.told(*began.borrow_and_update());
+                counter.departures.send_if_modified(|pods| leave.turn(pods));
+                continue;
+            }
+            () = async {
+                match again {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            } => {
+                counter.departures.send_if_modified(|pods| leave.turn(pods));
+                continue;
+            }
+        };
         match event {
             Ok(event) => {
                 // First: somebody may be about to be killed.
-                counter.departures.send_if_modified(|pods| depart(pods, &event, &node, &mut there));
+                counter.departures.send_if_modified(|pods| leave.take(pods, &event, &node));
                 name(&mut counter.names.lock(), &event);
                 counter.expect(|expected| {
                     expected.answers(true);
@@ -472,8 +543,8 @@ mod tests {
             object["metadata"]["deletionGracePeriodSeconds"] = json!(30);
             object
         };
-        let (mut departures, mut listed) = (Departures::default(), BTreeSet::new());
-        let mut tell = |departures: &mut Departures, event| depart(departures, &event, "n", &mut listed);
+        let (mut departures, mut leave) = (Departures::default(), Leave::default());
+        let mut tell = |departures: &mut Departures, event| leave.take(departures, &event, "n");
         assert!(!tell(&mut departures, Event::Init));
         for name in ["a", "b", "c", "d"] {
             assert!(tell(&mut departures, Event::InitApply(guard(object(name, "", &spec)))));
@@ -501,11 +572,39 @@ mod tests {
         assert_eq!(leaves(&departures, "m"), None);
     }
 
+    #[test]
+    fn while_the_node_shuts_down_pods_leave_as_it_is_their_turn() {
+        let guard = |name: &str, priority: i32, limits: &Value| {
+            let mut spec = json!({"containers": [container("main", limits)], "priority": priority});
+            spec["terminationGracePeriodSeconds"] = json!(15);
+            serde_json::from_value::<DeserializeGuard<PodObject>>(object(name, "", &spec)).unwrap()
+        };
+        let periods = ["0=20", "100=10"].map(|period| period.parse().unwrap()).to_vec();
+        let mut leave = Leave { shutdown: Shutdown::new(shutdown::Periods::new(periods)), ..Leave::default() };
+        let mut departures = Departures::default();
+        let shares = json!({MPS: "1"});
+        leave.take(&mut departures, &Event::Init, "n");
+        for (name, priority, limits) in [("a", 0, &shares), ("b", 100, &shares), ("c", 0, &json!({"cpu": "1"}))] {
+            leave.take(&mut departures, &Event::InitApply(guard(name, priority, limits)), "n");
+        }
+        leave.take(&mut departures, &Event::InitDone, "n");
+        leave.shutdown.told(Some(Instant::now()));
+        assert!(leave.turn(&mut departures));
+        assert_eq!(["a", "b"].map(|name| leaves(&departures, name)), [Some(15), None]);
+        assert!(leave.again.is_some(), "the others' turn comes by time");
+        assert!(leave.take(&mut departures, &Event::Delete(guard("a", 0, &shares)), "n"));
+        assert_eq!(leaves(&departures, "b"), None, "one without shares is still there");
+        assert!(leave.take(&mut departures, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
+        assert_eq!((leaves(&departures, "b"), leave.again), (Some(10), None));
+    }
+
     #[tokio::test(start_paused = true)]
     async fn the_nodes_pods_are_followed_and_a_malformed_one_stops_nothing() {
         let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         let counter = Arc::new(counter(Table { expected: Expected::told(), ..Table::default() }));
-        tokio::spawn(follow(Client::new(service, "default"), "n".into(), Arc::clone(&counter), Metrics::new()));
+        let (_none, began) = watch::channel(None);
+        let told = (shutdown::Periods::default(), began);
+        tokio::spawn(follow(Client::new(service, "default"), "n".into(), Arc::clone(&counter), told, Metrics::new()));
         let mut answer = async |body: Value| {
             let (request, reply) =
                 timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();

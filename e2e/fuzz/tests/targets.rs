@@ -56,6 +56,7 @@ targets!(
     checkpoint,
     node_spec,
     mps_status,
+    shutdown_note,
     pods,
     proc,
     device_plugin,

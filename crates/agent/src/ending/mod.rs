@@ -1,16 +1,19 @@
 //! Ending the clients of pods that leave, through MPS, before a signal can hit a kernel in flight: that would break their neighbours.
 //!
-//! [`pods`] knows which pods leave and until when, `process` what the kernel says of a client, and [`Ending`] here what follows. These are
-//! pure; `run` is the task that asks the MPS host, woken by the watch of the node's pods and by the MPS host's status.
+//! [`pods`] knows which pods leave and until when, [`shutdown`] which of them do because the node goes down, `process` what the kernel says of
+//! a client, and [`Ending`] here what follows. These are pure; `run` is the task that asks the MPS host, woken by the watch of the node's pods
+//! and by the MPS host's status.
 pub mod pods;
 mod process;
 mod run;
+pub mod shutdown;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 pub use pods::{Leaving, Pods};
 pub(crate) use run::run;
+pub use shutdown::Shutdown;
 
 /// How long after it was due a client that is not ended is told of. A `preStop` sleep of a second is not over by then.
 const TELL: Duration = Duration::from_millis(500);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use cleave_agent::allocate::{Allocation, MpsLimits};
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::ending;
+use cleave_agent::ending::shutdown::{Period, Periods, lasting};
 use cleave_agent::expected::Expected;
 use cleave_agent::mps::{View, parse_status};
 use cleave_agent::node::{Node, Object, Turn};
@@ -208,6 +209,26 @@ pub(super) const MPS_STATUS: Target = Target {
     },
 };
 
+pub(super) const SHUTDOWN_NOTE: Target = Target {
+    name: "shutdown_note",
+    what: "what the kubelet notes of a shutdown of the node",
+    shape: Shape::Json,
+    words: &["startTime", "endTime", "0001-01-01T00:00:00Z", "2026-11-21T10:38:36.123456789+01:00"],
+    samples: || {
+        let start = "2026-11-21T10:38:36.123456789+01:00";
+        vec![json!({"startTime": start, "endTime": "0001-01-01T00:00:00Z"}).to_string().into_bytes()]
+    },
+    inputs: 10_000,
+    run: |bytes| {
+        let Ok(now) = "2026-11-21T09:38:40Z".parse() else { return Seen::Refused };
+        let periods = Periods::new(vec![Period { priority: 0, seconds: 20 }]);
+        let up = Duration::from_secs(60);
+        let lasts = lasting(bytes, now, up, &periods);
+        assert!(lasts.is_none_or(|lasts| lasts < up), "{lasts:?}");
+        if lasts.is_some() { Seen::Read } else { Seen::Refused }
+    },
+};
+
 pub(super) const PODS: Target = Target {
     name: "pods",
     what: "pods of anybody, as agent and operator read them",
@@ -242,13 +263,17 @@ pub(super) const PODS: Target = Target {
         if let Ok(pod) = serde_json::from_slice::<PodObject>(bytes) {
             let (mut expected, mut departures) = (Expected::told(), ending::Pods::default());
             let now = Instant::now();
+            let mut shutdown = ending::Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
+            shutdown.only(&BTreeSet::new());
+            shutdown.told(Some(now));
             // Seen to stay first: the deletion is then new, and its whole grace to come.
             let staying = serde_json::from_slice::<Value>(bytes).ok().and_then(|mut pod| {
                 pod.pointer_mut("/metadata")?.as_object_mut()?.remove("deletionTimestamp")?;
                 serde_json::from_value::<PodObject>(pod).ok()
             });
             for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
-                pod.note_departure("n1", &mut departures);
+                pod.note_departure("n1", &mut departures, &mut shutdown);
+                shutdown.turn(&mut departures, now);
                 pod.named();
                 if let Some(bound) = pod.bound("n1") {
                     assert!(!bound.wants.is_empty());

@@ -19,6 +19,7 @@ pub fn all() -> &'static [Target] {
         agent::CHECKPOINT,
         agent::NODE_SPEC,
         agent::MPS_STATUS,
+        agent::SHUTDOWN_NOTE,
         agent::PODS,
         agent::PROC,
         kubelet::DEVICE_PLUGIN,

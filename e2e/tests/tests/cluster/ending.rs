@@ -1,13 +1,14 @@
 //! What ends one pod does not break its neighbours: containers with shares are given a moment before SIGTERM, in which the agent ends what they
 //! have on the GPU.
 use std::io::Write as _;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use cleave_e2e::{Cluster, PATIENCE, Refused, Scope, pod, signal, text, wait_for, wait_until};
+use cleave_e2e::{Cluster, PATIENCE, Refused, Scope, on_node, pod, signal, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::gate_admission::{Gating, REGISTRATIONS, admitted, label, upgrade};
-use crate::{NODE, SHARES, ten_shares};
+use crate::{NODE, SHARES, allocations, ten_shares};
 
 /// How many pods are deleted in each way.
 const ROUNDS: usize = 4;
@@ -325,4 +326,79 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
     writeln!(std::io::stderr(), "neighbours broken where no agent sees it coming: {broken} of 2")?;
     ensure!(broken == 2, "the simulated MPS does not break them: nothing is shown by the other test");
     Ok(())
+}
+
+/// Where the kubelet of a node notes that it ends pods for a shutdown.
+const NOTE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
+
+/// The agents know of these periods, until the value goes; and no node shuts down then.
+struct Periods;
+
+impl Periods {
+    fn set(periods: &[(i32, u32)]) -> Result<Self> {
+        let guard = Self;
+        let value = |(n, (priority, seconds)): (usize, &(i32, u32))| {
+            let entry = format!("agent.shutdownGracePeriodByPodPriority[{n}]");
+            format!("{entry}.priority={priority},{entry}.shutdownGracePeriodSeconds={seconds}")
+        };
+        upgrade(&periods.iter().enumerate().map(value).collect::<Vec<_>>().join(","))?;
+        Ok(guard)
+    }
+}
+
+impl Drop for Periods {
+    fn drop(&mut self) {
+        let gone = on_node(NODE, &["rm", "-f", NOTE]);
+        if let Err(error) = gone.and(upgrade("agent.shutdownGracePeriodByPodPriority=null")) {
+            let _ = writeln!(std::io::stderr(), "agents still expect a shutdown: {error:#}");
+        }
+    }
+}
+
+/// How many clients the node says that a pod has.
+fn clients(scope: &Scope, name: &str) -> Result<u64> {
+    Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
+}
+
+/// The kubelet's note is written in its place: its own shutdown would take the node's systemd along. So nobody is killed here, and who is ended
+/// was ended by the agent.
+#[test]
+fn at_a_shutdown_pods_are_ended_through_mps_as_their_priority_has_its_turn() -> Result<()> {
+    const CLASS: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "ending-shutdown")?;
+    let class = format!("{CLASS}/e2e-later");
+    if cluster.find(&class)?.is_none() {
+        cluster.create(CLASS, &json!({"metadata": {"name": "e2e-later"}, "value": 1000}))?;
+    }
+    let _periods = Periods::set(&[(0, 12), (1000, 60), (2_000_000_000, 10)])?;
+    for (name, script, class) in
+        [("first", BUSY, None), ("polite", POLITE, None), ("later", NEIGHBOUR, Some("e2e-later"))]
+    {
+        let mut object = pod(name, &json!({SHARES: 2}), script);
+        object["spec"]["terminationGracePeriodSeconds"] = json!(30);
+        object["spec"]["priorityClassName"] = json!(class);
+        cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
+        works(&scope, name)?;
+    }
+    let begun = Instant::now();
+    let write = "printf '{\"startTime\":\"%s\",\"endTime\":\"0001-01-01T00:00:00Z\"}' \
+        \"$(date -u +%Y-%m-%dT%H:%M:%SZ)\" >$0.new && mv $0.new $0";
+    on_node(NODE, &["sh", "-c", write, NOTE])?;
+    wait_until("what SIGTERM would end is ended", || Ok(clients(&scope, "first")? == 0))?;
+    let took = begun.elapsed();
+    ensure!(took < Duration::from_secs(5), "the first were ended after {took:?}");
+    ensure!(clients(&scope, "polite")? == 1 && clients(&scope, "later")? == 1, "others were ended with them");
+    for name in ["polite", "later"] {
+        let log = scope.log(name)?;
+        ensure!(!log.contains("\"error\""), "{name} was broken: {log}");
+    }
+    wait_until("what handles SIGTERM is ended at the end of its group's time", || Ok(clients(&scope, "polite")? == 0))?;
+    let took = begun.elapsed();
+    ensure!(took > Duration::from_secs(7), "it had {took:?} of 12 s");
+    // Its group's time is over, or nobody of it is left, of this test or otherwise.
+    wait_until("the next ones' turn comes", || Ok(clients(&scope, "later")? == 0))?;
+    let took = begun.elapsed();
+    ensure!(took > Duration::from_secs(9), "it came after {took:?}");
+    cluster.delete(&class, None)
 }
