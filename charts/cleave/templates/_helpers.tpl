@@ -113,6 +113,27 @@ they are deleted, so with another image in its template it would never be up to 
 {{- end }}
 {{- end }}
 
+{{/*
+Tolerations of Cleave's pods: (list . GIVEN). They have to get to a node that it has tainted: it is an agent that says that it is well again. Not
+where all is tolerated anyway: a template that changes makes pods of it outdated.
+*/}}
+{{- define "cleave.tolerations" -}}
+{{- $given := index . 1 | default list -}}
+{{- $all := false -}}
+{{- range $given -}}
+{{- if and (eq (toString .operator) "Exists") (not .key) (not .effect) -}}
+{{- $all = true -}}
+{{- end -}}
+{{- end -}}
+{{- if and (index . 0).Values.operator.taintUnhealthyNodes (not $all) -}}
+{{- $given = append $given (dict "key" "cleave.dev/unhealthy" "operator" "Exists") -}}
+{{- end -}}
+{{- with $given -}}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
+{{- end }}
+
 {{/* Where the DaemonSets' pods run. */}}
 {{- define "cleave.nodes" -}}
 priorityClassName: {{ .Values.nodes.priorityClassName }}
@@ -134,9 +155,8 @@ affinity:
             - {key: {{ . }}, operator: In, values: ["true"]}
         {{- end }}
 {{- end }}
-{{- with .Values.nodes.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
+{{- with include "cleave.tolerations" (list . .Values.nodes.tolerations) }}
+{{ . }}
 {{- end }}
 {{- end }}
 

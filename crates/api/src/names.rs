@@ -46,6 +46,8 @@ pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode`: GPUs whose trouble up to a time an administrator says is over; [`crate::cordon::Cleared`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
+/// Taint of nodes that can serve nobody, where the operator is asked for it.
+pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 /// Class of a GPU that is healthy again after a quiet time and an answer; [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Class of a GPU that has to be reset.

@@ -34,6 +34,11 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
     pub webhook: Option<String>,
 
+    /// Taints nodes with `cleave.dev/unhealthy:NoSchedule` while all of their GPUs are lost or need a reset, or their agent has not been ready for
+    /// a minute. Needs the right to patch nodes.
+    #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
+    pub taint_unhealthy: bool,
+
     /// Where API servers are answered.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
     pub webhook_addr: SocketAddr,

@@ -8,6 +8,7 @@
 //! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which cannot be wrong |
 //! | plan | [`select`], [`plan`], [`layout`] | which policy each GPU follows, and what that makes of it: [`plan::Plan`] |
 //! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
+//! | taint | [`taint`] | nodes that can serve nobody, where that is asked for |
 //! | status | [`status`] | `SharingPolicy.status`, and an event where something turned |
 //!
 //! ```text
@@ -42,6 +43,7 @@ mod run;
 pub mod select;
 pub mod snapshot;
 pub mod status;
+pub mod taint;
 pub mod tenants;
 pub mod validate;
 pub mod webhook;

@@ -124,6 +124,8 @@ pub struct Observed {
 pub struct Node {
     /// UID, for the owner reference of its `GpuNode`.
     pub uid: String,
+    /// The version of the object that this is of.
+    pub version: String,
     /// Labels.
     pub labels: BTreeMap<String, String>,
     /// Taints.
@@ -233,6 +235,7 @@ impl Observed {
     pub fn add_node(&mut self, node: &NodeObject) {
         let found = Node {
             uid: node.uid().unwrap_or_default(),
+            version: node.resource_version().unwrap_or_default(),
             labels: node.metadata.labels.clone().unwrap_or_default(),
             taints: node.spec.taints.clone(),
             unschedulable: node.spec.unschedulable,

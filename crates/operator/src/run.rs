@@ -40,6 +40,7 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores, complete};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
+use crate::taint::{self, Taints};
 use crate::tenants::Tenants;
 use crate::{apply, plan, status, webhook};
 
@@ -60,7 +61,7 @@ async fn connect() -> Result<Client> {
 
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends by itself.
 pub async fn run(args: OperatorArgs) -> Result<()> {
-    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr } = args;
+    let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
     // Two providers may be linked; an error says that one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = listen(metrics_addr).await?;
@@ -152,6 +153,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         gather: Gather::default(),
         teller: Teller::default(),
         steps: BTreeMap::new(),
+        taints: args.taint_unhealthy.then(Taints::default),
         next: None,
         stop: stop.clone(),
     };
@@ -366,6 +368,8 @@ struct Passes {
     teller: Teller,
     /// Steps of each node as last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
+    /// Which nodes are out of service, where these are to be tainted.
+    taints: Option<Taints>,
     /// When to look again though nothing changes.
     next: Option<Duration>,
     /// What pods wait for, for the gate.
@@ -450,9 +454,11 @@ impl Passes {
             self.tell_of(outcome, &observed).await;
         }
         let policies = self.tell(&plan, &observed).await;
-        let result = if nodes && policies { "ok" } else { "failed" };
+        let tainted = self.taint(&observed).await;
+        let all = nodes && policies && tainted;
+        let result = if all { "ok" } else { "failed" };
         self.metrics.passes.get_or_create(&Outcome { result }).inc();
-        if nodes && policies { Ok(()) } else { Err(Failed) }
+        if all { Ok(()) } else { Err(Failed) }
     }
 
     /// Plans the GPUs that pods decide about; nothing while pods are gathered.
@@ -611,6 +617,44 @@ impl Passes {
                 let telling = Telling { from: update.from, status: update.status };
                 self.told.insert(update.policy, telling);
             }
+        }
+        all
+    }
+
+    /// Taints the nodes that can serve nobody, where that is asked for; false where one could not be written.
+    async fn taint(&mut self, observed: &Observed) -> bool {
+        let now = self.now();
+        let Some(taints) = &mut self.taints else { return true };
+        let (changes, next) = taints.look(observed, now);
+        self.next = self.next.into_iter().chain(next).min();
+        let mut all = true;
+        for change in changes {
+            if !self.claim.is_current() {
+                return false;
+            }
+            let taint::Change { node, why, .. } = &change;
+            let done = match within(taint::write(&self.client, &change)).await {
+                Some(Ok(())) => {
+                    tracing::info!(node, why, tainted = why.is_some(), "the node's taint was written");
+                    true
+                }
+                // It has changed since it was looked at.
+                Some(Err(kube::Error::Api(status))) if matches!(status.code, 409 | 422) => {
+                    tracing::debug!(node, message = status.message, "the node's taint is looked at again");
+                    false
+                }
+                Some(Err(error)) => {
+                    tracing::warn!(
+                        node,
+                        why,
+                        error = &error as &dyn std::error::Error,
+                        "the node's taint was not written"
+                    );
+                    false
+                }
+                None => false,
+            };
+            self.count("Node", done, &mut all);
         }
         all
     }

@@ -1,8 +1,11 @@
 //! GPUs that fail, and GPUs that an administrator keeps pods from: what goes, what stays, and what brings them back.
+use std::io::Write as _;
+
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Faults, GPUNODES, Scope, output, process, run, signal, text, wait_until};
+use cleave_e2e::{Cluster, Faults, GPUNODES, Scope, kubectl, output, process, run, signal, text, wait_until};
 use serde_json::{Value, json};
 
+use crate::gate_admission::upgrade;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
 
 /// The command line, as an administrator has it.
@@ -201,4 +204,56 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let found = gpus.iter().find(|gpu| text(&gpu["uuid"]) == uuid).and_then(|gpu| gpu["index"].as_u64());
     found.with_context(|| format!("{NODE} tells of no GPU {uuid}"))
+}
+
+/// Nodes are tainted, until the value goes.
+struct Tainting;
+
+impl Tainting {
+    fn on() -> Result<Self> {
+        let guard = Self;
+        upgrade("operator.taintUnhealthyNodes=true")?;
+        Ok(guard)
+    }
+}
+
+impl Drop for Tainting {
+    fn drop(&mut self) {
+        // While the operator still may take it away, others' tests should not find it.
+        let _ = kubectl(&["taint", "node", NODE, "cleave.dev/unhealthy-"]);
+        if let Err(error) = upgrade("operator.taintUnhealthyNodes=false") {
+            let _ = writeln!(std::io::stderr(), "nodes are still tainted: {error:#}");
+        }
+    }
+}
+
+fn taints(cluster: &Cluster) -> Result<Vec<String>> {
+    let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
+    let taints = node["spec"]["taints"].as_array().cloned().unwrap_or_default();
+    Ok(taints.iter().map(|taint| format!("{}:{}", text(&taint["key"]), text(&taint["effect"]))).collect())
+}
+
+#[test]
+fn a_node_whose_gpus_are_all_out_is_tainted_where_that_is_asked_for_and_others_taints_stay() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _scope = ten_shares(&cluster, "taints")?;
+    let other = ["taint", "node", NODE, "e2e.cleave.dev/other=x:PreferNoSchedule", "--overwrite"];
+    let tainting = Tainting::on()?;
+    let mended = Mended::new(&cluster);
+    kubectl(&other)?;
+    for index in 0..GPUS {
+        ensure!(taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"], "{:?}", taints(&cluster)?);
+        mended.faults.simgpu(&["xid", &index.to_string(), "48"])?;
+        health(&cluster, index, "NeedsReset")?;
+    }
+    wait_until("the node is tainted", || {
+        Ok(taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule", "cleave.dev/unhealthy:NoSchedule"])
+    })?;
+    run(&cleave(), &["uncordon", NODE, "0"])?;
+    health(&cluster, 0, "")?;
+    wait_until("the node is not tainted", || Ok(taints(&cluster)? == ["e2e.cleave.dev/other:PreferNoSchedule"]))?;
+    kubectl(&["taint", "node", NODE, "e2e.cleave.dev/other-"])?;
+    drop(mended);
+    drop(tainting);
+    offers(&cluster, SHARES, 10 * GPUS)
 }
