@@ -1,6 +1,6 @@
 # Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render bench bench-placement
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render sbom bench bench-placement
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -37,6 +37,9 @@ crds: ## writes crds/ from the types
 
 render: ## writes deploy/ from the chart
 	@deploy/render
+
+sbom: ## what the image's programs are made of, in target/sbom
+	@deploy/sbom
 
 bench: ## the benchmarks that need no GPU
 	@e2e/test bench
