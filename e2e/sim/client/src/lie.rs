@@ -54,6 +54,8 @@ pub(crate) enum Lie {
     NoLastWord,
     /// Is let in by the server, and tells the daemon this.
     LastWord(u32),
+    /// Is let in by daemon and server so many times, and then neither says anything nor leaves.
+    Enter(usize),
 }
 
 /// What of its sockets it shuts down.
@@ -75,7 +77,7 @@ pub(crate) enum Half {
 pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
-                         shutdown-channel=STEP, no-last-word, last-word=N";
+                         shutdown-channel=STEP, no-last-word, last-word=N, enter=N";
 
 impl FromStr for Lie {
     type Err = String;
@@ -111,6 +113,7 @@ impl FromStr for Lie {
             ("shutdown-channel", Some(_)) => shutdown(Half::Channel),
             ("no-last-word", None) => Some(Self::NoLastWord),
             ("last-word", Some(value)) => value.parse().ok().map(Self::LastWord),
+            ("enter", Some(_)) => number().map(Self::Enter),
             _ => None,
         };
         lie.ok_or_else(|| format!("{text:?} is none of: {NAMES}"))
@@ -118,7 +121,8 @@ impl FromStr for Lie {
 }
 
 /// Lies to `control`, waits until the other side closes, at most so long, and prints what became of it:
-/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word.
+/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word. The packets of `enter=N` are the times that
+/// it was let in.
 pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {
@@ -132,6 +136,13 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
         let held = tell_server(entrance, lie)?;
         let waited = held.first().map_or(Ok((true, 0)), |connection| drain(connection, deadline))?;
         report(if waited.0 { "closed" } else { "open" }, waited.1);
+        return Ok(());
+    }
+    if let Lie::Enter(count) = lie {
+        let enter = || handshake::knock(control).and_then(|entrance| entrance.enter(Subject::Process));
+        let held: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
+        let closed = held.first().map_or(Ok((true, 0)), |(_, server)| drain(server, deadline))?.0;
+        report(if closed { "closed" } else { "open" }, held.len());
         return Ok(());
     }
     let connections = (0..if let Lie::Flood(count) = lie { count } else { 1 })
@@ -254,9 +265,13 @@ fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
         Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
         // Those that tell the server lies have told the daemon the truth.
-        Lie::Unread | Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown(..) | Lie::NoLastWord | Lie::LastWord(_) => {
-            introduce(own, KIND_CLIENT)
-        }
+        Lie::Unread
+        | Lie::Vanish(_)
+        | Lie::Mute(_)
+        | Lie::Shutdown(..)
+        | Lie::NoLastWord
+        | Lie::LastWord(_)
+        | Lie::Enter(_) => introduce(own, KIND_CLIENT),
         Lie::AdministratorAfterClient => {
             introduce(own, KIND_CLIENT)?;
             let text = b"set_default_active_thread_percentage 100\n\0";
@@ -292,6 +307,7 @@ mod tests {
         assert_eq!("stall=9".parse(), Ok(Lie::Stall(9)));
         assert_eq!("kind=7".parse(), Ok(Lie::Kind(7)));
         assert_eq!("huge".parse(), Ok(Lie::Huge));
+        assert_eq!("enter=64".parse(), Ok(Lie::Enter(64)));
         assert_eq!("shutdown".parse(), Ok(Lie::Shutdown(Half::Both, 1)));
         assert_eq!("shutdown-writing=4".parse(), Ok(Lie::Shutdown(Half::Writing, 4)));
         for text in ["stall", "stall=x", "huge=1", "shutdown=6", "shutdown-channel=0", "", "truth"] {

@@ -105,7 +105,7 @@ pub(crate) struct Arguments {
     /// and print {"lie":…,"outcome":"closed"|"open"|"refused","packets":…}.
     /// One of: stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread,
     /// administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, shutdown=STEP,
-    /// shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, shutdown-channel=STEP, no-last-word, last-word=N
+    /// shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, shutdown-channel=STEP, no-last-word, last-word=N, enter=N
     #[arg(long, value_name = "LIE", verbatim_doc_comment)]
     lie: Option<Lie>,
 
