@@ -2,7 +2,7 @@
 
 Without further arguments: {"sms", "freeMiB", "totalMiB", "contextMs"}, or {"error"}. Times are seconds since the epoch.
 """
-import argparse, ctypes, json, os, random, signal, statistics, subprocess, sys, time
+import argparse, ctypes, json, os, random, signal, statistics, subprocess, sys, threading, time
 
 # spin: keeps one SM busy for so many cycles. fault: writes where nothing is mapped.
 PTX = b"""
@@ -33,6 +33,7 @@ loop:
 }
 \0"""
 SM_COUNT, CLOCK_KHZ = 16, 13
+BLOCKING_SYNC = 4
 
 
 class CudaError(Exception):
@@ -47,6 +48,8 @@ class Gpu:
         self.call("cuInit", 0)
         self.device, self.context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(self.device), 0)
+        if options.block:
+            self.call("cuDevicePrimaryCtxSetFlags_v2", self.device, BLOCKING_SYNC)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
         self.call("cuCtxSetCurrent", self.context)
 
@@ -100,6 +103,12 @@ class Gpu:
         self.launch(self.faulting)
         self.call("cuCtxSynchronize")
 
+    def made(self, make, end, *arguments):
+        """Makes something of the driver's and ends it."""
+        thing = ctypes.c_void_p()
+        self.call(make, ctypes.byref(thing), *arguments)
+        self.call(end, thing)
+
 
 def say(**line):
     text = json.dumps(line) + "\n"
@@ -133,11 +142,51 @@ def seen(process):
     return json.loads(lines[0]) if lines else {"error": f"no line, status {process.returncode}"}
 
 
+def exercise(gpu, seconds):
+    """What CUDA programs do all the time, each for so many seconds: how often a second."""
+    size = 1 << 20
+    host, block = ctypes.create_string_buffer(size), gpu.allocate(size)
+    gpu.spin(0.01)
+
+    def burst():
+        for _ in range(100):
+            gpu.launch(gpu.spinning, ctypes.c_uint64(1))
+        gpu.call("cuCtxSynchronize")
+
+    def allocate():
+        gpu.call("cuMemFree_v2", gpu.allocate(size))
+
+    kinds = {
+        "launchAndWait": lambda: gpu.spin(0.001),
+        "hundredLaunches": burst,
+        "allocate": allocate,
+        "copyToGpu": lambda: gpu.call("cuMemcpyHtoD_v2", block, host, ctypes.c_size_t(size)),
+        "stream": lambda: gpu.made("cuStreamCreate", "cuStreamDestroy_v2", 1),
+        "event": lambda: gpu.made("cuEventCreate", "cuEventDestroy_v2", 0),
+        "module": lambda: gpu.made("cuModuleLoadData", "cuModuleUnload", PTX),
+        "pinnedMemory": lambda: gpu.made("cuMemHostAlloc", "cuMemFreeHost", ctypes.c_size_t(size), 0),
+    }
+    rates = {}
+    for name, act in kinds.items():
+        act()
+        done, began = 0, time.monotonic()
+        while time.monotonic() - began < seconds:
+            act()
+            done += 1
+        rates[name] = round(done / (time.monotonic() - began), 1)
+    # Memory for another process.
+    handle = (ctypes.c_ubyte * 64)()
+    code = gpu.cuda.cuIpcGetMemHandle(handle, block)
+    say(rates=rates, ipcHandleCode=code)
+
+
 def starts(count, parallel):
     """Programs that start in bursts, every second of them with raised limits in its environment: how many SMs each sees."""
-    counts, failed, raised = {}, [], {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}
+    counts, failed, raised, slowest = {}, [], {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}, 0
     random.seed(os.getpid())
     for begun in range(0, count, parallel):
+        if options.until and os.path.exists(options.until):
+            break
         burst = [child(**(raised if (begun + number) % 2 else {})) for number in range(min(parallel, count - begun))]
         for process in burst:
             got = seen(process)
@@ -145,7 +194,8 @@ def starts(count, parallel):
                 failed.append(got["error"])
             else:
                 counts[got["sms"]] = counts.get(got["sms"], 0) + 1
-    say(starts=count, sms=counts, failed=failed)
+                slowest = max(slowest, got["contextMs"])
+    say(starts=sum(counts.values()) + len(failed), sms=counts, failed=failed, slowestMs=slowest)
 
 
 def compare(direct, times):
@@ -165,6 +215,14 @@ def await_file(path):
         time.sleep(0.001)
 
 
+def hoard(path):
+    """Takes memory of the machine, as soon as there is such a file, until the kernel ends it."""
+    await_file(path)
+    taken = []
+    while True:
+        taken.append(b"x" * (32 << 20))
+
+
 def supervise(arguments):
     """Runs this program as a child with the arguments, so that its end can be told to the millisecond."""
     process = subprocess.Popen([sys.executable, __file__, *arguments, *(["--log", options.log] if options.log else [])])
@@ -177,8 +235,17 @@ def supervise(arguments):
 
 
 def main():
+    asked = threading.Event()
+    if options.sigterm:
+        signal.signal(signal.SIGTERM, lambda *_: options.sigterm == "finish" and asked.set())
     gpu, began = start()
     say(**see(gpu, began))
+    if options.hoard:
+        threading.Thread(target=hoard, args=(options.hoard,), daemon=True).start()
+    if options.exercise:
+        gpu.load()
+        sys.stdin.readline()
+        exercise(gpu, options.exercise)
     if options.hold:
         sys.stdin.read()
     if options.take:
@@ -195,7 +262,7 @@ def main():
         gpu.fault()
     if options.work is not None:
         kernels = 0
-        while not (options.until and os.path.exists(options.until)):
+        while not (asked.is_set() or options.until and os.path.exists(options.until)):
             gpu.spin(options.work)
             kernels += 1
         say(kernels=kernels)
@@ -212,7 +279,12 @@ parser.add_argument("--wait", metavar="FILE", help="keep the context until there
 parser.add_argument("--after", metavar="FILE", help="begin when there is such a file")
 parser.add_argument("--touch", action="store_true", help="run one short kernel")
 parser.add_argument("--work", type=float, metavar="MS", help="run kernels of so many milliseconds, one after the other")
-parser.add_argument("--until", metavar="FILE", help="with --work: until there is such a file")
+parser.add_argument("--until", metavar="FILE", help="with --work and --starts: until there is such a file")
+parser.add_argument("--block", action="store_true", help="wait for kernels without a busy loop")
+parser.add_argument("--sigterm", choices=("finish", "ignore"), help="on SIGTERM: finish the kernel and exit, or go on")
+parser.add_argument("--stay", action="store_true", help="after an error, stay, whatever the signal")
+parser.add_argument("--hoard", metavar="FILE", help="take memory of the machine without end, when there is such a file")
+parser.add_argument("--exercise", type=float, metavar="SECONDS", help="after a line on standard input: calls of all kinds, each for so many seconds")
 parser.add_argument("--fault", metavar="FILE", help="an illegal access when there is such a file")
 parser.add_argument("--take", type=int, metavar="GIB", help="allocate so many GiB and keep them")
 parser.add_argument("--linger", type=float, default=0, metavar="SECONDS", help="with --supervise: go on for so long after the child's end")
@@ -235,5 +307,8 @@ if __name__ == "__main__":
         sys.exit(main())
     except (CudaError, OSError) as error:
         say(error=str(error), code=getattr(error, "code", None), at=time.time())
+        if options.stay:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(3600)
         # The context is broken: what Python would do on the way out can hang in it.
         os._exit(1)

@@ -1,15 +1,23 @@
 #!/usr/bin/env python3
 """The MPS host and its doors against the real driver, without Kubernetes. One JSON object of results on standard output.
 
-usage: door.py HOST      HOST is cleave-mps-host; needs root, a GPU, and its driver's nvidia-cuda-mps-control on the PATH
+usage: door.py HOST [LIAR [LIE...]]      HOST is cleave-mps-host; needs root, a GPU, and its driver's nvidia-cuda-mps-control on the PATH
+LIAR is cleave-client, which breaks the handshake in many ways beside programs that must go on; with LIEs named that is all that is done.
 Compute mode, MIG mode, clocks and persistence are left alone.
 """
 import json, os, pathlib, random, shutil, signal, socket, statistics, subprocess, sys, tempfile, time
 
+from lies import LIES
+
 HERE = pathlib.Path(__file__).parent
 cleave = os.path.abspath(sys.argv[1])
+liar, lies = (os.path.abspath(sys.argv[2]) if sys.argv[2:] else None), sys.argv[3:]
 run = pathlib.Path(tempfile.mkdtemp(prefix="cleave-door-"))
 results, failed = {}, []
+
+
+class Enough(Exception):
+    """What was asked for is done."""
 
 
 def check(name, holds, figures=None):
@@ -88,6 +96,63 @@ def sms(percent, of):
     return of if percent in (None, 100) else max(8, of * percent // 100 & ~1)
 
 
+def processor_seconds(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def exercised(pipe, stopped=False):
+    """What a client can do through this pipe directory, with the MPS host at work or stopped; and what that costs the host."""
+    process = client(pipe, "--exercise", "0.4")
+    seen(process)
+    before = processor_seconds(host.pid)
+    if stopped:
+        host.send_signal(signal.SIGSTOP)
+    try:
+        said = process.communicate("go\n", timeout=20)[0]
+        got = json.loads(said.splitlines()[0]) if said else {"error": f"no line, status {process.returncode}"}
+    except subprocess.TimeoutExpired:
+        process.kill()
+        got = {"error": "it waits for the MPS host"}
+    finally:
+        host.send_signal(signal.SIGCONT)
+    process.wait()
+    return {**got, "hostSeconds": round(processor_seconds(host.pid) - before, 3)}
+
+
+def beside_lies(lies):
+    """Each lie beside a program that computes and programs that start, of others and of its own allocation."""
+    until, of = run / "enough", once(door("ff"))["sms"]
+    neighbour = client(door("03"), "--work", "1", "--until", str(until))
+    [seen(neighbour) for _ in range(2)]
+    before, rows = status()["daemons"][uuid], []
+    for lie in lies:
+        began = time.monotonic()
+        told = subprocess.run([liar, "--lie", lie, "--hold", "8"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("02"))}, capture_output=True, text=True, timeout=60).stdout.strip()
+        row = {"lie": lie, "told": told and json.loads(told), "seconds": round(time.monotonic() - began, 2)}
+        other, own = once(door("05")), once(door("02"))
+        now = status()["daemons"][uuid]
+        row |= {"othersMs": other.get("contextMs"), "ownMs": own.get("contextMs")}
+        harmed = []
+        if (other.get("sms"), own.get("sms")) != (sms(50, of), sms(20, of)):
+            harmed.append({"other": other, "own": own})
+        if [now[key] for key in ("pid", "serverPid", "restarts")] != [before[key] for key in ("pid", "serverPid", "restarts")]:
+            harmed.append({"daemon": now})
+            before = now
+        if neighbour.poll() is not None:
+            harmed.append({"neighbour": neighbour.stdout.read().strip()})
+            neighbour = client(door("03"), "--work", "1", "--until", str(until))
+            [seen(neighbour) for _ in range(2)]
+        rows.append({**row, **({"harmed": harmed} if harmed else {})})
+        print(f"       {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
+    until.touch()
+    kernels = seen(neighbour)
+    neighbour.wait()
+    check(f"{len(lies)} lies: the server is the same after each, and neighbours compute and start", "kernels" in kernels and not any("harmed" in row for row in rows),
+          {"harmed": [row for row in rows if "harmed" in row], "slowestStartMs": max(row["othersMs"] or 0 for row in rows), "slowestOwnStartMs": max(row["ownMs"] or 0 for row in rows), "neighbour": kernels})
+    results["lies"] = rows
+
+
 def resident(pid):
     fields = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {"rssKiB": int(fields["VmRSS"].split()[0]), "anonymousKiB": int(fields["RssAnon"].split()[0])}
@@ -107,6 +172,9 @@ try:
     daemon = status()["daemons"][uuid]
     check("the handshake is the known one: limits are hard", daemon["door"] == "Hard", daemon)
     door = lambda key: run / "alloc" / key
+    if lies:
+        beside_lies(lies)
+        raise Enough
 
     whole = once(door("ff"))
     check("an uncapped allocation sees the whole GPU", "error" not in whole and whole["freeMiB"] > usable - 2048, whole)
@@ -157,12 +225,32 @@ try:
             starts.append(got.get("sms") == sms(limits[key], of))
     check("200 starts in bursts of 8 each see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
 
+    # Beside a client that stays: on a GPU without clients the server is replaced after each (docs/faults.md).
+    stays = client(door("01"), "--hold")
+    seen(stays)
     direct, through = [], []
-    for _ in range(15):
+    for _ in range(25):
         direct.append(once(run / "mps" / uuid).get("contextMs"))
         through.append(once(door("0a")).get("contextMs"))
     figures = {"directMs": statistics.median(direct), "throughMs": statistics.median(through), "direct": direct, "through": through}
     check("a context through the door takes at most 10 ms more in the median", figures["throughMs"] - figures["directMs"] <= 10, figures)
+
+    stays.stdin.close()
+    stays.wait()
+    idle = [once(door("0a")).get("contextMs") for _ in range(9)]
+    results["a context on a GPU without clients, right after another client's end"] = {"figures": {"medianMs": statistics.median(idle), "through": idle}}
+
+    turns = [(exercised(run / "mps" / uuid), exercised(door("ff"))) for _ in range(3)]
+    stopped = exercised(door("ff"), stopped=True)
+    names = list(turns[0][0].get("rates", {}))
+    rates = {name: [statistics.median(turn[way]["rates"][name] for turn in turns) for way in (0, 1)] + [stopped.get("rates", {}).get(name)] for name in names}
+    seconds = sum(turn[1]["hostSeconds"] for turn in turns)
+    check("a running client needs the MPS host for nothing: it does the same while that is stopped", "rates" in stopped, {"perSecondDirectByDoorHostStopped": rates, "ipc": [stopped.get("ipcHandleCode"), turns[0][0].get("ipcHandleCode")], "error": stopped.get("error")})
+    check("what clients do costs the MPS host no time", seconds <= 0.1, {"hostSeconds": round(seconds, 3), "ofClientSeconds": round(3 * 0.4 * len(names), 1)})
+    check("calls by the door are as many as direct, to within 10 % for each kind", all(by >= 0.9 * straight for straight, by, _ in rates.values()), {name: round(by / straight, 3) for name, (straight, by, _) in rates.items()})
+
+    if liar:
+        beside_lies(LIES)
 
     pid = status()["daemons"][uuid]["pid"]
     start = time.monotonic()
@@ -177,6 +265,8 @@ try:
     again = wait("the daemon is back", lambda: (d := status()["daemons"][uuid]) and d["pid"] not in (None, pid) and d["state"] == "Active" and d)
     check("the daemon is back with its limits", once(door("02")).get("sms") == sms(20, of), again)
     check("the MPS host's memory", resident(host.pid)["rssKiB"] <= 4096, resident(host.pid))
+except Enough:
+    pass
 finally:
     host.send_signal(signal.SIGTERM)
     try:

@@ -4,10 +4,12 @@ usage: drills.py OUT NAME...    each drill passes or fails and prints its figure
 """
 import json, os, pathlib, re, shutil, signal, statistics, subprocess, sys, threading, time, traceback, urllib.request
 
+from lies import LIES
+
 HERE = pathlib.Path(__file__).parent
 NODE = "node1"
 HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's / on the machine
-CLUSTER, CLEAVE = os.environ["DRILL_CLUSTER"], os.environ["DRILL_CLEAVE"]
+CLUSTER, CLEAVE, LIAR = os.environ["DRILL_CLUSTER"], os.environ["DRILL_CLEAVE"], pathlib.Path(os.environ["DRILL_LIAR"])
 NAMESPACE = "drill"
 SHARED = "/var/lib/drill"  # on the node; /drill in pods
 FOLDER = HOST / SHARED.lstrip("/")
@@ -64,9 +66,9 @@ def daemon():
     return next(iter(mps_status()["daemons"].values()))
 
 
-def policy(mode, resource, total, /, **section):
+def policy(mode, resource, total, /, enforcement="Report", **section):
     """Makes the one policy this, and waits until the kubelet offers what it says and nothing else."""
-    spec = {"mode": mode}
+    spec = {"mode": mode, "enforcement": enforcement}
     if section:
         spec["mps" if mode == "Mps" else "timeSlicing"] = section
     body = {"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "drill"}, "spec": spec}
@@ -86,8 +88,8 @@ def policy(mode, resource, total, /, **section):
         wait("the agent has applied them", lambda: (n := get("gpunode", NODE)) and n["status"].get("observedGeneration", 0) >= generation and n["status"].get("planId") == n["spec"]["planId"], 30)
 
 
-def shares(units=10, threads="Strict"):
-    policy("Mps", MPS, units, units=units, threads=threads, computeMode="Default")
+def shares(units=10, threads="Strict", enforcement="Report"):
+    policy("Mps", MPS, units, units=units, threads=threads, computeMode="Default", enforcement=enforcement)
 
 
 def sms(count, units=10):
@@ -99,7 +101,7 @@ def sms(count, units=10):
 class Pod:
     """A pod with the machine's /usr, Python and this folder's programs; what they say is read from the shared folder."""
 
-    def __init__(self, name, *command, count=1, resource=MPS, user=0, capabilities=None, privileged=False, env=None, grace=0, mounts=(), program="client.py"):
+    def __init__(self, name, *command, count=1, resource=MPS, user=0, capabilities=None, privileged=False, env=None, grace=0, mounts=(), program="client.py", memory=None):
         self.name, self.log = name, FOLDER / f"{name}.log"
         self.log.unlink(missing_ok=True)
         volumes = [("usr", "/usr", "/usr", True), ("drill", SHARED, "/drill", False), *mounts]
@@ -116,8 +118,9 @@ class Pod:
             "securityContext": security,
             "volumeMounts": [{"name": key, "mountPath": inside, "readOnly": read_only} for key, _, inside, read_only in volumes],
         }
-        if count:
-            container["resources"] = {"limits": {resource: count}}
+        limits = {**({resource: count} if count else {}), **({"memory": memory} if memory else {})}
+        if limits:
+            container["resources"] = {"limits": limits}
         self.manifest = {
             "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE},
             "spec": {
@@ -165,8 +168,8 @@ def clear():
     wait("no pod holds shares", lambda: not any(gpu.get("allocations") for gpu in get("gpunode", NODE)["status"]["gpus"]), 90, 0.1)
     for path in FOLDER.iterdir():
         path.unlink()
-    for name in ("client.py", "infer.py"):
-        shutil.copy(HERE / name, FOLDER / name)
+    for program in (HERE / "client.py", HERE / "infer.py", LIAR):
+        shutil.copy(program, FOLDER / program.name)
     FOLDER.chmod(0o777)
 
 
@@ -204,6 +207,22 @@ def memory_of(program):
     return found
 
 
+def doctor(results):
+    """`cleave doctor` on the node, while no policy shares the GPU."""
+    kubectl("delete", "sharingpolicy", "--all")
+    wait("no daemon is left", lambda: not (HOST / "run/cleave/mps/status.json").exists() or not mps_status()["daemons"], 60, 0.1)
+    # Another user runs it too, who may not read everywhere.
+    probe = pathlib.Path("/tmp/drill-probe.py")
+    shutil.copy(HERE / "probe.py", probe)
+    probe.chmod(0o755)
+    arguments = ["--client", f"/usr/bin/python3 {probe}", "--mps-control", DRIVER / "bin/nvidia-cuda-mps-control", "--mps-library-path", DRIVER / "lib64",
+                 "--nvml-library", DRIVER / "lib64/libnvidia-ml.so.1", "--run-dir", HOST / "run/cleave"]
+    done = shell(CLEAVE, "doctor", *map(str, arguments), check=False, env={**os.environ, "LD_LIBRARY_PATH": str(DRIVER / "lib64")}, cwd="/tmp")
+    probe.unlink()
+    results.note(table=done.stdout.splitlines())
+    results.check("all that it tries is as Cleave relies on it", done.returncode == 0, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
+
+
 def limits(results):
     """What k of 10 shares see, against what `cleave status` says."""
     rows = []
@@ -216,9 +235,11 @@ def limits(results):
             rows.append({"threads": policy_name, "shares": k, "told": {key: told[key] for key in ("shares", "threads", "sms", "memoryMib")}, **line})
         delete(*[pod for _, pod in pods])
 
-    for name, groups in {"Strict": [(10,), (1, 9), (2, 8), (3, 7), (4, 6), (5,)], "Burst": [(1, 2, 3, 4), (5,), (10,)], "Uncapped": [(1, 9)]}.items():
+    for name in ("Strict",) if QUICK else ("Strict", "Burst", "Uncapped"):
         shares(10, name)
-        for group in groups:
+        for group in [(10,), (1, 9), (2, 8), (3, 7), (4, 6), (5,)]:
+            # What the pod before had may be free a moment later than its shares.
+            wait("the GPU's memory is free", lambda: int(smi("memory.used").splitlines()[0]) < 2048, 20, 0.05)
             measure(name, [(k, Pod(f"limits-{name.lower()}-{k}", "--allocate", "--wait", "/drill/never", count=k)) for k in group])
     results.note(rows=rows)
     wrong = [row for row in rows if row.get("sms") != row["told"]["sms"]]
@@ -256,13 +277,17 @@ def door(results):
                   right == 4 * count, right=right, of=4 * count, seconds=seconds, lines=lines)
     delete(*pods.values())
 
+    # Beside a program that stays: on a GPU without clients the server is replaced after each (docs/faults.md), which both ways have to wait for.
+    stays = Pod("door-stays", "--wait", "/drill/compared", count=1)
+    create(stays)
+    stays.line("sms")
     uuid = next(iter(mps_status()["daemons"]))
-    pod = Pod("door-compare", "--compare", f"/direct/{uuid}", "--times", 8 if QUICK else 25, count=10, privileged=True, mounts=[("direct", "/run/cleave/mps", "/direct", True)])
+    pod = Pod("door-compare", "--compare", f"/direct/{uuid}", "--times", 8 if QUICK else 25, count=9, privileged=True, mounts=[("direct", "/run/cleave/mps", "/direct", True)])
     create(pod)
     line = pod.line("medians", 120)
     medians = line["medians"]
     results.check("a context by the door takes at most 10 ms more than direct, in the median", medians["throughMs"] - medians["directMs"] <= 10, **line)
-    delete(pod)
+    delete(pod, stays)
 
     pods = {k: Pod(f"door-knock-{k}", "--starts", 12, "--parallel", 3, "--after", "/drill/knock", count=k) for k in (2, 3)}
     create(*pods.values())
@@ -285,97 +310,149 @@ def percentile(values, part):
     return round(sorted(values)[min(len(values) - 1, int(len(values) * part))], 2)
 
 
+class ByHand:
+    """Seven programs outside Kubernetes under an MPS daemon that is set up by hand, with the limits that Cleave gives seven shares."""
+
+    def __init__(self, threads, percent, names):
+        self.folder = pathlib.Path(f"/tmp/drill-hand-{threads}")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        pipe, log = self.folder / "pipe", self.folder / "log"
+        for path in (pipe, log):
+            path.mkdir()
+        self.env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log), "LD_LIBRARY_PATH": str(DRIVER / "lib64"), "HOME": "/tmp"}
+        self.daemon = subprocess.Popen([DRIVER / "bin/nvidia-cuda-mps-control", "-f"], env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait("the daemon by hand", lambda: (pipe / "control").exists())
+        memory = (int(smi("memory.total").splitlines()[0]) - 128) // 7
+        limited = {**self.env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
+        self.clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", self.folder, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
+
+    def end(self):
+        for client in self.clients:
+            client.kill()
+            client.wait()
+        subprocess.run([DRIVER / "bin/nvidia-cuda-mps-control"], input="quit -t 5\n", env=self.env, text=True, timeout=30, capture_output=True)
+        try:
+            self.daemon.wait(20)
+        except subprocess.TimeoutExpired:
+            self.daemon.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Inference:
+    """Phases of inference and training by programs that wait for them in a folder, and what came of them."""
+
+    def __init__(self):
+        self.rows, self.times, self.phases = [], {}, {}
+
+    def phase(self, folder, who, names, seconds, train=(), what=None, warm=0.7):
+        """All of the names at once; those of `train` train. Pools the times of phases of the same kind."""
+        number = self.phases[folder] = self.phases.get(folder, -1) + 1
+        (folder / ".phase").write_text(json.dumps({"begin": time.time() + warm, "seconds": seconds, "names": names, "train": list(train)}))
+        (folder / ".phase").rename(folder / f"phase-{number}.json")
+        files = [folder / f"result-{number}-{name}" for name in names]
+        wait(f"{who}, {len(names)} clients", lambda: all(file.exists() for file in files), seconds + 60)
+        times = {name: json.loads(file.read_text()) for name, file in zip(names, files)}
+        infer = [times[name] for name in names if name not in train]
+        # By the time that they took: the last of each ends after the phase, and would count for more the slower they are.
+        rate = lambda t: 1000 * len(t) / sum(t)
+        row = {"who": who, "what": what or f"{len(names)} infer", "perSecond": round(sum(map(rate, infer)), 1)}
+        if infer:
+            row |= {"meanMs": round(statistics.mean(x for t in infer for x in t), 2), "p50Ms": max(percentile(t, 0.5) for t in infer), "p99Ms": max(percentile(t, 0.99) for t in infer)}
+        if train:
+            row["stepsPerSecond"] = round(sum(rate(times[name]) for name in train), 1)
+        if what == "mixed":
+            row["eachPerSecond"] = {name: round(rate(times[name]), 1) for name in names}
+        self.rows.append(row)
+        self.times.setdefault((who, row["what"]), []).extend(x for t in infer for x in t)
+        print(f"       {json.dumps(row)}", flush=True)
+        return row
+
+    def median(self, who, what, key):
+        return statistics.median(row[key] for row in self.rows if (row["who"], row["what"]) == (who, what))
+
+
 def worth(results):
-    """Inference by 7 clients at once: time-slicing and MPS by Cleave, MPS by hand."""
-    seconds, warm = (3, 1) if QUICK else (5, 1)
+    """Inference by 1 to 7 pods at once: time-slicing and MPS by Cleave, MPS by hand; shares of several sizes; training beside inference."""
+    short, long, turns = (1.5, 2, 1) if QUICK else (3, 8, 3)
     names = [f"infer-{n}" for n in range(7)]
-    table = {}
+    run = Inference()
+    results.figures["rows"] = run.rows
+    ready = lambda folder, of: wait(f"{folder}: all are ready", lambda: all((folder / f"ready-{name}").exists() for name in of), 90, 0.1)
 
-    def phases(folder, configuration, sizes):
-        for number, size in enumerate(sizes):
-            taking_part = names[:size]
-            phase = {"begin": time.time() + warm, "seconds": seconds, "names": taking_part}
-            (folder / ".phase").write_text(json.dumps(phase))
-            (folder / ".phase").rename(folder / f"phase-{number}.json")
-            files = [folder / f"result-{number}-{name}" for name in taking_part]
-            wait(f"{configuration}, {size} clients", lambda: all(file.exists() for file in files), seconds + 60)
-            times = [json.loads(file.read_text()) for file in files]
-            row = {
-                "clients": size, "perSecond": round(sum(len(t) for t in times) / seconds, 1), "meanMs": round(statistics.mean(x for t in times for x in t), 2),
-                "p50Ms": max(percentile(t, 0.5) for t in times), "p99Ms": max(percentile(t, 0.99) for t in times),
-            }
-            table.setdefault(configuration, []).append(row)
-            print(f"       {configuration:18} {json.dumps(row)}", flush=True)
-        (folder / "end").touch()
+    def few(folder, who):
+        for size in () if QUICK else (1, 3, 5):
+            run.phase(folder, who, names[:size], short)
 
-    def by_cleave(configuration, resource, sizes):
-        clear()
-        pods = [Pod(name, "/drill", name, program="infer.py", resource=resource) for name in names]
+    def training(folder, who):
+        run.phase(folder, who, names[6:], short, train=names[6:], what="1 trains", warm=4)
+        run.phase(folder, who, [names[0], names[6]], short, train=names[6:], what="1 infers, 1 trains")
+
+    def configure(who, resource, count=lambda name: 1, of=names):
+        pods = [Pod(name, "/drill", name, program="infer.py", resource=resource, count=count(name)) for name in of]
         create(*pods)
         try:
-            wait("all are ready", lambda: all((FOLDER / f"ready-{name}").exists() for name in names), 75, 0.1)
+            ready(FOLDER, of)
         except TimeoutError as error:
-            raise TimeoutError(f"{error} {shell('kubectl', 'logs', '-n', NAMESPACE, names[0], check=False).stdout[:3000]}")
-        seen = [json.loads((FOLDER / f"ready-{name}").read_text()) for name in names]
-        results.note(**{f"{configuration} sees": seen[0]})
-        phases(FOLDER, configuration, sizes)
-        delete(*pods)
+            raise TimeoutError(f"{error} {shell('kubectl', 'logs', '-n', NAMESPACE, of[0], check=False).stdout[:3000]}")
+        seen = {name: json.loads((FOLDER / f"ready-{name}").read_text()) for name in of}
+        results.note(**{f"{who} sees": seen if len(of) < 7 else seen[of[0]]})
+        run.phases.pop(FOLDER, None)
+        return pods
 
-    def by_hand(configuration, percent, sizes):
-        folder = pathlib.Path(f"/tmp/drill-hand-{configuration.replace(' ', '-')}")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"), "LD_LIBRARY_PATH": str(DRIVER / "lib64"), "HOME": "/tmp"}
-        for name in ("pipe", "log"):
-            (folder / name).mkdir()
-        daemon = subprocess.Popen([DRIVER / "bin/nvidia-cuda-mps-control", "-f"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait("the daemon by hand", lambda: (folder / "pipe/control").exists())
-        memory = (int(smi("memory.total").splitlines()[0]) - 128) // 7
-        limited = {**env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
-        clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", folder, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
-        try:
-            wait("all are ready", lambda: all((folder / f"ready-{name}").exists() for name in names), 75, 0.1)
-            phases(folder, configuration, sizes)
-            for client in clients:
-                client.wait(30)
-        finally:
-            for client in clients:
-                client.kill()
-                client.wait()
-            subprocess.run([DRIVER / "bin/nvidia-cuda-mps-control"], input="quit -t 5\n", env=env, text=True, timeout=30, capture_output=True)
-            try:
-                daemon.wait(20)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-            shutil.rmtree(folder, ignore_errors=True)
-
-    # Seven three times over, for the spread.
-    many, few = ([1, 7], [7]) if QUICK else ([1, 3, 5, 7, 7, 7], [7, 7, 7])
-    results.figures["table"] = table
-    clear()
     policy("TimeSlicing", TIMESLICE, 7, replicas=7)
-    by_cleave("time-slicing", TIMESLICE, many)
-    for threads, percent, sizes in (("Burst", 28, many), ("Strict", 14, few), ("Uncapped", None, few)):
+    pods = configure("time-slicing", TIMESLICE)
+    few(FOLDER, "time-slicing")
+    training(FOLDER, "time-slicing")
+    for _ in range(turns):
+        run.phase(FOLDER, "time-slicing", names, short + 1)
+    delete(*pods)
+    host = lambda: sum(sum(map(int, stat.read_text().rsplit(")", 1)[1].split()[11:13])) for stat in pathlib.Path("/proc").glob("[0-9]*/stat") if "(cleave-mps-host)" in stat.read_text())
+    for threads, percent in (("Burst", 28), ("Strict", 14), ("Uncapped", None)):
         clear()
         shares(7, threads)
-        by_cleave(f"Cleave {threads}", MPS, sizes)
-        clear()
-        kubectl("delete", "sharingpolicy", "drill")
-        wait("the daemon ends with the policy", lambda: not mps_status()["daemons"], 60, 0.1)
-        by_hand(f"by hand {threads}", percent, few)
+        # Both stand ready all the time and take turns, so that what drifts is the same for both.
+        hand = ByHand(threads, percent, names)
+        try:
+            pods = configure(f"Cleave {threads}", MPS)
+            ready(hand.folder, names)
+            pair = ((FOLDER, f"Cleave {threads}"), (hand.folder, f"by hand {threads}"))
+            for folder, who in pair:
+                few(folder, who)
+            training(*pair[0])
+            before = host()
+            for turn in range(turns):
+                for folder, who in pair if turn % 2 == 0 else pair[::-1]:
+                    run.phase(folder, who, names, long)
+            results.note(**{f"{threads}: processor seconds of the MPS host meanwhile": (host() - before) / os.sysconf("SC_CLK_TCK")})
+        finally:
+            hand.end()
+        delete(*pods)
+    clear()
+    shares(7, "Strict")
+    sizes = {"infer-1": 1, "infer-2": 2, "infer-4": 4}
+    pods = configure("mixed", MPS, sizes.get, list(sizes))
+    alone = {name: run.phase(FOLDER, "mixed", [name], short, what=f"{name} alone")["perSecond"] for name in sizes}
+    together = run.phase(FOLDER, "mixed", list(sizes), short + 2, what="mixed")["eachPerSecond"]
+    delete(*pods)
+    results.note(mixed={name: {"shares": size, "alone": alone[name], "together": together[name]} for name, size in sizes.items()})
 
-    def seven(configuration, key):
-        return statistics.median(row[key] for row in table[configuration] if row["clients"] == 7)
-
+    seven = lambda who, key: run.median(who, "7 infer", key)
+    pooled = {who: {f"p{part}Ms": percentile(run.times[who, "7 infer"], part / 100) for part in (50, 99)} | {"samples": len(run.times[who, "7 infer"])}
+              for who in {row["who"] for row in run.rows} if (who, "7 infer") in run.times}
+    results.note(**{"of all inferences of 7 clients": pooled})
     sliced = seven("time-slicing", "perSecond")
     best = max(("Strict", "Burst", "Uncapped"), key=lambda threads: seven(f"Cleave {threads}", "perSecond"))
-    results.check("7 pods under MPS do at least 3 times what time-slicing does", seven(f"Cleave {best}", "perSecond") >= 3 * sliced,
-                  timeSlicing=sliced, threads=best, perSecond=seven(f"Cleave {best}", "perSecond"), times=round(seven(f"Cleave {best}", "perSecond") / sliced, 2))
+    for threads in dict.fromkeys((best, "Burst")):
+        results.check(f"7 pods under MPS ({threads}) do at least 3 times what time-slicing does", seven(f"Cleave {threads}", "perSecond") >= 3 * sliced,
+                      timeSlicing=sliced, perSecond=seven(f"Cleave {threads}", "perSecond"), times=round(seven(f"Cleave {threads}", "perSecond") / sliced, 2))
     for threads in ("Burst", "Strict", "Uncapped"):
         ours, theirs = (seven(f"{who} {threads}", "perSecond") for who in ("Cleave", "by hand"))
         results.check(f"{threads}: at least 98 % of MPS by hand with the same caps", ours >= 0.98 * theirs, cleave=ours, byHand=theirs, part=round(ours / theirs, 4))
-        ours, theirs = (seven(f"{who} {threads}", "p99Ms") for who in ("Cleave", "by hand"))
-        results.check(f"{threads}: p99 at most 2 % above it", ours <= 1.02 * theirs, cleaveMs=ours, byHandMs=theirs)
+        ours, theirs = (pooled[f"{who} {threads}"]["p99Ms"] for who in ("Cleave", "by hand"))
+        results.check(f"{threads}: p99 of all inferences at most 2 % above it", ours <= 1.02 * theirs, cleaveMs=ours, byHandMs=theirs)
+    ends = [together[name] / size for name, size in sizes.items()]
+    results.check("shares of 1, 2 and 4 of 7 side by side do as much as alone, less what bandwidth costs: at least half", all(together[name] >= 0.5 * alone[name] for name in sizes), perShare=[round(x, 1) for x in ends])
 
 
 class Watch(threading.Thread):
@@ -411,11 +488,14 @@ def fault(results):
     """An illegal access among three pods; the server killed; the daemon killed; the MPS host's pod deleted."""
     shares(10, "Strict")
     supervised = lambda *arguments: ("--linger", 600, "--supervise", *arguments)
-    for trial in range(1 if QUICK else 3):
+    trials = 2 if QUICK else 4
+    for trial in range(trials):
         clear()
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         culprit = Pod("fault-culprit", *supervised("--fault", "/drill/now"), count=3)
-        others = [Pod(f"fault-other-{n}", *supervised("--work", 1), count=2) for n in range(2)]
+        # In the last trial one of them neither exits nor heeds SIGTERM.
+        refuses = trial == trials - 1
+        others = [Pod(f"fault-other-{n}", *supervised("--work", 1, *(["--stay"] if refuses and n else [])), count=2) for n in range(2)]
         create(culprit, *others)
         for pod in (culprit, *others):
             pod.line("firstKernel")
@@ -450,7 +530,11 @@ def fault(results):
         results.check("the next pod computes", "firstKernel" in kernel, milliseconds=figures["creationToFirstKernelMs"])
         events = [f"{e['reason']}: {e.get('message') or e.get('note')}" for e in get("events", "-n", NAMESPACE)["items"] if "cleave" in json.dumps(e.get("source", {})) + str(e.get("reportingComponent"))]
         results.note(**{f"events after trial {trial}": events[-6:]})
+        if refuses:
+            results.check("who refuses to exit is ended, and told so", codes["fault-other-1"] and any("EndedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
         results.check("the pods that were hit are named", any("fault" in event.lower() for event in events))
+        caused = [event for event in events if event.startswith("CausedGpuFault")]
+        results.check("nobody is accused but whose program it was", all("/fault-culprit:" in event for event in caused), accused=caused)
 
     def broken(what, act, seconds=60):
         """A client is running; something is killed. What the client is told, and how long until another runs."""
@@ -501,6 +585,13 @@ def churn(results):
         results.figures["creationToFirstKernelMs"] = {"pods": len(times), "p50": percentile(times, 0.5), "p90": percentile(times, 0.9), "p99": percentile(times, 0.99), "most": max(times)}
         delete(*pods)
     after = {program: memory_of(program) for program in ("cleave-agent", "cleave-mps-host")}
+    kubelet = kubectl("get", "--raw", f"/api/v1/nodes/{NODE}/proxy/metrics")
+    buckets = sorted((float(bound), float(count)) for bound, count in re.findall(r'kubelet_device_plugin_alloc_duration_seconds_bucket\{[^}]*nvidia\.com/gpu-mps[^}]*le="([^"+]+)"\} (\S+)', kubelet))
+    counted = re.search(r"kubelet_device_plugin_alloc_duration_seconds_count\{[^}]*nvidia\.com/gpu-mps[^}]*\} (\S+)", kubelet)
+    agent = kubectl("logs", "-n", "cleave-system", "-l", "app.kubernetes.io/component=agent", "--tail=-1")
+    started = [int(took) / 1000 for took in re.findall(r"a container may start.*took_us=(\d+)", agent)]
+    results.note(allocateSecondsByKubelet={"within": buckets, "of": counted and float(counted[1])},
+                 preStartMs=started and {"calls": len(started), "p50": percentile(started, 0.5), "p99": percentile(started, 0.99), "most": max(started)})
     results.check(f"{total} pods each run a kernel under their limits", len(times) == total and not wrong, wrong=wrong[:5], right=len(times))
     # What a terminated pod leaves on disk goes when the kubelet no longer lists it.
     left = lambda: len(list((HOST / "run/cleave/alloc").iterdir()))
@@ -554,7 +645,7 @@ def isolation(results):
     refused("a pod that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", env={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "junk"})
     refused("a pod that sets CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
 
-    def escape(what, *command):
+    def escape(what, *command, evicted=False):
         """A program that leaves its limits from within the container, where no admission sees it."""
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         pod = Pod("isolation-escape", "/bin/sh", "-c", " ".join(command), program=None)
@@ -567,44 +658,205 @@ def isolation(results):
             results.check(f"{what} is found within 2 s", told is not None and told <= 2, seconds=told, event=event.get("message") or event.get("note"), seen=pod.lines()[:2])
         except TimeoutError:
             results.check(f"{what} is found within 2 s", False, seen=pod.lines()[:2])
+        if evicted:
+            try:
+                wait("it is evicted", lambda: (lambda found: not found or found[0]["metadata"].get("deletionTimestamp"))([p for p in get("pods", "-n", NAMESPACE)["items"] if p["metadata"]["name"] == pod.name]), 20, 0.05)
+                results.check(f"{what} is evicted where the policy says so", True, seconds=round(time.time() - line["at"], 2))
+            except TimeoutError as error:
+                results.check(f"{what} is evicted where the policy says so", False, error=str(error))
         delete(pod)
 
     run = "/usr/bin/python3 /drill/client.py --log /drill/isolation-escape.log --take 20 --wait /drill/never"
     escape("a program over its memory (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT set within the container)", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run)
     escape("a program that leaves MPS (CUDA_MPS_PIPE_DIRECTORY unset within the container)", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run)
+    clear()
+    shares(10, "Strict", "Evict")
+    escape("a program over its memory", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run, evicted=True)
+    escape("a program that leaves MPS", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run, evicted=True)
+
+
+def hostile(results):
+    """Handshakes broken in every way at a pod's door, beside pods that compute and start programs."""
+    shares(10, "Strict")
+    clear()
+    before = daemon()
+    computes = Pod("hostile-computes", "--work", 1, "--until", "/drill/enough", count=2)
+    starts = Pod("hostile-starts", "--starts", 100000, "--parallel", 1, "--until", "/drill/enough", count=3)
+    create(computes, starts)
+    computes.line("firstKernel")
+    lies = LIES[::4] if QUICK else LIES
+    for user in (0, 1000):
+        name = f"hostile-{user}"
+        tell = " ".join(f"echo {lie}; /drill/cleave-client --socket $CUDA_MPS_PIPE_DIRECTORY/control --lie {lie} --hold 6;" for lie in lies)
+        liar = Pod(name, "/bin/sh", "-c", f"{{ {tell} }} > /drill/{name}.txt 2>&1; echo '{{\"done\": true}}' > /drill/{name}.log", program=None, user=user, count=2)
+        create(liar)
+        liar.line("done", 240)
+        results.note(**{f"lies of user {user}": (FOLDER / f"{name}.txt").read_text().splitlines()})
+        after = Pod(f"{name}-after", "--touch", count=1)
+        create(after)
+        kernel = after.line("firstKernel")
+        results.check(f"after {len(lies)} lies of user {user} another pod computes under its limits", "firstKernel" in kernel and after.lines()[0]["sms"] == sms(1), lines=after.lines())
+        delete(liar, after)
+    touch("enough")
+    line, kernels = starts.line("starts"), computes.line("kernels")
+    results.check("a neighbour's programs start all the while, under their limits", not line.get("failed") and set(line.get("sms", {})) == {str(sms(3))}, **line)
+    results.check("a neighbour's program computes all the while", kernels.get("kernels", 0) > 1000, **kernels)
+    now = daemon()
+    results.check("daemon and server are the same", all(now[key] == before[key] for key in ("pid", "restarts")) and now["state"] == "Active", before=before, after=now)
+    delete(computes, starts)
+
+
+KERNELS = (0.5, 10, 100, 1000)  # ms
+UNITS = 48  # so that many may leave at once
+
+
+class Bystanders:
+    """Pods that compute and must go on while others beside them end."""
+
+    def __init__(self, count):
+        self.count, self.pods, self.serial = count, [], 0
+
+    def ready(self, *others):
+        """They run, and so do the others, which are made along with them."""
+        new = []
+        if not self.pods:
+            self.serial += 1
+            self.pods = new = [Pod(f"bystander-{self.serial}-{n}", "--work", 1, "--block") for n in range(self.count)]
+        create(*new, *others)
+        for pod in (*new, *others):
+            if "firstKernel" not in (line := pod.line("firstKernel")):
+                raise RuntimeError(f"{pod.name} does not compute: {line}")
+
+    def broken(self):
+        """The CUDA errors that they got; if there are any, others take their place."""
+        codes = [line["code"] for pod in self.pods for line in pod.lines() if "error" in line]
+        if codes:
+            delete(*self.pods)
+            self.pods = []
+        return codes
+
+    def end(self):
+        if self.pods:
+            delete(*self.pods)
+        self.pods = []
+
+
+def victims(kind, number, kernels, *options, make=Pod, **more):
+    name = re.sub("[^a-z0-9]+", "-", kind)
+    return [make(f"{name}-{number}-{n}", "--work", kernel, "--block", *options, **more) for n, kernel in enumerate(kernels)]
+
+
+def deleted_together(results, kind, grace, total, each, *options, promised=True):
+    """Busy pods deleted by many at once, kernels of all lengths among them. How many times a bystander broke."""
+    bystanders, breaks, done, codes, rounds, took = Bystanders(2), [], 0, {}, 0, []
+    clear()
+    while done < total:
+        count = min(each, total - done)
+        pods = victims(kind, rounds, [KERNELS[n % len(KERNELS)] for n in range(count)], *options, grace=30)
+        bystanders.ready(*pods)
+        time.sleep(0.5)
+        began = time.monotonic()
+        delete(*pods, grace=grace)
+        took.append(round(time.monotonic() - began, 1))
+        time.sleep(0.5)
+        for pod in pods:
+            code = next((line["code"] for line in pod.lines() if "code" in line), None)
+            ended = "through MPS" if code == 810 else f"error {code}" if code else "finished" if any("kernels" in line for line in pod.lines()) else "killed"
+            codes[ended] = codes.get(ended, 0) + 1
+        if broken := bystanders.broken():
+            breaks.append(broken)
+        done, rounds = done + count, rounds + 1
+    bystanders.end()
+    figures = {"broken": len(breaks), "deletions": total, "atOnce": each, "seconds": took, "victims": codes}
+    if promised:
+        results.check(f"{kind}: {total} deletions, no neighbour breaks", not breaks, **figures)
+    else:
+        results.note(**{kind: figures})
+
+
+def ended_alone(results, kind, trials, end, *options, expect=False, kernels=KERNELS, **more):
+    """Busy pods ended one after the other, each looked at by itself: how many of them broke their neighbour, by length of kernel."""
+    bystanders, table, number = Bystanders(1), {}, 0
+    for kernel in kernels:
+        tried, broken, size = 0, 0, 4
+        clear()
+        while tried < trials:
+            pods = victims(kind, number, [kernel] * min(size, trials - tried), *options, **more)
+            number += 1
+            bystanders.ready(*pods)
+            time.sleep(0.3)
+            spoiled = False
+            for pod in pods:
+                end(pod)
+                time.sleep(0.3)
+                tried += 1
+                if bystanders.broken():
+                    broken, spoiled = broken + 1, True
+                    break  # the others of this round are broken too, and say nothing
+            delete(*pods, grace=0)
+            # A server in which somebody died so may break a later one: the next round has another.
+            bystanders.end()
+            wait("nobody holds the server", lambda: not daemon()["clients"], 20)
+            size = 1 if spoiled else min(12, 2 * size)
+        table[f"{kernel} ms"] = {"broken": broken, "of": tried}
+        total, of = sum(row["broken"] for row in table.values()), sum(row["of"] for row in table.values())
+        results.figures[kind] = {"broken": total, "of": of, "byKernel": table}
+    print(f"       {kind}: {json.dumps(results.figures[kind])}", flush=True)
+    if expect:
+        results.check(f"{kind}: some neighbours break, or the drill shows nothing", total > 0, broken=total, of=of)
+    return total, of
 
 
 def neighbour(results):
-    """Busy pods deleted beside one that must go on."""
-    shares(10, "Strict")
-    trials = 3 if QUICK else 10
-    for kernel in (10, 100):
-        for grace in (0, 5):
-            broken = []
-            clear()
-            bystander = None
-            for trial in range(trials):
-                if bystander is None:
-                    bystander = Pod(f"bystander-{trial}", "--work", 1, count=2)
-                    create(bystander)
-                    bystander.line("firstKernel")
-                victim = Pod(f"victim-{trial}", "--work", kernel, count=2)
-                create(victim)
-                victim.line("firstKernel")
-                time.sleep(0.3)
-                delete(victim, grace=grace)
-                time.sleep(0.3)
-                error = next((line for line in bystander.lines() if "error" in line), None)
-                if error:
-                    broken.append(error["code"])
-                    delete(bystander)
-                    bystander = None
-            if bystander:
-                delete(bystander)
-            results.check(f"kernels of {kernel} ms, grace {grace} s: no neighbour breaks", not broken, broken=len(broken), of=trials, codes=broken)
+    """Busy pods deleted beside some that must go on, in all ways that a node sees coming."""
+    shares(UNITS, "Strict")
+    total, each = (24, 12) if QUICK else (100, 25)
+    deleted_together(results, "grace 5", 5, total, each)
+    deleted_together(results, "grace 30", 30, total, each)
+    deleted_together(results, "grace 5, finishes on SIGTERM", 5, total, each, "--sigterm", "finish")
+    deleted_together(results, "grace 30, finishes on SIGTERM", 30, total, each, "--sigterm", "finish")
+    deleted_together(results, "grace 5, ignores SIGTERM", 5, total, each, "--sigterm", "ignore")
+    if not QUICK:
+        deleted_together(results, "grace 30, ignores SIGTERM", 30, total, 34, "--sigterm", "ignore")
 
 
-DRILLS = {drill.__name__: drill for drill in (limits, door, worth, fault, churn, isolation, neighbour)}
+def unended(results):
+    """What `neighbour` would be without Cleave's ending: busy pods deleted while its agent is stopped."""
+    shares(UNITS, "Strict")
+
+    def unseen(pod):
+        on_node("pkill", "-STOP", "-x", "cleave-agent")
+        try:
+            kubectl("delete", "pod", "-n", NAMESPACE, pod.name, "--grace-period=2")
+        finally:
+            on_node("pkill", "-CONT", "-x", "cleave-agent")
+
+    ended_alone(results, "agent stopped, grace 2 s", 1 if QUICK else 4, unseen, expect=True, kernels=(100,) if QUICK else KERNELS[::-1], grace=30)
+
+
+def killed(results):
+    """Busy pods that end as no node can see coming: without grace, and killed by the kernel for the machine's memory. The true numbers."""
+    shares(UNITS, "Strict")
+    trials, total = (2, 10) if QUICK else (25, 100)
+    deleted_together(results, "grace 0", 0, total, 10, promised=False)
+    deleted_together(results, "grace 0, ignores SIGTERM", 0, total, 10, "--sigterm", "ignore", promised=False)
+    reasons = {}
+
+    def starved(pod):
+        touch(f"hoard-{pod.name}")
+        state = lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["containerStatuses"][0]["state"].get("terminated")
+        reason = wait(f"{pod.name} is killed", state, 30, 0.05)["reason"]
+        reasons[reason] = reasons.get(reason, 0) + 1
+
+    class Hoarder(Pod):
+        def __init__(self, name, *command, **more):
+            super().__init__(name, *command, "--hoard", f"/drill/hoard-{name}", memory="1Gi", **more)
+
+    ended_alone(results, "out of memory", trials, starved, expect=True, make=Hoarder, grace=30)
+    results.check("it was the kernel that killed them", reasons.get("OOMKilled", 0) == sum(reasons.values()), reasons=reasons)
+
+
+DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault, churn, isolation, hostile, neighbour, unended, killed)}
 
 
 def main(out, names):

@@ -1,6 +1,6 @@
-"""Inference of the shape of YOLOS-small (random weights, batch 1, 512x864), in phases that a file in the shared folder begins.
+"""Inference and training of the shape of YOLOS-small (random weights, batch 1, 512x864), in phases that a file in the shared folder begins.
 
-usage: infer.py FOLDER NAME    FOLDER/phase-K.json is {"begin": epoch, "seconds", "names": [...]}; answers in FOLDER/result-K-NAME.json
+usage: infer.py FOLDER NAME    FOLDER/phase-K.json is {"begin": epoch, "seconds", "names": [...], "train": [...]}; answers in FOLDER/result-K-NAME
 """
 import json, pathlib, sys, time
 
@@ -17,31 +17,55 @@ def write(file, value):
 
 torch.manual_seed(1)
 shape = YolosConfig(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, intermediate_size=1536, image_size=[512, 864])
-with torch.inference_mode():
-    model = YolosForObjectDetection(shape).eval().cuda()
-    pixels = torch.randn(1, 3, 512, 864, device="cuda")
+pixels = torch.randn(1, 3, 512, 864, device="cuda")
 
-    def once():
-        model(pixel_values=pixels).logits.float().cpu()
 
-    for _ in range(20):
-        once()
-    properties = torch.cuda.get_device_properties(0)
-    write(f"ready-{name}", {"sms": properties.multi_processor_count, "freeMiB": torch.cuda.mem_get_info()[0] >> 20})
-    number = 0
-    while not (folder / "end").exists():
-        if not (folder / f"phase-{number}.json").exists():
-            time.sleep(0.002)
-            continue
-        phase = json.loads((folder / f"phase-{number}.json").read_text())
-        if name in phase["names"]:
-            for _ in range(5):
-                once()
-            while time.time() < phase["begin"]:
-                pass
-            times, end = [], phase["begin"] + phase["seconds"]
-            while (began := time.perf_counter(), time.time())[1] < end:
-                once()
-                times.append((time.perf_counter() - began) * 1000)
-            write(f"result-{number}-{name}", times)
-        number += 1
+class Infer:
+    def __init__(self):
+        self.model = YolosForObjectDetection(shape).eval().cuda()
+
+    @torch.inference_mode()
+    def once(self):
+        self.model(pixel_values=pixels).logits.float().cpu()
+
+
+class Train:
+    """Steps of training the same model, towards nothing."""
+
+    def __init__(self):
+        self.model = YolosForObjectDetection(shape).train().cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def once(self):
+        loss = self.model(pixel_values=pixels).logits.square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+
+
+infer, train = Infer(), None
+for _ in range(20):
+    infer.once()
+properties = torch.cuda.get_device_properties(0)
+write(f"ready-{name}", {"sms": properties.multi_processor_count, "freeMiB": torch.cuda.mem_get_info()[0] >> 20})
+number = 0
+while not (folder / "end").exists():
+    if not (folder / f"phase-{number}.json").exists():
+        time.sleep(0.002)
+        continue
+    phase = json.loads((folder / f"phase-{number}.json").read_text())
+    if name in phase["names"]:
+        doer = infer
+        if name in phase["train"]:
+            train = doer = train or Train()
+        for _ in range(5):
+            doer.once()
+        while time.time() < phase["begin"]:
+            pass
+        times, end = [], phase["begin"] + phase["seconds"]
+        while (began := time.perf_counter(), time.time())[1] < end:
+            doer.once()
+            times.append(round((time.perf_counter() - began) * 1000, 2))
+        write(f"result-{number}-{name}", times)
+    number += 1

@@ -259,6 +259,7 @@ impl Resource for Served {
 
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         Box::pin(async move {
+            let began = Instant::now();
             let allocation = self.counter.known(&self.resource, ids)?;
             self.counter.ready(&allocation).await.map_err(|why| {
                 tracing::warn!(
@@ -268,7 +269,10 @@ impl Resource for Served {
                     "a container's start waits"
                 );
                 Refusal::NotReady(format!("{}: {why}", self.resource))
-            })
+            })?;
+            let took_us = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+            tracing::debug!(resource = self.resource, allocation = allocation.id(), took_us, "a container may start");
+            Ok(())
         })
     }
 }

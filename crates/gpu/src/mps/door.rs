@@ -4,6 +4,11 @@
 //! the allocation's limits, the daemon is given the client's handshake in its place, and the client is handed the socket to the server.
 //! The gate stays closed until the server has taken the client in, or is known not to: the limits bind at that moment, and the daemon and
 //! its server wait for one client at a time, without a deadline of their own. So the daemon itself never waits for a client.
+//!
+//! Nor does the server. Driver 580's waits for ever where a client leaves before it has said its words, and on a socket that was shut down
+//! nobody can say them any more; shutting down is a thing of the connection, which every holder can do to it. So the socket to the server
+//! stays here, and the client is handed one end of a connection to the door, which passes on what is said. Whatever a client does to that
+//! end, the words can be said in its place.
 use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -14,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixCredentials};
-use tokio::sync::{Mutex, Semaphore};
+use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -23,7 +28,7 @@ use super::daemon::{Device, Failure, Gate, Limits, Phase};
 use super::host::Host;
 use super::process::Hold;
 use super::protocol::{self, Command, Kind, ServerState};
-use super::seqpacket::{Credentials, Listener, Socket};
+use super::seqpacket::{Credentials, Listener, Packet, Socket};
 use super::wire::{Allocation, AllocationStatus, Door as Enforcement};
 
 /// How long a client may take to say who it is. Nobody else waits for it then.
@@ -38,6 +43,8 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Connections of one allocation that are looked after at once, a few more than it can have clients. The others wait in the kernel's queue,
 /// where their `connect` blocks.
 const CONNECTIONS: usize = 64;
+/// Connections of one allocation to its server: a client has two or three, and a GPU's 48 contexts are all that there are.
+const PLACES: usize = 256;
 /// A relayed connection to an unknown driver ends when nothing has passed for so long.
 const IDLE: Duration = Duration::from_secs(600);
 /// After a failed `accept`: descriptors may be short, and come free again.
@@ -72,6 +79,7 @@ pub(crate) struct Door {
     /// The socket in the file system: somebody may remove it.
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
+    places: Arc<Semaphore>,
     /// One client of an allocation at a time stands before the gate: however many it sends, the others' turn is next.
     turn: Mutex<()>,
     /// Clients in a row that let the server wait in vain.
@@ -95,6 +103,7 @@ impl Door {
             waiting: Cell::default(),
             inode: Cell::default(),
             connections: Arc::new(Semaphore::new(CONNECTIONS)),
+            places: Arc::new(Semaphore::new(PLACES)),
             turn: Mutex::default(),
             stalled: Cell::default(),
             replaced: RefCell::default(),
@@ -294,6 +303,10 @@ impl Door {
         if let Some(most) = most.filter(|&most| self.device.is_full(&self.id, most, who.pid)) {
             return Admission::Refused(format!("the allocation has its {most} clients"));
         }
+        let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else {
+            return Admission::Refused(format!("the allocation has its {PLACES} connections"));
+        };
+        let Ok(among_all) = Arc::clone(&self.host.places).try_acquire_owned() else { return Admission::Held };
         let server = match self.prepare(&mut gate, who).await {
             Ok(Some(server)) => server,
             Ok(None) => return Admission::Held,
@@ -316,7 +329,7 @@ impl Door {
                 return Admission::Held;
             }
         };
-        self.hand_over(client, who, hold, introduced, server).await
+        self.hand_over(client, who, hold, introduced, server, (place, among_all)).await
     }
 
     /// Makes the server ready for whoever of this allocation connects next. `None`: not now.
@@ -341,7 +354,7 @@ impl Door {
         Ok(Some(server))
     }
 
-    /// Hands a client the socket to the server, and sees to it that the server is done with it.
+    /// Hands a client its end of the connection to the server, and sees to it that the server is done with it.
     async fn hand_over(
         &self,
         client: &Socket,
@@ -349,16 +362,45 @@ impl Door {
         hold: &mut Option<Hold>,
         introduced: Introduced,
         server: u32,
+        place: (OwnedSemaphorePermit, OwnedSemaphorePermit),
     ) -> Admission {
         let Introduced { server: socket, daemon } = introduced;
         let deadline = (HANDSHAKE / (1 << self.stalled.get().min(8))).max(SHORTEST);
-        let sent = client.send_descriptor(protocol::DESCRIPTOR, socket.as_fd());
-        let word = match timeout(deadline, sent).await {
-            Ok(Ok(())) => timeout(deadline, client.recv()).await.ok().and_then(Result::ok).flatten(),
-            _ => None,
+        let (mut passing, far) = match socket.try_clone().and_then(Socket::in_place_of) {
+            Ok((to_server, to_client, far)) => {
+                let passing = async move {
+                    pass(&to_client, &to_server).await;
+                    drop(place);
+                };
+                (Some(tokio::task::spawn_local(passing)), Some(far))
+            }
+            Err(error) => {
+                tracing::error!(allocation = self.id, %error, "a client cannot be connected to its server");
+                (None, None)
+            }
         };
+        let handshake = async {
+            let (far, passing) = (far?, passing.as_mut()?);
+            client.send_descriptor(protocol::DESCRIPTOR, far.as_fd()).await.ok()?;
+            // The client's alone from here on: with it goes the connection.
+            drop(far);
+            tokio::select! {
+                biased;
+                word = client.recv() => word.ok()?,
+                // One that has closed it may have its last word on the way.
+                _ = passing => timeout(SHORTEST, client.recv()).await.ok()?.ok()?,
+            }
+        };
+        let word = timeout(deadline, handshake).await.ok().flatten();
         let word = word.and_then(|packet| <[u8; 4]>::try_from(packet.data.as_slice()).ok());
+        // Ended before anything is said in the client's place: nothing that it still says comes in between.
+        let cut = || {
+            if let Some(passing) = &passing {
+                passing.abort();
+            }
+        };
         if word.is_none() {
+            cut();
             speak_for(&socket, who);
         }
         daemon.finish(&word.unwrap_or(protocol::DONE)).await;
@@ -366,6 +408,7 @@ impl Door {
         let mut through = self.device.ask(&Command::ServerStatus(server)).await;
         let lied = word.is_some() && matches!(through, Err(ControlError::Hung { .. }));
         if lied {
+            cut();
             speak_for(&socket, who);
             through = self.device.ask(&Command::ServerStatus(server)).await;
         }
@@ -379,7 +422,12 @@ impl Door {
                 self.device.admitted(who.pid, &self.id, hold.take());
                 Admission::Admitted
             }
-            Some(code) if !lied => Admission::Failed(code),
+            Some(code) if !lied => {
+                // Whoever only says so would be a client of the server that nobody has counted.
+                cut();
+                let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
+                Admission::Failed(code)
+            }
             _ => {
                 // Connected by the words that were said for it: nothing that it still does may count.
                 let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Both);
@@ -499,9 +547,37 @@ async fn introduction(client: &Socket, peer: Credentials) -> Introduction {
     }
 }
 
-/// Says a client's words to the server in its place, on the socket that the client was handed.
-///
-/// Never waits, and never changes the socket: the client may hold it too.
+/// Passes on what a client and its server say to each other, until one of them ends it. The server is told who speaks as the kernel attests
+/// it here, once more: not whom the door took it for, nor, where nothing is attested, this process.
+async fn pass(client: &Socket, server: &Socket) {
+    let from_client = async {
+        while let Ok(Some(Packet { data, credentials: Some(who), .. })) = client.recv_whole_credentials().await {
+            tokio::select! {
+                biased;
+                sent = server.send_credentials(&data, who) => if sent.is_err() { return },
+                // A server need not read any more, and its client's end is at the end of the queue.
+                () = client.closed() => return,
+            }
+        }
+    };
+    let from_server = async {
+        while let Ok(Some(Packet { data, descriptor, .. })) = server.recv_whole_descriptor().await {
+            let sent = match descriptor {
+                Some(descriptor) => client.send_descriptor(&data, descriptor.as_fd()).await,
+                None => client.send(&data).await,
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        () = from_client => {}
+        () = from_server => {}
+    }
+}
+
+/// Says a client's words to the server in its place. Never waits.
 fn speak_for(socket: &OwnedFd, who: Credentials) {
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
     let say = |word: &[u8], who: Option<Credentials>| {

@@ -131,6 +131,8 @@ pub(crate) struct Host {
     pub(crate) stopping: CancellationToken,
     /// For the connections of all doors together: descriptors remain for what each of them needs to be let in.
     pub(crate) connections: Arc<Semaphore>,
+    /// For the clients of all doors together that have their place at a server: two descriptors each.
+    pub(crate) places: Arc<Semaphore>,
     devices: RefCell<BTreeMap<String, Weak<Device>>>,
     changes: watch::Sender<u64>,
 }
@@ -206,7 +208,8 @@ async fn serve(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError
         options: Options { mps_control, library_path: mps_library_path, compute_mode },
         children: Children::start()?,
         stopping: CancellationToken::new(),
-        connections: Arc::new(Semaphore::new(descriptors / 3)),
+        connections: Arc::new(Semaphore::new(descriptors / 6)),
+        places: Arc::new(Semaphore::new(descriptors / 6)),
         devices: RefCell::default(),
         changes: watch::Sender::new(0),
     });

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixCredentials};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, SocketAddrUnix, SocketFlags, SocketType,
@@ -17,6 +18,9 @@ use rustix::net::{
 use tokio::io::unix::AsyncFd;
 
 use super::protocol::LONGEST;
+
+/// How often [`Socket::closed`] looks.
+const CLOSED: Duration = Duration::from_secs(1);
 
 /// Who sent a packet, or connected, as the kernel attests it in this process's namespaces; pid 0 is somebody outside them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +56,22 @@ pub(crate) struct Socket(AsyncFd<OwnedFd>);
 impl Socket {
     fn of(fd: OwnedFd) -> io::Result<Self> {
         watched(fd).map(Self)
+    }
+
+    /// What it takes to stand between `other`, a socket that nobody else uses, and somebody who was to be given it: `other` itself, and the
+    /// two ends of a new connection. The kernel attests to the first who speaks on the last, which else is like `other` was.
+    pub(crate) fn in_place_of(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
+        let kind = rustix::net::sockopt::socket_type(&other)?;
+        let (near, far) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        rustix::fs::fcntl_setfl(&far, rustix::fs::fcntl_getfl(&other)?)?;
+        rustix::net::sockopt::set_socket_passcred(&far, rustix::net::sockopt::socket_passcred(&other)?)?;
+        // Credentials would take the room of descriptors.
+        rustix::net::sockopt::set_socket_passcred(&other, false)?;
+        rustix::net::sockopt::set_socket_passcred(&near, true)?;
+        for fd in [&other, &near] {
+            rustix::io::ioctl_fionbio(fd, true)?;
+        }
+        Ok((Self::of(other)?, Self::of(near)?, far))
     }
 
     /// Connects, as soon as the other side's queue has room; without a deadline of its own.
@@ -111,12 +131,36 @@ impl Socket {
 
     /// The next packet with the sender's credentials, for a socket accepted here. Descriptors that come along are dropped by the kernel.
     pub(crate) async fn recv_credentials(&self) -> io::Result<Option<Packet>> {
-        self.read(recv_credentials).await
+        self.read(|fd| recv_credentials(fd, LONGEST)).await
     }
 
     /// The next packet with the first descriptor that it carries.
     pub(crate) async fn recv_descriptor(&self) -> io::Result<Option<Packet>> {
-        self.read(recv_descriptor).await
+        self.read(|fd| recv_descriptor(fd, LONGEST)).await
+    }
+
+    /// The next packet, however long, with the first descriptor that it carries.
+    pub(crate) async fn recv_whole_descriptor(&self) -> io::Result<Option<Packet>> {
+        self.read(|fd| recv_descriptor(fd, length(fd)?)).await
+    }
+
+    /// The next packet, however long, with the sender's credentials; without, where it sent descriptors along, which the kernel drops.
+    pub(crate) async fn recv_whole_credentials(&self) -> io::Result<Option<Packet>> {
+        self.read(|fd| recv_credentials(fd, length(fd)?)).await
+    }
+
+    /// Returns when the peer has closed, whatever is still in the queue; within a second, and without what the other waits here live on: who
+    /// takes a readiness away without reading would have them wait for ever.
+    pub(crate) async fn closed(&self) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        loop {
+            let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
+            if rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(closed) {
+                return;
+            }
+            tokio::time::sleep(CLOSED).await;
+        }
     }
 
     /// Returns when the peer has closed, or has said something although it is its turn to listen. Takes nothing out of the queue.
@@ -235,8 +279,16 @@ fn send_credentials(fd: BorrowedFd<'_>, data: &[u8], credentials: Credentials) -
     Ok(())
 }
 
-fn recv_credentials(fd: BorrowedFd<'_>) -> io::Result<Packet> {
-    let mut data = vec![0; LONGEST];
+/// Room for the next packet.
+fn length(fd: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut byte = [0_u8; 1];
+    let (_, length) = rustix::net::recv(fd, byte.as_mut_slice(), RecvFlags::PEEK | RecvFlags::TRUNC)?;
+    // A stream has no packets, and says nothing of its length.
+    Ok(length.max(LONGEST))
+}
+
+fn recv_credentials(fd: BorrowedFd<'_>, most: usize) -> io::Result<Packet> {
+    let mut data = vec![0; most];
     let mut space = nix::cmsg_space!(nix::libc::ucred);
     let (length, credentials) = {
         let mut iov = [IoSliceMut::new(&mut data)];
@@ -254,8 +306,8 @@ fn recv_credentials(fd: BorrowedFd<'_>) -> io::Result<Packet> {
     Ok(Packet { data, credentials, descriptor: None })
 }
 
-fn recv_descriptor(fd: BorrowedFd<'_>) -> io::Result<Packet> {
-    let mut data = vec![0; LONGEST];
+fn recv_descriptor(fd: BorrowedFd<'_>, most: usize) -> io::Result<Packet> {
+    let mut data = vec![0; most];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let length = {

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
+use rustix::net::Shutdown;
 use serde_json::json;
 use sim_mps::handshake::{self, CREDENTIALS, Entrance, KIND_ADMINISTRATOR, KIND_CLIENT, Subject};
 use sim_mps::seqpacket::{Connection, Credentials};
@@ -46,18 +47,37 @@ pub(crate) enum Lie {
     Vanish(usize),
     /// The same, but stays, and says nothing more.
     Mute(usize),
-    /// Is let in by the daemon, and shuts its socket to the server down.
-    Shutdown,
+    /// Is let in by the daemon, and after so many steps shuts a socket down: 0 before it takes anything from the server, 1 when it has
+    /// taken all, 2 to 4 when it has said one to three words, 5 when it has the answer, before the last word to the daemon.
+    Shutdown(Half, u32),
     /// Is let in by the server, and does not tell the daemon.
     NoLastWord,
     /// Is let in by the server, and tells the daemon this.
     LastWord(u32),
+    /// Is let in by daemon and server so many times, and then neither says anything nor leaves.
+    Enter(usize),
+}
+
+/// What of its sockets it shuts down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Half {
+    /// The one to the server.
+    Both,
+    /// What the server says.
+    Reading,
+    /// What it says to the server.
+    Writing,
+    /// The one to the daemon.
+    Daemon,
+    /// The first of the descriptors that the server gives.
+    Channel,
 }
 
 /// The lies, as the help lists them.
 pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
-                         no-last-word, last-word=N";
+                         shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
+                         shutdown-channel=STEP, no-last-word, last-word=N, enter=N";
 
 impl FromStr for Lie {
     type Err = String;
@@ -65,6 +85,10 @@ impl FromStr for Lie {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
         let number = || value.and_then(|value| value.parse().ok());
+        let shutdown = |half| {
+            let step = value.and_then(|value| value.parse().ok()).filter(|step| *step <= 5)?;
+            (half != Half::Channel || step > 0).then_some(Self::Shutdown(half, step))
+        };
         let lie = match (name, value) {
             ("stall", Some(_)) => number().map(Self::Stall),
             ("kind", Some(value)) => value.parse().ok().map(Self::Kind),
@@ -81,9 +105,15 @@ impl FromStr for Lie {
             ("flood", Some(_)) => number().map(Self::Flood),
             ("vanish", Some(_)) => number().map(Self::Vanish),
             ("mute", Some(_)) => number().map(Self::Mute),
-            ("shutdown", None) => Some(Self::Shutdown),
+            ("shutdown", None) => Some(Self::Shutdown(Half::Both, 1)),
+            ("shutdown", Some(_)) => shutdown(Half::Both),
+            ("shutdown-reading", Some(_)) => shutdown(Half::Reading),
+            ("shutdown-writing", Some(_)) => shutdown(Half::Writing),
+            ("shutdown-daemon", Some(_)) => shutdown(Half::Daemon),
+            ("shutdown-channel", Some(_)) => shutdown(Half::Channel),
             ("no-last-word", None) => Some(Self::NoLastWord),
             ("last-word", Some(value)) => value.parse().ok().map(Self::LastWord),
+            ("enter", Some(_)) => number().map(Self::Enter),
             _ => None,
         };
         lie.ok_or_else(|| format!("{text:?} is none of: {NAMES}"))
@@ -91,13 +121,14 @@ impl FromStr for Lie {
 }
 
 /// Lies to `control`, waits until the other side closes, at most so long, and prints what became of it:
-/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word.
+/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word. The packets of `enter=N` are the times that
+/// it was let in.
 pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {
         work::print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
     };
-    if let Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown | Lie::NoLastWord | Lie::LastWord(_) = lie {
+    if let Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown(..) | Lie::NoLastWord | Lie::LastWord(_) = lie {
         let Ok(entrance) = handshake::knock(control) else {
             report("closed", 0);
             return Ok(());
@@ -105,6 +136,13 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
         let held = tell_server(entrance, lie)?;
         let waited = held.first().map_or(Ok((true, 0)), |connection| drain(connection, deadline))?;
         report(if waited.0 { "closed" } else { "open" }, waited.1);
+        return Ok(());
+    }
+    if let Lie::Enter(count) = lie {
+        let enter = || handshake::knock(control).and_then(|entrance| entrance.enter(Subject::Process));
+        let held: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
+        let closed = held.first().map_or(Ok((true, 0)), |(_, server)| drain(server, deadline))?.0;
+        report(if closed { "closed" } else { "open" }, held.len());
         return Ok(());
     }
     let connections = (0..if let Lie::Flood(count) = lie { count } else { 1 })
@@ -135,9 +173,14 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
 
 /// Lies to the server: what is to be kept open, the daemon first.
 fn tell_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
+    if let Lie::Shutdown(half, 0) = lie {
+        shut(half, &entrance, None)?;
+        let Entrance { daemon, server } = entrance;
+        return Ok(vec![daemon, server]);
+    }
     // The server's descriptors would end with this process; taken, they end with the lie.
     let channel = entrance.channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
-    let Entrance { daemon, server } = entrance;
+    let Entrance { daemon, server } = &entrance;
     let [first, second] = Subject::Process.words();
     let say = |words: usize| -> io::Result<()> {
         for word in 0..words.min(3) {
@@ -155,7 +198,13 @@ fn tell_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
             return Ok(Vec::new());
         }
         Lie::Mute(words) => say(words)?,
-        Lie::Shutdown => server.shutdown(),
+        Lie::Shutdown(half, step) => {
+            say(usize::try_from(step).unwrap_or(usize::MAX) - 1)?;
+            if step == 5 {
+                server.recv(64)?;
+            }
+            shut(half, &entrance, Some(&channel))?;
+        }
         Lie::LastWord(word) => {
             say(3)?;
             server.recv(64)?;
@@ -166,7 +215,19 @@ fn tell_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
             server.recv(64)?;
         }
     }
+    let Entrance { daemon, server } = entrance;
     Ok(vec![daemon, server, channel])
+}
+
+fn shut(half: Half, entrance: &Entrance, channel: Option<&Connection>) -> io::Result<()> {
+    let (socket, how) = match half {
+        Half::Both => (&entrance.server, Shutdown::Both),
+        Half::Reading => (&entrance.server, Shutdown::Read),
+        Half::Writing => (&entrance.server, Shutdown::Write),
+        Half::Daemon => (&entrance.daemon, Shutdown::Both),
+        Half::Channel => (channel.unwrap_or(&entrance.server), Shutdown::Both),
+    };
+    Ok(rustix::net::shutdown(socket, how)?)
 }
 
 fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
@@ -204,9 +265,13 @@ fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
         Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
         // Those that tell the server lies have told the daemon the truth.
-        Lie::Unread | Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown | Lie::NoLastWord | Lie::LastWord(_) => {
-            introduce(own, KIND_CLIENT)
-        }
+        Lie::Unread
+        | Lie::Vanish(_)
+        | Lie::Mute(_)
+        | Lie::Shutdown(..)
+        | Lie::NoLastWord
+        | Lie::LastWord(_)
+        | Lie::Enter(_) => introduce(own, KIND_CLIENT),
         Lie::AdministratorAfterClient => {
             introduce(own, KIND_CLIENT)?;
             let text = b"set_default_active_thread_percentage 100\n\0";
@@ -242,7 +307,10 @@ mod tests {
         assert_eq!("stall=9".parse(), Ok(Lie::Stall(9)));
         assert_eq!("kind=7".parse(), Ok(Lie::Kind(7)));
         assert_eq!("huge".parse(), Ok(Lie::Huge));
-        for text in ["stall", "stall=x", "huge=1", "", "truth"] {
+        assert_eq!("enter=64".parse(), Ok(Lie::Enter(64)));
+        assert_eq!("shutdown".parse(), Ok(Lie::Shutdown(Half::Both, 1)));
+        assert_eq!("shutdown-writing=4".parse(), Ok(Lie::Shutdown(Half::Writing, 4)));
+        for text in ["stall", "stall=x", "huge=1", "shutdown=6", "shutdown-channel=0", "", "truth"] {
             assert!(text.parse::<Lie>().is_err(), "{text}");
         }
     }

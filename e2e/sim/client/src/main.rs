@@ -104,7 +104,8 @@ pub(crate) struct Arguments {
     /// Break the handshake in place of being a CUDA program, wait for the other side to close (at most --hold, 10 seconds),
     /// and print {"lie":…,"outcome":"closed"|"open"|"refused","packets":…}.
     /// One of: stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread,
-    /// administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, no-last-word, last-word=N
+    /// administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, shutdown=STEP,
+    /// shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, shutdown-channel=STEP, no-last-word, last-word=N, enter=N
     #[arg(long, value_name = "LIE", verbatim_doc_comment)]
     lie: Option<Lie>,
 

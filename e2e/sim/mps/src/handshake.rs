@@ -208,6 +208,8 @@ pub fn knock(control: &Path) -> Result<Entrance, Closed> {
 impl Entrance {
     /// The descriptors that the server gives: the first is what client and server talk over.
     pub fn channel(&self) -> Result<Connection, Closed> {
+        // It attests the server to the client: credentials would take the room of descriptors.
+        rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| Closed::ByServer)?;
         let mut channel = None;
         for _ in 0..DESCRIPTORS {
             let packet = self.server.recv_fd(64).ok().flatten().ok_or(Closed::ByServer)?;

@@ -192,8 +192,10 @@ fn pass_on(mut state: MutexGuard<'_, State>, server: u32, visitor: &Connection) 
     let Ok((theirs, servers)) = Connection::pair() else { return };
     let message = ToServer::Client { connection, settings: server.settings.clone() };
     let Ok(message) = serde_json::to_vec(&message) else { return };
-    // From here on the kernel attests what the client will say, also before the server has looked.
-    if servers.attest().is_err() || visitor.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
+    // From here on the kernel attests what the client will say, also before the server has looked; and to the client what the server says, as
+    // it was seen.
+    let attested = servers.attest().and_then(|()| theirs.attest());
+    if attested.is_err() || visitor.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
         return;
     }
     drop(theirs);

@@ -346,6 +346,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         tried: |ground| lied(ground, LIAR, &["no-last-word", "last-word=7"]),
     },
     Attempt { name: "death with the server's socket in hand", expected: Expected::NoEffect, tried: vanish },
+    Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, tried: shut_down },
     Attempt {
         name: "two hundred connections at once, and silence",
         expected: CLOSED,
@@ -567,9 +568,17 @@ fn lied(ground: &Ground<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
 }
 
 fn vanish(ground: &Ground<'_>) -> Result<Outcome> {
+    on_the_same_server(ground, (0..4).map(|words| format!("vanish={words}")))
+}
+
+fn shut_down(ground: &Ground<'_>) -> Result<Outcome> {
+    on_the_same_server(ground, (0..6).map(|step| format!("shutdown={step}")))
+}
+
+fn on_the_same_server(ground: &Ground<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
     let server = processes(ground)?.server;
-    for words in 0..4 {
-        said(ground, LIAR, &format!("cleave-client --lie vanish={words}"))?;
+    for lie in lies {
+        said(ground, LIAR, &format!("cleave-client --lie {lie}"))?;
         neighbour_starts(ground)?;
     }
     let now = processes(ground)?.server;

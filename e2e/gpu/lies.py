@@ -1,0 +1,9 @@
+"""Ways to break the handshake by which MPS clients are let in, as `cleave-client --lie` knows them."""
+# Not `shutdown-channel`: what the real server gives its clients are pipes.
+_HALVES = ("shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon")
+LIES = [
+    *(f"{half}={step}" for half in _HALVES for step in range(6)),
+    *(f"vanish={words}" for words in range(4)), *(f"mute={words}" for words in range(4)),
+    "stall=9", "stall=13", "garbage", "huge", "twice", "descriptors", "unread", "no-last-word", "last-word=7",
+    "administrator-after-client", "long-command", "flood=200", "enter=64",
+]
