@@ -192,7 +192,7 @@ impl FromStr for EnvArg {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use clap::Parser;
 
     use super::*;
@@ -203,7 +203,7 @@ mod tests {
         args: AgentArgs,
     }
 
-    fn parse(extra: &[&str]) -> Result<AgentArgs, clap::Error> {
+    pub(crate) fn parse(extra: &[&str]) -> Result<AgentArgs, clap::Error> {
         Cli::try_parse_from(["agent", "--node-name", "n"].into_iter().chain(extra.iter().copied())).map(|cli| cli.args)
     }
 

@@ -763,12 +763,13 @@ fn write_once(
     before: &Written,
     next: &Written,
 ) -> std::io::Result<()> {
+    // First what the next agent starts with: should this one be killed in between, no door is closed for want of it. A disk that is full keeps
+    // nobody's door shut.
+    let saved = if next.checkpoint == before.checkpoint { Ok(()) } else { store.save(&next.checkpoint) };
     if next.desired != before.desired {
         link.write_desired(&next.desired)?;
     }
-    if next.checkpoint != before.checkpoint {
-        store.save(&next.checkpoint)?;
-    }
+    saved?;
     if next.sweep {
         link.sweep_folders(|id| next.desired.allocations.contains_key(id));
     }
@@ -861,5 +862,27 @@ mod tests {
         assert!(kubelet.is_another(bound_at(&socket)), "until it was told");
         kubelet.news = false;
         assert!(!kubelet.is_another(bound_at(&socket)));
+    }
+
+    #[test]
+    fn the_next_agent_knows_of_a_door_before_it_opens_and_a_full_disk_keeps_none_shut() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let args = args::tests::parse(&[]).unwrap();
+        let next = Written {
+            desired: Desired { version: cleave_gpu::mps::wire::VERSION, ..Desired::default() },
+            checkpoint: b"{}".to_vec(),
+            ..Written::default()
+        };
+        // A file stands where the folder would be.
+        std::fs::write(path("broken"), "").unwrap();
+        let write = |state: &str, run: &str| {
+            let (store, link) = (Store::new(&path(state)), mps::Link::new(Paths::new(path(run))));
+            let done = write_once(&args, &store, &link, &Written::default(), &next);
+            (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
+        };
+        assert_eq!(write("state", "broken"), (false, true, false));
+        assert_eq!(write("broken", "run"), (false, false, true));
+        assert_eq!(write("state", "run"), (true, true, true));
     }
 }

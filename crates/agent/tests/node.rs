@@ -192,6 +192,9 @@ async fn a_second_agent_waits_and_takes_over_when_the_first_has_ended() {
     machine.kubelet.allocate(MPS, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     machine.pods.hold(&[held("p", MPS, &used)]);
+    let told =
+        |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
+    machine.status("the first tells of it", told).await;
     let desired = machine.desired().unwrap();
     assert_eq!(desired.allocations.len(), 1);
     let before = machine.healthy(MPS, 10).await.registrations.len();
