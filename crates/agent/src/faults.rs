@@ -384,7 +384,7 @@ mod tests {
             "{}",
             told[0].2
         );
-        assert!(told[1].2.contains("its program caused"), "{}", told[1].2);
+        assert!(told[1].2.starts_with("pod ns/bad: by the MPS server's log its program caused"), "{}", told[1].2);
         assert!(told[2].2.contains("server's log of pod bad,"), "{}", told[2].2);
         assert!(told[3].2.contains("server's log of another pod,"), "{}", told[3].2);
         for (to, _, note) in &told[1..] {

@@ -1,18 +1,15 @@
 //! The agent's side of what [`wire`] describes: the desired file, the MPS host's status, and requests.
 use std::fs;
 use std::io;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use cleave_gpu::mps::wire::{Desired, Paths, Reply, Request, Status, VERSION};
-use futures::StreamExt;
-use inotify::{EventMask, Inotify, WatchMask};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::files::write_atomically;
+use crate::files::{look_as_it_changes, write_atomically};
 
 /// Between looks for an MPS host that is not there.
 const LOOK: Duration = Duration::from_millis(250);
@@ -125,24 +122,9 @@ impl Link {
     }
 
     async fn follow_status(&self, view: &watch::Sender<View>) {
-        loop {
-            match watch_folder(self.paths.mps()) {
-                Ok(mut events) => {
-                    self.refresh(view);
-                    // Any change in the folder is a reason to look; an unchanged view is not sent on. A folder that was removed tells
-                    // nothing any more: the next one is watched anew.
-                    while let Some(Ok(event)) = events.next().await {
-                        self.refresh(view);
-                        if event.mask.contains(EventMask::IGNORED) {
-                            break;
-                        }
-                    }
-                }
-                Err(error) => tracing::warn!(%error, "cannot watch the MPS host's status; looking at it instead"),
-            }
-            self.refresh(view);
-            sleep(LOOK_UNWATCHED).await;
-        }
+        let unwatched = |error| tracing::warn!(%error, "cannot watch the MPS host's status; looking at it instead");
+        // Any change in the folder is a reason to look; an unchanged view is not sent on.
+        look_as_it_changes(&self.paths.mps(), LOOK_UNWATCHED, || self.refresh(view), unwatched).await;
     }
 
     fn refresh(&self, view: &watch::Sender<View>) {
@@ -198,14 +180,6 @@ impl Link {
         }
         serde_json::from_slice(&answer).map_err(io::Error::other)
     }
-}
-
-pub(crate) fn watch_folder(folder: PathBuf) -> io::Result<inotify::EventStream<[u8; 1024]>> {
-    let inotify = Inotify::init()?;
-    inotify
-        .watches()
-        .add(folder, WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE | WatchMask::DELETE | WatchMask::DELETE_SELF)?;
-    inotify.into_event_stream([0; 1024])
 }
 
 /// Reads what the MPS host wrote to its status file.

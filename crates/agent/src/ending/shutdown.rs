@@ -6,14 +6,12 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use futures::StreamExt;
 use k8s_openapi::jiff::Timestamp;
 use serde::Deserialize;
 use tokio::sync::watch;
-use tokio::time::sleep;
 
 use super::pods::{Deletion, Pods, Seen};
-use crate::mps::watch_folder;
+use crate::files::look_as_it_changes;
 
 /// The kubelet's note, in its own directory.
 const NOTE: &str = "graceful_node_shutdown_state";
@@ -236,24 +234,10 @@ pub(crate) async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, be
             turned
         });
     };
-    loop {
-        match watch_folder(kubelet.clone()) {
-            Ok(mut events) => {
-                look();
-                while let Some(Ok(event)) = events.next().await {
-                    look();
-                    if event.mask.contains(inotify::EventMask::IGNORED) {
-                        break;
-                    }
-                }
-            }
-            Err(error) => {
-                tracing::debug!(%error, path = %kubelet.display(), "cannot watch the kubelet's directory; looking at it instead");
-            }
-        }
-        look();
-        sleep(LOOK).await;
-    }
+    let unwatched = |error| {
+        tracing::debug!(%error, path = %kubelet.display(), "cannot watch the kubelet's directory; looking at it instead");
+    };
+    look_as_it_changes(&kubelet, LOOK, look, unwatched).await;
 }
 
 #[cfg(test)]

@@ -607,9 +607,7 @@ impl Nodes {
     /// Pods that can leave, and what has to be known of them for that. Those that are gone, and hold something as far as their node has told,
     /// are on their way out: nobody else has to leave for what they give back.
     fn holders(&self, living: &[&PodObject], protected: &BTreeMap<String, Duration>) -> BTreeMap<String, Holder> {
-        let gone = Holder { priority: 0, started: Moment(0), protected: false, ending: true };
-        let holding = self.0.values().flat_map(|known| known.holding.difference(&known.stuck));
-        let mut holders: BTreeMap<String, Holder> = holding.map(|pod| (pod.clone(), gone)).collect();
+        let mut holders = BTreeMap::new();
         for pod in living.iter().filter(|pod| pod.wants_gpus()) {
             let Some(known) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
@@ -624,6 +622,12 @@ impl Nodes {
                 ending: pod.metadata.deletion_timestamp.is_some(),
             };
             holders.insert(name, holder);
+        }
+        let gone = Holder { priority: 0, started: Moment(0), protected: false, ending: true };
+        for pod in self.0.values().flat_map(|known| known.holding.difference(&known.stuck)) {
+            if !holders.contains_key(pod) {
+                holders.insert(pod.clone(), gone);
+            }
         }
         holders
     }

@@ -495,8 +495,8 @@ fn nobody_leaves_for_a_pod_that_waits_its_turn_or_one_that_is_not_more_important
     }
 }
 
-#[test]
-fn who_a_budget_protects_leaves_only_where_nobody_else_does() {
+/// Two pods on a GPU each, one of whom has to leave for a third.
+fn high_behind_two() -> (World, Reality) {
     let mut world = World::default().node("n1", &[0, 0]);
     let mut reality = Reality::default();
     for (name, device) in [("first", 0), ("second", 1)] {
@@ -504,7 +504,12 @@ fn who_a_budget_protects_leaves_only_where_nobody_else_does() {
         reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), 7));
     }
     reality.report(&mut world);
-    let world = world.pod_with("high", 6, json!({"priority": 9}));
+    (world.pod_with("high", 6, json!({"priority": 9})), reality)
+}
+
+#[test]
+fn who_a_budget_protects_leaves_only_where_nobody_else_does() {
+    let (world, _) = high_behind_two();
     let mut keeper = Gatekeeper::default();
     let first = look(&mut keeper, &world, 0).evictions[0].pod.clone();
     keeper.protect(&first, Duration::ZERO);
@@ -519,14 +524,7 @@ fn who_a_budget_protects_leaves_only_where_nobody_else_does() {
 
 #[test]
 fn nobody_leaves_for_what_a_pod_that_is_gone_gives_back() {
-    let mut world = World::default().node("n1", &[0, 0]);
-    let mut reality = Reality::default();
-    for (name, device) in [("first", 0), ("second", 1)] {
-        world = world.pod_with(name, 7, json!({"nodeName": "n1", "schedulingGates": [], "priority": 1}));
-        reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), 7));
-    }
-    reality.report(&mut world);
-    let mut world = world.pod_with("high", 6, json!({"priority": 9}));
+    let (mut world, mut reality) = high_behind_two();
     let mut keeper = Gatekeeper::default();
     let first = look(&mut keeper, &world, 0).evictions[0].pod.clone();
     // Its node's agent has not told it yet.
