@@ -64,7 +64,7 @@ func parse(arguments []string) (options, error) {
 	flags.IntVar(&o.clients, "clients", 16, "how many clients create pods at once")
 	flags.IntVar(&o.rounds, "rounds", 1, "how often all of it is done; the table shows medians")
 	flags.Uint64Var(&o.seed, "seed", 42, "of the pods' sizes")
-	flags.IntVar(&o.qps, "qps", 5000, "requests a second that the scheduler and the controller manager may send; their own defaults are 50 and 20")
+	flags.IntVar(&o.qps, "qps", 0, "requests a second that the scheduler and the controller manager may send; their own defaults, 50 and 20, when 0")
 	flags.DurationVar(&o.stall, "stall", 30*time.Second, "how long no pod is bound until the others count as not bound")
 	flags.DurationVar(&o.limit, "limit", time.Minute, "how long pods are created and waited for at most; those not bound by then are counted")
 	if err := flags.Parse(arguments); err != nil {
@@ -87,8 +87,8 @@ func parse(arguments []string) (options, error) {
 			return o, fmt.Errorf("-systems: there is no %q", name)
 		}
 	}
-	if o.clients < 1 || o.rounds < 1 || o.paced < 0 || o.rate <= 0 {
-		return o, errors.New("-clients and -rounds are at least 1, -rate is above 0, -paced not below")
+	if o.clients < 1 || o.rounds < 1 || o.paced < 0 || o.qps < 0 || o.rate <= 0 {
+		return o, errors.New("-clients and -rounds are at least 1, -rate is above 0, -paced and -qps not below")
 	}
 	return o, nil
 }

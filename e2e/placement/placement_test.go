@@ -204,3 +204,15 @@ func TestArgumentsThatMakeNoSenseAreRefused(t *testing.T) {
 		}
 	}
 }
+
+func TestTheirOwnDefaultsAreLeftToTheScheduler(t *testing.T) {
+	if stock := (tuning{}).connection("k"); len(stock) != 2 || stock["kubeconfig"] != "k" {
+		t.Errorf("the scheduler's connection says more than where and how: %v", stock)
+	}
+	if flags := (tuning{}).flags(); len(flags) != 0 {
+		t.Errorf("the controller manager is told %q", flags)
+	}
+	if raised := (tuning{qps: 7}).connection("k"); raised["qps"] != 7 || raised["burst"] != 7 {
+		t.Errorf("not raised: %v", raised)
+	}
+}

@@ -66,8 +66,25 @@ type plane struct {
 }
 
 // tuning is what the scheduler and the controller manager are given in place of
-// their defaults.
+// their defaults: requests a second, none when 0.
 type tuning struct{ qps int }
+
+// connection is the scheduler's to the API server.
+func (t tuning) connection(kubeconfig string) object {
+	connection := object{"kubeconfig": kubeconfig, "contentType": "application/vnd.kubernetes.protobuf"}
+	if t.qps > 0 {
+		connection["qps"], connection["burst"] = t.qps, t.qps
+	}
+	return connection
+}
+
+// flags are those of the controller manager.
+func (t tuning) flags() []string {
+	if t.qps == 0 {
+		return nil
+	}
+	return []string{fmt.Sprintf("--kube-api-qps=%d", t.qps), fmt.Sprintf("--kube-api-burst=%d", t.qps)}
+}
 
 // startPlane starts a control plane whose files are below dir. The context that
 // it returns ends when one of its processes does.
@@ -112,9 +129,8 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	}
 	if err := p.writeJSON("scheduler.json", object{
 		"apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
-		"leaderElection": object{"leaderElect": false},
-		"clientConnection": object{"kubeconfig": p.kubeconfig(userScheduler), "qps": t.qps, "burst": t.qps,
-			"contentType": "application/vnd.kubernetes.protobuf"},
+		"leaderElection":   object{"leaderElect": false},
+		"clientConnection": t.connection(p.kubeconfig(userScheduler)),
 	}); err != nil {
 		return nil, nil, err
 	}
@@ -124,13 +140,13 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 		return nil, nil, err
 	}
 	manager := p.kubeconfig(userControllerManager)
-	if _, err := p.start("controller-manager", nil, with.kubernetes("kube-controller-manager"),
+	argv := append([]string{with.kubernetes("kube-controller-manager"),
 		// What makes claims from templates; nothing else here needs a controller.
 		"--controllers=resourceclaim-controller", "--use-service-account-credentials=true", "--leader-elect=false",
-		fmt.Sprintf("--kube-api-qps=%d", t.qps), fmt.Sprintf("--kube-api-burst=%d", t.qps),
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[3]),
-		"--kubeconfig="+manager, "--authentication-kubeconfig="+manager, "--authorization-kubeconfig="+manager,
-		"--service-account-private-key-file="+p.path("service-accounts.key")); err != nil {
+		"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager, "--authorization-kubeconfig=" + manager,
+		"--service-account-private-key-file=" + p.path("service-accounts.key")}, t.flags()...)
+	if _, err := p.start("controller-manager", nil, argv...); err != nil {
 		return nil, nil, err
 	}
 	stages := []string{nodefast.DefaultNodeInit, heartbeat.DefaultNodeHeartbeatWithLease, podfast.DefaultPodReady, podfast.DefaultPodDelete}
