@@ -21,7 +21,7 @@ const UNDER: &str = "--under=";
 const PASSED_ON: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 /// So often in so long a time it is started again; then the kubelet's back-off is what is wanted.
-const RESTARTS: (usize, Duration) = (5, Duration::from_secs(60));
+const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Before it is started again. A kubelet (up to 1.36) that still works on the end of the old stream takes down the new one with it.
 const SETTLE: Duration = Duration::from_millis(50);
 /// What a shell makes of a signal.
@@ -171,7 +171,7 @@ mod tests {
     fn it_is_started_again_so_often_within_a_minute_and_not_more() {
         let start = Instant::now();
         let mut restarts = Restarts::default();
-        for second in 0..5 {
+        for second in 0..20 {
             assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(second)), Next::Again);
         }
         assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(59)), Next::Exit(137));

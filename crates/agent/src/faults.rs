@@ -3,7 +3,7 @@
 //! MPS shares a GPU's fatal errors among all its clients, and nobody tells them whose it was. Names of pods of other namespaces are for the
 //! node's own objects: a tenant learns that a neighbour broke its program, and which one where both are in one namespace.
 //!
-//! Whose it was is what the MPS server's log says, and is told as that: on an H200 (driver 580) it named a neighbour in two of four faults.
+//! Whom the MPS server's log names is told as that and no more: on an H200 (driver 580) it named a neighbour in two of four illegal accesses.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,8 @@ use crate::usage::Allocations;
 const NAMED: Duration = Duration::from_millis(500);
 /// How long kubelet and API server may take to tell whose an allocation is.
 const KNOWN: Duration = Duration::from_secs(2);
+/// What is known only so.
+const LOG: &str = "by the MPS server's log, which often names a neighbour,";
 /// Pods that a sentence names.
 const MOST: usize = 8;
 
@@ -183,7 +185,11 @@ impl Seen {
                     neighbour(pod, culprit, of, self.fault.killed)
                 )
             };
-            let reason = if Some(pod) == of { "CausedGpuFault" } else { "BrokenByGpuFault" };
+            let reason = match (Some(pod) == of, self.fault.killed) {
+                (false, _) => "BrokenByGpuFault",
+                (true, true) => "CausedGpuFault",
+                (true, false) => "NamedInGpuFault",
+            };
             let note = format!("pod {}/{}: {said}", pod.namespace, pod.name);
             notes.push(Occurrence { warning: true, reason, note, regarding: Some(pod.clone()), related: None });
         }
@@ -222,7 +228,7 @@ fn cause(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String
     if killed {
         format!("{who} was killed while its kernels ran")
     } else {
-        format!("a fatal GPU error, by the MPS server's log of {who}")
+        format!("a fatal GPU error, {LOG} of {who}")
     }
 }
 
@@ -232,8 +238,8 @@ fn own(killed: bool) -> &'static str {
         "its program was killed while its kernels ran on a shared GPU, which broke the others there: programs that end at SIGTERM after their \
          kernels, and are given the time, break nobody"
     } else {
-        "by the MPS server's log its program caused a fatal GPU error, such as an access to memory that is not its own, which broke all programs \
-         on the GPU, its own included: they have to be started again. That log is not always right"
+        "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own, which broke all programs \
+         on the GPU, its own included: they have to be started again. That log often names a neighbour of whose error it was"
     }
 }
 
@@ -247,7 +253,7 @@ fn neighbour(of: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed
     if killed {
         format!("the death of {who}, in the midst of its work")
     } else {
-        format!("a fatal GPU error, by the MPS server's log of {who}")
+        format!("a fatal GPU error, {LOG} of {who}")
     }
 }
 
@@ -374,7 +380,7 @@ mod tests {
             told.iter().map(|(to, reason, _)| (*to, *reason)).collect::<Vec<_>>(),
             [
                 (None, "GpuFault"),
-                (Some("bad"), "CausedGpuFault"),
+                (Some("bad"), "NamedInGpuFault"),
                 (Some("near"), "BrokenByGpuFault"),
                 (Some("far"), "BrokenByGpuFault"),
             ]
@@ -384,9 +390,9 @@ mod tests {
             "{}",
             told[0].2
         );
-        assert!(told[1].2.starts_with("pod ns/bad: by the MPS server's log its program caused"), "{}", told[1].2);
-        assert!(told[2].2.contains("server's log of pod bad,"), "{}", told[2].2);
-        assert!(told[3].2.contains("server's log of another pod,"), "{}", told[3].2);
+        assert!(told[1].2.starts_with("pod ns/bad: the MPS server's log names its program"), "{}", told[1].2);
+        assert!(told[2].2.contains("a neighbour, of pod bad,"), "{}", told[2].2);
+        assert!(told[3].2.contains("a neighbour, of another pod,"), "{}", told[3].2);
         for (to, _, note) in &told[1..] {
             let others = ["bad", "near", "far"].into_iter().filter(|name| Some(*name) != *to);
             let known = |name: &&str| note.contains(*name) && !(*to == Some("near") && *name == "bad");
@@ -457,6 +463,7 @@ mod tests {
         let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
         let news = world.settled(&view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
         let told = told(&news);
+        assert_eq!(told[1].1, "CausedGpuFault");
         assert!(told[0].2.contains("was killed while its kernels ran"), "{}", told[0].2);
         assert!(told[1].2.contains("was killed while its kernels ran"), "{}", told[1].2);
         assert!(told[2].2.contains("the death of pod a"), "{}", told[2].2);
@@ -482,7 +489,7 @@ mod tests {
         let mut world = World::new(&[("ns", "a")], &["a"]);
         assert_eq!(told(&world.look(&view(7, Some(fault(1, Some(0), 1))))).len(), 0);
         let news = world.look(&view(7, Some(fault(2, Some(0), 1))));
-        assert_eq!(told(&news).iter().map(|told| told.1).collect::<Vec<_>>(), ["GpuFault", "CausedGpuFault"]);
+        assert_eq!(told(&news).iter().map(|told| told.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
         assert_eq!(news.again, Some(KNOWN));
     }
 

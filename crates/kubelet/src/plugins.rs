@@ -496,8 +496,7 @@ impl Plugin {
             session.end(streams, self.timings.hang_up).await;
             match outcome {
                 Outcome::Stop => return,
-                Outcome::Again if self.directory.kubelet() == Some(kubelet) => self.pause(self.timings.settle).await,
-                Outcome::Again => {}
+                Outcome::Again => self.settle(kubelet).await,
             }
         }
     }
@@ -526,6 +525,21 @@ impl Plugin {
         tokio::select! {
             () = stopped(&mut self.run) => {}
             () = tokio::time::sleep(delay) => {}
+        }
+    }
+
+    /// Waits until the kubelet that hung up is done with the old stream. Another one knows nothing of it, and may admit pods 12 ms after it
+    /// listens: whoever has not registered by then has them refused for good.
+    async fn settle(&mut self, kubelet: SocketId) {
+        let settled = tokio::time::Instant::now() + self.timings.settle;
+        self.look.mark_unchanged();
+        while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
+            // A killed kubelet's socket lies there until the next one takes it away, after ours.
+            tokio::select! {
+                () = stopped(&mut self.run) => return,
+                () = tokio::time::sleep_until(settled) => return,
+                changed = self.look.changed() => if changed.is_err() { return },
+            }
         }
     }
 

@@ -340,6 +340,23 @@ async fn a_deleted_socket_without_a_stream_is_registered_anew() {
 }
 
 #[tokio::test]
+async fn a_kubelet_that_takes_our_socket_away_before_its_predecessors_is_registered_with_at_once() {
+    let mut bench = Bench::new();
+    // It admits pods before that.
+    bench.config.timings.settle = NEVER;
+    let mut kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let socket = served(&kubelet, MPS, &["a::0"]).await.socket;
+    kubelet.stop();
+    state_is(&plugins, "without a stream", |s| s.resources[MPS].streams == 0).await;
+    std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
+    state_is(&plugins, "waiting", |s| s.resources[MPS].phase == Phase::WaitingForKubelet).await;
+    kubelet.run().expect("a kubelet");
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
 async fn a_kubelet_that_opens_no_stream_is_asked_again() {
     let mut bench = Bench::new();
     bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };

@@ -57,7 +57,7 @@ async fn a_fault_is_told_to_each_pod_that_it_hit_and_the_shares_come_back_with_t
         node("GpuFault"),
         node("MpsUnavailable"),
         node("Recovered"),
-        pod("bad", "CausedGpuFault"),
+        pod("bad", "NamedInGpuFault"),
         pod("near", "BrokenByGpuFault"),
         pod("near", "EndedInGpuFault"),
     ];

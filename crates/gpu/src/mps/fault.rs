@@ -18,7 +18,7 @@ use super::wire::{Client, Fault};
 
 /// The server's log is ahead of its state, by 0.13 s at most as measured: so long the log is believed against an ACTIVE.
 const CONFIRM: Duration = Duration::from_secs(1);
-/// A client that died in the midst of its work so long before a fault caused it, if the log names nobody.
+/// A client that died in the midst of its work so long before a fault caused it: 0.1 to 0.23 s as measured.
 const CAUSE: Duration = Duration::from_secs(2);
 /// Log lines that belong to a fault may come so long after it.
 const ECHO: Duration = Duration::from_secs(1);
@@ -79,7 +79,8 @@ impl Faults {
         true
     }
 
-    /// The log says that it was this client's error. Where it says so of several, nobody knows whose came first.
+    /// The log says that it was this client's error. Where it says so of several, nobody knows whose came first; and where one died in the
+    /// midst of its work, it names one that lives: on an H200 (driver 580) a neighbour in 47 of 47 faults that such a death caused.
     fn name(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };
         if current.named.contains(&pid) {
@@ -91,8 +92,9 @@ impl Faults {
         if !fault.affected.contains(&client) {
             fault.affected.push(client.clone());
         }
-        fault.culprit = (current.named.len() == 1).then_some(client);
-        fault.killed = false;
+        if !fault.killed {
+            fault.culprit = (current.named.len() == 1).then_some(client);
+        }
     }
 
     /// Whether a log line that names nobody is an echo of what is over.
@@ -157,7 +159,9 @@ impl Trouble {
             let allocation = device.allocation_of(pid);
             let of = allocation.as_deref().unwrap_or("none").to_owned();
             self.faults.borrow_mut().name(pid, allocation);
-            device.set_message(&format!("client {pid} of allocation {of} caused a fatal GPU error"));
+            if self.told().is_some_and(|fault| !fault.killed) {
+                device.set_message(&format!("a fatal GPU error: the log names client {pid} of allocation {of}"));
+            }
         }
         device.host.changed();
         true
@@ -366,13 +370,17 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_was_killed_right_before_is_the_cause_unless_the_log_names_another() {
+    fn a_client_that_was_killed_right_before_is_the_cause_whomever_the_log_names() {
         let now = Instant::now();
         let mut faults = Faults { lost: vec![lost(1, now)], ..Faults::default() };
         faults.begin(vec![client(2)], now + CAUSE / 2);
         assert_eq!((culprit(&faults), faults.last.as_ref().unwrap().killed), (Some(1), true));
         faults.name(2, None);
-        assert_eq!((culprit(&faults), faults.last.as_ref().unwrap().killed), (Some(2), false));
+        assert_eq!(
+            (culprit(&faults), faults.last.as_ref().unwrap().killed),
+            (Some(1), true),
+            "it names one that lives"
+        );
         let mut faults = Faults { lost: vec![lost(1, now)], ..Faults::default() };
         faults.begin(vec![client(2)], now + CAUSE);
         assert_eq!(culprit(&faults), None, "long ago");

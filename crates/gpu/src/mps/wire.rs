@@ -277,7 +277,7 @@ pub struct DaemonStatus {
 pub struct Fault {
     /// 1 for a device's first since the MPS host ([`Status::pid`]) started, 2 for the next.
     pub number: u64,
-    /// Whose error it was, where the server's log says so, or one client alone died in the midst of its work right before.
+    /// The one client that died in the midst of its work right before; else the one whom the server's log names, which may be a neighbour.
     pub culprit: Option<Client>,
     /// The culprit did nothing wrong itself: it was killed while its kernels ran.
     pub killed: bool,

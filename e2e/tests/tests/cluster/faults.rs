@@ -46,7 +46,7 @@ fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Resu
     scope.pod("next", &json!({SHARES: 5}), HOLD)?;
     ensure!(scope.seen("next")?["sms"] == 66);
 
-    let caused = told(&scope, "culprit", "CausedGpuFault")?;
+    let caused = told(&scope, "culprit", "NamedInGpuFault")?;
     ensure!(caused.contains("fatal GPU error"), "{caused}");
     let near = told(&scope, "near", "BrokenByGpuFault")?;
     ensure!(near.contains("pod culprit"), "its namespace's own: {near}");
