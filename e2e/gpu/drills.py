@@ -838,13 +838,13 @@ def unended(results):
         finally:
             on_node("pkill", "-CONT", "-x", "cleave-agent")
 
-    ended_alone(results, "agent stopped, grace 2 s", 1 if QUICK else 4, unseen, expect=True, kernels=(100,) if QUICK else KERNELS[::-1], grace=30)
+    ended_alone(results, "agent stopped, grace 2 s", 1 if QUICK else 3, unseen, expect=True, kernels=(100,) if QUICK else KERNELS[::-1], grace=30)
 
 
 def killed(results):
     """Busy pods that end as no node can see coming: without grace, and killed by the kernel for the machine's memory. The true numbers."""
     shares(UNITS, "Strict")
-    trials, total = (2, 10) if QUICK else (25, 100)
+    trials, total = (2, 10) if QUICK else (15, 100)
     deleted_together(results, "grace 0", 0, total, 10, promised=False)
     deleted_together(results, "grace 0, ignores SIGTERM", 0, total, 10, "--sigterm", "ignore", promised=False)
     reasons = {}
