@@ -12,6 +12,7 @@ use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
 use cleave_kubelet::{AllocatedDevices, Device, DeviceId, DeviceList, HeldDevices, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 
+use crate::absence::Absences;
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::cordon;
@@ -178,6 +179,8 @@ pub struct Node {
     news: Vec<Occurrence>,
     looked: Option<Instant>,
     doors: Acknowledged,
+    /// Daemons that are away for a moment.
+    absences: Absences,
     /// What was told of daemons, by device.
     told: BTreeMap<String, Told>,
     /// And of their faults.
@@ -293,6 +296,7 @@ impl Node {
             news: Vec::new(),
             looked: None,
             doors: Acknowledged::default(),
+            absences: Absences::default(),
             told: BTreeMap::new(),
             faults: Faults::default(),
             findings: Vec::new(),
@@ -479,6 +483,9 @@ impl Node {
             partitions.into_iter().map(|(uuid, partition)| (uuid.to_owned(), partition.clone())).collect();
         let Decision { layouts, mut steps, applied, changes, foreign } = self.withdraw(self.spare(decided), now);
         let served_otherwise = layouts != self.layouts;
+        if served_otherwise {
+            self.absences.relaid(&self.layouts, &layouts);
+        }
         self.layouts = layouts;
         self.let_go(usage);
 
@@ -490,6 +497,8 @@ impl Node {
         let desired = self.desired(&table.allocations);
         self.doors.wants(&desired);
         self.doors.acted(&self.view.status.desired);
+        let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
+        self.absences.look(daemons, &self.view, |device| self.doors.knows(device), now);
         let orders = self.orders(&hardware, &partitions, changes, now);
         steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
         self.remember(steps, served_otherwise);
@@ -515,6 +524,7 @@ impl Node {
             held_error: self.held_error.as_deref(),
             allocations: &table.allocations,
             view: &self.view,
+            absences: &self.absences,
             steps: &self.steps,
             findings: &self.findings,
             boot_id: &self.boot_id,
@@ -548,7 +558,8 @@ impl Node {
         }
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
         let tried = self.trials.values().filter_map(|trial| trial.pause(now)).min();
-        let again = [withdrawn, foreign.then_some(LOOK), tried, faults.again].into_iter().flatten().min();
+        let absent = self.absences.again(now);
+        let again = [withdrawn, foreign.then_some(LOOK), tried, faults.again, absent].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
         let faults = faults.faults;
         Turn {
@@ -743,6 +754,7 @@ impl Node {
             return Err("the MIG instance is no more".into());
         }
         match pool.kind {
+            Kind::Mps { .. } if self.absences.is_short(&pool.device) => Ok(()),
             Kind::Mps { .. } => status::daemon_trouble(&self.view, &pool.device).and_then(|()| {
                 if self.doors.knows(&pool.device) {
                     Ok(())
@@ -805,7 +817,7 @@ impl Node {
         if !self.inventoried {
             return Some("NVML has not answered yet".into());
         }
-        if !desired.daemons.is_empty() && !self.view.alive {
+        if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_short(device)) {
             return Some("the MPS host does not answer".into());
         }
         None
@@ -858,6 +870,7 @@ mod tests {
     use cleave_gpu::mps::wire::{DaemonStatus, Door, Status};
 
     use super::*;
+    use crate::absence::SHORT;
     use crate::layout::tests::{gpu, mps_spec};
     use crate::usage::tests::{MPS, allocation, held};
 
@@ -916,29 +929,123 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_healthy_only_under_a_daemon_that_is_active_with_its_last_settings() {
+    fn a_daemon_that_is_away_for_a_moment_makes_no_share_unhealthy() {
         let start = Instant::now();
-        let (mut node, mut table, first) = serving(start);
-        for state in [
-            DaemonState::Starting,
-            DaemonState::Fault,
-            DaemonState::Restarting,
-            DaemonState::BackOff,
-            DaemonState::Stopping,
-        ] {
-            node.mps(view(state, 0, &first));
-            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?}");
+        let is = |state| move |desired: &Desired| view(state, 0, desired);
+        let host_away = |desired: &Desired| mps::View { alive: false, ..view(DaemonState::Active, 0, desired) };
+        let nothing = |_: &Desired| mps::View { alive: true, ..mps::View::default() };
+        let host_gone = |_: &Desired| mps::View::default();
+        let views: [(&str, &dyn Fn(&Desired) -> mps::View); 5] = [
+            ("it starts", &is(DaemonState::Starting)),
+            ("it is started again", &is(DaemonState::Restarting)),
+            ("the host is away", &host_away),
+            ("another host has not started it yet", &nothing),
+            ("the host has left nothing", &host_gone),
+        ];
+        for (what, away) in views {
+            let (mut node, mut table, desired) = serving(start);
+            let told = |turn: &Turn| {
+                let gpu = &turn.status.gpus[0];
+                (healthy(turn), gpu.slices[0].unhealthy, gpu.health.healthy, turn.unready.is_none(), turn.again)
+            };
+            for gone in [start + SHORT, start + 5 * SHORT] {
+                // It serves for some time, and then is away: that counts from when it was seen to be.
+                node.mps(view(DaemonState::Active, 0, &desired));
+                assert_eq!(told(&node.turn(&mut table, gone)), (10, 0, true, true, None), "{what}");
+                let gone = gone + SHORT;
+                node.mps(away(&desired));
+                assert_eq!(told(&node.turn(&mut table, gone)), (10, 0, true, true, Some(SHORT)), "{what}");
+                assert!(table.pools.contains_key(MPS), "{what}: Allocate answers");
+                let last = Duration::from_millis(1);
+                assert_eq!(
+                    told(&node.turn(&mut table, gone + SHORT - last)),
+                    (10, 0, true, true, Some(last)),
+                    "{what}"
+                );
+                for late in [gone + SHORT, gone + 2 * SHORT] {
+                    let turn = node.turn(&mut table, late);
+                    assert_eq!((healthy(&turn), turn.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
+                    assert_eq!((turn.again, turn.unready.is_none()), (None, node.view.alive), "{what}");
+                }
+            }
         }
-        node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
-        let Object::Present(generation, mut other) = spec(10) else { panic!() };
-        other.gpus[0].partition.mps.as_mut().unwrap().multi_user = false;
-        node.object(Object::Present(generation, other));
-        node.mps(view(DaemonState::Active, 0, &first));
-        node.turn(&mut table, start);
-        let turn = node.turn(&mut table, start + WITHDRAW);
-        assert_eq!(healthy(&turn), 0, "Active, but with the settings of before");
-        node.mps(view(DaemonState::Active, 0, &turn.desired));
-        assert_eq!(healthy(&node.turn(&mut table, start)), 10);
+    }
+
+    #[test]
+    fn what_is_no_matter_of_moments_is_told_at_once() {
+        let start = Instant::now();
+        for state in [DaemonState::Fault, DaemonState::BackOff, DaemonState::Stopping] {
+            let (mut node, mut table, desired) = serving(start);
+            for (state, shares) in [
+                (DaemonState::Restarting, 10),
+                (state, 0),
+                (DaemonState::Restarting, 0),
+                (DaemonState::Starting, 0),
+                (DaemonState::Active, 10),
+            ] {
+                node.mps(view(state, 0, &desired));
+                let turn = node.turn(&mut table, start);
+                assert_eq!(healthy(&turn), shares, "{state:?}");
+                assert_eq!(turn.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
+            }
+            node.mps(mps::View { alive: false, ..view(state, 0, &desired) });
+            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?} was the host's last word");
+        }
+        let (mut node, mut table, desired) = serving(start);
+        node.mps(view(DaemonState::Restarting, 0, &desired));
+        node.xid("GPU-a", 79, None, &[], start);
+        let turn = node.turn(&mut table, start);
+        assert_eq!(
+            (healthy(&turn), turn.status.gpus[0].health.reason.as_str()),
+            (0, "ResetRequired"),
+            "the GPU itself"
+        );
+    }
+
+    #[test]
+    fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
+        let start = Instant::now();
+        for state in [DaemonState::Starting, DaemonState::Restarting] {
+            let (mut node, mut table) = node(None, None, start);
+            node.inventory(inventory(), start);
+            node.object(spec(10));
+            let desired = node.turn(&mut table, start).desired;
+            node.mps(view(state, 0, &desired));
+            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?}, and new");
+        }
+
+        let (mut first, mut table, desired) = serving(start);
+        let checkpoint = first.turn(&mut table, start).checkpoint;
+        let (mut next, mut table) = node(Some(checkpoint), None, start);
+        next.mps(view(DaemonState::Restarting, 0, &desired));
+        assert_eq!(healthy(&next.turn(&mut table, start)), 0, "an agent that has just started knows no better");
+
+        // Another number of shares has other limits, under a daemon with other defaults or the same.
+        for same_daemon in [false, true] {
+            let (mut node, mut table, desired) = serving(start);
+            node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+            let Object::Present(generation, mut other) = spec(10) else { panic!() };
+            let partition = other.gpus[0].partition.mps.as_mut().unwrap();
+            if same_daemon {
+                partition.slices[0].max_clients = Some(3);
+            } else {
+                partition.multi_user = false;
+            }
+            node.object(Object::Present(generation, other));
+            node.mps(view(DaemonState::Restarting, 0, &desired));
+            node.turn(&mut table, start);
+            let turn = node.turn(&mut table, start + WITHDRAW);
+            assert_eq!(turn.desired == desired, same_daemon);
+            assert_eq!((healthy(&turn), turn.again), (0, None), "what is served is another");
+            node.mps(view(DaemonState::Active, 0, &desired));
+            assert_eq!(
+                healthy(&node.turn(&mut table, start)),
+                if same_daemon { 10 } else { 0 },
+                "with its last settings?"
+            );
+            node.mps(view(DaemonState::Active, 0, &turn.desired));
+            assert_eq!(healthy(&node.turn(&mut table, start)), 10);
+        }
     }
 
     #[test]
