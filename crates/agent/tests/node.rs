@@ -10,7 +10,6 @@ mod tenants;
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use cleave_gpu::mps::wire::DaemonState;
 use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, pod, sliced};
 
 #[tokio::test]
@@ -237,10 +236,10 @@ async fn a_daemon_that_is_away_for_a_moment_is_told_by_events_alone_and_one_that
     kill_pid(pid);
     machine.status("it is away", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active")).await;
     let share = ids(&uuid, [0]);
+    machine.pods.hold(&[held("p", MPS, &share)]);
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
-    let daemon = machine.host_status().unwrap().daemons[&uuid].clone();
-    assert!(daemon.state == DaemonState::Active && daemon.pid != Some(pid), "the container may start under {daemon:?}");
+    machine.until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
     machine.until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
     assert_eq!(machine.kubelet.seen().borrow().endpoints[MPS].lists, lists, "the kubelet was told");
 
