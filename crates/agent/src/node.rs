@@ -482,11 +482,7 @@ impl Node {
         let partitions: BTreeMap<String, Partition> =
             partitions.into_iter().map(|(uuid, partition)| (uuid.to_owned(), partition.clone())).collect();
         let Decision { layouts, mut steps, applied, changes, foreign } = self.withdraw(self.spare(decided), now);
-        let served_otherwise = layouts != self.layouts;
-        if served_otherwise {
-            self.absences.relaid(&self.layouts, &layouts);
-        }
-        self.layouts = layouts;
+        let served_otherwise = self.lay(layouts);
         self.let_go(usage);
 
         table.pools.clear();
@@ -495,10 +491,7 @@ impl Node {
         }
 
         let desired = self.desired(&table.allocations);
-        self.doors.wants(&desired);
-        self.doors.acted(&self.view.status.desired);
-        let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
-        self.absences.look(daemons, &self.view, |device| self.doors.knows(device), now);
+        self.see_daemons(&desired, now);
         let orders = self.orders(&hardware, &partitions, changes, now);
         steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
         self.remember(steps, served_otherwise);
@@ -578,6 +571,24 @@ impl Node {
             scene,
             again,
         }
+    }
+
+    /// Serves GPUs as these layouts; whether that is another way than before.
+    fn lay(&mut self, layouts: BTreeMap<String, Layout>) -> bool {
+        let otherwise = layouts != self.layouts;
+        if otherwise {
+            self.absences.relaid(&self.layouts, &layouts);
+        }
+        self.layouts = layouts;
+        otherwise
+    }
+
+    /// Which daemons are as they shall be now, and which are away.
+    fn see_daemons(&mut self, desired: &Desired, now: Instant) {
+        self.doors.wants(desired);
+        self.doors.acted(&self.view.status.desired);
+        let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
+        self.absences.look(daemons, &self.view, |device| self.doors.knows(device), now);
     }
 
     /// The next change of each GPU that has some, where nothing is in its way.
@@ -931,16 +942,14 @@ mod tests {
     #[test]
     fn a_daemon_that_is_away_for_a_moment_makes_no_share_unhealthy() {
         let start = Instant::now();
-        let is = |state| move |desired: &Desired| view(state, 0, desired);
-        let host_away = |desired: &Desired| mps::View { alive: false, ..view(DaemonState::Active, 0, desired) };
-        let nothing = |_: &Desired| mps::View { alive: true, ..mps::View::default() };
-        let host_gone = |_: &Desired| mps::View::default();
-        let views: [(&str, &dyn Fn(&Desired) -> mps::View); 5] = [
-            ("it starts", &is(DaemonState::Starting)),
-            ("it is started again", &is(DaemonState::Restarting)),
-            ("the host is away", &host_away),
-            ("another host has not started it yet", &nothing),
-            ("the host has left nothing", &host_gone),
+        let nothing = mps::View { alive: true, ..mps::View::default() };
+        let desired = serving(start).2;
+        let views = [
+            ("it starts", view(DaemonState::Starting, 0, &desired)),
+            ("it is started again", view(DaemonState::Restarting, 0, &desired)),
+            ("the host is away", mps::View { alive: false, ..view(DaemonState::Active, 0, &desired) }),
+            ("another host has not started it yet", nothing),
+            ("the host has left nothing", mps::View::default()),
         ];
         for (what, away) in views {
             let (mut node, mut table, desired) = serving(start);
@@ -953,15 +962,12 @@ mod tests {
                 node.mps(view(DaemonState::Active, 0, &desired));
                 assert_eq!(told(&node.turn(&mut table, gone)), (10, 0, true, true, None), "{what}");
                 let gone = gone + SHORT;
-                node.mps(away(&desired));
+                node.mps(away.clone());
                 assert_eq!(told(&node.turn(&mut table, gone)), (10, 0, true, true, Some(SHORT)), "{what}");
-                assert!(table.pools.contains_key(MPS), "{what}: Allocate answers");
-                let last = Duration::from_millis(1);
-                assert_eq!(
-                    told(&node.turn(&mut table, gone + SHORT - last)),
-                    (10, 0, true, true, Some(last)),
-                    "{what}"
-                );
+                let pools = crate::allocate::View { resource: MPS, pools: &table.pools[MPS], kept: &[] };
+                assert!(crate::allocate::grant(&pools, &["GPU-a::0".to_owned()]).is_ok(), "{what}: Allocate answers");
+                let half = SHORT / 2;
+                assert_eq!(told(&node.turn(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
                 for late in [gone + SHORT, gone + 2 * SHORT] {
                     let turn = node.turn(&mut table, late);
                     assert_eq!((healthy(&turn), turn.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
