@@ -1043,12 +1043,11 @@ mod tests {
             let turn = node.turn(&mut table, start + WITHDRAW);
             assert_eq!(turn.desired == desired, same_daemon);
             assert_eq!((healthy(&turn), turn.again), (0, None), "what is served is another");
-            node.mps(view(DaemonState::Active, 0, &desired));
-            assert_eq!(
-                healthy(&node.turn(&mut table, start)),
-                if same_daemon { 10 } else { 0 },
-                "with its last settings?"
-            );
+            for state in [DaemonState::Active, DaemonState::Restarting] {
+                node.mps(view(state, 0, &desired));
+                let shares = healthy(&node.turn(&mut table, start));
+                assert_eq!(shares, if same_daemon { 10 } else { 0 }, "{state:?}, with its last settings?");
+            }
             node.mps(view(DaemonState::Active, 0, &turn.desired));
             assert_eq!(healthy(&node.turn(&mut table, start)), 10);
         }
