@@ -2,7 +2,7 @@
 //!
 //! One task, the main loop, owns what is known of the node ([`node::Node`]); the others bring it what they see and take from it what
 //! follows. Everything that decides is pure, and is in modules without I/O: [`layout`], [`diff`], [`allocate`], [`usage`], [`hardware`],
-//! [`health`], [`node`], [`faults`], [`ending`], [`status`].
+//! [`health`], [`absence`], [`node`], [`faults`], [`ending`], [`status`].
 //!
 //! ```text
 //!  NVML, on its own threads ── inventory, XIDs ──┐                     ┌─▶ Plugins (kubelet crate): lists in the open streams
@@ -15,6 +15,7 @@
 //! `Allocate` and `GetPreferredAllocation` are answered from [`serve::Table`] under a lock that nobody holds across an await; the main loop
 //! is told afterwards. Pods that leave are the matter of a task of its own, [`ending`], which waits for nobody. The first lists come from
 //! the checkpoint, before NVML, PodResources and the API server have answered.
+pub mod absence;
 mod act;
 #[cfg(test)]
 mod admissions;

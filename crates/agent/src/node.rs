@@ -12,6 +12,7 @@ use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
 use cleave_kubelet::{AllocatedDevices, Device, DeviceId, DeviceList, HeldDevices, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 
+use crate::absence::Absences;
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::cordon;
@@ -178,6 +179,8 @@ pub struct Node {
     news: Vec<Occurrence>,
     looked: Option<Instant>,
     doors: Acknowledged,
+    /// Daemons that are away for a moment.
+    absences: Absences,
     /// What was told of daemons, by device.
     told: BTreeMap<String, Told>,
     /// And of their faults.
@@ -293,6 +296,7 @@ impl Node {
             news: Vec::new(),
             looked: None,
             doors: Acknowledged::default(),
+            absences: Absences::default(),
             told: BTreeMap::new(),
             faults: Faults::default(),
             findings: Vec::new(),
@@ -478,8 +482,7 @@ impl Node {
         let partitions: BTreeMap<String, Partition> =
             partitions.into_iter().map(|(uuid, partition)| (uuid.to_owned(), partition.clone())).collect();
         let Decision { layouts, mut steps, applied, changes, foreign } = self.withdraw(self.spare(decided), now);
-        let served_otherwise = layouts != self.layouts;
-        self.layouts = layouts;
+        let served_otherwise = self.lay(layouts);
         self.let_go(usage);
 
         table.pools.clear();
@@ -488,8 +491,7 @@ impl Node {
         }
 
         let desired = self.desired(&table.allocations);
-        self.doors.wants(&desired);
-        self.doors.acted(&self.view.status.desired);
+        self.see_daemons(&desired, now);
         let orders = self.orders(&hardware, &partitions, changes, now);
         steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
         self.remember(steps, served_otherwise);
@@ -515,6 +517,7 @@ impl Node {
             held_error: self.held_error.as_deref(),
             allocations: &table.allocations,
             view: &self.view,
+            absences: &self.absences,
             steps: &self.steps,
             findings: &self.findings,
             boot_id: &self.boot_id,
@@ -548,7 +551,8 @@ impl Node {
         }
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
         let tried = self.trials.values().filter_map(|trial| trial.pause(now)).min();
-        let again = [withdrawn, foreign.then_some(LOOK), tried, faults.again].into_iter().flatten().min();
+        let absent = self.absences.again(now);
+        let again = [withdrawn, foreign.then_some(LOOK), tried, faults.again, absent].into_iter().flatten().min();
         let sweep = self.held.is_some() && self.adopted_allocations.is_empty();
         let faults = faults.faults;
         Turn {
@@ -567,6 +571,24 @@ impl Node {
             scene,
             again,
         }
+    }
+
+    /// Serves GPUs as these layouts; whether that is another way than before.
+    fn lay(&mut self, layouts: BTreeMap<String, Layout>) -> bool {
+        let otherwise = layouts != self.layouts;
+        if otherwise {
+            self.absences.relaid(&self.layouts, &layouts);
+        }
+        self.layouts = layouts;
+        otherwise
+    }
+
+    /// Which daemons are as they shall be now, and which are away.
+    fn see_daemons(&mut self, desired: &Desired, now: Instant) {
+        self.doors.wants(desired);
+        self.doors.acted(&self.view.status.desired);
+        let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
+        self.absences.look(daemons, &self.view, |device| self.doors.knows(device), now);
     }
 
     /// The next change of each GPU that has some, where nothing is in its way.
@@ -743,6 +765,7 @@ impl Node {
             return Err("the MIG instance is no more".into());
         }
         match pool.kind {
+            Kind::Mps { .. } if self.absences.is_short(&pool.device) => Ok(()),
             Kind::Mps { .. } => status::daemon_trouble(&self.view, &pool.device).and_then(|()| {
                 if self.doors.knows(&pool.device) {
                     Ok(())
@@ -805,7 +828,7 @@ impl Node {
         if !self.inventoried {
             return Some("NVML has not answered yet".into());
         }
-        if !desired.daemons.is_empty() && !self.view.alive {
+        if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_short(device)) {
             return Some("the MPS host does not answer".into());
         }
         None
@@ -858,6 +881,7 @@ mod tests {
     use cleave_gpu::mps::wire::{DaemonStatus, Door, Status};
 
     use super::*;
+    use crate::absence::SHORT;
     use crate::layout::tests::{gpu, mps_spec};
     use crate::usage::tests::{MPS, allocation, held};
 
@@ -916,29 +940,117 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_healthy_only_under_a_daemon_that_is_active_with_its_last_settings() {
+    fn a_daemon_that_is_away_for_a_moment_makes_no_share_unhealthy() {
         let start = Instant::now();
-        let (mut node, mut table, first) = serving(start);
-        for state in [
-            DaemonState::Starting,
-            DaemonState::Fault,
-            DaemonState::Restarting,
-            DaemonState::BackOff,
-            DaemonState::Stopping,
-        ] {
-            node.mps(view(state, 0, &first));
-            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?}");
+        let nothing = mps::View { alive: true, ..mps::View::default() };
+        let desired = serving(start).2;
+        let views = [
+            ("it starts", view(DaemonState::Starting, 0, &desired)),
+            ("it is started again", view(DaemonState::Restarting, 0, &desired)),
+            ("the host is away", mps::View { alive: false, ..view(DaemonState::Active, 0, &desired) }),
+            ("another host has not started it yet", nothing),
+            ("the host has left nothing", mps::View::default()),
+        ];
+        for (what, away) in views {
+            let (mut node, mut table, desired) = serving(start);
+            let told = |turn: &Turn| {
+                let gpu = &turn.status.gpus[0];
+                (healthy(turn), gpu.slices[0].unhealthy, gpu.health.healthy, turn.unready.is_none(), turn.again)
+            };
+            for gone in [start + SHORT, start + 5 * SHORT] {
+                // It serves for some time, and then is away: that counts from when it was seen to be.
+                node.mps(view(DaemonState::Active, 0, &desired));
+                assert_eq!(told(&node.turn(&mut table, gone)), (10, 0, true, true, None), "{what}");
+                let gone = gone + SHORT;
+                node.mps(away.clone());
+                assert_eq!(told(&node.turn(&mut table, gone)), (10, 0, true, true, Some(SHORT)), "{what}");
+                let pools = crate::allocate::View { resource: MPS, pools: &table.pools[MPS], kept: &[] };
+                assert!(crate::allocate::grant(&pools, &["GPU-a::0".to_owned()]).is_ok(), "{what}: Allocate answers");
+                let half = SHORT / 2;
+                assert_eq!(told(&node.turn(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
+                for late in [gone + SHORT, gone + 2 * SHORT] {
+                    let turn = node.turn(&mut table, late);
+                    assert_eq!((healthy(&turn), turn.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
+                    assert_eq!((turn.again, turn.unready.is_none()), (None, node.view.alive), "{what}");
+                }
+            }
         }
-        node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
-        let Object::Present(generation, mut other) = spec(10) else { panic!() };
-        other.gpus[0].partition.mps.as_mut().unwrap().multi_user = false;
-        node.object(Object::Present(generation, other));
-        node.mps(view(DaemonState::Active, 0, &first));
-        node.turn(&mut table, start);
-        let turn = node.turn(&mut table, start + WITHDRAW);
-        assert_eq!(healthy(&turn), 0, "Active, but with the settings of before");
-        node.mps(view(DaemonState::Active, 0, &turn.desired));
-        assert_eq!(healthy(&node.turn(&mut table, start)), 10);
+    }
+
+    #[test]
+    fn what_is_no_matter_of_moments_is_told_at_once() {
+        let start = Instant::now();
+        for state in [DaemonState::Fault, DaemonState::BackOff, DaemonState::Stopping] {
+            let (mut node, mut table, desired) = serving(start);
+            for (state, shares) in [
+                (DaemonState::Restarting, 10),
+                (state, 0),
+                (DaemonState::Restarting, 0),
+                (DaemonState::Starting, 0),
+                (DaemonState::Active, 10),
+            ] {
+                node.mps(view(state, 0, &desired));
+                let turn = node.turn(&mut table, start);
+                assert_eq!(healthy(&turn), shares, "{state:?}");
+                assert_eq!(turn.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
+            }
+            node.mps(mps::View { alive: false, ..view(state, 0, &desired) });
+            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?} was the host's last word");
+        }
+        let (mut node, mut table, desired) = serving(start);
+        node.mps(view(DaemonState::Restarting, 0, &desired));
+        node.xid("GPU-a", 79, None, &[], start);
+        let turn = node.turn(&mut table, start);
+        assert_eq!(
+            (healthy(&turn), turn.status.gpus[0].health.reason.as_str()),
+            (0, "ResetRequired"),
+            "the GPU itself"
+        );
+    }
+
+    #[test]
+    fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
+        let start = Instant::now();
+        for state in [DaemonState::Starting, DaemonState::Restarting] {
+            let (mut node, mut table) = node(None, None, start);
+            node.inventory(inventory(), start);
+            node.object(spec(10));
+            let desired = node.turn(&mut table, start).desired;
+            node.mps(view(state, 0, &desired));
+            assert_eq!(healthy(&node.turn(&mut table, start)), 0, "{state:?}, and new");
+        }
+
+        let (mut first, mut table, desired) = serving(start);
+        let checkpoint = first.turn(&mut table, start).checkpoint;
+        let (mut next, mut table) = node(Some(checkpoint), None, start);
+        next.mps(view(DaemonState::Restarting, 0, &desired));
+        assert_eq!(healthy(&next.turn(&mut table, start)), 0, "an agent that has just started knows no better");
+
+        // Another number of shares has other limits, under a daemon with other defaults or the same.
+        for same_daemon in [false, true] {
+            let (mut node, mut table, desired) = serving(start);
+            node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+            let Object::Present(generation, mut other) = spec(10) else { panic!() };
+            let partition = other.gpus[0].partition.mps.as_mut().unwrap();
+            if same_daemon {
+                partition.slices[0].max_clients = Some(3);
+            } else {
+                partition.multi_user = false;
+            }
+            node.object(Object::Present(generation, other));
+            node.mps(view(DaemonState::Restarting, 0, &desired));
+            node.turn(&mut table, start);
+            let turn = node.turn(&mut table, start + WITHDRAW);
+            assert_eq!(turn.desired == desired, same_daemon);
+            assert_eq!((healthy(&turn), turn.again), (0, None), "what is served is another");
+            for state in [DaemonState::Active, DaemonState::Restarting] {
+                node.mps(view(state, 0, &desired));
+                let shares = healthy(&node.turn(&mut table, start));
+                assert_eq!(shares, if same_daemon { 10 } else { 0 }, "{state:?}, with its last settings?");
+            }
+            node.mps(view(DaemonState::Active, 0, &turn.desired));
+            assert_eq!(healthy(&node.turn(&mut table, start)), 10);
+        }
     }
 
     #[test]

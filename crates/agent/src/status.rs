@@ -14,6 +14,7 @@ use cleave_plan::mps::sms;
 use cleave_plan::units::{Percent, Sms};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
+use crate::absence::Absences;
 use crate::allocate::{Allocation, MpsLimits, allocation_id};
 use crate::hardware::{Driver, Hardware, KnownGpu};
 use crate::layout::{Layout, parse_id};
@@ -76,6 +77,8 @@ pub struct Facts<'a> {
     pub allocations: &'a Allocations,
     /// The MPS host.
     pub view: &'a View,
+    /// Daemons that are away for a moment.
+    pub absences: &'a Absences,
     /// Steps.
     pub steps: &'a [StepStatus],
     /// Tenants that left their shares.
@@ -147,7 +150,7 @@ fn gpu(facts: &Facts<'_>, known: &KnownGpu) -> GpuStatus {
         };
         let trouble = daemons
             .iter()
-            .filter(|device| !starting(device))
+            .filter(|device| !starting(device) && !facts.absences.is_short(device))
             .find_map(|device| daemon_trouble(facts.view, device).err());
         if let Some(message) = trouble {
             health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };

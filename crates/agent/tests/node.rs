@@ -225,19 +225,23 @@ async fn a_killed_agent_is_started_again_by_its_parent_which_goes_on() {
 }
 
 #[tokio::test]
-async fn shares_are_unhealthy_while_their_daemon_is_away_and_events_say_so() {
+async fn a_daemon_that_is_away_for_a_moment_is_told_by_events_alone_and_one_that_is_for_longer_by_its_shares() {
     let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
     machine.healthy(MPS, 8).await;
     let uuid = machine.uuids[0].clone();
     let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
+    let lists = machine.kubelet.seen().borrow().endpoints[MPS].lists;
+    // The next one listens late.
+    machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
-    let changes = machine.kubelet.seen().borrow().endpoints[MPS].lists;
-    machine
-        .seen("the end", |seen| seen.endpoints[MPS].lists > changes || seen.endpoints[MPS].healthy().len() == 4)
-        .await;
-    machine.healthy(MPS, 8).await;
+    machine.status("it is away", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active")).await;
+    let share = ids(&uuid, [0]);
+    machine.pods.hold(&[held("p", MPS, &share)]);
+    machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
+    machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
     machine.until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
     machine.until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
+    assert_eq!(machine.kubelet.seen().borrow().endpoints[MPS].lists, lists, "the kubelet was told");
 
     machine.kill_host();
     machine.healthy(MPS, 0).await;

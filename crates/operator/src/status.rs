@@ -393,7 +393,9 @@ fn trouble(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Trouble, String)> {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((Trouble::Unhealthy, format!("{} is not healthy: {why}", name(at))));
     }
-    if let Some(daemon) = gpu.mps.iter().find(|daemon| !matches!(daemon.state.as_str(), "Active" | "Starting" | "")) {
+    // One that is being started again is away for a moment; where it is longer the GPU's health says so.
+    let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
+    if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
         return Some((Trouble::Unhealthy, format!("the MPS daemon of {} is in state {}{why}", name(at), daemon.state)));
     }
