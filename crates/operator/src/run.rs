@@ -38,6 +38,7 @@ use crate::metrics::{self, Kind, Metrics, Outcome, Write};
 use crate::pace::{Gather, Pace};
 use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores, complete};
+use crate::rollout::{Revision, Watched};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
 use crate::taint::{self, Taints};
@@ -80,6 +81,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let wakes = Wakes::default();
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
+    let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, selector));
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
@@ -135,6 +137,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         recorder: recorder.clone(),
         dirty: Arc::clone(&wakes.gate),
         demand: gated,
+        hosts,
         stop: stop.clone(),
     };
     let tenants = Tenants::beside(&at_gate, Arc::clone(&wakes.tenants));
@@ -289,6 +292,20 @@ impl Watches<'_> {
                 (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
                 Wakes::pod,
             ),
+        }
+    }
+
+    /// Keeps what MPS hosts are replaced by: the gate alone looks at it.
+    fn hosts(&mut self, client: &Client, namespace: &str, selector: String) -> Watched {
+        let labelled = || watcher::Config::default().labels(&selector);
+        let wake = |wakes: &Wakes| wakes.gate.notify_one();
+        let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled());
+        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), labelled());
+        Watched {
+            pods: self.keep("MpsHostPod", pods, (trim, |_| true), wake),
+            revisions: self.keep("ControllerRevision", revisions, (trim, |_| true), wake),
+            namespace: namespace.to_owned(),
+            selector,
         }
     }
 

@@ -87,6 +87,7 @@ impl World {
             nodes: self.nodes.values().map(|node| Arc::new(of(node.clone()))).collect(),
             gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(of(object.clone()))).collect(),
             agents: self.agents.values().map(|agent| Arc::new(of(agent.clone()))).collect(),
+            hosts: None,
         }
     }
 
