@@ -6,7 +6,7 @@
 //! | an MPS host | |
 //! |---|---|
 //! | of its DaemonSet's newest revision that serves | stays |
-//! | of an older one, where somebody uses MPS | stays |
+//! | of an older one, where somebody uses MPS, or the agent is of an older one too | stays |
 //! | of an older one, where nobody does | nothing new is held for pods there; if that is still so [`SETTLE`] later, its pod is deleted |
 //! | that is going, not there or not ready | nothing is held for pods there, for [`PATIENCE`] at most; others are replaced when it serves |
 //! | that does not serve within [`PATIENCE`] | stops it all, and is told, until it serves or its DaemonSet is changed again |
@@ -72,7 +72,7 @@ pub struct Revision {
 pub struct Hosts {
     /// Their pods.
     pub pods: Vec<Arc<AgentPod>>,
-    /// Revisions of their DaemonSet.
+    /// Revisions of their DaemonSet, and of the agents'.
     pub revisions: Vec<Arc<Revision>>,
 }
 
@@ -83,8 +83,6 @@ pub(crate) struct Watched {
     pub(crate) revisions: Store<Revision>,
     /// The namespace that they are in.
     pub(crate) namespace: String,
-    /// By which labels they are found.
-    pub(crate) selector: String,
 }
 
 impl Watched {
@@ -117,6 +115,12 @@ impl Newest {
     /// Whether a pod of this DaemonSet and revision is to be replaced. Of a DaemonSet that nothing is known of none is.
     pub fn is_outdated(&self, set: &str, hash: &str) -> bool {
         self.0.get(set).is_some_and(|(_, newest)| newest != hash)
+    }
+
+    /// The same of a pod.
+    pub fn is_outdated_pod(&self, pod: &AgentPod) -> bool {
+        let set = controller(&pod.metadata).map_or("", |owner| &owner.uid);
+        self.is_outdated(set, hash(&pod.metadata).unwrap_or_default())
     }
 }
 
@@ -154,7 +158,7 @@ impl Host {
         Self {
             pod: full_name(&pod.metadata),
             uid: pod.metadata.uid.clone().unwrap_or_default(),
-            outdated: newest.is_outdated(&set.1, &hash),
+            outdated: newest.is_outdated_pod(pod),
             ready: read::is_ready(pod),
             leaving: pod.metadata.deletion_timestamp.is_some(),
             hash,
@@ -164,12 +168,11 @@ impl Host {
 }
 
 /// MPS hosts by node. Where one goes and another is there, the other.
-pub fn by_node(hosts: &Hosts) -> BTreeMap<&str, Host> {
-    let newest = Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
+pub fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {
         let Some(node) = pod.spec.node_name.as_deref() else { continue };
-        let host = Host::of(pod, &newest);
+        let host = Host::of(pod, newest);
         if found.get(node).is_none_or(|known| (known.leaving, &known.pod) > (host.leaving, &host.pod)) {
             found.insert(node, host);
         }
@@ -548,7 +551,7 @@ async fn delete(client: &Client, watched: &Watched, host: &Host) -> Result<bool,
     // The watch of revisions may lag behind that of pods, and a pod of a revision that it has not told yet is a new one. A list is not older
     // than what was read before.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
-    let listed = revisions.list(&ListParams::default().labels(&watched.selector)).await?;
+    let listed = revisions.list(&ListParams::default()).await?;
     if !Newest::of(&listed.items).is_outdated(&host.set.1, &host.hash) {
         return Ok(false);
     }

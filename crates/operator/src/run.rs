@@ -81,7 +81,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let wakes = Wakes::default();
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
-    let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, selector));
+    let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, &selector));
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
@@ -296,16 +296,15 @@ impl Watches<'_> {
     }
 
     /// Keeps what MPS hosts are replaced by: the gate alone looks at it.
-    fn hosts(&mut self, client: &Client, namespace: &str, selector: String) -> Watched {
-        let labelled = || watcher::Config::default().labels(&selector);
+    fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
+        let labelled = watcher::Config::default().labels(selector);
         let wake = |wakes: &Wakes| wakes.gate.notify_one();
-        let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled());
-        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), labelled());
+        let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
+        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), watcher::Config::default());
         Watched {
             pods: self.keep("MpsHostPod", pods, (trim, |_| true), wake),
             revisions: self.keep("ControllerRevision", revisions, (trim, |_| true), wake),
             namespace: namespace.to_owned(),
-            selector,
         }
     }
 

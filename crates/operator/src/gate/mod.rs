@@ -380,8 +380,14 @@ impl Gatekeeper {
     fn roll_out(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.rested <= up)?;
         self.rested = up.saturating_add(rollout::PERIOD);
-        let agents: BTreeSet<&str> = cluster.agents.iter().filter_map(|pod| pod.spec.node_name.as_deref()).collect();
-        let mut hosts = rollout::by_node(hosts);
+        let newest = rollout::Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
+        let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
+        for pod in &cluster.agents {
+            if let Some(node) = pod.spec.node_name.as_deref() {
+                *agents.entry(node).or_default() |= newest.is_outdated_pod(pod);
+            }
+        }
+        let mut hosts = rollout::by_node(hosts, &newest);
         let outdated = hosts.values().any(|host| host.outdated);
         let serves =
             |node: &str, resource: &str| self.nodes.0.get(node).is_some_and(|known| known.mps.serves(resource));
@@ -389,9 +395,12 @@ impl Gatekeeper {
         let mut views = BTreeMap::new();
         for (name, known) in self.nodes.0.iter().filter(|(_, known)| known.ours) {
             let host = hosts.remove(name.as_str());
-            if host.is_some() || agents.contains(name.as_str()) {
-                let user = known.mps.user.clone();
-                let busy = user.or_else(|| on_the_way.remove(name.as_str()));
+            let agent = agents.get(name.as_str());
+            if host.is_some() || agent.is_some() {
+                let user = known.mps.user.clone().or_else(|| on_the_way.remove(name.as_str()));
+                // It brings the image, and knows what hosts of before it say.
+                let first = || (agent == Some(&true)).then(|| "its agent is upgraded first".to_owned());
+                let busy = user.or_else(first);
                 let excused = rollout::is_excused(&known.node);
                 views.insert(name.clone(), View { host, trouble: known.mps.trouble.clone(), busy, excused });
             }

@@ -841,3 +841,23 @@ fn mps_hosts_are_looked_at_now_and_then_and_no_change_is_missed() {
     assert_eq!((turn.rollout.is_some(), turn.next), (false, Some(Duration::from_millis(500))));
     assert_eq!(look(&mut keeper, &world, 1).rollout.unwrap().outdated, 1);
 }
+
+#[test]
+fn a_nodes_agent_is_upgraded_before_its_mps_host() {
+    let mut world = World::default().node("n1", &[0]).host("n1", "old");
+    let of_revision = |hash: &str| {
+        let metadata = revision(hash, 0)["metadata"].clone();
+        move |agent: &mut Value| {
+            agent["metadata"].as_object_mut().unwrap().extend(metadata.as_object().unwrap().clone())
+        }
+    };
+    world.change(|world| &mut world.agents, "n1", of_revision("old"));
+    let mut keeper = Gatekeeper::default();
+    for second in [0, 10] {
+        let step = look(&mut keeper, &world, second).rollout.unwrap();
+        assert_eq!((step.replace.len(), step.waiting["n1"].as_str()), (0, "its agent is upgraded first"));
+    }
+    world.change(|world| &mut world.agents, "n1", of_revision("new"));
+    look(&mut keeper, &world, 20);
+    assert_eq!(replaced(&look(&mut keeper, &world, 22)), ["n1"]);
+}

@@ -48,7 +48,7 @@ fn of_two_hosts_of_a_node_the_one_that_stays_is_its_host() {
         pods: vec![pod("z", "n", NEW, false), pod("a", "n", OLD, true), pod("b", "m", OLD, true)],
         revisions: vec![Arc::new(revision("s", OLD, 1)), Arc::new(revision("s", NEW, 2))],
     };
-    let found = by_node(&hosts);
+    let found = by_node(&hosts, &Newest::of(hosts.revisions.iter().map(AsRef::as_ref)));
     let n = &found["n"];
     assert_eq!(
         (n.pod.as_str(), n.uid.as_str(), n.outdated, n.ready, n.leaving),
@@ -408,7 +408,6 @@ async fn asked(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
         pods: kube::runtime::reflector::store().0,
         revisions: kube::runtime::reflector::store().0,
         namespace: "system".into(),
-        selector: "component=mps-host".into(),
     };
     let replacement = Replacement { node: "n00".into(), host: host("n00", "1", true, true) };
     let serve = async {
@@ -438,7 +437,7 @@ async fn a_host_is_deleted_by_its_uid_and_only_if_it_is_outdated_by_what_the_api
     };
     let refused = |code: u16| json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "reason": "No", "code": code});
     let (list, delete) = (
-        "GET /apis/apps/v1/namespaces/system/controllerrevisions?&labelSelector=component%3Dmps-host",
+        "GET /apis/apps/v1/namespaces/system/controllerrevisions?",
         r#"DELETE /api/v1/namespaces/system/pods/n00-1 {"apiVersion":"v1","kind":"DeleteOptions","preconditions":{"uid":"n00-1"}}"#,
     );
     let done = asked(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
