@@ -43,7 +43,7 @@ pub(crate) struct Metrics {
     pub(crate) expelled: Family<Outcome, Counter>,
     /// Pods told, or told no more, that they left their shares.
     pub(crate) judged: Family<Outcome, Counter>,
-    /// MPS hosts of an older revision than their DaemonSet's newest.
+    /// MPS hosts of an older revision than their `DaemonSet`'s newest.
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted to be replaced.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,

@@ -1,15 +1,15 @@
 //! MPS hosts take a new release when nothing uses MPS on their node. Off unless asked for.
 //!
-//! An MPS daemon ends with its host's pod, and every client under it: so their DaemonSet replaces a pod only when somebody deletes it (OnDelete), and
+//! An MPS daemon ends with its host's pod, and every client under it: so their `DaemonSet` replaces a pod only when somebody deletes it (`OnDelete`), and
 //! the operator does that here, at a moment when no pod has shares on the node or is on its way to some.
 //!
 //! | an MPS host | |
 //! |---|---|
-//! | of its DaemonSet's newest revision that serves | stays |
+//! | of its `DaemonSet`'s newest revision that serves | stays |
 //! | of an older one, where somebody uses MPS, or the agent is of an older one too | stays |
 //! | of an older one, where nobody does | nothing new is held for pods there; if that is still so [`SETTLE`] later, its pod is deleted |
 //! | that is going, not there or not ready | nothing is held for pods there, for [`PATIENCE`] at most; others are replaced when it serves |
-//! | that does not serve within [`PATIENCE`] | stops it all, and is told, until it serves or its DaemonSet is changed again |
+//! | that does not serve within [`PATIENCE`] | stops it all, and is told, until it serves or its `DaemonSet` is changed again |
 //!
 //! [`Rollout`] is pure: views of nodes go in, pods to delete come out. It is part of the gate's look, so that nothing is held for a pod between the
 //! moment when a node is found idle and the moment from when on nothing is. What it remembers are times alone: which hosts are outdated, going
@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use cleave_api::GpuNode;
 use cleave_api::names::is_mps;
-use cleave_plan::ledger::{Ledger, Place};
+use cleave_plan::ledger::{Ask, Ledger, Place};
 use futures::FutureExt as _;
 use http::Request;
 use k8s_openapi::api::apps::v1::ControllerRevision;
@@ -47,7 +47,7 @@ const REFUSED: Duration = Duration::from_secs(60);
 const ONE_OF: usize = 10;
 /// How long one request may take; see [`crate::leader::CLAIM`].
 const WRITE: Duration = Duration::from_secs(5);
-/// The label by which a DaemonSet's controller says of which revision a pod is; `ControllerRevision`s have it too.
+/// The label by which a `DaemonSet`'s controller says of which revision a pod is; `ControllerRevision`s have it too.
 const HASH: &str = "controller-revision-hash";
 /// Taints of a node that has not been heard of.
 const UNHEARD: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
@@ -56,7 +56,7 @@ const ACTIVE: &str = "Active";
 /// Nodes that a message names.
 const NAMED: usize = 4;
 
-/// What is kept of a DaemonSet's revision: not the template that it was.
+/// What is kept of a `DaemonSet`'s revision: not the template that it was.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "ControllerRevision")]
 pub struct Revision {
@@ -72,7 +72,7 @@ pub struct Revision {
 pub struct Hosts {
     /// Their pods.
     pub pods: Vec<Arc<AgentPod>>,
-    /// Revisions of their DaemonSet, and of the agents'.
+    /// Revisions of their `DaemonSet`, and of the agents'.
     pub revisions: Vec<Arc<Revision>>,
 }
 
@@ -94,7 +94,7 @@ impl Watched {
     }
 }
 
-/// The newest revision of each DaemonSet, by its UID.
+/// The newest revision of each `DaemonSet`, by its UID.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Newest(BTreeMap<String, (i64, String)>);
 
@@ -112,7 +112,7 @@ impl Newest {
         Self(newest)
     }
 
-    /// Whether a pod of this DaemonSet and revision is to be replaced. Of a DaemonSet that nothing is known of none is.
+    /// Whether a pod of this `DaemonSet` and revision is to be replaced. Of a `DaemonSet` that nothing is known of none is.
     pub fn is_outdated(&self, set: &str, hash: &str) -> bool {
         self.0.get(set).is_some_and(|(_, newest)| newest != hash)
     }
@@ -141,9 +141,9 @@ pub struct Host {
     pub uid: String,
     /// The revision that it is of.
     pub hash: String,
-    /// Name and UID of its DaemonSet.
+    /// Name and UID of its `DaemonSet`.
     pub set: (String, String),
-    /// Its DaemonSet has a newer revision.
+    /// Its `DaemonSet` has a newer revision.
     pub outdated: bool,
     /// It is ready.
     pub ready: bool,
@@ -286,7 +286,7 @@ pub fn is_excused(node: &cleave_plan::snapshot::Node) -> bool {
 }
 
 /// Who is on the way to MPS on each node, or has it as far as the ledger knows: one of them, in words.
-pub fn on_the_way<'a>(ledger: &'a Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&'a str, String> {
+pub fn on_the_way(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&str, String> {
     let mut found: BTreeMap<&str, String> = BTreeMap::new();
     for (pod, claim) in ledger.claims() {
         let nodes: Vec<&str> = match &claim.place {
@@ -313,7 +313,7 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// The DaemonSet, for events.
+    /// The `DaemonSet`, for events.
     pub(crate) fn regarding(&self) -> ObjectReference {
         regarding(&self.host)
     }
@@ -335,7 +335,7 @@ fn regarding(host: &Host) -> ObjectReference {
 pub struct Step {
     /// Pods to delete.
     pub replace: Vec<Replacement>,
-    /// Why no more are, if that is so, and that was not so before; and of which DaemonSet.
+    /// Why no more are, if that is so, and that was not so before; and of which `DaemonSet`.
     pub news: Option<(String, ObjectReference)>,
     /// No more are.
     pub stopped: bool,
@@ -378,9 +378,10 @@ impl Rollout {
         self.closing.contains_key(node) || self.away.get(node).is_some_and(|away| away.down && !away.late)
     }
 
-    /// What to add for a pod that waits and could go to these nodes; empty where nothing is withheld there.
-    pub fn in_words(&self, nodes: &[&str]) -> String {
-        let withheld: Vec<&str> = nodes.iter().copied().filter(|node| self.withholds(node)).take(NAMED).collect();
+    /// What to add for a pod that waits and could go to these nodes; empty where nothing that it asks for is withheld.
+    pub fn in_words(&self, asks: &[Ask], nodes: &[&str]) -> String {
+        let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
+        let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(NAMED).collect();
         if withheld.is_empty() {
             return String::new();
         }

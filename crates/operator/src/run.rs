@@ -12,7 +12,6 @@ use cleave_api::names::{ALLOW_LABEL, STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
 use futures::{FutureExt as _, Stream, StreamExt as _};
 use jiff::Timestamp;
-use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, ObjectReference};
 use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::WatchStreamExt;
@@ -71,8 +70,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         Some(name) => Some((name, listen(webhook_addr).await?)),
     };
     let client = connect().await.context("finding the API server")?;
-    let stop = CancellationToken::new();
-    let released = CancellationToken::new();
+    let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let metrics = Metrics::default();
     let mut registry = Registry::default();
     metrics.register(&mut registry);
@@ -88,8 +86,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         watches.keep("Namespace", watch, (trim, |_| false), Wakes::all)
     });
 
-    let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
-    let (elector, claim) = Elector::new(leases, lease, identity.clone());
+    let (elector, claim) = Elector::new(Api::namespaced(client.clone(), &namespace), lease, identity.clone());
     {
         let (stop, released) = (stop.clone(), released.clone());
         tasks.spawn(async move {

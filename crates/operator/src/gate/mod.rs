@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::GpuNode;
-use cleave_api::names::{RESOURCE_MIG_PREFIX, is_mps, is_served};
+use cleave_api::names::{RESOURCE_MIG_PREFIX, is_served};
 use cleave_api::placement::{Held, Placement};
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
@@ -604,10 +604,8 @@ impl Gatekeeper {
                 found = ledger.preempt(asking, with_room(), &holders).filter(|found| can_leave(found, protected));
             }
             refused.insert(key, verdict.clone());
-            let (mut message, may_pass) = verdict.told(&asks, seen.demand.get(name));
-            if asks.iter().any(|ask| is_mps(&ask.resource)) {
-                message.push_str(&rollout.in_words(may));
-            }
+            let (message, may_pass) = verdict.told(&asks, seen.demand.get(name));
+            let message = message + &rollout.in_words(&asks, may);
             let never = gated.get_mut(name).and_then(|gated| gated.never_for(may_pass, seen.now.up));
             match never {
                 Some(never) if never >= PATIENCE => {

@@ -147,7 +147,7 @@ impl World {
     }
 }
 
-/// What the DaemonSet of MPS hosts owns.
+/// What the `DaemonSet` of MPS hosts owns.
 fn revision(hash: &str, number: i64) -> Value {
     let owner =
         json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "set", "controller": true});
@@ -848,7 +848,7 @@ fn a_nodes_agent_is_upgraded_before_its_mps_host() {
     let of_revision = |hash: &str| {
         let metadata = revision(hash, 0)["metadata"].clone();
         move |agent: &mut Value| {
-            agent["metadata"].as_object_mut().unwrap().extend(metadata.as_object().unwrap().clone())
+            agent["metadata"].as_object_mut().unwrap().extend(metadata.as_object().unwrap().clone());
         }
     };
     world.change(|world| &mut world.agents, "n1", of_revision("old"));

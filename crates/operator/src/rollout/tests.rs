@@ -60,7 +60,7 @@ fn of_two_hosts_of_a_node_the_one_that_stays_is_its_host() {
 }
 
 /// A node with one GPU, of which this is told.
-fn gpu_node(spec: Value, gpu: Value) -> GpuNode {
+fn gpu_node(spec: Value, gpu: &Value) -> GpuNode {
     let mut whole = json!({"uuid": "G", "index": 0, "model": "H100", "memoryMib": 1, "sms": 1, "mode": "Mps", "health": {"healthy": true},
         "slices": [{"device": "G", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": 0, "unhealthy": 0}],
         "mps": [{"device": "G", "state": "Active"}]});
@@ -80,7 +80,7 @@ fn held(resource: &str) -> Value {
 #[test]
 fn a_node_is_idle_only_where_its_agent_says_that_nobody_has_shares() {
     let user = |node: &GpuNode, ready| Mps::of(node, ready).user;
-    let idle = gpu_node(json!({}), json!({}));
+    let idle = gpu_node(json!({}), &json!({}));
     assert_eq!(user(&idle, true), None);
     assert_eq!(user(&idle, false).unwrap(), "its agent is not ready");
     let mut unheard = idle.clone();
@@ -88,13 +88,13 @@ fn a_node_is_idle_only_where_its_agent_says_that_nobody_has_shares() {
     assert_eq!(user(&unheard, true).unwrap(), "its agent has not read what was written to it");
     let silent = GpuNode { status: None, ..idle };
     assert!(user(&silent, true).is_some());
-    let busy = gpu_node(json!({}), json!({"allocations": held("nvidia.com/gpu-mps")}));
+    let busy = gpu_node(json!({}), &json!({"allocations": held("nvidia.com/gpu-mps")}));
     assert_eq!(user(&busy, true).unwrap(), "team/p holds 1 of nvidia.com/gpu-mps");
     let slices = json!([{"device": "G", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": 10, "unhealthy": 0}]);
-    let unknown = gpu_node(json!({}), json!({"slices": slices}));
+    let unknown = gpu_node(json!({}), &json!({"slices": slices}));
     assert!(user(&unknown, true).unwrap().starts_with("10 of nvidia.com/gpu-mps"), "nobody can say who has them");
     for other in ["nvidia.com/gpu", "nvidia.com/gpu-timeslice", "nvidia.com/mig-1g.10gb"] {
-        assert_eq!(user(&gpu_node(json!({}), json!({"allocations": held(other)})), true), None, "{other}");
+        assert_eq!(user(&gpu_node(json!({}), &json!({"allocations": held(other)})), true), None, "{other}");
     }
 }
 
@@ -102,24 +102,24 @@ fn a_node_is_idle_only_where_its_agent_says_that_nobody_has_shares() {
 fn turns_by_another_name_are_no_shares_unless_shares_have_that_name_too() {
     let sliced = json!({"gpus": [{"uuid": "G", "partition": {"timeSlicing": {"resource": "nvidia.com/gpu-gold", "replicas": 4}}}]});
     let turns = json!({"allocations": held("nvidia.com/gpu-gold"), "mode": "TimeSlicing", "slices": [], "mps": []});
-    let mps = Mps::of(&gpu_node(sliced.clone(), turns.clone()), true);
+    let mps = Mps::of(&gpu_node(sliced.clone(), &turns), true);
     assert_eq!(
         (mps.user.as_deref(), mps.serves("nvidia.com/gpu-gold"), mps.serves("nvidia.com/gpu-mps")),
         (None, false, true)
     );
     assert!(
-        Mps::of(&gpu_node(json!({}), turns), true).user.is_some(),
+        Mps::of(&gpu_node(json!({}), &turns), true).user.is_some(),
         "what the spec does not say is believed to be shares"
     );
     // The GPU is still served as shares of that name: pods hold them.
     let slices = json!([{"device": "G", "resource": "nvidia.com/gpu-gold", "total": 4, "inUse": 1, "unhealthy": 0}]);
     let still = json!({"allocations": held("nvidia.com/gpu-gold"), "slices": slices});
-    assert!(Mps::of(&gpu_node(sliced, still), true).user.is_some());
+    assert!(Mps::of(&gpu_node(sliced, &still), true).user.is_some());
 }
 
 #[test]
 fn a_daemon_that_does_not_serve_is_told_unless_it_is_the_gpu_that_does_not() {
-    let trouble = |gpu: Value| Mps::of(&gpu_node(json!({}), gpu), true).trouble;
+    let trouble = |gpu: Value| Mps::of(&gpu_node(json!({}), &gpu), true).trouble;
     assert_eq!(trouble(json!({})), None);
     assert_eq!(trouble(json!({"mps": []})), None, "a whole GPU has none");
     let backs_off = json!({"mps": [{"device": "G", "state": "BackOff", "message": "no such file"}]});
@@ -197,7 +197,7 @@ fn idle_nodes_are_closed_and_their_hosts_replaced_one_after_the_other() {
     let step = world.look();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(SETTLE)));
     assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
-    assert!(world.after(SETTLE - secs(1)).is_empty(), "not before it has been so for a while");
+    assert!(world.after(secs(SETTLE.as_secs() - 1)).is_empty(), "not before it has been so for a while");
     world.up += secs(1);
     assert_eq!(world.delete(), ["n00"]);
     for (state, withheld) in [
@@ -261,7 +261,7 @@ fn a_host_that_does_not_serve_in_time_stops_it_all_until_it_does_or_the_set_is_c
     let mut world = World::of(3);
     assert_eq!(world.replace(), ["n00"]);
     world.at("n00").host = Some(host("n00", "2", false, false));
-    assert!(world.after(PATIENCE - secs(1)).is_empty() && world.rollout.withholds("n00"));
+    assert!(world.after(secs(PATIENCE.as_secs() - 1)).is_empty() && world.rollout.withholds("n00"));
     world.up += secs(1);
     let step = world.look();
     let (message, set) = step.news.unwrap();

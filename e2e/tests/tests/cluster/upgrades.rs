@@ -1,4 +1,4 @@
-//! MPS hosts take what their DaemonSet is changed to when nothing uses MPS on their node, and not before (`mpsHost.upgrade: WhenIdle`).
+//! MPS hosts take what their `DaemonSet` is changed to when nothing uses MPS on their node, and not before (`mpsHost.upgrade: WhenIdle`).
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
@@ -13,7 +13,7 @@ use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturb
 /// Of the template, as an upgrade of the chart could change it.
 const RELEASE: &str = "e2e/release";
 
-/// The DaemonSet of the MPS hosts; as it was, and all of them with it, when the value goes.
+/// The `DaemonSet` of the MPS hosts; as it was, and all of them with it, when the value goes.
 struct Template<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -192,7 +192,7 @@ fn an_image_that_cannot_be_had_takes_one_node_and_no_other_and_the_next_change_m
     let now = uids(&cluster)?;
     for (node, uid) in &old {
         let now = now.get(node).with_context(|| format!("{node} has no MPS host"))?;
-        ensure!((now == uid) == !bad.contains(node), "the host of {node} was replaced without need, or not at all");
+        ensure!((now == uid) != bad.contains(node), "the host of {node} was replaced without need, or not at all");
     }
     Ok(())
 }
