@@ -340,6 +340,12 @@ fn of_many_hosts_several_go_at_once_when_one_has_shown_that_the_release_serves()
     assert_eq!(world.replace(), ["n01", "n02"]);
     world.at("n01").host = Some(host("n01", "2", false, true));
     assert_eq!(world.replace(), ["n03"]);
+    // Two are on their way; one comes and the other does not.
+    world.at("n02").host = Some(host("n02", "2", false, false));
+    world.at("n03").host = Some(host("n03", "2", false, true));
+    world.up += PATIENCE;
+    assert!(world.look().stopped);
+    assert!(world.replace().is_empty() && !world.rollout.withholds("n04"), "though another might go");
 }
 
 #[test]
