@@ -8,7 +8,7 @@
 //! | of its `DaemonSet`'s newest revision that serves | stays |
 //! | of an older one, where somebody uses MPS, or the agent is of an older one too | stays |
 //! | of an older one, where nobody does | nothing new is held for pods there; if that is still so [`SETTLE`] later, its pod is deleted |
-//! | that is going, not there or not ready | nothing is held for pods there, for [`PATIENCE`] at most; others are replaced when it serves |
+//! | that is going, not there or not ready | nothing is held for pods there, for [`PATIENCE`] at most; others are replaced when it has served for [`STEADY`] |
 //! | that does not serve within [`PATIENCE`] | stops it all, and is told, until it serves or its `DaemonSet` is changed again |
 //!
 //! [`Rollout`] is pure: views of nodes go in, pods to delete come out. It is part of the gate's look, so that nothing is held for a pod between the
@@ -39,6 +39,8 @@ use crate::read::{self, AgentPod, AgentStore};
 pub const SETTLE: Duration = Duration::from_secs(2);
 /// How long a host may take from its end until its successor serves.
 pub const PATIENCE: Duration = Duration::from_secs(300);
+/// For how long a host must serve before others are replaced: one that starts and ends again and again serves for moments.
+pub const STEADY: Duration = Duration::from_secs(10);
 /// How often is looked at most: the gate looks at each change of a pod.
 pub const PERIOD: Duration = Duration::from_secs(1);
 /// How long is waited where the API server refuses to have a pod deleted.
@@ -202,8 +204,9 @@ impl Mps {
         for gpu in status.gpus.iter().filter(|gpu| gpu.health.class.is_empty()) {
             let idle = gpu.mps.iter().find(|daemon| daemon.state != ACTIVE);
             let tell = |daemon: &cleave_api::gpunode::MpsStatus| {
+                let state = if daemon.state.is_empty() { "not there" } else { &daemon.state };
                 let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
-                format!("the MPS daemon of {} is {}{why}", daemon.device, daemon.state)
+                format!("the MPS daemon of {} is {state}{why}", daemon.device)
             };
             found.trouble = found.trouble.or_else(|| idle.map(tell));
         }
@@ -356,6 +359,8 @@ struct Away {
     down: bool,
     /// For too long.
     late: bool,
+    /// Since when it serves again, which has to last.
+    serving: Option<Duration>,
 }
 
 /// What is remembered from one look to the next. Times are since the process started.
@@ -408,8 +413,12 @@ impl Rollout {
                 None => step.look_at(due, up),
             }
         }
-        for away in self.away.values().filter(|away| !away.late) {
-            step.look_at(away.since.saturating_add(PATIENCE), up);
+        for away in self.away.values() {
+            match away.serving {
+                Some(serving) => step.look_at(serving.saturating_add(STEADY), up),
+                None if away.late => {}
+                None => step.look_at(away.since.saturating_add(PATIENCE), up),
+            }
         }
         let is_outdated = |view: &&View| view.host.as_ref().is_some_and(|host| host.outdated && !host.leaving);
         step.outdated = nodes.values().filter(is_outdated).count();
@@ -429,7 +438,7 @@ impl Rollout {
         self.closing.remove(node);
         self.asked.insert(node.clone(), host.uid.clone());
         let why = format!("{} is to end", host.pod);
-        self.away.insert(node.clone(), Away { since: up, why, down: true, late: false });
+        self.away.insert(node.clone(), Away { since: up, why, down: true, late: false, serving: None });
     }
 
     /// A pod is not to be deleted after all, or is gone: the next look sees what is there.
@@ -447,13 +456,17 @@ impl Rollout {
     fn see(&mut self, nodes: &BTreeMap<String, View>, up: Duration) {
         self.away.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
-            let Some((why, down)) = view.lacks(self.asked.get(name).map(String::as_str)) else {
-                self.away.remove(name);
-                continue;
-            };
             let since = self.away.get(name).map_or(up, |away| away.since);
-            let late = up.saturating_sub(since) >= PATIENCE;
-            self.away.insert(name.clone(), Away { since, why, down, late });
+            if let Some((why, down)) = view.lacks(self.asked.get(name).map(String::as_str)) {
+                let late = up.saturating_sub(since) >= PATIENCE;
+                self.away.insert(name.clone(), Away { since, why, down, late, serving: None });
+            } else if let Some(away) = self.away.get_mut(name) {
+                let serving = *away.serving.get_or_insert(up);
+                away.down = false;
+                if up.saturating_sub(serving) >= STEADY || view.host.as_ref().is_some_and(|host| host.outdated) {
+                    self.away.remove(name);
+                }
+            }
         }
         let away = &self.away;
         self.asked.retain(|name, _| away.get(name).is_some_and(|away| !away.late));
@@ -492,6 +505,10 @@ impl Rollout {
         let at_once = if proven { (hosts().count() / ONE_OF).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let going = self.away.keys().filter(|name| self.asked.contains_key(*name) || !excused(name)).count();
+        // One that was well may have ended meanwhile.
+        while !self.closing.is_empty() && going.saturating_add(self.closing.len()) > at_once {
+            self.closing.pop_last();
+        }
         let mut next: Vec<_> = hosts()
             .filter(|(name, view, host)| {
                 host.outdated && !host.leaving && view.busy.is_none() && !self.closing.contains_key(*name)

@@ -124,6 +124,7 @@ fn a_daemon_that_does_not_serve_is_told_unless_it_is_the_gpu_that_does_not() {
     assert_eq!(trouble(json!({"mps": []})), None, "a whole GPU has none");
     let backs_off = json!({"mps": [{"device": "G", "state": "BackOff", "message": "no such file"}]});
     assert_eq!(trouble(backs_off.clone()).unwrap(), "the MPS daemon of G is BackOff: no such file");
+    assert_eq!(trouble(json!({"mps": [{"device": "G", "state": ""}]})).unwrap(), "the MPS daemon of G is not there");
     let mut lost = backs_off;
     lost["health"] = json!({"healthy": false, "class": "Lost"});
     assert_eq!(trouble(lost), None);
@@ -171,8 +172,10 @@ impl World {
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Closes a node, waits, and deletes its host.
+    /// Waits until what serves has served for long enough, closes a node, waits, and deletes its host.
     fn replace(&mut self) -> Vec<String> {
+        self.look();
+        self.up += STEADY;
         self.look();
         self.up += SETTLE;
         self.delete()
@@ -215,6 +218,8 @@ fn idle_nodes_are_closed_and_their_hosts_replaced_one_after_the_other() {
     world.at("n00").trouble = None;
     assert_eq!(world.replace(), ["n01"]);
     world.at("n01").host = Some(host("n01", "2", false, true));
+    assert_eq!(world.look().next, Some(STEADY));
+    world.up += STEADY;
     let step = world.look();
     assert_eq!((step, world.rollout.away.len(), world.rollout.asked.len()), (Step::default(), 0, 0));
 }
@@ -286,6 +291,30 @@ fn a_host_that_does_not_serve_in_time_stops_it_all_until_it_does_or_the_set_is_c
     assert_eq!(world.replace(), ["n02"]);
     world.at("n02").host = Some(host("n02", "3", false, true));
     assert_eq!(world.replace(), ["n00"]);
+}
+
+#[test]
+fn a_host_that_starts_and_ends_again_and_again_serves_in_no_moment() {
+    let mut world = World::of(3);
+    assert_eq!(world.replace(), ["n00"]);
+    world.up += secs(1);
+    let began = world.up;
+    let mut second = 0;
+    while !world.look().stopped {
+        world.up += secs(1);
+        second += 1;
+        world.at("n00").host = Some(host("n00", "2", false, second % 20 < STEADY.as_secs()));
+        assert!(world.look().replace.is_empty() && !world.rollout.withholds("n01"), "{second}");
+        assert!(world.up < began + PATIENCE + secs(20));
+    }
+    // Of a larger cluster one more may be closed already, and stays for now.
+    let mut world = World::of(20);
+    world.at("n00").host = Some(host("n00", "2", false, true));
+    world.look();
+    assert!(world.rollout.withholds("n01") && world.rollout.withholds("n02"));
+    world.at("n00").host = None;
+    world.look();
+    assert!(!world.rollout.withholds("n01"), "nobody has shown that the release serves");
 }
 
 #[test]
@@ -368,7 +397,7 @@ proptest! {
     fn whatever_comes_and_goes_nobody_is_hit_and_all_are_replaced(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
         let mut world = World::of(count);
         let names: Vec<String> = world.nodes.keys().cloned().collect();
-        let calm = (0..count * 40).map(|at| (at, 6 + u8::from(at % 2 == 0)));
+        let calm = (0..count * 100).map(|at| (at, 6 + u8::from(at % 2 == 0)));
         let ends = names.iter().enumerate().map(|(at, _)| (at, 1_u8));
         for (at, what) in moves.into_iter().chain(ends).chain(calm) {
             let name = names[at % count].clone();

@@ -7,7 +7,7 @@ use cleave_e2e::{Cluster, SYSTEM, hold_until, run, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::health::cleave;
-use crate::restarts::ready;
+use crate::restarts::{part, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
 
 /// Of the template, as an upgrade of the chart could change it.
@@ -102,6 +102,7 @@ fn an_mps_host_is_replaced_when_the_last_pod_with_shares_has_left_its_node_and_n
     scope.running("holder")?;
     scope.seen("holder")?;
     let (before, daemons, old) = (undisturbed(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, uids(&cluster)?);
+    let name = text(&part(&cluster, "mps-host")?["metadata"]["name"]);
     template.annotate(&json!("next"))?;
     // Nobody uses MPS on the others.
     hold_until(
@@ -135,7 +136,7 @@ fn an_mps_host_is_replaced_when_the_last_pod_with_shares_has_left_its_node_and_n
     offers(&cluster, SHARES, 10 * GPUS)?;
     wait_until("the DaemonSet is told of it", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM}/events"))?;
-        let names = |event: &Value| text(&event["note"]).ends_with(&format!("on node {NODE}"));
+        let names = |event: &Value| text(&event["note"]).starts_with(&format!("{SYSTEM}/{name} is replaced"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
     // What it is put back to waits for this one to leave.
