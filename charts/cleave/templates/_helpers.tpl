@@ -44,7 +44,7 @@ they are deleted, so with another image in its template it would never be up to 
 {{- $root := index . 0 -}}
 {{- $image := include "cleave.image" $root -}}
 {{- $found := lookup "apps/v1" "DaemonSet" $root.Release.Namespace (index . 1) -}}
-{{- if and $found (not $root.Values.mpsHost.upgrade) -}}
+{{- if and $found (eq (include "cleave.mpsHostUpgrade" $root) "Never") -}}
 {{- range $found.spec.template.spec.containers -}}
 {{- if eq .name "mps-host" -}}
 {{- $image = .image -}}
@@ -52,6 +52,12 @@ they are deleted, so with another image in its template it would never be up to 
 {{- end -}}
 {{- end -}}
 {{ $image }}
+{{- end }}
+
+{{/* What an upgrade makes of the MPS hosts: Never, ByHand or WhenIdle. */}}
+{{- define "cleave.mpsHostUpgrade" -}}
+{{- $upgrade := toString .Values.mpsHost.upgrade -}}
+{{- get (dict "false" "Never" "true" "ByHand") $upgrade | default $upgrade -}}
 {{- end }}
 
 {{/* Environment of every container. */}}

@@ -39,6 +39,11 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 
+    /// Replaces MPS hosts of an older revision than their `DaemonSet`'s newest when nothing uses MPS on their node: labels of their pods. Needs the
+    /// rights to delete pods and to list and watch controller revisions in its namespace.
+    #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
+    pub replace_mps_hosts: Option<String>,
+
     /// Where API servers are answered.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
     pub webhook_addr: SocketAddr,

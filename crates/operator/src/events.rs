@@ -148,6 +148,17 @@ pub fn protected(message: &str) -> Event {
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
+/// An MPS host gives way to one of its `DaemonSet`'s newest revision.
+pub fn host_replaced(node: &str, pod: &str) -> Event {
+    let note = format!("{pod} is replaced by one of the newest revision: nothing uses MPS on node {node}");
+    Event { action: "Replace".to_owned(), ..event(EventType::Normal, "MpsHostReplaced", &note) }
+}
+
+/// No more MPS hosts are replaced.
+pub fn rollout_stopped(message: &str) -> Event {
+    Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
+}
+
 fn of_node(observed: &Observed, node: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),

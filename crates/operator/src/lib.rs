@@ -9,6 +9,7 @@
 //! | plan | [`select`], [`plan`], [`layout`] | which policy each GPU follows, and what that makes of it: [`plan::Plan`] |
 //! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
 //! | taint | [`taint`] | nodes that can serve nobody, where that is asked for |
+//! | roll out | [`rollout`] | MPS hosts of an older release, when nothing uses MPS on their node, where that is asked for; in the gate's look |
 //! | status | [`status`] | `SharingPolicy.status`, and an event where something turned |
 //!
 //! ```text
@@ -39,6 +40,7 @@ pub mod pace;
 pub mod plan;
 pub mod pods;
 pub mod read;
+pub mod rollout;
 mod run;
 pub mod select;
 pub mod snapshot;

@@ -43,6 +43,12 @@ pub(crate) struct Metrics {
     pub(crate) expelled: Family<Outcome, Counter>,
     /// Pods told, or told no more, that they left their shares.
     pub(crate) judged: Family<Outcome, Counter>,
+    /// MPS hosts of an older revision than their `DaemonSet`'s newest.
+    pub(crate) hosts_outdated: Gauge,
+    /// MPS hosts deleted to be replaced.
+    pub(crate) hosts_replaced: Family<Outcome, Counter>,
+    /// 1 while no more MPS hosts are replaced because one that was does not serve.
+    pub(crate) rollout_stopped: Gauge,
     /// Pods that wait at the gate.
     pub(crate) gated: Family<Reason, Gauge>,
     /// Of the free memory of GPUs by demand, the part that lies beside something in use.
@@ -72,6 +78,9 @@ impl Default for Metrics {
             pods_waiting: Family::default(),
             gates_opened: Family::default(),
             gate_seconds: seconds(),
+            hosts_outdated: Gauge::default(),
+            hosts_replaced: Family::default(),
+            rollout_stopped: Gauge::default(),
             gated: Family::default(),
             evictions: Family::default(),
             expelled: Family::default(),
@@ -145,6 +154,17 @@ impl Metrics {
             "tenant_conditions",
             "Conditions of pods written that say whether they keep to their shares",
             self.judged.clone(),
+        );
+        registry.register(
+            "mps_hosts_outdated",
+            "MPS hosts of an older revision than their DaemonSet's newest, where they are to be replaced",
+            self.hosts_outdated.clone(),
+        );
+        registry.register("mps_hosts_replaced", "MPS hosts deleted to be replaced", self.hosts_replaced.clone());
+        registry.register(
+            "mps_host_upgrade_stopped",
+            "1 while no more MPS hosts are replaced because one does not serve",
+            self.rollout_stopped.clone(),
         );
         registry.register("pods_gated", "Pods that wait at the gate, by what for", self.gated.clone());
         registry.register(

@@ -12,7 +12,6 @@ use cleave_api::names::{ALLOW_LABEL, STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
 use futures::{FutureExt as _, Stream, StreamExt as _};
 use jiff::Timestamp;
-use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Namespace, ObjectReference};
 use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::WatchStreamExt;
@@ -38,6 +37,7 @@ use crate::metrics::{self, Kind, Metrics, Outcome, Write};
 use crate::pace::{Gather, Pace};
 use crate::pods::PodObject;
 use crate::read::{AgentPod, NodeObject, Observed, Stores, complete};
+use crate::rollout::{Revision, Watched};
 use crate::snapshot::Memory;
 use crate::status::{Telling, Told};
 use crate::taint::{self, Taints};
@@ -70,8 +70,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         Some(name) => Some((name, listen(webhook_addr).await?)),
     };
     let client = connect().await.context("finding the API server")?;
-    let stop = CancellationToken::new();
-    let released = CancellationToken::new();
+    let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let metrics = Metrics::default();
     let mut registry = Registry::default();
     metrics.register(&mut registry);
@@ -80,14 +79,14 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let wakes = Wakes::default();
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
+    let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, &selector));
     let namespaces = webhook.is_some().then(|| {
         let excepted = watcher::Config::default().labels(ALLOW_LABEL);
         let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
         watches.keep("Namespace", watch, (trim, |_| false), Wakes::all)
     });
 
-    let leases: Api<Lease> = Api::namespaced(client.clone(), &namespace);
-    let (elector, claim) = Elector::new(leases, lease, identity.clone());
+    let (elector, claim) = Elector::new(Api::namespaced(client.clone(), &namespace), lease, identity.clone());
     {
         let (stop, released) = (stop.clone(), released.clone());
         tasks.spawn(async move {
@@ -135,6 +134,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         recorder: recorder.clone(),
         dirty: Arc::clone(&wakes.gate),
         demand: gated,
+        hosts,
         stop: stop.clone(),
     };
     let tenants = Tenants::beside(&at_gate, Arc::clone(&wakes.tenants));
@@ -289,6 +289,19 @@ impl Watches<'_> {
                 (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
                 Wakes::pod,
             ),
+        }
+    }
+
+    /// Keeps what MPS hosts are replaced by: the gate alone looks at it.
+    fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
+        let labelled = watcher::Config::default().labels(selector);
+        let wake = |wakes: &Wakes| wakes.gate.notify_one();
+        let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
+        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), watcher::Config::default());
+        Watched {
+            pods: self.keep("MpsHostPod", pods, (trim, |_| true), wake),
+            revisions: self.keep("ControllerRevision", revisions, (trim, |_| true), wake),
+            namespace: namespace.to_owned(),
         }
     }
 

@@ -10,12 +10,14 @@ use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units
 
 use crate::cut;
 use crate::pods::PodObject;
+use crate::rollout::Mps;
 
 /// What its devices have. Units that cannot be given now, and may be later, count as used: those of a GPU that becomes something else, that are told as
-/// unhealthy or cordoned, or of a node whose agent is not ready, since a pod that comes there fails.
+/// unhealthy or cordoned, or of a node whose agent is not ready, since a pod that comes there fails; shares under MPS where these are `withheld`, since
+/// their MPS host is being replaced.
 ///
 /// And the pods on devices that give nothing now: their leaving frees nothing.
-pub(super) fn of(object: &GpuNode, ready: bool) -> (NodeFacts, BTreeSet<String>) {
+pub(super) fn of(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (NodeFacts, BTreeSet<String>) {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
     let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
@@ -25,8 +27,13 @@ pub(super) fn of(object: &GpuNode, ready: bool) -> (NodeFacts, BTreeSet<String>)
         let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
         let becoming = wanted.filter(|spec| !cut::is_reached(&spec.partition, gpu));
         let given = ready && gpu.health.healthy && becoming.is_none() && !cordons.0.contains_key(&gpu.uuid);
+        let given_of = |resource: &str| given && !(withheld && mps.serves(resource));
         for slice in &gpu.slices {
-            let used = if given { slice.in_use.saturating_add(slice.unhealthy).min(slice.total) } else { slice.total };
+            let used = if given_of(&slice.resource) {
+                slice.in_use.saturating_add(slice.unhealthy).min(slice.total)
+            } else {
+                slice.total
+            };
             facts.devices.push(DeviceFacts {
                 device: slice.device.clone(),
                 resource: slice.resource.clone(),
@@ -45,7 +52,7 @@ pub(super) fn of(object: &GpuNode, ready: bool) -> (NodeFacts, BTreeSet<String>)
                 device: held.device.clone(),
                 units,
             }));
-            if !given {
+            if !given_of(&held.resource) {
                 stuck.insert(held.pod.clone());
             }
         }

@@ -43,6 +43,7 @@ use serde_json::Value;
 use crate::demand::{Reason, Waiting};
 use crate::pods::{PodObject, claimant, counted};
 use crate::read::{AgentPod, NodeObject};
+use crate::rollout::{self, Hosts, Mps, Rollout, Step, View};
 
 pub(crate) use run::{Gate, Parts};
 
@@ -79,6 +80,8 @@ pub struct Cluster {
     pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
     /// The agents' pods.
     pub agents: Vec<Arc<AgentPod>>,
+    /// MPS hosts, where they are to be replaced and once they are known.
+    pub hosts: Option<Hosts>,
 }
 
 /// Now.
@@ -147,6 +150,8 @@ pub struct Turn {
     pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, and what for.
     pub waiting: BTreeMap<String, Waiting>,
+    /// What is to be done about MPS hosts; nothing where they were not looked at.
+    pub rollout: Option<Step>,
     /// There are more to let through.
     pub more: bool,
     /// When to look again though nothing changes, from now.
@@ -170,6 +175,10 @@ pub struct Gatekeeper {
     protected: BTreeMap<String, Duration>,
     /// Pods at the gate: UID, since when, and since when nothing could hold them.
     gated: BTreeMap<String, Gated>,
+    /// Which MPS hosts are being replaced.
+    pub(crate) rollout: Rollout,
+    /// Until when they are not looked at again.
+    rested: Duration,
 }
 
 #[derive(Debug)]
@@ -206,9 +215,11 @@ struct Nodes(BTreeMap<String, Known>);
 /// What of a node was taken in.
 #[derive(Debug, Default)]
 struct Known {
-    /// Versions of the node and of its `GpuNode`, and whether its agent is ready.
-    seen: (Option<String>, Option<String>, bool),
+    /// Versions of the node and of its `GpuNode`, whether its agent is ready, and whether its shares under MPS are withheld.
+    seen: (Option<String>, Option<String>, bool, bool),
     node: PlanNode,
+    /// What its `GpuNode` says of MPS.
+    mps: Mps,
     /// Resources that its GPUs offer, or will.
     offers: BTreeSet<String>,
     /// It has a `GpuNode`.
@@ -288,12 +299,19 @@ impl Gatekeeper {
             self.uids.remove(&pod);
             tracing::warn!(pod, "no node was found for it in time: nothing is held for it any more");
         }
+        // Before anything is held: a node that is found idle here is closed in the same look.
+        let rollout = self.roll_out(cluster, &mut ledger, now.up);
         let next = ledger.claims().values().filter_map(|claim| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
             Place::Bound(_) => None,
         });
         let lingering = self.lingering.values().map(|until| until.saturating_sub(now.up).max(Duration::from_millis(1)));
-        let mut turn = Turn { next: next.chain(lingering).min(), ..Turn::default() };
+        let rolls = match &rollout {
+            Some(step) => step.next,
+            // What has changed since they were looked at last is seen then.
+            None => cluster.hosts.as_ref().map(|_| self.rested.saturating_sub(now.up)),
+        };
+        let mut turn = Turn { next: next.chain(lingering).chain(rolls).min(), rollout, ..Turn::default() };
         self.open(&mut ledger, candidates, &Seen { living: &living, open: &open, demand, now }, &mut turn);
         self.ledger = Some(ledger);
         turn
@@ -323,14 +341,14 @@ impl Gatekeeper {
                 object.metadata.resource_version.as_deref(),
                 gpu_node.and_then(|object| Resource::meta(object).resource_version.as_deref()),
             );
+            let withheld = self.rollout.withholds(name);
             let same = |known: &Known| (known.seen.0.as_deref(), known.seen.1.as_deref()) == versions;
-            if versions.0.is_some()
-                && self.nodes.0.get(name).is_some_and(|known| same(known) && known.seen.2 == is_ready)
-            {
+            let still = |known: &Known| (known.seen.2, known.seen.3) == (is_ready, withheld);
+            if versions.0.is_some() && self.nodes.0.get(name).is_some_and(|known| same(known) && still(known)) {
                 continue;
             }
             let known = self.nodes.0.entry(name.to_owned()).or_default();
-            known.seen = (versions.0.map(str::to_owned), versions.1.map(str::to_owned), is_ready);
+            known.seen = (versions.0.map(str::to_owned), versions.1.map(str::to_owned), is_ready, withheld);
             known.node = PlanNode {
                 name: name.to_owned(),
                 labels: object.metadata.labels.clone().unwrap_or_default(),
@@ -340,7 +358,8 @@ impl Gatekeeper {
                 ..PlanNode::default()
             };
             let object = gpu_node.and_then(|object| object.0.as_ref().ok());
-            let (facts, stuck) = object.map(|object| facts::of(object, is_ready)).unzip();
+            known.mps = object.map(|object| Mps::of(object, is_ready)).unwrap_or_default();
+            let (facts, stuck) = object.map(|object| facts::of(object, is_ready, &known.mps, withheld)).unzip();
             known.stuck = stuck.unwrap_or_default();
             known.holding =
                 facts.iter().flat_map(|facts| &facts.allocations).map(|allocation| allocation.pod.clone()).collect();
@@ -355,6 +374,44 @@ impl Gatekeeper {
             changed.push((name, None));
         }
         changed
+    }
+
+    /// Looks at MPS hosts, where they are to be replaced: which are to go, and on which nodes nothing may be held for it.
+    fn roll_out(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
+        let hosts = cluster.hosts.as_ref().filter(|_| self.rested <= up)?;
+        self.rested = up.saturating_add(rollout::PERIOD);
+        let newest = rollout::Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
+        let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
+        for pod in &cluster.agents {
+            if let Some(node) = pod.spec.node_name.as_deref() {
+                *agents.entry(node).or_default() |= newest.is_outdated_pod(pod);
+            }
+        }
+        let mut hosts = rollout::by_node(hosts, &newest);
+        let outdated = hosts.values().any(|host| host.outdated);
+        let serves =
+            |node: &str, resource: &str| self.nodes.0.get(node).is_some_and(|known| known.mps.serves(resource));
+        let mut on_the_way = if outdated { rollout::on_the_way(ledger, serves) } else { BTreeMap::new() };
+        let mut views = BTreeMap::new();
+        for (name, known) in self.nodes.0.iter().filter(|(_, known)| known.ours) {
+            let host = hosts.remove(name.as_str());
+            let agent = agents.get(name.as_str());
+            if host.is_some() || agent.is_some() {
+                let user = known.mps.user.clone().or_else(|| on_the_way.remove(name.as_str()));
+                // It brings the image, and knows what hosts of before it say.
+                let first = || (agent == Some(&true)).then(|| "its agent is upgraded first".to_owned());
+                let busy = user.or_else(first);
+                let excused = rollout::is_excused(&known.node);
+                views.insert(name.clone(), View { host, trouble: known.mps.trouble.clone(), busy, excused });
+            }
+        }
+        let step = self.rollout.look(&views, up);
+        for (name, facts) in self.see_nodes(cluster) {
+            if let Some(facts) = facts {
+                ledger.observe(&name, facts);
+            }
+        }
+        Some(step)
     }
 
     /// The ledger that pods' notes make.
@@ -475,7 +532,7 @@ impl Gatekeeper {
         self.protected.retain(|_, until| *until > seen.now.up);
         // A budget that has some left again tells nobody here.
         self.protected.values().for_each(|until| turn.look_in(until.saturating_sub(seen.now.up)));
-        let Self { nodes, present, uids, gated, protected, .. } = self;
+        let Self { nodes, present, uids, gated, protected, rollout, .. } = self;
         let candidates = leave_alone(ledger, gated, candidates, seen.now.up, turn);
         // Only who waits asks for them.
         let holders = LazyCell::new(|| nodes.holders(seen.living, protected));
@@ -548,6 +605,7 @@ impl Gatekeeper {
             }
             refused.insert(key, verdict.clone());
             let (message, may_pass) = verdict.told(&asks, seen.demand.get(name));
+            let message = message + &rollout.in_words(&asks, may);
             let never = gated.get_mut(name).and_then(|gated| gated.never_for(may_pass, seen.now.up));
             match never {
                 Some(never) if never >= PATIENCE => {

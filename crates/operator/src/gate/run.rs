@@ -19,6 +19,7 @@ use crate::evict::{self, Evicted};
 use crate::leader::Claim;
 use crate::metrics::{Metrics, Outcome, Reason};
 use crate::read::Stores;
+use crate::rollout::{self, Deleted, Step, Watched};
 
 /// How long the first change waits for others: pods come in bursts.
 const GATHER: Duration = Duration::from_millis(5);
@@ -39,6 +40,8 @@ pub(crate) struct Parts {
     pub(crate) dirty: Arc<Notify>,
     /// What pods wait for that GPUs are cut for.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, Waiting>>>,
+    /// MPS hosts, where they are to be replaced.
+    pub(crate) hosts: Option<Watched>,
     pub(crate) stop: CancellationToken,
 }
 
@@ -97,6 +100,7 @@ impl Gate {
             nodes: stores.nodes.state(),
             gpu_nodes: stores.gpu_nodes.state(),
             agents: stores.agents.state(),
+            hosts: self.parts.hosts.as_ref().and_then(Watched::state),
         };
         let up = self.started.elapsed();
         let epoch = u64::try_from(Timestamp::now().as_second()).unwrap_or(0);
@@ -111,6 +115,9 @@ impl Gate {
             }
         }
         let evicted = self.evict(&turn.evictions, up).await;
+        if let Some(step) = &turn.rollout {
+            self.roll_out(step).await;
+        }
         self.tell(&turn, &cluster, &demand, up).await;
         if turn.more {
             self.parts.dirty.notify_one();
@@ -208,6 +215,56 @@ impl Gate {
             self.parts.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         }
         all
+    }
+
+    /// Deletes MPS hosts' pods that are to be replaced, and tells how that goes on.
+    async fn roll_out(&mut self, step: &Step) {
+        let Parts { client, claim, metrics, recorder, hosts, .. } = &self.parts;
+        let Some(hosts) = hosts else { return };
+        metrics.hosts_outdated.set(i64::try_from(step.outdated).unwrap_or(i64::MAX));
+        metrics.rollout_stopped.set(i64::from(step.stopped));
+        for (node, why) in &step.waiting {
+            tracing::debug!(node, why, "its MPS host is outdated and stays for now");
+        }
+        let mut events = Vec::new();
+        if let Some((message, regarding)) = &step.news {
+            tracing::warn!(message, "MPS hosts");
+            events.push((regarding.clone(), events::rollout_stopped(message)));
+        }
+        for replacement in &step.replace {
+            if !claim.is_current() {
+                return;
+            }
+            let (node, pod) = (&replacement.node, &replacement.host.pod);
+            let deleted = rollout::replace(client, hosts, replacement).await;
+            metrics.hosts_replaced.get_or_create(&Outcome { result: deleted.as_str() }).inc();
+            let up = self.started.elapsed();
+            match deleted {
+                Deleted::Done => {
+                    tracing::info!(node, pod, "nothing uses MPS there: its MPS host is replaced by the newest");
+                    self.keeper.rollout.replaced(replacement, up);
+                    events.push((replacement.regarding(), events::host_replaced(node, pod)));
+                }
+                Deleted::NotAnyMore => self.keeper.rollout.given_up(node),
+                Deleted::Failed(error) => {
+                    tracing::warn!(node, pod, error = &error as &dyn std::error::Error, "the MPS host is not replaced");
+                    self.keeper.rollout.refused(node, up);
+                }
+                Deleted::Silence => {
+                    tracing::warn!(node, pod, "the API server did not answer within {} s", WRITE.as_secs());
+                    self.keeper.rollout.refused(node, up);
+                }
+            }
+            // What it withholds has changed.
+            self.parts.dirty.notify_one();
+        }
+        for (regarding, event) in events {
+            // A courtesy: one that cannot be written is not tried again.
+            let published = tokio::time::timeout(WRITE, recorder.publish(&event, &regarding)).await;
+            if let Ok(Err(error)) = published {
+                tracing::warn!(error = &error as &dyn std::error::Error, "no event");
+            }
+        }
     }
 
     /// Tells pods what they wait for, unless the passes do, which know more of GPUs that are cut.

@@ -19,6 +19,8 @@ struct World {
     gpu_nodes: BTreeMap<String, Value>,
     agents: BTreeMap<String, Value>,
     pods: BTreeMap<String, Value>,
+    /// MPS hosts' pods, where they are to be replaced.
+    hosts: Option<BTreeMap<String, Value>>,
 }
 
 impl World {
@@ -51,6 +53,17 @@ impl World {
             "status": {"conditions": [{"type": "Ready", "status": "True"}]}});
         let agent = self.raise(agent);
         self.agents.insert(name.into(), agent);
+        self
+    }
+
+    /// A node's MPS host, of the first revision or the second.
+    fn host(mut self, node: &str, hash: &str) -> Self {
+        let mut host = revision(hash, 0);
+        let named = json!({"name": format!("host-{node}"), "namespace": "system", "uid": format!("{hash}-{node}")});
+        host["metadata"].as_object_mut().unwrap().extend(named.as_object().unwrap().clone());
+        host["spec"] = json!({"nodeName": node});
+        host["status"] = json!({"conditions": [{"type": "Ready", "status": "True"}]});
+        self.hosts.get_or_insert_default().insert(node.into(), host);
         self
     }
 
@@ -87,6 +100,10 @@ impl World {
             nodes: self.nodes.values().map(|node| Arc::new(of(node.clone()))).collect(),
             gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(of(object.clone()))).collect(),
             agents: self.agents.values().map(|agent| Arc::new(of(agent.clone()))).collect(),
+            hosts: self.hosts.as_ref().map(|hosts| Hosts {
+                pods: hosts.values().map(|host| Arc::new(of(host.clone()))).collect(),
+                revisions: [("old", 1), ("new", 2)].map(|(hash, number)| Arc::new(of(revision(hash, number)))).into(),
+            }),
         }
     }
 
@@ -128,6 +145,18 @@ impl World {
     fn placement(pod: &Value) -> Option<Placement> {
         Placement::parse(pod["metadata"]["annotations"][cleave_api::placement::ANNOTATION].as_str()?).ok()
     }
+}
+
+/// What the `DaemonSet` of MPS hosts owns.
+fn revision(hash: &str, number: i64) -> Value {
+    let owner =
+        json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "set", "controller": true});
+    json!({"metadata": {"labels": {"controller-revision-hash": hash}, "ownerReferences": [owner]}, "revision": number})
+}
+
+/// The nodes whose MPS hosts are to be deleted.
+fn replaced(turn: &Turn) -> Vec<&str> {
+    turn.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
 fn at(seconds: u64) -> Now {
@@ -705,4 +734,130 @@ proptest! {
             prop_assert!(reality.given.contains_key(name) || World::units(pod) > most, "{name} could run: {reality:?}");
         }
     }
+}
+
+#[test]
+fn nothing_is_held_where_an_mps_host_is_replaced_from_the_look_on_that_finds_the_node_idle() {
+    let mut world = World::default().node("n1", &[0, 0]).host("n1", "old").pod("a", 2);
+    let mut keeper = Gatekeeper::default();
+    let turn = look(&mut keeper, &world, 0);
+    assert_eq!((opened(&turn), replaced(&turn)), (vec![], vec![]));
+    let message = &turn.waiting["team/a"].message;
+    assert!(message.ends_with("; the MPS host of n1 is being replaced, or not ready"), "{message}");
+    assert_eq!(turn.next, Some(Duration::from_secs(2)));
+    let turn = look(&mut keeper, &world, 2);
+    assert_eq!((opened(&turn), replaced(&turn)), (vec![], vec!["n1"]));
+    let step = turn.rollout.unwrap();
+    keeper.rollout.replaced(&step.replace[0], at(2).up);
+    world.hosts = Some(BTreeMap::new());
+    assert_eq!(opened(&look(&mut keeper, &world, 10)), [], "it is gone");
+    // Whoever leads next sees as much.
+    assert_eq!(opened(&look(&mut Gatekeeper::default(), &world, 11)), []);
+    world = world.host("n1", "new");
+    let turn = look(&mut keeper, &world, 12);
+    assert_eq!((opened(&turn), replaced(&turn)), (vec![("team/a", "held")], vec![]), "the next serves");
+}
+
+#[test]
+fn an_mps_host_stays_while_room_is_held_for_a_pod_or_a_pod_is_there_and_others_get_shares_beside_it() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 2);
+    let mut keeper = Gatekeeper::default();
+    let turn = look(&mut keeper, &world, 0);
+    assert!(world.patch(&turn.openings[0]));
+    world = world.host("n1", "old");
+    let stays = |keeper: &mut Gatekeeper, world: &World, second: u64| {
+        let turn = look(keeper, world, second);
+        assert_eq!(replaced(&turn), [""; 0]);
+        assert!(!keeper.rollout.withholds("n1"), "{turn:?}");
+        turn.rollout.unwrap().waiting["n1"].clone()
+    };
+    assert_eq!(stays(&mut keeper, &world, 1), "room is held for team/a");
+    world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
+    assert_eq!(stays(&mut keeper, &world, 10), "room is held for team/a", "its node has not told of it");
+    assert_eq!(stays(&mut Gatekeeper::default(), &world, 11), "room is held for team/a", "nor to who leads next");
+    world.change(
+        |world| &mut world.gpu_nodes,
+        "n1",
+        |node| {
+            let gpu = &mut node["status"]["gpus"][0];
+            gpu["slices"][0]["inUse"] = json!(2);
+            gpu["allocations"] = json!([{"pod": "team/a", "container": "main", "resource": MPS, "device": "n1-GPU-0", "ids": ["0", "1"]}]);
+        },
+    );
+    assert_eq!(stays(&mut keeper, &world, 20), "team/a holds 2 of nvidia.com/gpu-mps");
+    world = world.pod("b", 8);
+    assert_eq!(opened(&look(&mut keeper, &world, 30)), [("team/b", "held")]);
+    // All are gone.
+    world.pods.clear();
+    world.change(
+        |world| &mut world.gpu_nodes,
+        "n1",
+        |node| {
+            let gpu = &mut node["status"]["gpus"][0];
+            (gpu["slices"][0]["inUse"], gpu["allocations"]) = (json!(0), json!([]));
+        },
+    );
+    look(&mut keeper, &world, 40);
+    look(&mut keeper, &world, 50);
+    assert_eq!(replaced(&look(&mut keeper, &world, 60)), ["n1"]);
+}
+
+#[test]
+fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_shared_in_turns() {
+    let cordoned = json!({"cleave.dev/cordon": "n1-GPU-0,n1-GPU-1=until its MPS host is new"});
+    let mut world =
+        World::default().node("n1", &[0, 0]).node("n2", &[0]).host("n1", "old").host("n2", "new").pod("a", 2);
+    world.change(|world| &mut world.gpu_nodes, "n1", |node| node["metadata"]["annotations"] = cordoned);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(opened(&look(&mut keeper, &world, 0)), [("team/a", "held")], "there is another node");
+    assert_eq!(replaced(&look(&mut keeper, &world, 2)), ["n1"]);
+    // Turns end with no MPS host.
+    let turns = "nvidia.com/gpu-timeslice";
+    let mut world = World::default().node("n1", &[0]).host("n1", "old");
+    world.change(
+        |world| &mut world.gpu_nodes,
+        "n1",
+        |node| {
+            let gpu = &mut node["status"]["gpus"][0];
+            gpu["slices"] = json!([{"device": "n1-GPU-0", "resource": turns, "total": 4, "inUse": 3, "unhealthy": 0}]);
+        },
+    );
+    let one = json!({"containers": [{"resources": {"limits": {turns: "1"}}}]});
+    world = world.pod_with("t", 1, one);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(opened(&look(&mut keeper, &world, 0)), [("team/t", "held")], "nothing but MPS is kept back");
+    assert_eq!(replaced(&look(&mut keeper, &world, 2)), ["n1"]);
+}
+
+#[test]
+fn mps_hosts_are_looked_at_now_and_then_and_no_change_is_missed() {
+    let mut world = World::default().node("n1", &[0]).host("n1", "new");
+    let mut keeper = Gatekeeper::default();
+    let turn = look(&mut keeper, &world, 0);
+    assert_eq!((turn.rollout.is_some(), turn.next), (true, None));
+    world = world.host("n1", "old");
+    let half = Now { up: Duration::from_millis(500), epoch: 1_000_000 };
+    let turn = keeper.look(&world.told(), &BTreeMap::new(), half);
+    assert_eq!((turn.rollout.is_some(), turn.next), (false, Some(Duration::from_millis(500))));
+    assert_eq!(look(&mut keeper, &world, 1).rollout.unwrap().outdated, 1);
+}
+
+#[test]
+fn a_nodes_agent_is_upgraded_before_its_mps_host() {
+    let mut world = World::default().node("n1", &[0]).host("n1", "old");
+    let of_revision = |hash: &str| {
+        let metadata = revision(hash, 0)["metadata"].clone();
+        move |agent: &mut Value| {
+            agent["metadata"].as_object_mut().unwrap().extend(metadata.as_object().unwrap().clone());
+        }
+    };
+    world.change(|world| &mut world.agents, "n1", of_revision("old"));
+    let mut keeper = Gatekeeper::default();
+    for second in [0, 10] {
+        let step = look(&mut keeper, &world, second).rollout.unwrap();
+        assert_eq!((step.replace.len(), step.waiting["n1"].as_str()), (0, "its agent is upgraded first"));
+    }
+    world.change(|world| &mut world.agents, "n1", of_revision("new"));
+    look(&mut keeper, &world, 20);
+    assert_eq!(replaced(&look(&mut keeper, &world, 22)), ["n1"]);
 }

@@ -9,7 +9,7 @@ use crate::gate_admission::upgrade;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
 
 /// The command line, as an administrator has it.
-fn cleave() -> String {
+pub(crate) fn cleave() -> String {
     // As e2e/lib.sh has it.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
         Ok("dev") => "debug".to_owned(),

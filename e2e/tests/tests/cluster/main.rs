@@ -14,6 +14,7 @@ mod policies;
 mod restarts;
 mod shares;
 mod tenants;
+mod upgrades;
 
 use anyhow::Result;
 use cleave_e2e::{Cluster, Scope, text, wait_until};
