@@ -262,9 +262,10 @@ fn remember(args: &AgentArgs, store: &Store, link: &mps::Link, now: Instant) -> 
         None
     });
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
-    let (node, allocations) =
+    let (mut node, allocations) =
         Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
-    (node.at(now, Timestamp::now()), allocations)
+    node.tell_time(now, Timestamp::now());
+    (node, allocations)
 }
 
 /// The main loop: the only one that decides.
@@ -388,6 +389,7 @@ impl Main {
     /// Looks at all that is known, and hands on what follows. Says when to do so again, if soon.
     fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
+        self.node.tell_time(now, Timestamp::now());
         let mut table = self.counter.table();
         let Turn {
             lists,

@@ -11,6 +11,7 @@ mod gate_admission;
 mod health;
 mod hostile;
 mod policies;
+mod reboot;
 mod restarts;
 mod shares;
 mod tenants;
