@@ -327,6 +327,8 @@ impl Main {
     }
 
     fn take(&mut self, input: Input) {
+        // Each time: the time of day may have been set.
+        self.node.tell_time(Instant::now(), Timestamp::now());
         match input {
             Input::Ended(ended) => {
                 let Ended { order, outcome, .. } = &ended;
@@ -389,7 +391,6 @@ impl Main {
     /// Looks at all that is known, and hands on what follows. Says when to do so again, if soon.
     fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        self.node.tell_time(now, Timestamp::now());
         let mut table = self.counter.table();
         let Turn {
             lists,

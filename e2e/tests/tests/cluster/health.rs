@@ -9,7 +9,7 @@ use crate::gate_admission::upgrade;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
 
 /// The command line, as an administrator has it.
-fn cleave() -> String {
+pub(crate) fn cleave() -> String {
     // As e2e/lib.sh has it.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
         Ok("dev") => "debug".to_owned(),
@@ -49,7 +49,7 @@ impl Drop for Mended<'_> {
 }
 
 /// What the node says of a GPU.
-fn gpu(cluster: &Cluster, index: u64) -> Result<Value> {
+pub(crate) fn gpu(cluster: &Cluster, index: u64) -> Result<Value> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} tells of no GPU {index}"))
