@@ -51,10 +51,6 @@ impl Down {
         fs::write(&path, serde_json::to_vec(&checkpoint)?)?;
         Ok(down)
     }
-
-    fn start(self) -> Result<()> {
-        launcher(&["start", COMPONENT]).map(drop)
-    }
 }
 
 impl Drop for Down {
@@ -261,7 +257,9 @@ fn a_node_that_is_started_again_loses_no_share_gives_none_twice_and_its_pods_com
         bare.iter().map(|(name, _)| Ok((*name, ids(name)?))).collect::<Result<_>>()?;
     let before = containers(&scope)?;
 
-    Down::cut()?.start()?;
+    let down = Down::cut()?;
+    launcher(&["start", COMPONENT])?;
+    drop(down);
 
     let (mut back, mut lost) = (0, 0);
     for (name, shares) in bare {
@@ -323,7 +321,7 @@ fn without_an_api_server_a_node_that_is_started_again_starts_nothing_and_with_it
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(no_api);
     starting.join().map_err(|_| anyhow::anyhow!("starting the node panicked"))??;
-    down.start()?;
+    drop(down);
     for name in made(&scope, &before)? {
         ensure!(scope.seen(&name)?["sms"] == sms(EACH), "{name} has other limits: {}", scope.seen(&name)?);
     }
