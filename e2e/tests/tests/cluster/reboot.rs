@@ -227,8 +227,9 @@ fn a_node_that_is_started_again_loses_no_share_gives_none_twice_and_its_pods_com
     wait_until(&format!("{OTHER} offers ten shares"), || Ok(cluster.allocatable(OTHER, SHARES)? == 10))?;
     let mended = Mended::new(&cluster);
     // A boot heals what wants a reset, and not what is broken.
-    mended.faults.simgpu(&["xid", "3", "48"])?;
     mended.faults.simgpu(&["set", "2", "remap-failed=on"])?;
+    // Of an XID the agent looks at all that NVML says.
+    mended.faults.simgpu(&["xid", "3", "48"])?;
     offers(&cluster, SHARES, 10 * (GPUS - 2))?;
     health(&cluster, 3, "NeedsReset")?;
     health(&cluster, 2, "NeedsReset")?;
