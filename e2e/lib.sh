@@ -33,7 +33,7 @@ prerequisites() {
 # The product, the simulated hardware and the test programs, in release.
 build() {
   say "Building Cleave and the simulated hardware"
-  (cd "$root" && cargo build --profile "$profile" --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p cleave-client -p cleave-bench)
+  (cd "$root" && cargo build --profile "$profile" --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client -p cleave-bench)
 }
 
 # The simulated driver, as the nodes see it under /opt/simgpu.
@@ -65,7 +65,8 @@ images() {
   local tag
   for tag in dev next; do
     image localhost/cleave:$tag --ldd --dir /tmp:1777 --add "$programs/cleave:/usr/bin/cleave:755" --add "$programs/cleave-agent:/usr/bin/cleave-agent:755" \
-      --add "$programs/cleave-mps-host:/usr/bin/cleave-mps-host:755" --add "$programs/cleave-supervise:/usr/bin/cleave-supervise:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
+      --add "$programs/cleave-mps-host:/usr/bin/cleave-mps-host:755" --add "$programs/cleave-supervise:/usr/bin/cleave-supervise:755" \
+      --add "$programs/libsim_clock.so:/usr/lib/libsim_clock.so:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
   done
   image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }

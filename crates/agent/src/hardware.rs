@@ -7,9 +7,9 @@ use cleave_api::cordon::whole_seconds;
 use cleave_api::gpunode::Health;
 use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::Timestamp;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
-use crate::health::{Clock, History, Record, reason};
+use crate::health::{Clock, History, Record, Stamp, reason};
 use crate::xid::Class;
 
 /// The driver and its GPUs as they are known.
@@ -74,6 +74,8 @@ pub struct Book {
     gpus: BTreeMap<String, Entry>,
     /// The GPUs are those of an earlier boot: what NVML does not list was taken out of the machine.
     earlier_boot: bool,
+    /// Up to when, by administrators' words, what was found wrong with GPUs is over.
+    cleared: BTreeMap<String, Time>,
 }
 
 #[derive(Debug)]
@@ -111,7 +113,8 @@ impl Book {
     /// Starts with the GPUs of a checkpoint, which count as healthy until NVML says otherwise: pods may start before it has answered.
     pub fn remembering(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
         let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
-        Self { clock, driver: Driver::Unknown, gpus: gpus.into_iter().map(entry).collect(), earlier_boot: !same_boot }
+        let gpus = gpus.into_iter().map(entry).collect();
+        Self { clock, driver: Driver::Unknown, gpus, earlier_boot: !same_boot, cleared: BTreeMap::new() }
     }
 
     /// Takes over what was found wrong with them, unless another boot has ended it.
@@ -195,16 +198,28 @@ impl Book {
 
     /// Takes in what the driver says of GPUs' memory and needs, asked at `asked`.
     pub fn vitals(&mut self, vitals: BTreeMap<String, Vitals>, asked: Instant) {
-        let at = self.clock.stamp(asked);
         for (uuid, vitals) in vitals {
+            let at = self.stamp(&uuid, asked);
             if let Some(entry) = self.gpus.get_mut(&uuid) {
                 entry.history.vitals(vitals, at);
             }
         }
     }
 
-    /// An administrator says that what was found wrong with a GPU up to a time is over.
+    /// What it is when something is found wrong with a GPU. An administrator's word is about what was found before it, by the time of day as it was then,
+    /// and that may have been set back since: what is found now comes after it all the same.
+    fn stamp(&self, uuid: &str, now: Instant) -> Stamp {
+        let Stamp { now, wall } = self.clock.stamp(now);
+        let after = self.cleared.get(uuid).and_then(|word| word.0.checked_add(SignedDuration::from_secs(1)).ok());
+        Stamp { now, wall: after.map_or(wall, |after| after.max(wall)) }
+    }
+
+    /// An administrator says that what was found wrong with a GPU up to a time is over. To be told again of what an agent before this one was told before
+    /// anything is found.
     pub fn cleared(&mut self, uuid: &str, until: &Time) {
+        if self.cleared.get(uuid).is_none_or(|before| before < until) {
+            self.cleared.insert(uuid.to_owned(), until.clone());
+        }
         if let Some(entry) = self.gpus.get_mut(uuid) {
             entry.history.cleared(until);
         }
@@ -224,7 +239,7 @@ impl Book {
 
     /// Takes in an XID, and says what it says of the GPU.
     pub fn xid(&mut self, uuid: &str, xid: u64, gpu_instance: Option<u32>, ignored: &[u64], now: Instant) -> Class {
-        let at = self.clock.stamp(now);
+        let at = self.stamp(uuid, now);
         let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
             return crate::xid::classify(xid, ignored);
         };
@@ -398,6 +413,34 @@ mod tests {
         let mut same = book(checkpoint(), true);
         same.observe(listed(), Instant::now());
         assert_eq!(reason_of(&same, "GPU-b"), "GpuLost");
+    }
+
+    #[test]
+    fn what_is_found_after_an_administrators_word_is_not_over_by_it_though_the_clock_was_set_back() {
+        let now = Instant::now();
+        let word = whole_seconds(Timestamp::from_second(3_600).unwrap());
+        let mut ahead = two();
+        ahead.tell_time(now, word.0);
+        ahead.xid("GPU-a", 48, None, &[], now);
+        ahead.cleared("GPU-a", &word);
+        assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
+        // The time is what it really is; the same agent, and the next one, which knows the word by its checkpoint.
+        let mut next = two().recalling(ahead.records(), now);
+        next.cleared("GPU-a", &word);
+        for mut book in [ahead, next] {
+            book.tell_time(now, Timestamp::UNIX_EPOCH);
+            book.xid("GPU-a", 48, None, &[], now);
+            book.xid("GPU-b", 48, None, &[], now);
+            // It is told with each change of the spec.
+            book.cleared("GPU-a", &word);
+            let health = book.hardware().gpus["GPU-a"].health.clone();
+            assert_eq!(health.reason, "ResetRequired");
+            let last = health.last.unwrap();
+            assert!(last > word, "{last:?}: an administrator could not end it");
+            assert_eq!(book.hardware().gpus["GPU-b"].health.last.as_ref().unwrap().0, Timestamp::UNIX_EPOCH);
+            book.cleared("GPU-a", &last);
+            assert!(book.hardware().gpus["GPU-a"].health.healthy);
+        }
     }
 
     proptest! {

@@ -57,7 +57,8 @@ pub struct Stamp {
     pub wall: Timestamp,
 }
 
-/// The time of day at one moment of the clock that decides, so that times that are told need not be passed everywhere.
+/// The time of day at one moment of the clock that decides, so that times that are told need not be passed everywhere. The moment is to be a recent
+/// one: the time of day may be set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
     from: Stamp,
@@ -231,7 +232,9 @@ impl History {
         let same = |open: &&mut Open| (open.finding.class, open.finding.instance.as_deref()) == (class, instance);
         match self.findings.iter_mut().find(same) {
             Some(open) => {
-                (open.finding.cause, open.finding.last, open.quiet) = (cause, time, at.now);
+                // A clock that was set back does not make it end before it began.
+                let last = time.max(open.finding.last.clone());
+                (open.finding.cause, open.finding.last, open.quiet) = (cause, last, at.now);
             }
             None => {
                 let instance = instance.map(str::to_owned);
@@ -514,6 +517,17 @@ pub(crate) mod tests {
         history.xid(95, Some("MIG-b"), &[], stamp(start));
         assert_eq!(class(&history), "NeedsReset", "a reset is of the whole GPU");
         assert!(history.instances().is_empty());
+    }
+
+    #[test]
+    fn what_is_found_again_after_the_clock_was_set_back_does_not_end_before_it_began() {
+        let start = Instant::now();
+        let mut history = History::default();
+        history.xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
+        history.xid(79, None, &[], stamp(start + QUIET));
+        let health = history.health();
+        assert_eq!(health.since, health.last);
+        assert!(health.message.contains("79"), "{}", health.message);
     }
 
     #[test]

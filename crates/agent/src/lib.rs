@@ -263,9 +263,10 @@ fn remember(args: &AgentArgs, store: &Store, link: &mps::Link, now: Instant) -> 
         None
     });
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
-    let (node, allocations) =
+    let (mut node, allocations) =
         Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
-    (node.at(now, Timestamp::now()), allocations)
+    node.tell_time(now, Timestamp::now());
+    (node, allocations)
 }
 
 /// The main loop: the only one that decides.
@@ -327,6 +328,8 @@ impl Main {
     }
 
     fn take(&mut self, input: Input) {
+        // Each time: the time of day may have been set.
+        self.node.tell_time(Instant::now(), Timestamp::now());
         match input {
             Input::Ended(ended) => {
                 let Ended { order, outcome, .. } = &ended;

@@ -268,7 +268,10 @@ impl Node {
             checkpoint.unwrap_or_default();
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
         let clock = Clock::new(now, Timestamp::UNIX_EPOCH);
-        let book = Book::remembering(gpus, written_in == boot_id, clock).recalling(health, now);
+        let mut book = Book::remembering(gpus, written_in == boot_id, clock).recalling(health, now);
+        for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
+            gpu.cleared.iter().for_each(|until| book.cleared(&gpu.uuid, until));
+        }
         let node = Self {
             told_health: ToldHealth::before(&book.hardware()),
             book,
@@ -310,11 +313,9 @@ impl Node {
         Self { keep_mig_mode, ..self }
     }
 
-    /// It is `wall` at `now`: for times that are told.
-    #[must_use]
-    pub fn at(mut self, now: Instant, wall: Timestamp) -> Self {
+    /// It is `wall` at `now`: for times that are told. To be told again and again, because the time of day may be set.
+    pub fn tell_time(&mut self, now: Instant, wall: Timestamp) {
         self.book.tell_time(now, wall);
-        self
     }
 
     /// NVML answered what it was asked at `asked`.

@@ -179,6 +179,48 @@ async fn a_killed_agent_comes_back_to_the_same_ids_allocations_and_daemons() {
 }
 
 #[tokio::test]
+async fn after_a_reboot_the_last_spec_is_served_and_containers_find_their_doors_though_no_api_server_answers() {
+    let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
+    machine.healthy(MPS, 20).await;
+    let used = ids(&machine.uuids[0], [2, 3]);
+    let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
+    let given = machine.kubelet.allocate(MPS, &wanted).await.unwrap();
+    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
+    machine.pods.hold(&[held("p", MPS, &used)]);
+    machine.simgpu(&["xid", "1", "119"]);
+    machine.healthy(MPS, 10).await;
+    let known = |parts: &[&str]| {
+        let text = fs::read_to_string(machine.path("state/agent.json")).ok()?;
+        parts.iter().all(|part| text.contains(part)).then_some(())
+    };
+    machine.until("the checkpoint", || known(&[&used[0], "\"xid\":119"])).await;
+    let desired = machine.desired().unwrap();
+
+    machine.reboot();
+    machine.seen("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
+    machine.start_agent_without_api_server();
+    let all = |seen: &cleave_kubelet::fake::Seen| {
+        let endpoint = &seen.endpoints[MPS];
+        endpoint.connected && endpoint.devices.len() == 20
+    };
+    machine.seen("what was served before", all).await;
+    machine.start_host();
+    // What a boot heals is over too.
+    machine.healthy(MPS, 20).await;
+    assert_eq!(machine.desired().unwrap(), desired, "daemons and doors are those of before");
+    // The kubelet starts a container again with what it was answered before the boot, and asks only whether it may.
+    machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
+    let seen = machine.client(&given, &[]);
+    assert_eq!(
+        (seen["viaMps"].as_bool(), seen["sms"].as_u64(), seen["limitMiB"].as_u64()),
+        (Some(true), Some(26), Some(2000)),
+        "{seen}"
+    );
+    let text = fs::read_to_string(machine.path("agent.log")).unwrap();
+    assert!(text.contains("there is no way to the API server yet"), "an API server was there");
+}
+
+#[tokio::test]
 async fn a_second_agent_waits_and_takes_over_when_the_first_has_ended() {
     let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
     machine.healthy(MPS, 10).await;

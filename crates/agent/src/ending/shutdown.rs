@@ -211,6 +211,35 @@ pub fn lasting(note: &[u8], now: Timestamp, up: Duration, periods: &Periods) -> 
     (end_time < start_time && elapsed < up && elapsed < periods.total() + SLACK).then_some(elapsed)
 }
 
+/// A note that says that the kubelet ends pods, and since when.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Begun {
+    note: Vec<u8>,
+    since: Instant,
+}
+
+impl Begun {
+    /// What a note says that is read now; `before` is what the one before said. One that was believed is believed on until it is another, or too old: the
+    /// time of day may have been set meanwhile, and has no word in it.
+    fn read(
+        note: Vec<u8>,
+        before: Option<Self>,
+        (now, wall): (Instant, Timestamp),
+        up: Duration,
+        periods: &Periods,
+    ) -> Option<Self> {
+        match before {
+            Some(before) if before.note == note => {
+                (now.saturating_duration_since(before.since) < periods.total() + SLACK).then_some(before)
+            }
+            _ => {
+                let since = lasting(&note, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
+                Some(Self { note, since })
+            }
+        }
+    }
+}
+
 /// For how long the node has been up.
 fn uptime(proc: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(proc.join("uptime")).ok()?;
@@ -219,11 +248,12 @@ fn uptime(proc: &Path) -> Option<Duration> {
 
 /// Follows the kubelet's note, for ever.
 pub(crate) async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch::Sender<Option<Instant>>) {
+    let mut last: Option<Begun> = None;
     let look = || {
-        let now = Instant::now();
         let up = uptime(&proc).unwrap_or_default();
         let note = std::fs::read(kubelet.join(NOTE)).unwrap_or_default();
-        let since = lasting(&note, Timestamp::now(), up, &periods).and_then(|elapsed| now.checked_sub(elapsed));
+        last = Begun::read(note, last.take(), (Instant::now(), Timestamp::now()), up, &periods);
+        let since = last.as_ref().map(|begun| begun.since);
         began.send_if_modified(|began| {
             // What it was first taken for stays: clocks differ by a little each time.
             let turned = began.is_some() != since.is_some();
@@ -257,6 +287,28 @@ mod tests {
     /// Until when those leave that do, in seconds after `start`.
     fn ends(departures: &Pods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
         uids.map(|uid| Some((departures.leaving(&[uid.to_owned()], None)?.1.end - start).as_secs()))
+    }
+
+    #[test]
+    fn a_note_that_was_believed_is_believed_on_though_the_time_of_day_is_set() {
+        let (periods, start, up) = (periods(), Instant::now(), secs(86_400));
+        let noon: Timestamp = "2026-11-22T12:00:00Z".parse().unwrap();
+        let note = br#"{"startTime":"2026-11-22T11:59:55Z","endTime":"0001-01-01T00:00:00Z"}"#.to_vec();
+        let read = |note: &[u8], before: Option<&Begun>, after: u64, wall: Timestamp| {
+            Begun::read(note.to_vec(), before.cloned(), (start + secs(after), wall), up, &periods)
+        };
+        let hour = secs(3_600);
+        for set in [noon + hour, noon - hour] {
+            assert_eq!(read(&note, None, 1, set), None, "as it would be without the first");
+            let first = read(&note, None, 0, noon);
+            let begun = first.clone().unwrap();
+            assert_eq!(begun.since, start.checked_sub(secs(5)).unwrap());
+            assert_eq!(read(&note, Some(&begun), 1, set), first);
+            let over = br#"{"startTime":"2026-11-22T11:59:55Z","endTime":"2026-11-22T12:00:01Z"}"#;
+            assert_eq!(read(over, Some(&begun), 2, set), None);
+            assert_eq!(read(b"", Some(&begun), 2, set), None);
+            assert_eq!(read(&note, Some(&begun), (periods.total() + SLACK).as_secs(), set), None, "for ever");
+        }
     }
 
     #[test]

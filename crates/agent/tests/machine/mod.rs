@@ -138,6 +138,21 @@ impl Machine {
     }
 
     fn start_agent_as(&mut self, mut command: Command, more: &[&str]) {
+        self.arguments(&mut command);
+        command.arg("--offline").arg(self.path("spec")).args(more);
+        self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
+    }
+
+    /// As in a pod of a cluster whose API server does not answer.
+    pub(crate) fn start_agent_without_api_server(&mut self) {
+        let mut command = self.command("cleave");
+        self.arguments(&mut command);
+        command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
+        self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
+    }
+
+    /// What an agent is told, whoever tells it its spec.
+    fn arguments(&self, command: &mut Command) {
         command.args([
             "--log",
             "info,cleave_agent=debug",
@@ -158,8 +173,7 @@ impl Machine {
             .arg(self.path("plugins"))
             .arg("--pod-resources-socket")
             .arg(self.path("pods.sock"));
-        command.arg("--nvml-library").arg(&self.library).arg("--offline").arg(self.path("spec")).args(more);
-        self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
+        command.arg("--nvml-library").arg(&self.library);
     }
 
     pub(crate) fn start_host(&mut self) {
@@ -177,6 +191,28 @@ impl Machine {
     /// SIGKILL.
     pub(crate) fn kill_host(&mut self) {
         kill(&mut self.host);
+    }
+
+    /// Another boot: all processes have ended, what a boot clears is gone, and the checkpoint is of the boot before.
+    pub(crate) fn reboot(&mut self) {
+        self.kill_agent();
+        self.stop_host();
+        fs::remove_dir_all(self.path("run")).unwrap();
+        self.simgpu(&["reboot"]);
+        let checkpoint = self.path("state/agent.json");
+        let mut found: Value = serde_json::from_slice(&fs::read(&checkpoint).unwrap()).unwrap();
+        assert!(found["bootId"].is_string(), "{found}");
+        found["bootId"] = "another".into();
+        fs::write(&checkpoint, found.to_string()).unwrap();
+    }
+
+    /// By SIGTERM it ends its daemons too.
+    fn stop_host(&mut self) {
+        if let Some(mut host) = self.host.take() {
+            let pid = rustix::process::Pid::from_child(&host);
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+            let _ = host.wait();
+        }
     }
 
     /// SIGTERM; how the agent ended.
@@ -311,12 +347,7 @@ impl Drop for Machine {
     fn drop(&mut self) {
         self.kill_agent();
         self.kill_first_agent();
-        if let Some(host) = &mut self.host {
-            // By SIGTERM it ends its daemons too.
-            let pid = rustix::process::Pid::from_child(host);
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-            let _ = host.wait();
-        }
+        self.stop_host();
     }
 }
 

@@ -89,7 +89,7 @@ pub struct Cluster {
 pub struct Now {
     /// Since the process started.
     pub up: Duration,
-    /// Seconds of the Unix epoch.
+    /// Seconds of the Unix epoch, by a clock that nobody sets while this process leads: what is held is not to be lost, or kept, by a jump.
     pub epoch: u64,
 }
 
@@ -169,6 +169,8 @@ pub struct Gatekeeper {
     uids: BTreeMap<String, String>,
     /// Pods that were seen with all that they asked for: when they go, and their node no longer tells of it, nothing is kept for them.
     served: BTreeSet<String>,
+    /// UIDs of pods that found no node in time: what is noted on them is believed no more, however late the end is that it names.
+    given_up: BTreeMap<String, String>,
     /// Pods that are gone and may hold something, and until when that is believed.
     lingering: BTreeMap<String, Duration>,
     /// Pods that a disruption budget protects, and until when that is believed.
@@ -296,7 +298,9 @@ impl Gatekeeper {
         let (open, left) = self.present.look(&cluster.pods);
         let candidates = self.see_pods(&mut ledger, &open, left, now);
         for (pod, _) in ledger.expire(Moment(now.epoch)) {
-            self.uids.remove(&pod);
+            if let Some(uid) = self.uids.remove(&pod) {
+                self.given_up.insert(pod.clone(), uid);
+            }
             tracing::warn!(pod, "no node was found for it in time: nothing is held for it any more");
         }
         // Before anything is held: a node that is found idle here is closed in the same look.
@@ -479,6 +483,7 @@ impl Gatekeeper {
                     candidates.push((name.clone(), *pod));
                 }
             } else if ledger.claim(&name).is_none()
+                && self.given_up.get(&name) != Some(&uid)
                 && let Some(place @ Place::OneOf { .. }) = place(pod, now)
             {
                 ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
@@ -499,6 +504,7 @@ impl Gatekeeper {
         }
         for name in &left {
             self.served.remove(name);
+            self.given_up.remove(name);
         }
         let gated = &mut self.gated;
         gated.retain(|name, _| there.contains(name));
@@ -851,7 +857,9 @@ fn place(pod: &PodObject, now: Now) -> Option<Place> {
         return None;
     }
     let placement = pod.placement.as_ref().filter(|placement| placement.until > now.epoch)?;
-    Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires: Moment(placement.until) })
+    // Whoever wrote it may have had another clock: nothing is held for longer than from now on.
+    let expires = Moment(placement.until.min(now.epoch.saturating_add(HOLD.as_secs())));
+    Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
 }
 
 /// A pod as it is planned with; of one that nothing is planned for, what it asks for.

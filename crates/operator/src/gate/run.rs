@@ -53,17 +53,42 @@ enum Failure {
     Refused(String),
 }
 
+/// The time of day at one moment, counted on by a clock that nobody sets. What is held is held until a time, and one step of the node's clock would
+/// end all of it, or none for as long as the step is.
+#[derive(Debug, Clone, Copy)]
+struct Epoch {
+    at: Timestamp,
+    since: Instant,
+}
+
+impl Epoch {
+    /// It is `at` at `since`.
+    const fn new(at: Timestamp, since: Instant) -> Self {
+        Self { at, since }
+    }
+
+    /// Seconds of the Unix epoch at `now`.
+    fn seconds(self, now: Instant) -> u64 {
+        u64::try_from(self.at.as_second())
+            .unwrap_or(0)
+            .saturating_add(now.saturating_duration_since(self.since).as_secs())
+    }
+}
+
 /// The task.
 pub(crate) struct Gate {
     parts: Parts,
     keeper: Gatekeeper,
     teller: Teller,
     started: Instant,
+    epoch: Epoch,
 }
 
 impl Gate {
     pub(crate) fn new(parts: Parts) -> Self {
-        Self { parts, keeper: Gatekeeper::default(), teller: Teller::default(), started: Instant::now() }
+        let started = Instant::now();
+        let epoch = Epoch::new(Timestamp::now(), started);
+        Self { parts, keeper: Gatekeeper::default(), teller: Teller::default(), started, epoch }
     }
 
     /// Opens gates until `stop`.
@@ -92,6 +117,8 @@ impl Gate {
     async fn look(&mut self) -> Option<Duration> {
         if !self.parts.claim.is_current() {
             self.keeper.reset();
+            // Whoever leads next goes by the time of day as it is then.
+            self.epoch = Epoch::new(Timestamp::now(), Instant::now());
             return None;
         }
         let stores = &self.parts.stores;
@@ -103,7 +130,7 @@ impl Gate {
             hosts: self.parts.hosts.as_ref().and_then(Watched::state),
         };
         let up = self.started.elapsed();
-        let epoch = u64::try_from(Timestamp::now().as_second()).unwrap_or(0);
+        let epoch = self.epoch.seconds(Instant::now());
         let demand = Arc::clone(&self.parts.demand.borrow_and_update());
         let turn = self.keeper.look(&cluster, &demand, Now { up, epoch });
         self.measure(&turn);
@@ -299,5 +326,20 @@ impl Gate {
     fn measure(&self, turn: &Turn) {
         let waiting = i64::try_from(turn.waiting.len()).unwrap_or(i64::MAX);
         self.parts.metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(waiting);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_that_holds_go_by_is_counted_on_and_never_goes_back() {
+        let start = Instant::now();
+        let epoch = Epoch::new(Timestamp::from_second(1_000).unwrap(), start);
+        assert_eq!(epoch.seconds(start), 1_000);
+        assert_eq!(epoch.seconds(start + Duration::from_millis(5_900)), 1_005);
+        let ancient = Epoch::new(Timestamp::from_second(-7).unwrap(), start + Duration::from_secs(1));
+        assert_eq!(ancient.seconds(start), 0);
     }
 }

@@ -448,6 +448,21 @@ fn a_pod_that_finds_no_node_in_time_holds_nothing_any_more() {
 }
 
 #[test]
+fn what_an_operator_has_noted_whose_clock_was_ahead_is_held_no_longer_than_anything_else() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let ahead = Now { epoch: at(3_600).epoch, ..at(0) };
+    let turn = Gatekeeper::default().look(&world.told(), &BTreeMap::new(), ahead);
+    assert!(world.patch(&turn.openings[0]));
+    let world = world.pod("b", 6);
+    let mut keeper = Gatekeeper::default();
+    let turn = look(&mut keeper, &world, 0);
+    assert_eq!((opened(&turn), turn.next), (vec![], Some(HOLD)));
+    assert_eq!(opened(&look(&mut keeper, &world, HOLD.as_secs())), [("team/b", "held")]);
+    look(&mut keeper, &world, HOLD.as_secs() + 1);
+    assert!(keeper.ledger().unwrap().claim("team/a").is_none(), "it is not believed again");
+}
+
+#[test]
 fn what_a_pod_may_hold_that_is_deleted_before_its_node_told_of_it_is_kept_for_a_while() {
     let mut world = World::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();

@@ -20,13 +20,13 @@ pub(crate) fn cleave() -> String {
 }
 
 /// [`NODE`]'s GPUs are what they were, whatever the test made of them.
-struct Mended<'a> {
+pub(crate) struct Mended<'a> {
     cluster: &'a Cluster,
-    faults: Faults<'a>,
+    pub(crate) faults: Faults<'a>,
 }
 
 impl<'a> Mended<'a> {
-    fn new(cluster: &'a Cluster) -> Self {
+    pub(crate) fn new(cluster: &'a Cluster) -> Self {
         Self { cluster, faults: Faults::on(NODE) }
     }
 }
@@ -49,13 +49,13 @@ impl Drop for Mended<'_> {
 }
 
 /// What the node says of a GPU.
-fn gpu(cluster: &Cluster, index: u64) -> Result<Value> {
+pub(crate) fn gpu(cluster: &Cluster, index: u64) -> Result<Value> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} tells of no GPU {index}"))
 }
 
-fn health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
+pub(crate) fn health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
     wait_until(&format!("GPU {index} is {class}"), || {
         let health = gpu(cluster, index)?["health"].clone();
         ensure!(text(&health["class"]) == class, "{health}");

@@ -2,6 +2,7 @@
 //!
 //! One test at a time (`--test-threads=1`): they share the cluster, and each leaves it as it found it.
 mod admission;
+mod clocks;
 mod daemons;
 mod demand;
 mod ending;
@@ -11,6 +12,7 @@ mod gate_admission;
 mod health;
 mod hostile;
 mod policies;
+mod reboot;
 mod restarts;
 mod shares;
 mod tenants;
