@@ -27,19 +27,22 @@ type process struct {
 	Boot  string `json:"boot"`
 }
 
-// parseStat reads the state and the start time out of /proc/PID/stat. The
-// program's name, the second field, may hold anything, brackets and blanks too.
-func parseStat(stat string) (state byte, start uint64, err error) {
+// parseStat reads whether the process has ended, if nobody may have taken note
+// yet, and its start time out of /proc/PID/stat. The program's name, the second
+// field, may hold anything, brackets and blanks too.
+func parseStat(stat string) (ended bool, start uint64, err error) {
 	end := strings.LastIndexByte(stat, ')')
 	if end < 0 {
-		return 0, 0, fmt.Errorf("not a process's stat: %q", stat)
+		return false, 0, fmt.Errorf("not a process's stat: %q", stat)
 	}
 	fields := strings.Fields(stat[end+1:]) // from the third field on
 	if len(fields) < 20 || len(fields[0]) != 1 {
-		return 0, 0, fmt.Errorf("not a process's stat: %q", stat)
+		return false, 0, fmt.Errorf("not a process's stat: %q", stat)
 	}
 	start, err = strconv.ParseUint(fields[19], 10, 64)
-	return fields[0][0], start, err
+	// The first thread of a killed process is a zombie while the others still end, and hold its sockets.
+	ended = fields[0] == "X" || fields[0] == "Z" && fields[17] == "1"
+	return ended, start, err
 }
 
 func bootID() (string, error) {
@@ -67,8 +70,8 @@ func (p process) alive() bool {
 	if err != nil {
 		return false
 	}
-	state, start, err := parseStat(string(stat))
-	if err != nil || state == 'Z' || state == 'X' || start != p.Start {
+	ended, start, err := parseStat(string(stat))
+	if err != nil || ended || start != p.Start {
 		return false
 	}
 	boot, err := bootID()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"os/exec"
+	"strings"
 	"testing"
 	"time"
 
@@ -13,10 +14,17 @@ import (
 func TestParseStat(t *testing.T) {
 	const rest = " S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4242 1000 10 18446744073709551615"
 	for _, name := range []string{"(sh)", "(a b)", "(a) R 1 2 3)", "()"} {
-		state, start, err := parseStat("17 " + name + rest)
-		if err != nil || state != 'S' || start != 4242 {
-			t.Errorf("%s: %c, %d, %v", name, state, start, err)
+		ended, start, err := parseStat("17 " + name + rest)
+		if err != nil || ended || start != 4242 {
+			t.Errorf("%s: %t, %d, %v", name, ended, start, err)
 		}
+	}
+	zombie := "17 (sh)" + strings.Replace(rest, " S ", " Z ", 1)
+	if ended, _, err := parseStat(zombie); err != nil || !ended {
+		t.Errorf("a zombie has not ended: %v", err)
+	}
+	if ended, _, err := parseStat(strings.Replace(zombie, " 20 0 1 0 ", " 20 0 9 0 ", 1)); err != nil || ended {
+		t.Errorf("a process whose other threads still end is taken for ended: %v", err)
 	}
 	for _, stat := range []string{"", "17 (sh", "17 (sh) S 1 2", "17 (sh) S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 x 1"} {
 		if _, _, err := parseStat(stat); err == nil {
