@@ -166,6 +166,7 @@ impl Live {
             nodes: nodes.into_iter().map(Arc::new).collect(),
             gpu_nodes: gpu_nodes.into_iter().map(Arc::new).collect(),
             agents: agents.into_iter().map(Arc::new).collect(),
+            hosts: None,
         };
         Self { cluster, policies, now }
     }
