@@ -435,6 +435,8 @@ fn a_sick_gpu_and_an_agent_that_is_away_are_told() {
         Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
     world.says("p", "Ready", "False", "GpuUnhealthy", "GPU 3 of n1 is not healthy: XID 79");
     world.gpu("n1", 3).health.healthy = true;
+    world.gpu("n1", 0).mps = vec![MpsStatus { state: "Restarting".into(), ..MpsStatus::default() }];
+    world.says("p", "Ready", "True", "Ready", "");
     world.gpu("n1", 0).mps =
         vec![MpsStatus { state: "BackOff".into(), message: "exited with 1".into(), ..MpsStatus::default() }];
     world.says(

@@ -39,21 +39,28 @@ pub struct HostArgs {
     #[command(subcommand)]
     command: Option<HostCommand>,
 
-    /// Directory shared with the agent, mounted at the same path on the host and in both pods. May be a tmpfs.
+    #[command(flatten)]
+    place: PlaceArgs,
+}
+
+// Where a node has what MPS needs. No doc comment: clap would have it in the place of that of the command.
+#[derive(Debug, Clone, clap::Args)]
+pub(super) struct PlaceArgs {
+    /// Directory that the agent and the MPS host share, mounted at the same path on the host and in both pods. May be a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
-    run_dir: PathBuf,
+    pub(super) run_dir: PathBuf,
 
     /// The MPS control daemon's program; the server is looked for beside it.
     #[arg(long, env = "CLEAVE_MPS_CONTROL", value_name = "PATH", default_value = "nvidia-cuda-mps-control")]
-    mps_control: PathBuf,
+    pub(super) mps_control: PathBuf,
 
-    /// Directories of the driver's libraries, as `LD_LIBRARY_PATH` for the MPS control daemons. Without it they get this process's own.
+    /// Directories of the driver's libraries, as `LD_LIBRARY_PATH` for MPS control daemons and CUDA programs. Without it they get this process's own.
     #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
-    mps_library_path: Option<OsString>,
+    pub(super) mps_library_path: Option<OsString>,
 
-    /// The NVML library, for the compute mode. Without it: looked for where drivers are.
+    /// The NVML library. Without it: looked for where drivers are.
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
-    nvml_library: Option<PathBuf>,
+    pub(super) nvml_library: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, clap::Subcommand)]
@@ -193,7 +200,7 @@ fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<
 }
 
 async fn serve(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
-    let HostArgs { command: _, run_dir, mps_control, mps_library_path, nvml_library } = args;
+    let PlaceArgs { run_dir, mps_control, mps_library_path, nvml_library } = args.place;
     let paths = Paths::new(run_dir);
     let lock = prepare(&paths)?;
     let descriptors = raise_descriptor_limit();

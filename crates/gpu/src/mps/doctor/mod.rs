@@ -20,6 +20,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::timeout;
 
 use super::daemon;
+use super::host::PlaceArgs;
 use super::process;
 use super::protocol::{self, LogEvent};
 use super::wire::{Desired, Paths};
@@ -56,21 +57,9 @@ pub struct DoctorArgs {
     #[arg(long)]
     idle: bool,
 
-    /// The MPS control daemon's program; the server is looked for beside it.
-    #[arg(long, env = "CLEAVE_MPS_CONTROL", value_name = "PATH", default_value = "nvidia-cuda-mps-control")]
-    mps_control: PathBuf,
-
-    /// Directories of the driver's libraries, as `LD_LIBRARY_PATH` for the MPS control daemon and the CUDA program.
-    #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
-    mps_library_path: Option<OsString>,
-
-    /// The NVML library. Without it: looked for where drivers are.
-    #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
-    nvml_library: Option<PathBuf>,
-
-    /// The directory of this node's Cleave, which says what GPUs it has daemons for.
-    #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
-    run_dir: PathBuf,
+    // The run directory is only read: it says for what GPUs this node's Cleave has daemons.
+    #[command(flatten)]
+    place: PlaceArgs,
 }
 
 /// Why nothing can be said.
@@ -141,21 +130,21 @@ struct Report {
 /// # Errors
 /// [`DoctorError`], where nothing can be said.
 pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
-    let search = Search { library: args.nvml_library.clone(), ..Search::default() };
+    let search = Search { library: args.place.nvml_library.clone(), ..Search::default() };
     let nvml = Worker::start(Box::new(move || Ok(Box::new(Nvml::open(&search)?) as Box<dyn Gpus>)))?;
     let inventory = nvml.call(NVML, |gpus| gpus.inventory()).await?;
     let gpu = choose(inventory.gpus, args.gpu.as_deref())?;
     let uuid = gpu.uuid.clone();
     let compute_mode = nvml.call(NVML, move |gpus| gpus.compute_mode(&uuid)).await.ok();
     let cuda = nvml.call(NVML, |gpus| gpus.cuda_version()).await.ok();
-    let control = find_program(&args.mps_control);
+    let control = find_program(&args.place.mps_control);
     let mut facts = Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         cgroups: cgroups(Path::new("/sys/fs/cgroup")),
         driver: inventory.driver,
         cuda: cuda.map(|(major, minor)| format!("{major}.{minor}")),
         control_version: match &control {
-            Some(control) => control_version(control, args.mps_library_path.as_deref(), &gpu.uuid).await,
+            Some(control) => control_version(control, args.place.mps_library_path.as_deref(), &gpu.uuid).await,
             None => None,
         },
         control,
@@ -305,7 +294,7 @@ async fn scene(args: &DoctorArgs, facts: &Facts, gpu: &Gpu, compute_mode: Option
         root: rustix::process::geteuid().is_root(),
         mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
         compute_mode,
-        cleave: cleave(&args.run_dir, &gpu.uuid),
+        cleave: cleave(&args.place.run_dir, &gpu.uuid),
         mps: process::of_gpu(&gpu.uuid).await,
         processes: facts.gpu.processes,
         others: match namespace.as_os_str() == FIRST_PID_NAMESPACE {
@@ -343,10 +332,10 @@ async fn try_it(
         uuid: gpu.uuid.clone(),
         memory_mib: gpu.memory.0,
         control,
-        library_path: args.mps_library_path.clone(),
+        library_path: args.place.mps_library_path.clone(),
         program: words.map(|words| Program {
             words,
-            library_path: args.mps_library_path.clone(),
+            library_path: args.place.mps_library_path.clone(),
             device: gpu.uuid.clone(),
         }),
         nvml,
