@@ -166,6 +166,7 @@ impl Live {
             nodes: nodes.into_iter().map(Arc::new).collect(),
             gpu_nodes: gpu_nodes.into_iter().map(Arc::new).collect(),
             agents: agents.into_iter().map(Arc::new).collect(),
+            // Which MPS hosts are to be replaced is known to the operator, which says so to those that wait for one.
             hosts: None,
         };
         Self { cluster, policies, now }
