@@ -220,7 +220,9 @@ def doctor(results):
     done = shell(CLEAVE, "doctor", *map(str, arguments), check=False, env={**os.environ, "LD_LIBRARY_PATH": str(DRIVER / "lib64")}, cwd="/tmp")
     probe.unlink()
     results.note(table=done.stdout.splitlines())
-    results.check("all that it tries is as Cleave relies on it", done.returncode == 0, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
+    differ = re.findall(r"^- ([a-z-]+):", done.stdout.partition("What that means:")[2], re.M)
+    # Over the daemon's own socket, which no pod has: docs/doctor.md.
+    results.check("nothing differs from what Cleave relies on, but what is known of this driver", done.returncode in (0, 1) and set(differ) <= {"privileges"}, differ=differ, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
 
 
 def limits(results):
