@@ -149,9 +149,11 @@ pub fn protected(message: &str) -> Event {
 }
 
 /// An MPS host gives way to one of its `DaemonSet`'s newest revision.
-pub fn host_replaced(node: &str, pod: &str) -> Event {
+pub fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("{pod} is replaced by one of the newest revision: nothing uses MPS on node {node}");
-    Event { action: "Replace".to_owned(), ..event(EventType::Normal, "MpsHostReplaced", &note) }
+    // Of events that differ in their note alone a recorder writes the first and counts the others.
+    let secondary = Some(of_pod(pod, uid));
+    Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
 /// No more MPS hosts are replaced.
@@ -235,6 +237,12 @@ mod tests {
         let cluster = cluster(1);
         assert_eq!(teller.events(&outcome(1, Reason::Cutting, "On n1"), &cluster, at(0)).len(), 1);
         assert!(teller.events(&outcome(1, Reason::Scheduler, "On n1"), &cluster, at(1)).is_empty());
+    }
+
+    #[test]
+    fn each_replaced_mps_host_is_an_event_of_its_own() {
+        let [first, second] = ["a", "b"].map(|name| host_replaced("n1", &format!("ns/{name}"), name).secondary);
+        assert!(first.is_some() && first != second, "{first:?}, {second:?}");
     }
 
     #[test]

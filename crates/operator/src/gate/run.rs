@@ -270,7 +270,8 @@ impl Gate {
                 Deleted::Done => {
                     tracing::info!(node, pod, "nothing uses MPS there: its MPS host is replaced by the newest");
                     self.keeper.rollout.replaced(replacement, up);
-                    events.push((replacement.regarding(), events::host_replaced(node, pod)));
+                    let event = events::host_replaced(node, pod, &replacement.host.uid);
+                    events.push((replacement.regarding(), event));
                 }
                 Deleted::NotAnyMore => self.keeper.rollout.given_up(node),
                 Deleted::Failed(error) => {
