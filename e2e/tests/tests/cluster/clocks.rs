@@ -11,7 +11,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::gate_admission::GATE;
+use crate::gate::is_gated;
 use crate::health::{Mended, cleave, gpu, health};
 use crate::restarts::{part, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
@@ -120,12 +120,7 @@ fn clients(scope: &Scope, name: &str) -> Result<u64> {
 
 fn waits_at_the_gate(scope: &Scope, name: &str) -> Result<()> {
     let pod = scope.cluster.get(&scope.pod_path(name))?;
-    let gates = pod["spec"]["schedulingGates"].as_array().cloned().unwrap_or_default();
-    ensure!(
-        gates.iter().any(|gate| gate["name"] == GATE),
-        "{name} was let through to room that is held: {}",
-        pod["spec"]
-    );
+    ensure!(is_gated(&pod), "{name} was let through to room that is held: {}", pod["spec"]);
     Ok(())
 }
 

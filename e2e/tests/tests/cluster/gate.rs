@@ -5,18 +5,19 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, kubectl, launcher, pod, signal, signal_component,
-    staying, text, wait_for, wait_until,
+    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, signal, signal_component, staying,
+    text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
+use crate::gate_admission::GATE;
+use crate::restarts::agent_says;
 use crate::{GPUS, NODE, SHARES, allocations, ten_shares, undisturbed};
 
-const GATE: &str = "cleave.dev/placement";
 /// Holds its shares and nothing else: hundreds of clients would only load the machine.
 const STAY: &str = "exec sleep 1000000";
 
-fn is_gated(pod: &Value) -> bool {
+pub(crate) fn is_gated(pod: &Value) -> bool {
     pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE))
 }
 
@@ -386,13 +387,7 @@ fn kill_agent(scope: &Scope) -> Result<()> {
         Ok(looks == 2)
     })
     .and_then(|()| signal(NODE, "cleave-agent", "KILL"))
-    .and_then(|()| {
-        let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
-        let agents = scope.cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io/component=agent"))?;
-        let own = agents.iter().find(|pod| pod["spec"]["nodeName"] == NODE).context("an agent")?;
-        let ready = format!("{pods}/{}:8080/proxy/readyz", text(&own["metadata"]["name"]));
-        wait_until("the agent serves again", || kubectl(&["get", "--raw", &ready]).map(|_| true))
-    });
+    .and_then(|()| wait_until("the agent serves again", || agent_says(scope.cluster, "readyz").map(|_| true)));
     signal_component("scheduler", "CONT").and(killed)
 }
 

@@ -67,6 +67,12 @@ pub(crate) fn part(cluster: &Cluster, component: &str) -> Result<Value> {
         .with_context(|| format!("no {component} pod"))
 }
 
+/// What the agent of [`NODE`] answers at a path.
+pub(crate) fn agent_says(cluster: &Cluster, path: &str) -> Result<String> {
+    let name = text(&part(cluster, "agent")?["metadata"]["name"]);
+    kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM}/pods/{name}:8080/proxy/{path}")])
+}
+
 fn restarts(pod: &Value) -> u64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
 }

@@ -1,9 +1,10 @@
 //! Who uses more memory than its shares, or computes outside MPS, is found, told, and evicted where the policy says so; a neighbour is not
 //! accused. The stand-in MPS lets limits escape as the real one does.
-use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, PATIENCE, SYSTEM, Scope, kubectl, text, wait_for, wait_until};
+use anyhow::{Result, ensure};
+use cleave_e2e::{Cluster, PATIENCE, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
+use crate::restarts::agent_says;
 use crate::{GPUS, HOLD, NODE, SHARES, offers};
 
 /// What is free of a limit that MPS does not understand: all of it.
@@ -41,15 +42,6 @@ fn events(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str) -> Result<V
     Ok(all.iter().filter(of_pod).cloned().collect())
 }
 
-/// What the node's agent says for Prometheus.
-fn metrics(cluster: &Cluster) -> Result<String> {
-    let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component=agent");
-    let agents = cluster.list(&path)?;
-    let agent = agents.iter().find(|pod| pod["spec"]["nodeName"] == NODE).context("no agent")?;
-    let name = text(&agent["metadata"]["name"]);
-    kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM}/pods/{name}:8080/proxy/metrics")])
-}
-
 /// Bytes of a series of a pod's container.
 fn series(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
     let labels = format!("namespace=\"{}\",pod=\"{pod}\",container=\"main\"", scope.namespace);
@@ -79,7 +71,7 @@ fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Res
     let note = text(&told[0]["note"]);
     ensure!(note.contains("MiB") && note.contains("ask for more shares"), "it is told {note:?}");
     let figures = wait_for("the metrics of both", PATIENCE, || {
-        let text = metrics(&cluster)?;
+        let text = agent_says(&cluster, "metrics")?;
         let of = |pod| {
             let memory = series(&text, "cleave_tenant_memory_bytes", &scope, pod)?;
             Some((memory, series(&text, "cleave_tenant_memory_limit_bytes", &scope, pod)?))
@@ -104,7 +96,7 @@ fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Res
         Ok(true)
     })?;
     wait_until("the series go with the pod", || {
-        Ok(series(&metrics(&cluster)?, "cleave_tenant_memory_bytes", &scope, "escape").is_none())
+        Ok(series(&agent_says(&cluster, "metrics")?, "cleave_tenant_memory_bytes", &scope, "escape").is_none())
     })
 }
 
