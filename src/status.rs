@@ -183,6 +183,8 @@ struct Allocation {
     threads: Option<u8>,
     sms: Option<u32>,
     memory_mib: Option<u64>,
+    /// What of it a program can allocate, beside its CUDA context; none where that is not known.
+    usable_mib: Option<u64>,
     clients: u32,
     ids: Vec<String>,
 }
@@ -359,6 +361,7 @@ impl Allocation {
             threads: held.threads,
             sms: held.sms,
             memory_mib: held.memory_mib,
+            usable_mib: held.memory_mib.zip(held.context_mib).map(|(limit, context)| limit.saturating_sub(context)),
             clients: held.clients,
             ids: held.ids.clone(),
         }
@@ -438,17 +441,17 @@ fn allocation_table(report: &Report, wide: bool) -> String {
         return "No pod holds a GPU or a part of one.\n".to_owned();
     }
     let mut table = Table::new(&["POD", "NODE", "GPU", "RESOURCE", "SHARES", "SMS", "MIB", "CLIENTS"], wide);
-    table.further(&["CONTAINER", "THREADS %", "DEVICE", "IDS"]);
+    table.further(&["USABLE MIB", "CONTAINER", "THREADS %", "DEVICE", "IDS"]);
     for held in &report.allocations {
         let optional = |number: Option<u64>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
         let (gpu, shares, clients) = (held.gpu.to_string(), held.shares.to_string(), held.clients.to_string());
         let (sms, memory) = (optional(held.sms.map(u64::from)), optional(held.memory_mib));
-        let threads = optional(held.threads.map(u64::from));
+        let (usable, threads) = (optional(held.usable_mib), optional(held.threads.map(u64::from)));
         let prefix = format!("{}::", held.device);
         let ids: Vec<&str> = held.ids.iter().map(|id| id.strip_prefix(&prefix).unwrap_or(id)).collect();
         table.row(
             &[&held.pod, &held.node, &gpu, &held.resource, &shares, &sms, &memory, &clients],
-            &[&held.container, &threads, &held.device, &ids.join(",")],
+            &[&usable, &held.container, &threads, &held.device, &ids.join(",")],
         );
     }
     table.render()

@@ -33,6 +33,16 @@ pub enum Driver {
     Present(String),
 }
 
+impl Driver {
+    /// Its version, where there is one that answers.
+    pub fn version(&self) -> Option<&str> {
+        match self {
+            Self::Present(version) => Some(version),
+            Self::Unknown | Self::Missing(_) => None,
+        }
+    }
+}
+
 /// A GPU and how it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownGpu {

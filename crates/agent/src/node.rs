@@ -21,6 +21,7 @@ use crate::expected::Expected;
 use crate::faults::{self, Faults};
 use crate::hardware::{Book, Hardware, KnownGpu};
 use crate::health::{Clock, Told as ToldHealth};
+use crate::kernel_log::Xid;
 use crate::layout::{Kind, Layout, Pool};
 use crate::mig::{Change, Next, Outcome, Trial, next};
 use crate::mps;
@@ -329,6 +330,16 @@ impl Node {
             }
         }
         self.book.observe(answer, asked);
+    }
+
+    /// Whether the kernel's log should be read: it may say whose a fault is.
+    pub fn asks_whose(&self) -> bool {
+        self.faults.asks(&self.view)
+    }
+
+    /// What the kernel's log says.
+    pub fn kernel(&mut self, xids: Vec<Xid>, now: Instant) {
+        self.faults.kernel(xids, now);
     }
 
     /// An order ended, or takes long.
@@ -1266,7 +1277,8 @@ mod tests {
         second.held(Ok(vec![held("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
         let turn = second.turn(&mut table, start);
         assert_eq!(turn.desired, desired, "in use");
-        assert_eq!(turn.status.gpus[0].allocations[0].memory_mib, Some(5));
+        let row = &turn.status.gpus[0].allocations[0];
+        assert_eq!((row.sms, row.memory_mib, row.context_mib), (Some(26), Some(5), Some(123)));
         assert_eq!(turn.status.steps[0].message, "in use by ns/p");
         second.held(Ok(vec![]), start + GRACE, &mut table.allocations);
         let turn = second.turn(&mut table, start + GRACE);

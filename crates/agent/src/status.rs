@@ -10,7 +10,7 @@ use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_REA
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Door};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile};
 use cleave_kubelet::{DeviceList, HeldDevices, ResourceName};
-use cleave_plan::mps::sms;
+use cleave_plan::mps::{context, sms};
 use cleave_plan::units::{Percent, Sms};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -118,10 +118,7 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
         observed_generation: generation,
         plan_id: spec.filter(|_| matches).map(|(_, spec)| spec.plan_id.clone()).unwrap_or_default(),
         agent_version: env!("CARGO_PKG_VERSION").into(),
-        driver: match &hardware.driver {
-            Driver::Present(version) => version.clone(),
-            Driver::Unknown | Driver::Missing(_) => String::new(),
-        },
+        driver: hardware.driver.version().unwrap_or_default().to_owned(),
         boot_id: boot_id.to_owned(),
         conditions: vec![
             condition(CONDITION_READY, generation, ready(facts, &gpus)),
@@ -242,6 +239,10 @@ fn allocations(facts: &Facts<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<Al
             ids.sort_by_key(|id| parse_id(id).map(|(_, number)| number));
             let limits = allocation.and_then(|allocation| allocation.mps);
             let whole = gpu.uuid == device;
+            // Of a MIG instance NVML says the SMs by its profile.
+            let total = if whole { Some(gpu.sms) } else { instance_sms(gpu, device) };
+            let sms = limits.and_then(|limits| limited(limits, total));
+            let memory_mib = limits.and_then(|limits| limits.memory_mib);
             rows.push(AllocationStatus {
                 pod: format!("{}/{}", held.namespace, held.pod),
                 container: held.container.clone(),
@@ -249,10 +250,13 @@ fn allocations(facts: &Facts<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<Al
                 device: device.to_owned(),
                 ids,
                 threads: limits.and_then(|limits| limits.threads),
-                // Of a MIG instance NVML says the SMs by its profile.
-                sms: limits
-                    .and_then(|limits| limited(limits, if whole { Some(gpu.sms) } else { instance_sms(gpu, device) })),
-                memory_mib: limits.and_then(|limits| limits.memory_mib),
+                sms: sms.map(|sms| sms.0),
+                memory_mib,
+                // Measured on whole GPUs.
+                context_mib: sms
+                    .filter(|_| whole && memory_mib.is_some())
+                    .and_then(|sms| context(gpu.compute_capability, facts.hardware.driver.version()?, sms))
+                    .map(|memory| memory.0),
                 clients: allocation.map_or(0, |allocation| clients(facts.view, device, allocation)),
             });
         }
@@ -263,9 +267,9 @@ fn allocations(facts: &Facts<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<Al
     rows
 }
 
-fn limited(limits: MpsLimits, total: Option<Sms>) -> Option<u32> {
+fn limited(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
     let threads = limits.threads.and_then(|threads| Percent::new(threads).ok());
-    total.map(|total| sms(threads, total).0)
+    total.map(|total| sms(threads, total))
 }
 
 fn instance_sms(gpu: &Gpu, device: &str) -> Option<Sms> {
@@ -417,9 +421,8 @@ pub fn only_more_is_given(told: &GpuNodeStatus, wanted: &GpuNodeStatus) -> bool 
         bare
     };
     let same = |one: &AllocationStatus, other: &AllocationStatus| {
-        let AllocationStatus { pod, container, resource, device, ids, threads, sms, memory_mib, clients: _ } = one;
-        (pod, container, resource, device) == (&other.pod, &other.container, &other.resource, &other.device)
-            && (ids, threads, sms, memory_mib) == (&other.ids, &other.threads, &other.sms, &other.memory_mib)
+        let clients = other.clients;
+        *other == AllocationStatus { clients, ..one.clone() }
     };
     let keeps = |(told, wanted): (&GpuStatus, &GpuStatus)| {
         told.allocations.iter().all(|row| wanted.allocations.iter().any(|other| same(row, other)))

@@ -469,6 +469,10 @@ pub struct AllocationStatus {
     /// Memory of each of its processes at most, MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
+    /// Of that memory, what each process's CUDA context takes itself, MiB, where it was measured for the GPU and its driver: the rest can
+    /// be allocated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_mib: Option<u64>,
     /// MPS clients.
     #[serde(default)]
     pub clients: u32,

@@ -79,9 +79,32 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     Sms(even.max(LEAST_SMS).min(total.0))
 }
 
+/// The memory that the CUDA context of a client which may use `sms` SMs takes of its limit; none where it was not measured.
+///
+/// 27.1 MiB and 3.69 MiB for each SM on GPUs of compute capability 9.0 under driver 580, right to within 1 MiB for 12 to 132 SMs (H100 and
+/// H200, `docs/measurements.md`). A program that asks for a larger stack, and its kernels' code, take more.
+pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
+    let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
+    measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// SMs → MiB of a limit that could not be allocated, as an H100 and an H200 gave them.
+    const CONTEXTS: [(u32, u64); 10] = [
+        (12, 72),
+        (26, 123),
+        (38, 167),
+        (52, 218),
+        (66, 271),
+        (78, 315),
+        (92, 367),
+        (104, 411),
+        (118, 462),
+        (132, 514),
+    ];
 
     /// Thread percentage → SMs as an H200 (132 SMs) gave them.
     const MEASURED: [(u8, u32); 14] = [
@@ -107,6 +130,17 @@ mod tests {
             assert_eq!(sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
         }
         assert_eq!(sms(None, Sms(132)), Sms(132));
+    }
+
+    #[test]
+    fn contexts_take_what_was_measured_and_nothing_is_said_of_others() {
+        for (sms, measured) in CONTEXTS {
+            let told = context((9, 0), "580.159.04", Sms(sms)).unwrap();
+            assert!(told.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {told:?} told");
+        }
+        assert_eq!(context((8, 0), "580.159.04", Sms(108)), None);
+        assert_eq!(context((9, 0), "5800.1", Sms(108)), None);
+        assert_eq!(context((9, 0), "", Sms(108)), None);
     }
 
     #[test]

@@ -342,3 +342,46 @@ pub(super) const PROC: Target = Target {
         if stat.is_some() || found.is_some() { Seen::Read } else { Seen::Refused }
     },
 };
+
+pub(super) const KERNEL_LOG: Target = Target {
+    name: "kernel_log",
+    what: "records of the kernel's log, which names of programs are part of",
+    shape: Shape::Bytes,
+    words: &[
+        "4,",
+        "12,",
+        ",-;",
+        "NVRM: Xid (PCI:",
+        "0000:00:06",
+        "): ",
+        "31",
+        ", pid=",
+        "'<unknown>'",
+        ", name=",
+        "4294967296",
+        " SUBSYSTEM=pci",
+    ],
+    samples: || {
+        let record = "4,901,317466047,-;NVRM: Xid (PCI:0000:00:06): 31, pid=14715, name=python3, channel 0x0000000e, intr 00000000. MMU Fault";
+        vec![record.as_bytes().to_vec(), b"6,1,1,-;eth0: up\n SUBSYSTEM=net\n".to_vec()]
+    },
+    inputs: 12_000,
+    run: |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let mut seen = Seen::Refused;
+        for record in text.lines() {
+            let Some(xid) = cleave_agent::kernel_log::parse(record) else { continue };
+            // Nothing but the kernel's own record of an XID, and a process that can be.
+            let priority = record.split(',').next().and_then(|number| number.parse::<u32>().ok());
+            assert!(priority.is_some_and(|priority| priority < 8), "{record}");
+            let (_, said) = record.split_once(";NVRM: Xid (PCI:").unwrap_or_default();
+            // A process, and a number of the record's each: it may have zeros before it.
+            assert!(
+                xid.pid > 0 && said.contains(&format!("{}", xid.pid)) && said.contains(&xid.code.to_string()),
+                "{record}"
+            );
+            seen = Seen::Read;
+        }
+        seen
+    },
+};
