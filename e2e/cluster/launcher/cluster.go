@@ -433,6 +433,10 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := c.layout.makeNodeCredentials(n); err != nil {
 		return err
 	}
+	// A kubelet looks for the container of each cgroup that it finds, for seconds each.
+	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
+		return fmt.Errorf("remove the cgroups of the boot before: %w", err)
+	}
 	if err := makeCgroup(c.layout.cgroup(name) + nodeLeaf()); err != nil {
 		return fmt.Errorf("make cgroup: %w", err)
 	}

@@ -139,6 +139,11 @@ fn a_killed_agent_is_back_at_once_and_its_shares_with_it() -> Result<()> {
 fn the_agents_container_is_killed_and_comes_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
+    // Of one whose container was started again before, as by other tests, the kubelet waits longer each time.
+    let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
+    let old = part(&cluster, "agent")?;
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;
+    wait_until("another agent", || Ok(part(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && ready(&pod))))?;
     let running = running(&cluster, &scope)?;
     let before = restarts(&part(&cluster, "agent")?);
     signal(NODE, "cleave-supervise", "KILL")?;
