@@ -71,10 +71,11 @@ images() {
   image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }
 
-# cluster_up NODES: the cluster, its nodes' simulated GPUs, and target/demo/env.
+# cluster_up NODES OPTION…: the cluster, and target/demo/env.
 cluster_up() {
+  local nodes=$1; shift
   say "Starting Kubernetes"
-  "$cluster" up --nodes "${1:-1}" --driver-root "$driver_dir"
+  "$cluster" up --nodes "$nodes" --driver-root "$driver_dir" "$@"
   "$cluster" env >"$demo_dir/env"
   # shellcheck source=/dev/null
   . "$demo_dir/env"

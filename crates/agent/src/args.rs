@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::ending::shutdown::Period;
+use crate::health::QUIET;
 
 /// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` says.
 #[derive(Debug, Clone, clap::Args)]
@@ -84,6 +85,11 @@ pub struct AgentArgs {
     /// XIDs that say nothing about the GPU's health: a program's own fault, or reported once more by another XID.
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
+
+    /// Seconds for which a GPU that an XID or memory errors made suspect must show nothing further before an answer of NVML's makes it healthy again.
+    /// Short, a GPU that fails under every load gives out slices between two failures; long, one accident costs them for as long.
+    #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = QUIET.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub suspect_quiet: u64,
 
     /// Seconds for which an allocation is kept although the kubelet lists no pod that holds it: a pod being admitted is not listed yet, and
     /// a kubelet or agent that has just started hears of its pods one by one.
@@ -238,6 +244,15 @@ pub(crate) mod tests {
         }
         assert!(parse(&["--container-env", "=x"]).is_err());
         assert!(parse(&["--container-env", "x"]).is_err());
+    }
+
+    #[test]
+    fn a_suspect_is_quiet_for_a_minute_unless_another_time_is_asked_for() {
+        assert_eq!(parse(&[]).unwrap().suspect_quiet, 60);
+        assert_eq!(parse(&["--suspect-quiet", "20"]).unwrap().suspect_quiet, 20);
+        for bad in ["0", "-1", "86401", "x"] {
+            assert!(parse(&[&format!("--suspect-quiet={bad}")]).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The GPUs as far as they are known: what NVML said last, what it says no more, and how each is ([`crate::health`]). Pure: the time is an
 //! argument.
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cleave_api::cordon::whole_seconds;
 use cleave_api::gpunode::Health;
@@ -9,7 +9,7 @@ use cleave_gpu::nvml::{Gpu, Inventory, NvmlError, Process, Vitals};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
-use crate::health::{Clock, History, Record, Stamp, reason};
+use crate::health::{Clock, History, QUIET, Record, Stamp, reason};
 use crate::xid::Class;
 
 /// The driver and its GPUs as they are known.
@@ -80,6 +80,8 @@ impl Hardware {
 #[derive(Debug)]
 pub struct Book {
     clock: Clock,
+    /// How long a suspect GPU must show nothing further.
+    quiet: Duration,
     driver: Driver,
     gpus: BTreeMap<String, Entry>,
     /// The GPUs are those of an earlier boot: what NVML does not list was taken out of the machine.
@@ -124,7 +126,13 @@ impl Book {
     pub fn remembering(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
         let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
         let gpus = gpus.into_iter().map(entry).collect();
-        Self { clock, driver: Driver::Unknown, gpus, earlier_boot: !same_boot, cleared: BTreeMap::new() }
+        Self { clock, quiet: QUIET, driver: Driver::Unknown, gpus, earlier_boot: !same_boot, cleared: BTreeMap::new() }
+    }
+
+    /// How long a suspect GPU must show nothing further before it can be healthy again; [`QUIET`] unless this is said.
+    pub fn quiet_for(&mut self, quiet: Duration) {
+        self.quiet = quiet;
+        self.gpus.values_mut().for_each(|entry| entry.history.quiet = quiet);
     }
 
     /// Takes over what was found wrong with them, unless another boot has ended it.
@@ -133,6 +141,7 @@ impl Book {
         for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
             if let Some(entry) = self.gpus.get_mut(&uuid) {
                 entry.history = History::remembering(record, now);
+                entry.history.quiet = self.quiet;
             }
         }
         self
@@ -201,7 +210,10 @@ impl Book {
                 (entry.gpu, entry.observed, entry.processes) = (gpu, true, processes);
             }
             None => {
-                self.gpus.insert(gpu.uuid.clone(), Entry::new(gpu, true, processes));
+                let uuid = gpu.uuid.clone();
+                let mut entry = Entry::new(gpu, true, processes);
+                entry.history.quiet = self.quiet;
+                self.gpus.insert(uuid, entry);
             }
         }
     }
@@ -291,12 +303,9 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use proptest::prelude::*;
 
     use super::*;
-    use crate::health::QUIET;
     use crate::layout::tests::gpu;
 
     #[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
@@ -386,6 +395,37 @@ mod tests {
         let mut rebooted = book(vec![gpu("GPU-a", 0)], false).recalling(records, later);
         rebooted.observe(both(), later);
         assert!(rebooted.hardware().gpus["GPU-a"].health.healthy);
+    }
+
+    #[test]
+    fn the_quiet_time_that_was_asked_for_counts_for_gpus_of_the_checkpoint_and_for_new_ones() {
+        let (now, quiet) = (Instant::now(), Duration::from_secs(7));
+        let mut before = two();
+        before.xid("GPU-a", 999, None, &[], now);
+        for early in [true, false] {
+            let mut book = two();
+            if early {
+                book.quiet_for(quiet);
+            }
+            let mut book = book.recalling(before.records(), now);
+            if !early {
+                book.quiet_for(quiet);
+            }
+            let gpus = ["GPU-a", "GPU-new"];
+            book.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-new", 1)))]), now);
+            book.xid("GPU-new", 999, None, &[], now);
+            let healthy = |book: &Book| gpus.map(|uuid| book.hardware().gpus[uuid].health.healthy);
+            let again = |book: &mut Book, after: Duration| {
+                let gpus = gpus.iter().zip(0..).map(|(uuid, index)| (index, Ok(gpu(uuid, index)))).collect();
+                book.observe(inventory(gpus), now + after);
+            };
+            again(&mut book, quiet.saturating_sub(Duration::from_millis(1)));
+            assert_eq!(healthy(&book), [false, false]);
+            let said = book.hardware().gpus["GPU-new"].health.message.clone();
+            assert!(said.contains("after 7 s without another"), "{said}");
+            again(&mut book, quiet);
+            assert_eq!(healthy(&book), [true, true]);
+        }
     }
 
     #[test]

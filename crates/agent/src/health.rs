@@ -27,7 +27,7 @@ use crate::hardware::Hardware;
 use crate::node::{Occurrence, recovered, warning};
 use crate::xid::{Class, classify, describe};
 
-/// How long a suspect GPU must show nothing further before it can be healthy again.
+/// How long a suspect GPU must show nothing further before it can be healthy again, unless `--suspect-quiet` says otherwise.
 ///
 /// Long enough for a GPU that fails under every load to show it again, short enough that one accident does not cost an hour.
 pub const QUIET: Duration = Duration::from_secs(60);
@@ -130,8 +130,10 @@ impl Record {
 }
 
 /// What is known of the health of one GPU.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct History {
+    /// How long it must show nothing further when it is suspect.
+    pub quiet: Duration,
     findings: Vec<Open>,
     uncorrected: Option<u64>,
     reset_wanted: Option<Time>,
@@ -139,6 +141,21 @@ pub struct History {
     vitals: Vitals,
     /// It was lost before this process started.
     was_lost: bool,
+}
+
+impl Default for History {
+    /// Of a GPU of which nothing is known yet.
+    fn default() -> Self {
+        Self {
+            quiet: QUIET,
+            findings: Vec::new(),
+            uncorrected: None,
+            reset_wanted: None,
+            remap_failed: None,
+            vitals: Vitals::default(),
+            was_lost: false,
+        }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -180,8 +197,9 @@ impl History {
         if std::mem::take(&mut self.was_lost) {
             self.was_reset();
         }
+        let long = self.quiet;
         self.findings.retain(|Open { finding, quiet }| {
-            let quiet = asked.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= QUIET);
+            let quiet = asked.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= long);
             // What was wrong with an instance ends with it.
             let gone = finding.instance.as_deref().is_some_and(|instance| !devices.contains(&instance));
             finding.class != Class::Suspect || !(quiet || gone)
@@ -262,7 +280,7 @@ impl History {
             return live(reason::REMAP_FAILED, message, since);
         }
         if let Some(finding) = worst.filter(|finding| finding.class == Class::NeedsReset) {
-            return told(finding);
+            return self.told(finding);
         }
         if let Some(since) = &self.reset_wanted {
             let wants = match self.vitals.recovery {
@@ -272,7 +290,7 @@ impl History {
             return live(reason::RESET, format!("the driver wants {wants}: drain it first"), since);
         }
         match worst {
-            Some(finding) => told(finding),
+            Some(finding) => self.told(finding),
             None if self.vitals.remap_pending == Some(true) || self.vitals.recovery == Some(Recovery::Drain) => {
                 Health {
                     healthy: true,
@@ -290,7 +308,32 @@ impl History {
     /// What is wrong with single MIG devices, by UUID.
     pub fn instances(&self) -> BTreeMap<String, Health> {
         let findings = self.findings.iter().map(|open| &open.finding);
-        findings.filter_map(|finding| Some((finding.instance.clone()?, told(finding)))).collect()
+        findings.filter_map(|finding| Some((finding.instance.clone()?, self.told(finding)))).collect()
+    }
+
+    fn told(&self, Finding { class, cause, instance: _, since, last }: &Finding) -> Health {
+        let what = match cause {
+            Cause::Xid(xid) => describe(*xid),
+            Cause::EccErrors(1) => "an uncorrected memory error".to_owned(),
+            Cause::EccErrors(count) => format!("{count} uncorrected memory errors"),
+        };
+        let (reason, until) = match (class, cause) {
+            (Class::NeedsReset, _) => {
+                (reason::RESET, "it needs a reset: drain it, then reset it or restart the node".to_owned())
+            }
+            (_, cause) => {
+                let reason = if matches!(cause, Cause::Xid(_)) { reason::XID } else { reason::ECC };
+                (reason, format!("healthy again when it answers after {} s without another", self.quiet.as_secs()))
+            }
+        };
+        Health {
+            healthy: false,
+            class: class.as_str().into(),
+            reason: reason.into(),
+            message: format!("{what}; {until}"),
+            since: Some(since.clone()),
+            last: Some(last.clone()),
+        }
     }
 }
 
@@ -357,31 +400,6 @@ fn live(reason: &str, message: String, since: &Time) -> Health {
         message,
         since: Some(since.clone()),
         last: None,
-    }
-}
-
-fn told(Finding { class, cause, instance: _, since, last }: &Finding) -> Health {
-    let what = match cause {
-        Cause::Xid(xid) => describe(*xid),
-        Cause::EccErrors(1) => "an uncorrected memory error".to_owned(),
-        Cause::EccErrors(count) => format!("{count} uncorrected memory errors"),
-    };
-    let (reason, until) = match (class, cause) {
-        (Class::NeedsReset, _) => {
-            (reason::RESET, "it needs a reset: drain it, then reset it or restart the node".to_owned())
-        }
-        (_, cause) => {
-            let reason = if matches!(cause, Cause::Xid(_)) { reason::XID } else { reason::ECC };
-            (reason, format!("healthy again when it answers after {} s without another", QUIET.as_secs()))
-        }
-    };
-    Health {
-        healthy: false,
-        class: class.as_str().into(),
-        reason: reason.into(),
-        message: format!("{what}; {until}"),
-        since: Some(since.clone()),
-        last: Some(last.clone()),
     }
 }
 

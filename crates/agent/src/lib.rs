@@ -268,6 +268,7 @@ fn remember(args: &AgentArgs, store: &Store, link: &mps::Link, now: Instant) -> 
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
     let (mut node, allocations) =
         Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
+    node.quiet_for(Duration::from_secs(args.suspect_quiet));
     node.tell_time(now, Timestamp::now());
     (node, allocations)
 }

@@ -314,6 +314,11 @@ impl Node {
         Self { keep_mig_mode, ..self }
     }
 
+    /// How long a suspect GPU must show nothing further before it can be healthy again; [`crate::health::QUIET`] unless this is said.
+    pub fn quiet_for(&mut self, quiet: Duration) {
+        self.book.quiet_for(quiet);
+    }
+
     /// It is `wall` at `now`: for times that are told. To be told again and again, because the time of day may be set.
     pub fn tell_time(&mut self, now: Instant, wall: Timestamp) {
         self.book.tell_time(now, wall);

@@ -251,6 +251,8 @@ func (c *cluster) healthURL(one component) (string, error) {
 		return "https://127.0.0.1:10257/healthz", nil
 	case kindScheduler:
 		return "https://127.0.0.1:10259/healthz", nil
+	case kindPolicies:
+		return fmt.Sprintf("http://127.0.0.1:%d/", policiesPort), nil
 	}
 	n, err := readJSON[node](c.layout.nodeFile(one.node))
 	if err != nil {

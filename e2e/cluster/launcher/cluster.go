@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"text/tabwriter"
@@ -28,6 +29,7 @@ const layoutVersion = 1
 type clusterState struct {
 	Layout   int      `json:"layout"`
 	Binaries binaries `json:"binaries"`
+	Policies bool     `json:"policies,omitempty"`
 }
 
 // cluster is a layout that commands act on.
@@ -100,8 +102,17 @@ func (c *cluster) nodeProcess(name string) (process, error) {
 	return p, nil
 }
 
+// upOptions are what a cluster may be made with.
+type upOptions struct {
+	driverRoot string
+	// The seconds between two words of a node's kubelet, by the node's name.
+	status map[string]int
+	// NetworkPolicies are enforced.
+	policies bool
+}
+
 // up brings the cluster to having at least this many nodes, all Ready.
-func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
+func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	built, err := buildAll(ctx, c.progress)
 	if err != nil {
 		return err
@@ -127,7 +138,7 @@ func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
 			return err
 		}
 	}
-	if err := c.prepare(); err != nil {
+	if err := c.prepare(options.policies); err != nil {
 		return err
 	}
 	nodes, err := c.layout.nodes()
@@ -135,19 +146,22 @@ func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
 		return err
 	}
 	for i := range nodes {
-		if nodes[i].DriverRoot != driverRoot {
-			c.progress.printf("%s gets another driver root: booting it anew", nodes[i].Name)
-			if err := c.stop(ctx, component{kindNode, nodes[i].Name}, unix.SIGKILL); err != nil {
+		want := nodes[i]
+		want.DriverRoot, want.StatusSeconds = options.driverRoot, options.status[want.Name]
+		if want != nodes[i] {
+			c.progress.printf("%s gets other settings: booting it anew", want.Name)
+			if err := c.stop(ctx, component{kindNode, want.Name}, unix.SIGKILL); err != nil {
 				return err
 			}
-			nodes[i].DriverRoot = driverRoot
+			nodes[i] = want
 			if err := writeJSON(c.layout.nodeFile(nodes[i].Name), nodes[i]); err != nil {
 				return err
 			}
 		}
 	}
 	for number := 1; len(nodes) < count; number++ {
-		n := node{Name: fmt.Sprintf("node%d", number), DriverRoot: driverRoot}
+		name := fmt.Sprintf("node%d", number)
+		n := node{Name: name, DriverRoot: options.driverRoot, StatusSeconds: options.status[name]}
 		if _, err := os.Stat(c.layout.nodeFile(n.Name)); err == nil {
 			continue
 		}
@@ -159,7 +173,12 @@ func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
 		}
 		nodes = append(nodes, n)
 	}
-	if err := c.startAll(ctx, nodes); err != nil {
+	for name := range options.status {
+		if !slices.ContainsFunc(nodes, func(n node) bool { return n.Name == name }) {
+			return fmt.Errorf("--node-status: there is no node %q", name)
+		}
+	}
+	if err := c.startAll(ctx, nodes, options.policies); err != nil {
 		return err
 	}
 	c.progress.printf("ready; for kubectl and helm: eval \"$(%s env)\"", filepath.Join(c.layout.binDir(), "cluster"))
@@ -167,7 +186,7 @@ func (c *cluster) up(ctx context.Context, count int, driverRoot string) error {
 }
 
 // prepare makes all that components need before they start.
-func (c *cluster) prepare() error {
+func (c *cluster) prepare(policies bool) error {
 	for _, dir := range []string{"logs", "run", "bin", "etcd", "helm"} {
 		if err := os.MkdirAll(filepath.Join(c.layout.dir, dir), 0o755); err != nil {
 			return err
@@ -176,7 +195,7 @@ func (c *cluster) prepare() error {
 	if err := os.Chmod(filepath.Join(c.layout.dir, "etcd"), 0o700); err != nil {
 		return err
 	}
-	if err := writeJSON(c.layout.stateFile(), clusterState{layoutVersion, c.built}); err != nil {
+	if err := writeJSON(c.layout.stateFile(), clusterState{layoutVersion, c.built, policies}); err != nil {
 		return err
 	}
 	if err := c.layout.makeCredentials(); err != nil {
@@ -236,7 +255,7 @@ func (c *cluster) makePrograms() error {
 
 // startAll starts what does not run, and waits until all nodes are Ready. The
 // nodes boot while the control plane comes up.
-func (c *cluster) startAll(ctx context.Context, nodes []node) error {
+func (c *cluster) startAll(ctx context.Context, nodes []node, policies bool) error {
 	group, groupCtx := errgroup.WithContext(ctx)
 	apiReady := make(chan struct{})
 	group.Go(func() error {
@@ -249,7 +268,10 @@ func (c *cluster) startAll(ctx context.Context, nodes []node) error {
 		if err := c.ensure(groupCtx, component{kind: kindControllerManager}); err != nil {
 			return err
 		}
-		return c.ensure(groupCtx, component{kind: kindScheduler})
+		if err := c.ensure(groupCtx, component{kind: kindScheduler}); err != nil || !policies {
+			return err
+		}
+		return c.ensure(groupCtx, component{kind: kindPolicies})
 	})
 	group.Go(func() error {
 		if err := c.bootNodes(groupCtx, nodes); err != nil {
@@ -411,6 +433,10 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := c.layout.makeNodeCredentials(n); err != nil {
 		return err
 	}
+	// A kubelet looks for the container of each cgroup that it finds, for seconds each.
+	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
+		return fmt.Errorf("remove the cgroups of the boot before: %w", err)
+	}
 	if err := makeCgroup(c.layout.cgroup(name) + nodeLeaf()); err != nil {
 		return fmt.Errorf("make cgroup: %w", err)
 	}
@@ -549,7 +575,11 @@ func (c *cluster) status(out io.Writer) error {
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(table, "COMPONENT\tSTATE\tPID\tLOG")
 	failed := false
-	for _, one := range components(nodes) {
+	state, err := readJSON[clusterState](c.layout.stateFile())
+	if err != nil {
+		return err
+	}
+	for _, one := range components(nodes, state.Policies) {
 		p, alive, err := c.process(one)
 		if err != nil {
 			return err

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -12,7 +13,8 @@ const (
 	kindAPIServer         = "apiserver"
 	kindControllerManager = "controller-manager"
 	kindScheduler         = "scheduler"
-	kindNode              = "node" // process 1 of the node's namespaces: ending it is a power cut
+	kindPolicies          = "policies" // where NetworkPolicies are enforced
+	kindNode              = "node"     // process 1 of the node's namespaces: ending it is a power cut
 	kindContainerd        = "containerd"
 	kindKubelet           = "kubelet"
 	kindProxy             = "proxy"
@@ -45,7 +47,7 @@ func (c component) String() string {
 // parseComponent reads a component's name, in a cluster that has these nodes.
 func parseComponent(text string, nodes []node) (component, error) {
 	kind, name, named := strings.Cut(text, "@")
-	for _, known := range controlPlaneKinds {
+	for _, known := range append(slices.Clone(controlPlaneKinds), kindPolicies) {
 		if kind == known || kind == "kube-"+known {
 			if named {
 				return component{}, fmt.Errorf("%s runs once, not on a node", known)
@@ -75,10 +77,13 @@ func parseComponent(text string, nodes []node) (component, error) {
 }
 
 // components are all of the cluster's, in the order in which they start.
-func components(nodes []node) []component {
+func components(nodes []node, policies bool) []component {
 	var all []component
 	for _, kind := range controlPlaneKinds {
 		all = append(all, component{kind: kind})
+	}
+	if policies {
+		all = append(all, component{kind: kindPolicies})
 	}
 	for _, n := range nodes {
 		for _, kind := range nodeKinds {
@@ -142,6 +147,8 @@ func (l layout) argv(c component, built binaries) []string {
 			kube("kube-scheduler"), "--bind-address=127.0.0.1", "--leader-elect=false",
 			"--kubeconfig=" + kubeconfig, "--authentication-kubeconfig=" + kubeconfig, "--authorization-kubeconfig=" + kubeconfig,
 		}
+	case kindPolicies:
+		return []string{l.launcher, "--name=" + l.name, "--state=" + l.dir, commandEnforce}
 	case kindContainerd:
 		return []string{containerdInNode + "/containerd", "--config=/etc/containerd/config.toml"}
 	case kindKubelet:
@@ -160,7 +167,7 @@ type object = map[string]any
 
 // kubeletConfig keeps the kubelet's defaults but for what it says.
 func kubeletConfig(n node) object {
-	return object{
+	config := object{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
 		"kind":       "KubeletConfiguration",
 		"authentication": object{
@@ -194,7 +201,16 @@ func kubeletConfig(n node) object {
 		// Without CAP_SYS_RESOURCE it could not lower its own.
 		"oomScoreAdj": 0,
 	}
+	if n.StatusSeconds > 0 {
+		config["nodeStatusUpdateFrequency"] = fmt.Sprintf("%ds", n.StatusSeconds)
+		// What has not changed is told as rarely as ever; left out, it would be as often as the above.
+		config["nodeStatusReportFrequency"] = "5m0s"
+	}
+	return config
 }
+
+// maxStatusSeconds is less than what the controller manager waits before it gives a node up.
+const maxStatusSeconds = 30
 
 func proxyConfig(n node) object {
 	return object{

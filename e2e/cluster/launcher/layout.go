@@ -49,6 +49,8 @@ const markerVariable = "CLEAVE_E2E_CLUSTER"
 type layout struct {
 	name string
 	dir  string
+	// launcher is this program.
+	launcher string
 }
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$`)
@@ -64,7 +66,11 @@ func newLayout(name, dir string) (layout, error) {
 	if err != nil {
 		return layout{}, err
 	}
-	l := layout{name: name, dir: dir}
+	launcher, err := os.Executable()
+	if err != nil {
+		return layout{}, err
+	}
+	l := layout{name: name, dir: dir, launcher: launcher}
 	// A unix socket's path has 107 bytes; tests reach the nodes' sockets from outside.
 	if room := 107 - len(l.nodeRoot("node100")); room < 50 {
 		return layout{}, fmt.Errorf("--state %s: too long; sockets below it would not have room", dir)
@@ -143,6 +149,8 @@ type node struct {
 	// Index is 1 or more; addresses and device names follow from it.
 	Index      int    `json:"index"`
 	DriverRoot string `json:"driverRoot,omitempty"`
+	// StatusSeconds is how often its kubelet tells the API server of it; 0: as often as Kubernetes has it.
+	StatusSeconds int `json:"statusSeconds,omitempty"`
 }
 
 // address is the node's on the machine's bridge.

@@ -113,7 +113,7 @@ func TestParseComponent(t *testing.T) {
 
 func TestEachComponentHasACommandLine(t *testing.T) {
 	l := testLayout(t)
-	for _, one := range components([]node{{Name: "node1", Index: 1}}) {
+	for _, one := range components([]node{{Name: "node1", Index: 1}}, true) {
 		if one.kind == kindNode {
 			continue
 		}
@@ -138,6 +138,7 @@ func TestConfigurationsNameTheNode(t *testing.T) {
 		want   string
 	}{
 		"kubelet": {kubeletConfig(n), `"address":"10.203.0.17"`},
+		"quick":   {kubeletConfig(node{StatusSeconds: 2}), `"nodeStatusReportFrequency":"5m0s","nodeStatusUpdateFrequency":"2s"`},
 		"proxy":   {proxyConfig(n), `"bindAddress":"10.203.0.17"`},
 		"network": {networkConfig(n), `"subnet":"10.204.7.0/24"`},
 	} {

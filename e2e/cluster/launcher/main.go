@@ -25,6 +25,7 @@ const (
 	commandNodeInit = "node-init"
 	commandSpawn    = "spawn"
 	commandExecNode = "exec-node"
+	commandEnforce  = "enforce-policies"
 )
 
 func init() {
@@ -154,6 +155,10 @@ func newCommand() *cobra.Command {
 		execNodeCommand(with),
 		hiddenNodeInit(),
 		hiddenSpawn(),
+		&cobra.Command{
+			Use: commandEnforce, Hidden: true, Args: cobra.NoArgs,
+			RunE: with(false, func(ctx context.Context, c *cluster, _ []string) error { return c.enforce(ctx) }),
+		},
 	)
 	return root
 }
@@ -179,21 +184,29 @@ func buildCommand() *cobra.Command {
 
 func upCommand(with withCluster) *cobra.Command {
 	var nodes int
-	var driverRoot string
+	var options upOptions
 	command := &cobra.Command{
 		Use: "up", Short: "Bring the cluster up, or back, and wait until its nodes are Ready", Args: cobra.NoArgs,
 	}
 	command.Flags().IntVar(&nodes, "nodes", 1, "number of nodes, named node1, node2 …; those there already stay")
-	driverRootFlag(command, &driverRoot)
+	driverRootFlag(command, &options.driverRoot)
+	command.Flags().BoolVar(&options.policies, "network-policies", false, "enforce NetworkPolicies")
+	command.Flags().StringToIntVar(&options.status, "node-status", nil, "seconds after which a node's kubelet tells the API server what has changed of it, as NODE=SECONDS (default 10, as Kubernetes has it)")
 	command.RunE = with(true, func(ctx context.Context, c *cluster, _ []string) error {
 		if nodes < 1 || nodes > maxNodes {
 			return fmt.Errorf("--nodes %d: a cluster has 1 to %d nodes", nodes, maxNodes)
 		}
-		root, err := resolveDriverRoot(driverRoot)
+		for name, seconds := range options.status {
+			if seconds < 1 || seconds > maxStatusSeconds {
+				return fmt.Errorf("--node-status %s=%d: 1 to %d seconds", name, seconds, maxStatusSeconds)
+			}
+		}
+		root, err := resolveDriverRoot(options.driverRoot)
 		if err != nil {
 			return err
 		}
-		return c.up(ctx, nodes, root)
+		options.driverRoot = root
+		return c.up(ctx, nodes, options)
 	})
 	return command
 }

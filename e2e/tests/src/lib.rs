@@ -95,6 +95,12 @@ impl Cluster {
         }
     }
 
+    /// Reads what is text, as logs are.
+    pub fn read(&self, path: &str) -> Result<String> {
+        let request = http::Request::builder().uri(path).body(Vec::new())?;
+        Ok(self.runtime.block_on(self.client.request_text(request))?)
+    }
+
     /// Reads an object or a list.
     pub fn get(&self, path: &str) -> Result<Value> {
         self.request("GET", path, "application/json", None)
@@ -226,7 +232,8 @@ pub fn output(program: &str, args: &[&str]) -> Result<Output> {
 
 /// Runs the cluster's launcher.
 pub fn launcher(args: &[&str]) -> Result<String> {
-    run(&format!("{}/../cluster/cluster", env!("CARGO_MANIFEST_DIR")), args)
+    // Of the running cluster: e2e/cluster/cluster first looks whether it is itself up to date.
+    run("cluster", args)
 }
 
 /// Sends a signal to a process of the cluster's own, `kubelet@node1` or `etcd` say: `STOP`, `CONT`.
@@ -320,6 +327,8 @@ impl<'a> Scope<'a> {
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.sweep()?;
+        let namespace = format!("/api/v1/namespaces/{}", scope.namespace);
+        wait_until("the namespace of an earlier run is gone", || Ok(cluster.find(&namespace)?.is_none()))?;
         cluster
             .create("/api/v1/namespaces", &json!({"metadata": {"name": scope.namespace, "labels": {LABEL: name}}}))?;
         // Pods cannot be made before the service account is there.
@@ -329,20 +338,24 @@ impl<'a> Scope<'a> {
         Ok(scope)
     }
 
-    /// Deletes all policies that tests made, all pods of the namespace and then the namespace, and waits until they are gone.
+    /// Deletes all policies that tests made and the namespace, and waits until all that held a GPU is gone. The rest of the namespace may take its time.
     fn sweep(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
-            for pod in self.pods()? {
-                self.cluster.delete(&self.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
-            }
+            // From now on it takes no pod that a controller makes anew, to hold what is another test's.
             self.cluster.delete(&namespace, None)?;
-            wait_until("the namespace is gone", || Ok(self.cluster.find(&namespace)?.is_none()))?;
+            wait_until("the namespace has no pods", || {
+                let pods = self.pods()?;
+                for pod in &pods {
+                    self.cluster.delete(&self.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
+                }
+                Ok(pods.is_empty())
+            })?;
         }
-        // The kubelet tells the API server every ten seconds: the next test would else read what was offered before.
+        // What a kubelet says of its node is seconds old: the next test would else read what was offered before.
         wait_until("all GPUs are whole again", || {
             for node in self.cluster.nodes()? {
                 let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
@@ -409,7 +422,7 @@ impl<'a> Scope<'a> {
 
     /// A pod's log so far.
     pub fn log(&self, name: &str) -> Result<String> {
-        kubectl(&["-n", &self.namespace, "logs", name])
+        self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
 
     /// The first JSON line that a pod's client printed.

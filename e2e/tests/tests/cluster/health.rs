@@ -1,5 +1,6 @@
 //! GPUs that fail, and GPUs that an administrator keeps pods from: what goes, what stays, and what brings them back.
 use std::io::Write as _;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Faults, GPUNODES, Scope, kubectl, output, process, run, signal, text, wait_until};
@@ -7,6 +8,9 @@ use serde_json::{Value, json};
 
 use crate::gate_admission::upgrade;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
+
+/// `agent.suspectQuietSeconds` in e2e/values.yaml.
+const QUIET: Duration = Duration::from_secs(20);
 
 /// The command line, as an administrator has it.
 pub(crate) fn cleave() -> String {
@@ -87,9 +91,15 @@ fn each_class_of_xid_takes_what_it_should_and_comes_back_as_it_should() -> Resul
     mended.faults.simgpu(&["xid", "1", "999"])?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     health(&cluster, 1, "Suspect")?;
+    let said = text(&gpu(&cluster, 1)?["health"]["message"]);
+    ensure!(said.contains(&format!("after {} s without another", QUIET.as_secs())), "{said}");
     health(&cluster, 0, "")?;
+    // Each further one makes the quiet time begin anew.
+    mended.faults.simgpu(&["xid", "1", "999"])?;
     runs_elsewhere(&cluster, &scope, "beside-suspect", 1)?;
 
+    let quiet = Instant::now();
+    mended.faults.simgpu(&["xid", "1", "999"])?;
     mended.faults.simgpu(&["xid", "2", "48"])?;
     offers(&cluster, SHARES, 10 * (GPUS - 2))?;
     health(&cluster, 2, "NeedsReset")?;
@@ -97,6 +107,7 @@ fn each_class_of_xid_takes_what_it_should_and_comes_back_as_it_should() -> Resul
 
     // By a quiet time, and an answer after it.
     health(&cluster, 1, "")?;
+    ensure!(quiet.elapsed() >= QUIET, "GPU 1 was healthy again after {:?}", quiet.elapsed());
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
     health(&cluster, 2, "NeedsReset")?;
     ensure!(before == undisturbed(&cluster, &scope, "stays")?, "a running pod was disturbed");

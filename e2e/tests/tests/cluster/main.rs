@@ -11,6 +11,7 @@ mod gate;
 mod gate_admission;
 mod health;
 mod hostile;
+mod network;
 mod policies;
 mod reboot;
 mod restarts;

@@ -314,15 +314,18 @@ fn without_an_api_server_a_node_that_is_started_again_starts_nothing_and_with_it
     let down = Down::cut()?;
     let no_api = NoApi::now()?;
     let old = bound(&socket);
-    // It waits for the node to be Ready, which takes an API server.
-    let starting = std::thread::spawn(|| launcher(&["start", COMPONENT]));
-    wait_until("the kubelet takes device plugins", || Ok(bound(&socket).is_some_and(|new| Some(new) != old)))?;
+    // It waits for the node to be Ready, which takes an API server, and lets nobody else start anything meanwhile.
+    let mut starting = Command::new("cluster").args(["start", COMPONENT]).spawn()?;
+    let started =
+        wait_until("the kubelet takes device plugins", || Ok(bound(&socket).is_some_and(|new| Some(new) != old)));
+    starting.kill()?;
+    starting.wait()?;
+    started?;
     // Pods come from the API server, and with them the agent: nobody registers, and nobody is refused.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(no_api);
-    // It may have given up: what does not run is started again.
-    let _ = starting.join();
+    // What of the node does not run yet.
     launcher(&["start", COMPONENT])?;
     drop(down);
     for name in made(&scope, &before)? {
