@@ -1,4 +1,4 @@
-//! NetworkPolicies of the chart, on a network that enforces them: who reads metrics, whom Cleave speaks to, and that it works all the same.
+//! The policies of the network in the chart, on a network that enforces them: who reads metrics, whom Cleave speaks to, and that it works all the same.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};
@@ -58,7 +58,7 @@ fn all_ready(cluster: &Cluster) -> Result<()> {
     })
 }
 
-/// Policies of the chart are there, again, when the value goes.
+/// They are there, again, when the value goes.
 struct WithoutPolicies;
 
 impl WithoutPolicies {

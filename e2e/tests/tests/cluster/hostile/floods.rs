@@ -79,8 +79,14 @@ fn connections(ground: &Ground<'_>) -> Result<Outcome> {
     let agent = part(ground.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
     let asked = format!("{{ printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n'; sleep 1; }} | timeout 20 nc {address} 8080");
-    let answer = said(ground, FROM, &asked)?;
-    ensure!(answer.contains("200 OK"), "the agent's port is not reached: {answer}");
+    // Else the chart's NetworkPolicy keeps it out, as `network` shows.
+    let let_in = json!({"metadata": {"labels": {"metrics": "enabled"}}});
+    ground.scope.cluster.patch(&format!("/api/v1/namespaces/{}", ground.scope.namespace), &let_in)?;
+    wait_until("the agent's port is reached", || {
+        let answer = said(ground, FROM, &asked)?;
+        ensure!(answer.contains("200 OK"), "{answer}");
+        Ok(true)
+    })?;
     let flood = format!(
         "mkfifo /tmp/silence; sleep 20 >/tmp/silence 2>&1 </dev/null &
         for i in $(seq {CONNECTIONS}); do nc {address} 8080 </tmp/silence >/dev/null 2>&1 & done"
