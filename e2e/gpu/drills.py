@@ -489,52 +489,41 @@ class Watch(threading.Thread):
 
 
 class KernelLog(threading.Thread):
-    """The driver's XIDs in the kernel's log, handed on to where the node's agent reads them, with the node's pids for the machine's.
-
-    On a node that is a machine the agent reads /dev/kmsg itself; this one has process ids of its own."""
+    """The driver's XIDs in the kernel's log, with the process that each names as it was then."""
 
     def __init__(self):
         super().__init__(daemon=True)
         self.log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         os.lseek(self.log, 0, os.SEEK_END)
-        self.path, self.said, self.over = HOST / "run/drill-kernel.log", [], threading.Event()
-        self.path.touch()
+        self.said, self.over = [], threading.Event()
 
     def run(self):
         while not self.over.is_set():
             select.select([self.log], [], [], 0.2)
             try:
                 record = os.read(self.log, 16384).decode(errors="replace").splitlines()[0]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                continue  # overwritten before it was read
+            except (BlockingIOError, BrokenPipeError):
+                continue  # nothing new, or overwritten before it was read
             if "NVRM: Xid" not in record or not (named := re.search(r"pid=(\d+)", record)):
                 continue
-            pid = named[1]
             try:
-                own = re.search(r"^NSpid:\s.*?(\d+)$", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)[1]
-                program = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                program = pathlib.Path(f"/proc/{named[1]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             except OSError as error:
-                own, program = None, f"{error}"
-            if own:
-                with self.path.open("a") as file:
-                    file.write(record.replace(f"pid={pid},", f"pid={own},") + "\n")
-            self.said.append({"record": record, "pidInNode": own, "program": program})
+                program = f"{error}"
+            self.said.append({"record": record, "program": program})
 
     def stop(self):
         self.over.set()
         self.join()
         os.close(self.log)
-        self.path.unlink()
 
 
 def fault(results):
     """An illegal access among three pods; the server killed; the daemon killed; the MPS host's pod deleted."""
     shares(10, "Strict")
     supervised = lambda *arguments: ("--linger", 600, "--supervise", *arguments)
-    trials, kernel = 2 if QUICK else 6, KernelLog()
-    kernel.start()
+    trials, kernel_log = 2 if QUICK else 6, KernelLog()
+    kernel_log.start()
     for trial in range(trials):
         clear()
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
@@ -579,12 +568,11 @@ def fault(results):
         if refuses:
             results.check("who refuses to exit is ended, and told so", codes["fault-other-1"] and any("EndedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
         results.check("the pods that were hit are named", any("fault" in event.lower() for event in events))
-        accused = [event.split(":")[1].strip() for event in events if event.startswith(("CausedGpuFault", "NamedInGpuFault"))]
-        results.check("whose it was is told, and nobody else is accused", accused == [f"pod {NAMESPACE}/fault-culprit"], accused=accused)
-        logged = kubectl("logs", "-n", "cleave-system", "-l", "app.kubernetes.io/component=mps-host", "--tail=200")
-        of_log = re.findall(r"the log names client (\d+)", logged) or re.findall(r"PID: (\d+), Context: \d+} encountered a fatal", logged)
-        results.note(**{f"the MPS server's log names, trial {trial}": of_log[-1:], "the kernel's log": kernel.said})
-    kernel.stop()
+        results.check("nobody is accused: none was killed", not [event for event in events if event.startswith("CausedGpuFault")])
+        named = [event.split(":")[1].strip() for event in events if event.startswith("NamedInGpuFault")]
+        # Neither log is to be relied on for whose it was; what each says is kept for who looks into it.
+        results.note(**{f"the MPS server's log names, trial {trial}": named, "the kernel's log": kernel_log.said})
+    kernel_log.stop()
 
     def broken(what, act, seconds=60):
         """A client is running; something is killed. What the client is told, and how long until another runs."""

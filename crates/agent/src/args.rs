@@ -105,11 +105,6 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
     pub kubelet_dir: PathBuf,
 
-    /// The kernel's log on the host: in it NVIDIA's driver says whose program a fatal GPU error was of. A file in its form will do, if its pids are
-    /// the host's.
-    #[arg(long, env = "CLEAVE_KERNEL_LOG", value_name = "HOST_PATH", default_value = "/dev/kmsg")]
-    pub kernel_log: PathBuf,
-
     /// Speak to no API server: read the spec from DIR/spec.json as it changes, write DIR/status.json, add events to DIR/events.jsonl. For
     /// benchmarks, tests, and a node without a cluster.
     #[arg(long, value_name = "DIR", hide = true)]

@@ -3,8 +3,7 @@
 //! MPS shares a GPU's fatal errors among all its clients, and nobody tells them whose it was. Names of pods of other namespaces are for the
 //! node's own objects: a tenant learns that a neighbour broke its program, and which one where both are in one namespace.
 //!
-//! A death in the midst of work counts first, then whom the kernel's log names. Whom the MPS server's log names is told as that and no more: on
-//! an H200 (driver 580) it named a neighbour in six of eight illegal accesses.
+//! Whom the MPS server's log names is told as that and no more: on an H200 (driver 580) it named a neighbour in six of eight illegal accesses.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -13,11 +12,9 @@ use cleave_kubelet::HeldDevices;
 
 use crate::allocate::allocation_id;
 use crate::expected::Expected;
-use crate::kernel_log::Xid;
 use crate::mps::View;
 use crate::node::{Occurrence, PodRef};
 use crate::usage::Allocations;
-use crate::xid;
 
 /// How long the MPS server's log may take to name the culprit, and all whom it names: of several, none is accused.
 const NAMED: Duration = Duration::from_millis(500);
@@ -25,8 +22,6 @@ const NAMED: Duration = Duration::from_millis(500);
 const KNOWN: Duration = Duration::from_secs(2);
 /// What is known only so.
 const LOG: &str = "by the MPS server's log, which often names a neighbour,";
-/// How long an XID may be ahead of the MPS host's word of the fault: 0.14 s at most as measured.
-const AHEAD: Duration = Duration::from_secs(2);
 /// Pods that a sentence names.
 const MOST: usize = 8;
 
@@ -73,19 +68,6 @@ pub struct Faults {
     /// The MPS host that counts them.
     host: Option<u32>,
     seen: BTreeMap<String, Seen>,
-    /// What the kernel's log said, and when it was read.
-    xids: Vec<(Instant, Xid)>,
-}
-
-/// What says whose a fault was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Word {
-    /// It alone died in the midst of its work right before.
-    Death,
-    /// The kernel's log names it alone, with this XID.
-    Kernel(u64),
-    /// The MPS server's log names it alone.
-    Log,
 }
 
 #[derive(Debug)]
@@ -97,26 +79,9 @@ struct Seen {
     ended: usize,
     /// Whose an allocation was, by its id: it may be nobody's when it is told.
     pods: BTreeMap<String, PodRef>,
-    /// XIDs that are a program's own error, by its pid.
-    xids: BTreeMap<u32, u64>,
 }
 
 impl Faults {
-    /// Whether there is a fault of which it is not settled whose it was: the kernel's log should be read before the next look.
-    pub fn asks(&self, view: &View) -> bool {
-        let open = |(device, fault): (&String, &Fault)| {
-            self.seen.get(device).is_none_or(|seen| seen.fault.number != fault.number || !seen.told)
-        };
-        let faults = view.status.daemons.iter().filter_map(|(device, daemon)| Some((device, daemon.fault.as_ref()?)));
-        view.alive && faults.into_iter().any(open)
-    }
-
-    /// What the kernel's log says.
-    pub fn kernel(&mut self, xids: Vec<Xid>, now: Instant) {
-        self.xids.retain(|(at, _)| now.saturating_duration_since(*at) < AHEAD);
-        self.xids.extend(xids.into_iter().filter(|said| xid::blames(said.code)).map(|said| (now, said)));
-    }
-
     /// Looks at what the MPS host says.
     pub fn look(&mut self, view: &View, pods: &Pods<'_>, now: Instant) -> News {
         let mut news = News::default();
@@ -138,15 +103,13 @@ impl Faults {
                 if !known {
                     *news.faults.entry(device.clone()).or_default() += fault.number.saturating_sub(before).max(1);
                 }
-                let (pods, xids) = Default::default();
-                let fresh = Seen { fault: fault.clone(), since: now, told: known, ended: 0, pods, xids };
+                let fresh = Seen { fault: fault.clone(), since: now, told: known, ended: 0, pods: BTreeMap::new() };
                 if let Some(old) = self.seen.insert(device.clone(), fresh).filter(|old| !old.told) {
                     news.occurrences.extend(old.occurrences(device));
                 }
             }
             let Some(seen) = self.seen.get_mut(device) else { continue };
             seen.fault.clone_from(fault);
-            seen.xids.extend(self.xids.iter().map(|(_, said)| (said.pid, said.code)));
             if let Some(wait) = seen.wait(pods, now) {
                 news.again = Some(news.again.map_or(wait, |again| again.min(wait)));
             } else if !std::mem::replace(&mut seen.told, true) {
@@ -191,20 +154,6 @@ impl Seen {
         self.pods.get(client.allocation.as_ref()?)
     }
 
-    /// Whose it was, and by whose word. Where several may be it, nobody's.
-    fn culprit(&self) -> Option<(&Client, Word)> {
-        let told = self.fault.culprit.as_ref();
-        if self.fault.killed {
-            return told.map(|client| (client, Word::Death));
-        }
-        let mut named = self.fault.affected.iter().filter_map(|client| Some((client, *self.xids.get(&client.pid)?)));
-        match (named.next(), named.next()) {
-            (Some((client, code)), None) => Some((client, Word::Kernel(code))),
-            (Some(_), Some(_)) => None,
-            (None, _) => told.map(|client| (client, Word::Log)),
-        }
-    }
-
     /// The pods that were hit, each once.
     fn hit(&self) -> Vec<&PodRef> {
         let mut hit: Vec<&PodRef> = self.fault.affected.iter().filter_map(|client| self.pod(client)).collect();
@@ -215,34 +164,32 @@ impl Seen {
 
     /// For the node, with all names, and for each pod that was hit.
     fn occurrences(&self, device: &str) -> Vec<Occurrence> {
-        let culprit = self.culprit();
-        let of = culprit.and_then(|(client, _)| self.pod(client));
+        let culprit = self.fault.culprit.as_ref();
+        let of = culprit.and_then(|client| self.pod(client));
         let hit = self.hit();
         let unknown = self.fault.affected.iter().filter(|client| self.pod(client).is_none()).count();
         let others: Vec<&PodRef> = hit.iter().filter(|pod| Some(**pod) != of).copied().collect();
         let mut notes = vec![Occurrence {
             warning: true,
             reason: "GpuFault",
-            note: format!("{device}: {}; it broke {}", cause(culprit, of), list(&others, unknown)),
+            note: format!("{device}: {}; it broke {}", cause(culprit, of, self.fault.killed), list(&others, unknown)),
             regarding: None,
             related: of.or_else(|| hit.first().copied()).cloned(),
         }];
         for pod in hit {
-            let own = culprit.filter(|_| Some(pod) == of);
-            let reason = match own {
-                None => "BrokenByGpuFault",
-                Some((_, Word::Death | Word::Kernel(_))) => "CausedGpuFault",
-                Some((_, Word::Log)) => "NamedInGpuFault",
+            let said = if Some(pod) == of {
+                own(self.fault.killed).to_owned()
+            } else {
+                format!(
+                    "its program on {device} was broken by {}, as MPS does to all programs on a GPU: it has to be started again",
+                    neighbour(pod, culprit, of, self.fault.killed)
+                )
             };
-            let said = own.map_or_else(
-                || {
-                    format!(
-                        "its program on {device} was broken by {}, as MPS does to all programs on a GPU: it has to be started again",
-                        neighbour(pod, culprit, of)
-                    )
-                },
-                |(_, word)| to_its_own(word),
-            );
+            let reason = match (Some(pod) == of, self.fault.killed) {
+                (false, _) => "BrokenByGpuFault",
+                (true, true) => "CausedGpuFault",
+                (true, false) => "NamedInGpuFault",
+            };
             let note = format!("pod {}/{}: {said}", pod.namespace, pod.name);
             notes.push(Occurrence { warning: true, reason, note, regarding: Some(pod.clone()), related: None });
         }
@@ -272,52 +219,41 @@ impl Seen {
 }
 
 /// Whose it was, for those who look after the node.
-fn cause(culprit: Option<(&Client, Word)>, pod: Option<&PodRef>) -> String {
-    let Some((client, word)) = culprit else { return "a fatal GPU error of a program that is not known".to_owned() };
-    let who = match pod {
-        Some(pod) => format!("process {} of pod {}/{}", client.pid, pod.namespace, pod.name),
-        None => format!("process {} of no known pod", client.pid),
+fn cause(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
+    let who = match (culprit, pod) {
+        (None, _) => return "a fatal GPU error of a program that MPS does not name".to_owned(),
+        (Some(client), Some(pod)) => format!("process {} of pod {}/{}", client.pid, pod.namespace, pod.name),
+        (Some(client), None) => format!("process {} of no known pod", client.pid),
     };
-    match word {
-        Word::Death => format!("{who} was killed while its kernels ran"),
-        Word::Kernel(code) => format!("a fatal GPU error of {who}, {} by the kernel's log", xid::describe(code)),
-        Word::Log => format!("a fatal GPU error, {LOG} of {who}"),
+    if killed {
+        format!("{who} was killed while its kernels ran")
+    } else {
+        format!("a fatal GPU error, {LOG} of {who}")
     }
 }
 
 /// To the pod whose it was.
-fn to_its_own(word: Word) -> String {
-    match word {
-        Word::Death => {
-            "its program was killed while its kernels ran on a shared GPU, which broke the others there: programs that end at SIGTERM after \
-             their kernels, and are given the time, break nobody"
-                .to_owned()
-        }
-        Word::Kernel(code) => format!(
-            "its program made a fatal GPU error, {} by the kernel's log, which broke all programs on the GPU, its own included: they have to be \
-             started again, and this one mended",
-            xid::describe(code)
-        ),
-        Word::Log => "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own, which \
-             broke all programs on the GPU, its own included: they have to be started again. That log often names a neighbour of whose error it \
-             was"
-            .to_owned(),
+fn own(killed: bool) -> &'static str {
+    if killed {
+        "its program was killed while its kernels ran on a shared GPU, which broke the others there: programs that end at SIGTERM after their \
+         kernels, and are given the time, break nobody"
+    } else {
+        "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own, which broke all programs \
+         on the GPU, its own included: they have to be started again. That log often names a neighbour of whose error it was"
     }
 }
 
 /// Whose it was, as a tenant may know it.
-fn neighbour(of: &PodRef, culprit: Option<(&Client, Word)>, pod: Option<&PodRef>) -> String {
-    let Some((_, word)) = culprit else {
-        return "a fatal GPU error of a program that shares the GPU, perhaps its own".to_owned();
+fn neighbour(of: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
+    let who = match (culprit, pod) {
+        (None, _) => return "a fatal GPU error of a program that shares the GPU, perhaps its own".to_owned(),
+        (Some(_), Some(pod)) if pod.namespace == of.namespace => format!("pod {}, which shares the GPU", pod.name),
+        (Some(_), _) => "another pod, which shares the GPU".to_owned(),
     };
-    let who = match pod {
-        Some(pod) if pod.namespace == of.namespace => format!("pod {}, which shares the GPU", pod.name),
-        _ => "another pod, which shares the GPU".to_owned(),
-    };
-    match word {
-        Word::Death => format!("the death of {who}, in the midst of its work"),
-        Word::Kernel(_) => format!("a fatal GPU error of {who}"),
-        Word::Log => format!("a fatal GPU error, {LOG} of {who}"),
+    if killed {
+        format!("the death of {who}, in the midst of its work")
+    } else {
+        format!("a fatal GPU error, {LOG} of {who}")
     }
 }
 
@@ -531,76 +467,6 @@ mod tests {
         assert!(told[0].2.contains("was killed while its kernels ran"), "{}", told[0].2);
         assert!(told[1].2.contains("was killed while its kernels ran"), "{}", told[1].2);
         assert!(told[2].2.contains("the death of pod a"), "{}", told[2].2);
-    }
-
-    fn xid(code: u64, number: usize) -> Xid {
-        Xid { code, pid: client(number).pid }
-    }
-
-    #[test]
-    fn the_kernels_word_counts_more_than_the_mps_servers_and_less_than_a_death() {
-        let world = || World::new(&[("ns", "bad"), ("ns", "near"), ("other", "far")], &[]);
-        let reasons = |world: &mut World, fault: Fault| {
-            let news = world.settled(&view(7, Some(fault)));
-            told(&news)
-                .into_iter()
-                .map(|told| (told.0.map(str::to_owned), told.1.to_owned(), told.2.to_owned()))
-                .collect::<Vec<_>>()
-        };
-        let mut first = world();
-        // It is ahead of the MPS host's word; others' channels fall with the error, and are told of too.
-        first.faults.kernel(vec![xid(31, 0), xid(45, 1), xid(43, 2)], first.now);
-        let told = reasons(&mut first, fault(1, Some(1), 3));
-        assert_eq!(told[1].1, "CausedGpuFault");
-        assert!(
-            told[0].2.contains("of process 100 of pod ns/bad, XID 31 (GPU memory page fault) by the kernel's log"),
-            "{}",
-            told[0].2
-        );
-        assert!(told[1].2.contains("its program made a fatal GPU error, XID 31"), "{}", told[1].2);
-        assert_eq!(told[2].1, "BrokenByGpuFault");
-        assert!(told[2].2.contains("a fatal GPU error of pod bad, which shares the GPU"), "{}", told[2].2);
-        assert!(told[3].2.contains("of another pod") && !told[3].2.contains("bad"), "{}", told[3].2);
-
-        let mut both = world();
-        both.faults.kernel(vec![xid(31, 0), xid(13, 2)], both.now);
-        let told = reasons(&mut both, fault(1, Some(1), 3));
-        assert!(told[1..].iter().all(|told| told.1 == "BrokenByGpuFault"), "of two nobody is accused: {told:?}");
-
-        let mut killed = world();
-        killed.faults.kernel(vec![xid(31, 1)], killed.now);
-        let told = reasons(&mut killed, Fault { killed: true, ..fault(1, Some(0), 3) });
-        assert_eq!((told[1].0.as_deref(), told[1].1.as_str()), (Some("bad"), "CausedGpuFault"));
-
-        let mut stranger = world();
-        stranger.faults.kernel(vec![Xid { code: 31, pid: 7 }], stranger.now);
-        let told = reasons(&mut stranger, fault(1, Some(1), 3));
-        assert_eq!(
-            (told[2].0.as_deref(), told[2].1.as_str()),
-            (Some("near"), "NamedInGpuFault"),
-            "it was none of these"
-        );
-
-        let mut old = world();
-        old.faults.kernel(vec![xid(31, 0)], old.now);
-        old.now += AHEAD;
-        old.faults.kernel(Vec::new(), old.now);
-        assert_eq!(reasons(&mut old, fault(1, Some(1), 3))[2].1, "NamedInGpuFault", "another fault's");
-    }
-
-    #[test]
-    fn the_kernels_log_is_asked_until_a_fault_is_told() {
-        let mut world = World::new(&[("ns", "a")], &[]);
-        assert!(!world.faults.asks(&view(7, None)));
-        let faulted = view(7, Some(fault(1, None, 1)));
-        assert!(world.faults.asks(&faulted));
-        world.look(&faulted);
-        assert!(world.faults.asks(&faulted), "not told yet");
-        world.now += NAMED;
-        world.look(&faulted);
-        assert!(!world.faults.asks(&faulted));
-        assert!(world.faults.asks(&view(7, Some(fault(2, None, 1)))));
-        assert!(!world.faults.asks(&View { alive: false, ..view(7, Some(fault(2, None, 1))) }));
     }
 
     #[test]

@@ -33,7 +33,6 @@ mod files;
 pub mod hardware;
 pub mod health;
 pub mod http;
-pub mod kernel_log;
 pub mod layout;
 pub mod metrics;
 pub mod mig;
@@ -77,7 +76,6 @@ use crate::checkpoint::{Lock, Store};
 use crate::ending::shutdown;
 use crate::expected::Expected;
 use crate::http::Pulse;
-use crate::kernel_log::KernelLog;
 use crate::metrics::Metrics;
 use crate::node::{Ended, Node, Object, Occurrence, Turn};
 use crate::serve::{Counter, Served, Table};
@@ -189,7 +187,6 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         inputs: inputs.downgrade(),
         steps: Vec::new(),
         kubelet_answers: true,
-        kernel_log: kernel_log(&args),
         stopping: CancellationToken::new(),
     };
     let plugin_states = main.plugins.state();
@@ -273,16 +270,6 @@ fn remember(args: &AgentArgs, store: &Store, link: &mps::Link, now: Instant) -> 
     (node, allocations)
 }
 
-/// The kernel's log, where it can be read and means the same pids.
-fn kernel_log(args: &AgentArgs) -> Option<KernelLog> {
-    let path = args.host_root.join(args.kernel_log.strip_prefix("/").unwrap_or(&args.kernel_log));
-    KernelLog::open(path, &args.proc)
-        .inspect_err(|reason| {
-            tracing::info!(reason, "the kernel's log is not read: it cannot say whose a GPU fault is")
-        })
-        .ok()
-}
-
 /// The main loop: the only one that decides.
 struct Main {
     node: Node,
@@ -303,7 +290,6 @@ struct Main {
     /// What was logged.
     steps: Vec<cleave_api::gpunode::StepStatus>,
     kubelet_answers: bool,
-    kernel_log: Option<KernelLog>,
     /// The agent was told to stop: what ends now ends for that.
     stopping: CancellationToken,
 }
@@ -407,9 +393,6 @@ impl Main {
     /// Looks at all that is known, and hands on what follows. Says when to do so again, if soon.
     fn turn(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        if let Some(log) = self.kernel_log.as_mut().filter(|_| self.node.asks_whose()) {
-            self.node.kernel(log.read(), now);
-        }
         let mut table = self.counter.table();
         let Turn {
             lists,

@@ -21,7 +21,6 @@ use crate::expected::Expected;
 use crate::faults::{self, Faults};
 use crate::hardware::{Book, Hardware, KnownGpu};
 use crate::health::{Clock, Told as ToldHealth};
-use crate::kernel_log::Xid;
 use crate::layout::{Kind, Layout, Pool};
 use crate::mig::{Change, Next, Outcome, Trial, next};
 use crate::mps;
@@ -335,16 +334,6 @@ impl Node {
             }
         }
         self.book.observe(answer, asked);
-    }
-
-    /// Whether the kernel's log should be read: it may say whose a fault is.
-    pub fn asks_whose(&self) -> bool {
-        self.faults.asks(&self.view)
-    }
-
-    /// What the kernel's log says.
-    pub fn kernel(&mut self, xids: Vec<Xid>, now: Instant) {
-        self.faults.kernel(xids, now);
     }
 
     /// An order ended, or takes long.

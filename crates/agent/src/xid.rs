@@ -108,12 +108,6 @@ pub fn classify(xid: u64, ignored: &[u64]) -> Class {
     TABLE.iter().find(|line| line.xid == xid).map_or(Class::Suspect, |line| line.class)
 }
 
-/// Whether it says that the process that the kernel's log names with it made an error of its own. Not of 43 and 45: they are told of every
-/// process whose channel fell with another's error.
-pub const fn blames(xid: u64) -> bool {
-    matches!(xid, 11 | 13 | 31 | 32 | 69 | 137)
-}
-
 /// `XID 79 (GPU has fallen off the bus)`.
 pub fn describe(xid: u64) -> String {
     match TABLE.iter().find(|line| line.xid == xid) {

@@ -31,33 +31,12 @@ fn told(machine: &Machine) -> Vec<(Option<String>, String)> {
 
 #[tokio::test]
 async fn a_fault_is_told_to_each_pod_that_it_hit_and_the_shares_come_back_with_the_end_of_the_last() {
-    let told = told_of_a_fault("sim/kernel.log").await;
-    assert_eq!(told, expected(&[("bad", "CausedGpuFault"), ("near", "BrokenByGpuFault"), ("near", "EndedInGpuFault")]));
-}
-
-#[tokio::test]
-async fn without_the_kernels_log_the_neighbour_whom_mps_names_is_not_accused() {
-    let told = told_of_a_fault("nowhere").await;
-    assert_eq!(
-        told,
-        expected(&[("bad", "BrokenByGpuFault"), ("near", "EndedInGpuFault"), ("near", "NamedInGpuFault")])
-    );
-}
-
-/// What the node is told of a fault, and what these pods are.
-fn expected(pods: &[(&str, &str)]) -> Vec<(Option<String>, String)> {
-    let node = ["GpuFault", "MpsUnavailable", "Recovered"].into_iter().map(|reason| (None, reason.to_owned()));
-    node.chain(pods.iter().map(|(name, reason)| (Some(format!("ns/{name}")), (*reason).to_owned()))).collect()
-}
-
-/// Of two pods one makes an error, and the other stays: what is told, once the shares are back.
-async fn told_of_a_fault(kernel_log: &str) -> Vec<(Option<String>, String)> {
     let mut machine = Machine::new(&["H200"]);
     let gpu = machine.uuids[0].clone();
     machine.want("first", vec![mps(&gpu, 10)]);
     machine.pods_are(&[pod("bad", 1, &gpu), pod("near", 2, &gpu)]);
     machine.start_host();
-    machine.start_agent(&["--kernel-log", machine.path(kernel_log).to_str().unwrap()]);
+    machine.start_agent(&[]);
     machine.healthy(MPS, 10).await;
     let (bad, near) = (ids(&gpu, [0]), ids(&gpu, [1, 2]));
     machine.pods.hold(&[held("bad", MPS, &bad), held("near", MPS, &near)]);
@@ -72,5 +51,16 @@ async fn told_of_a_fault(kernel_log: &str) -> Vec<(Option<String>, String)> {
     let left = left.await.unwrap();
     machine.healthy(MPS, 10).await;
     println!("healthy {:?} after the last client had left", left.elapsed());
-    machine.until("all is told", || Some(told(&machine)).filter(|told| told.len() >= 6)).await
+    let pod = |name: &str, reason: &str| (Some(format!("ns/{name}")), reason.to_owned());
+    let node = |reason: &str| (None, reason.to_owned());
+    let expected = [
+        node("GpuFault"),
+        node("MpsUnavailable"),
+        node("Recovered"),
+        pod("bad", "NamedInGpuFault"),
+        pod("near", "BrokenByGpuFault"),
+        pod("near", "EndedInGpuFault"),
+    ];
+    machine.until("all is told", || (told(&machine).len() >= expected.len()).then_some(())).await;
+    assert_eq!(told(&machine), expected);
 }

@@ -22,7 +22,6 @@ pub fn all() -> &'static [Target] {
         agent::SHUTDOWN_NOTE,
         agent::PODS,
         agent::PROC,
-        agent::KERNEL_LOG,
         kubelet::DEVICE_PLUGIN,
         kubelet::POD_RESOURCES,
         kubelet::KUBELET_CHECKPOINT,

@@ -22,8 +22,6 @@ pub const STATE_ENV: &str = "SIMGPU_STATE";
 const STATE: &str = "state.json";
 const LOCK: &str = "lock";
 const GENERATION: &str = "generation";
-/// What the machine's kernel would log.
-pub(crate) const KERNEL_LOG: &str = "kernel.log";
 pub(crate) const LEASES: &str = "leases";
 
 /// A handle on a simulated machine. Cheap to clone; all clones share the parsed state.
@@ -167,25 +165,6 @@ impl Machine {
             let mut drained = [0_u8; 1024];
             while matches!(rustix::io::read(&watch, &mut drained), Ok(n) if n > 0) {}
         }
-    }
-
-    /// Writes an XID to the machine's kernel log, `kernel.log` in its directory, as NVIDIA's driver 580 does (seen on an H200), in the form of
-    /// `/dev/kmsg`.
-    ///
-    /// # Errors
-    /// The directory is gone or its state is malformed.
-    pub fn kernel_log(&self, uuid: &str, xid: u64, pid: u32) -> Result<(), Error> {
-        let state = self.snapshot()?;
-        let pci = state.gpus.iter().find(|gpu| gpu.uuid == uuid).map_or_else(String::new, |gpu| gpu.pci.short_bus_id());
-        let at = pci.strip_suffix(".0").unwrap_or(&pci);
-        let program = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let line = format!(
-            "4,0,0,-;NVRM: Xid (PCI:{at}): {xid}, pid={pid}, name={}, channel 0x0000000e, intr 00000000.\n",
-            program.trim()
-        );
-        let path = self.path(KERNEL_LOG);
-        let append = |path: &Path| File::options().create(true).append(true).open(path)?.write_all(line.as_bytes());
-        append(&path).map_err(io("write", &path))
     }
 
     /// The contexts whose processes live.
@@ -363,18 +342,6 @@ mod tests {
         let id = state.next_id();
         state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
         id
-    }
-
-    #[test]
-    fn the_kernel_log_names_gpu_and_process() {
-        let (dir, machine) = machine();
-        let uuid = machine.snapshot().unwrap().gpus[1].uuid.clone();
-        machine.kernel_log(&uuid, 31, 7).unwrap();
-        machine.kernel_log(&uuid, 13, std::process::id()).unwrap();
-        let text = fs::read_to_string(dir.path().join(KERNEL_LOG)).unwrap();
-        let lines: Vec<&str> = text.lines().collect();
-        assert!(lines[0].starts_with("4,0,0,-;NVRM: Xid (PCI:0000:19:00): 31, pid=7, name="), "{text}");
-        assert!(lines.len() == 2 && lines[1].contains(&format!("13, pid={}, name=", std::process::id())), "{text}");
     }
 
     #[test]

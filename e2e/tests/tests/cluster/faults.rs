@@ -46,9 +46,8 @@ fn an_illegal_access_is_told_to_all_that_it_hit_and_who_stays_is_ended() -> Resu
     scope.pod("next", &json!({SHARES: 5}), HOLD)?;
     ensure!(scope.seen("next")?["sms"] == 66);
 
-    // The MPS server's log names another, as the real one does; the kernel's log knows better.
-    let caused = told(&scope, "culprit", "CausedGpuFault")?;
-    ensure!(caused.contains("XID 31"), "{caused}");
+    let caused = told(&scope, "culprit", "NamedInGpuFault")?;
+    ensure!(caused.contains("fatal GPU error"), "{caused}");
     let near = told(&scope, "near", "BrokenByGpuFault")?;
     ensure!(near.contains("pod culprit"), "its namespace's own: {near}");
     let far = told(&other, "far", "BrokenByGpuFault")?;

@@ -372,25 +372,12 @@ impl Server {
         if let Err(error) = told {
             self.log(&format!("{error}"));
         }
+        let id = inner.connections.get(&connection).map_or(0, |entry| entry.id);
         let pid = inner.clients.pid(connection).unwrap_or(0);
-        if let Err(error) = self.machine.kernel_log(&device.gpu, XID_MMU_FAULT, pid) {
-            self.log(&format!("{error}"));
-        }
-        // It named a neighbour in six of eight such errors, and the one whose it was in two.
-        self.name_in_log(inner, connection, true);
+        let client = format!("Client {{PID: {pid}, Context: {id}}} encountered a fatal GPU error.");
+        self.log.line("Other", std::process::id(), &client);
         let effects = inner.clients.fault();
         self.apply(inner, effects);
-    }
-
-    /// Writes whose a fatal error was to the log as MPS does: another client than that whose it was, and that one where it is alone and lives.
-    fn name_in_log(&self, inner: &Inner, connection: u64, lives: bool) {
-        let other = |other: &u64| *other != connection && inner.connections[other].context.is_some();
-        let named = inner.connections.keys().copied().filter(other).min().or(lives.then_some(connection));
-        if let Some((pid, id)) = named.and_then(|named| Some((inner.clients.pid(named)?, inner.connections[&named].id)))
-        {
-            let client = format!("Client {{PID: {pid}, Context: {id}}} encountered a fatal GPU error.");
-            self.log.line("Other", std::process::id(), &client);
-        }
     }
 
     fn leave(&self, connection: u64, orderly: bool) {
@@ -410,7 +397,14 @@ impl Server {
         let mut effects = inner.clients.left(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
             // The log never names who died in the midst of its work, but somebody who lives: so measured in 47 of 47 such faults.
-            self.name_in_log(&inner, connection, false);
+            let lives = |other: &u64| *other != connection && inner.connections[other].context.is_some();
+            let named = inner.connections.keys().copied().filter(lives).min();
+            if let Some((pid, id)) =
+                named.and_then(|other| Some((inner.clients.pid(other)?, inner.connections[&other].id)))
+            {
+                let client = format!("Client {{PID: {pid}, Context: {id}}} encountered a fatal GPU error.");
+                self.log.line("Other", std::process::id(), &client);
+            }
         }
         if effects.contains(&Effect::Status(Status::Active)) && self.faults.injected("mps:heal").is_some() {
             inner.clients.stay_in_fault();
