@@ -66,9 +66,9 @@ def daemon():
     return next(iter(mps_status()["daemons"].values()))
 
 
-def policy(mode, resource, total, /, enforcement="Report", **section):
+def policy(mode, resource, total, /, enforcement="Report", out_of_memory="Kill", **section):
     """Makes the one policy this, and waits until the kubelet offers what it says and nothing else."""
-    spec = {"mode": mode, "enforcement": enforcement}
+    spec = {"mode": mode, "enforcement": enforcement, "hostOutOfMemory": out_of_memory}
     if section:
         spec["mps" if mode == "Mps" else "timeSlicing"] = section
     body = {"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "drill"}, "spec": spec}
@@ -88,8 +88,9 @@ def policy(mode, resource, total, /, enforcement="Report", **section):
         wait("the agent has applied them", lambda: (n := get("gpunode", NODE)) and n["status"].get("observedGeneration", 0) >= generation and n["status"].get("planId") == n["spec"]["planId"], 30)
 
 
-def shares(units=10, threads="Strict", enforcement="Report"):
-    policy("Mps", MPS, units, units=units, threads=threads, computeMode="Default", enforcement=enforcement)
+def shares(units=10, threads="Strict", enforcement="Report", out_of_memory="Kill"):
+    policy("Mps", MPS, units, units=units, threads=threads, computeMode="Default", enforcement=enforcement, out_of_memory=out_of_memory)
+    wait("the node is told", lambda: all(gpu.get("hostOutOfMemory", "Kill") == out_of_memory for gpu in get("gpunode", NODE)["spec"]["gpus"]))
 
 
 def sms(count, units=10):
@@ -873,25 +874,47 @@ def unended(results):
 
 
 def killed(results):
-    """Busy pods that end as no node can see coming: without grace, and killed by the kernel for the machine's memory. The true numbers."""
+    """Busy pods that end as no node can see coming: without grace, and out of the machine's memory, killed by the kernel or ended first. The true numbers."""
     shares(UNITS, "Strict")
     trials, total = (2, 10) if QUICK else (15, 100)
     deleted_together(results, "grace 0", 0, total, 10, promised=False)
     deleted_together(results, "grace 0, ignores SIGTERM", 0, total, 10, "--sigterm", "ignore", promised=False)
-    reasons = {}
-
-    def starved(pod):
-        touch(f"hoard-{pod.name}")
-        state = lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["containerStatuses"][0]["state"].get("terminated")
-        reason = wait(f"{pod.name} is killed", state, 30, 0.05)["reason"]
-        reasons[reason] = reasons.get(reason, 0) + 1
 
     class Hoarder(Pod):
         def __init__(self, name, *command, **more):
             super().__init__(name, *command, "--hoard", f"/drill/hoard-{name}", memory="1Gi", **more)
 
-    ended_alone(results, "out of memory", trials, starved, expect=True, make=Hoarder, grace=30)
-    results.check("it was the kernel that killed them", reasons.get("OOMKilled", 0) == sum(reasons.values()), reasons=reasons)
+    def guarded(pod):
+        groups = pathlib.Path("/sys/fs/cgroup").glob(f"*/{NODE}/kubepods/*/pod{get('pod', pod.name, '-n', NAMESPACE)['metadata']['uid']}/*/memory.high")
+        return any(group.read_text().strip() != "max" for group in groups)
+
+    def starve(kind, first):
+        """Pods that take more memory than they have. How they ended, and after how many seconds."""
+        ends, took, told = {}, [], lambda pod: next((line["code"] for line in pod.lines() if line.get("code")), None)
+
+        def starved(pod):
+            if first:
+                wait(f"{pod.name} has a memory.high", lambda: guarded(pod), 5)
+            began = time.monotonic()
+            touch(f"hoard-{pod.name}")
+            state = lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["containerStatuses"][0]["state"].get("terminated")
+            reason = wait(f"{pod.name} ends", state, 30, 0.05)["reason"]
+            took.append(round(time.monotonic() - began, 2))
+            end = f"{reason}, error {code}" if (code := told(pod)) else reason
+            ends[end] = ends.get(end, 0) + 1
+
+        broken, of = ended_alone(results, kind, trials, starved, expect=not first, kernels=(100, 1000), make=Hoarder, grace=30)
+        results.note(**{f"{kind}: ends": {"ends": ends, "medianSeconds": statistics.median(took), "slowestSeconds": max(took)}})
+        return ends, broken, of
+
+    ends, _, of = starve("out of memory", False)
+    results.check("it was the kernel that killed them", ends.get("OOMKilled", 0) == of, ends=ends)
+    shares(UNITS, "Strict", out_of_memory="EndFirst")
+    ends, broken, of = starve("out of memory, ended first", True)
+    results.check("ended through MPS first, no neighbour breaks", broken == 0, broken=broken, of=of)
+    results.check("all were ended through MPS", sum(count for end, count in ends.items() if end.endswith("error 810")) == of, ends=ends)
+    events = [event["involvedObject"]["name"] for event in get("events", "-n", NAMESPACE)["items"] if event["reason"] == "EndedBeforeOutOfMemory"]
+    results.check("each pod is told", len(set(events)) == of, told=len(set(events)), of=of)
 
 
 DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault, churn, isolation, hostile, neighbour, unended, killed)}

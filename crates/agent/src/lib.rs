@@ -2,7 +2,7 @@
 //!
 //! One task, the main loop, owns what is known of the node ([`node::Node`]); the others bring it what they see and take from it what
 //! follows. Everything that decides is pure, and is in modules without I/O: [`layout`], [`diff`], [`allocate`], [`usage`], [`hardware`],
-//! [`health`], [`absence`], [`node`], [`faults`], [`ending`], [`status`].
+//! [`health`], [`absence`], [`node`], [`faults`], [`ending`], [`oom`], [`status`].
 //!
 //! ```text
 //!  NVML, on its own threads ── inventory, XIDs ──┐                     ┌─▶ Plugins (kubelet crate): lists in the open streams
@@ -13,8 +13,8 @@
 //! ```
 //!
 //! `Allocate` and `GetPreferredAllocation` are answered from [`serve::Table`] under a lock that nobody holds across an await; the main loop
-//! is told afterwards. Pods that leave are the matter of a task of its own, [`ending`], which waits for nobody. The first lists come from
-//! the checkpoint, before NVML, PodResources and the API server have answered.
+//! is told afterwards. Pods that leave are the matter of a task of its own, [`ending`], which waits for nobody; containers that run out of memory
+//! of another, [`oom`]. The first lists come from the checkpoint, before NVML, PodResources and the API server have answered.
 pub mod absence;
 mod act;
 #[cfg(test)]
@@ -39,6 +39,7 @@ pub mod mig;
 pub mod mps;
 pub mod node;
 mod offline;
+pub mod oom;
 pub mod pods;
 #[cfg(test)]
 mod recut;
@@ -163,7 +164,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (written, to_write) = watch::channel(Written::default());
     let (status, statuses) = watch::channel(None);
     let (occurrences, to_tell) = mpsc::channel(64);
-    let unended = occurrences.clone();
+    let (unended, occurrences_of_memory) = (occurrences.clone(), occurrences.clone());
     let (listing, lists) = watch::channel(Listing { every: LISTED, given: 0, renewed: 0 });
     let (look, looks) = watch::channel(());
     let (scene, scenes) = watch::channel(Arc::new(Scene::default()));
@@ -199,6 +200,17 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let view = watch::Sender::new(link.look());
     tasks.spawn(ending::run(link.clone(), Arc::clone(&counter), view.subscribe(), unended, metrics.clone()));
     tasks.spawn(watch_mps(link.clone(), view, inputs.clone()));
+    let of_memory = oom::Parts {
+        proc: args.proc.clone(),
+        link: link.clone(),
+        scene: scenes.clone(),
+        names: counter.names.clone(),
+        metrics: metrics.clone(),
+        occurrences: occurrences_of_memory,
+        tell: tell_pods.clone(),
+    };
+    tasks.spawn(oom::run(of_memory));
+    let proc = args.proc.clone();
     let of_tenants = (link.clone(), counter.names.clone(), metrics.clone());
     tasks.spawn(watch_tenants(Arc::clone(&args), of_tenants, scenes, tell_pods, inputs.clone()));
     tasks.spawn(watch_pods(Arc::clone(&args), inputs.clone(), lists, metrics.clone()));
@@ -216,7 +228,15 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         }
         _ => tasks.spawn(speak_to_the_api(args, counter, inputs, statuses, (to_tell, pod_events), metrics)),
     };
-    // All of them go on for ever: whichever ends first says why the agent does.
+    let ended = first_to_end(&mut tasks).await;
+    tasks.shutdown().await;
+    // There may be no next agent.
+    oom::forget(&proc);
+    ended
+}
+
+/// All of them go on for ever: whichever ends first says why the agent does.
+async fn first_to_end(tasks: &mut JoinSet<anyhow::Result<()>>) -> anyhow::Result<()> {
     match tasks.join_next().await {
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(error).context("a task of the agent failed"),

@@ -80,7 +80,7 @@ struct Terminated {
     outcome: Termination,
 }
 
-/// What came of ending a client of a pod that leaves.
+/// What came of ending a client of a pod that leaves, or of a container that is about to be killed for its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum Termination {
     /// It was ended.
@@ -178,7 +178,7 @@ impl Metrics {
             metrics.faults.clone(),
         );
         registry.register("mig_changes", "MIG instances made and destroyed, by how it ended", metrics.changes.clone());
-        let terminations = "Clients of pods that leave that were ended through MPS, attempts that failed, and clients that were too late";
+        let terminations = "Clients of pods that leave or are out of memory that were ended through MPS, attempts that failed, and clients that were too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
         registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;

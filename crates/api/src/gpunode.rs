@@ -9,7 +9,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
+use crate::sharingpolicy::{ComputeMode, Enforcement, HostOutOfMemory, Interval};
 
 /// What the GPUs of the node of the same name shall be. Complete: the agent makes no choices.
 #[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
@@ -83,6 +83,9 @@ pub struct GpuSpec {
     /// What happens to a pod that leaves its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
+    /// What happens to programs under MPS whose container is about to be killed for the machine's memory.
+    #[serde(default, skip_serializing_if = "HostOutOfMemory::is_default")]
+    pub host_out_of_memory: HostOutOfMemory,
     /// How the GPU (or, under `mig`, nothing itself) is served.
     pub partition: Partition,
     /// An administrator keeps new pods away from it: its free slices are told as Unhealthy, those in use stay as they are.

@@ -76,6 +76,8 @@ use serde::{Deserialize, Serialize};
         .message("the section mig is for mode Mig or Auto"),
     validation = Rule::new("!has(self.dynamic) || self.mode == 'Auto' || (self.mode == 'Mig' && !(has(self.mig) && has(self.mig.layout))) || (self.mode == 'Mps' && has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')")
         .message("dynamic says when GPUs are cut anew, and nothing is cut anew here: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
+    validation = Rule::new("!has(self.hostOutOfMemory) || self.hostOutOfMemory != 'EndFirst' || self.mode in ['Mps', 'Auto'] || (self.mode == 'Mig' && has(self.mig) && has(self.mig.sharing) && has(self.mig.sharing.mps))")
+        .message("hostOutOfMemory: EndFirst ends programs through MPS: it is for mode Mps or Auto, and for mig.sharing.mps"),
     validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.layout) && has(self.mig.sharing))")
         .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; other resources have names that say what they are"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'Mps' || self.resourceName != 'nvidia.com/gpu-mps'")
@@ -110,6 +112,9 @@ pub struct SharingPolicySpec {
     /// What happens to a pod that leaves its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
+    /// What happens to programs under MPS whose container is about to be killed for the machine's memory (`resources.limits.memory`).
+    #[serde(default)]
+    pub host_out_of_memory: HostOutOfMemory,
     /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or `nvidia.com/gpu-` and a word of your own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 74))]
@@ -377,6 +382,24 @@ pub enum Enforcement {
     Report,
     /// And it is evicted.
     Evict,
+}
+
+/// What happens to programs under MPS whose container is about to be killed for the machine's memory, its `resources.limits.memory`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum HostOutOfMemory {
+    /// The kernel kills them, and with a kernel in flight they break their neighbours.
+    #[default]
+    Kill,
+    /// They are ended through MPS first, which breaks nobody. Their containers are slowed down where they use more than 95 % of their limit, or
+    /// the limit less 1 GiB. Control groups of version 2 only.
+    EndFirst,
+}
+
+impl HostOutOfMemory {
+    /// Whether it is what a policy that says nothing means.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// What a policy amounts to.

@@ -214,6 +214,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
                             uuid: gpu.uuid.clone(),
                             policy: Some(winner.name.clone()),
                             enforcement: winner.enforcement,
+                            host_out_of_memory: winner.host_out_of_memory,
                             partition,
                             ..GpuSpec::default()
                         })
@@ -232,6 +233,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
                         Some(GpuSpec {
                             policy: Some(winner.name.clone()),
                             enforcement: winner.enforcement,
+                            host_out_of_memory: winner.host_out_of_memory,
                             partition: stays.unwrap_or_else(|| whole(&gpu.uuid).partition),
                             uuid: gpu.uuid.clone(),
                             ..GpuSpec::default()

@@ -91,6 +91,7 @@ mod tests {
             gpus,
             share: Share::Whole,
             enforcement: cleave_api::sharingpolicy::Enforcement::Report,
+            host_out_of_memory: cleave_api::sharingpolicy::HostOutOfMemory::Kill,
             dynamic: Gathering::default(),
         }
     }

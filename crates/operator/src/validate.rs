@@ -9,8 +9,8 @@ use cleave_api::names::{
     RESOURCE_MPS, RESOURCE_SHARED, RESOURCE_SHARES_PREFIX, RESOURCE_TIMESLICE, is_served, mig_resource,
 };
 use cleave_api::sharingpolicy::{
-    Clients, ComputeMode, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps,
-    SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
+    Clients, ComputeMode, Dynamic, Enforcement, GpuSelector, HostOutOfMemory, Interval, MAX_REPLICAS, MemoryPolicy,
+    Mig, Mode, Mps, SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
 };
 use cleave_plan::device::Mode as CutMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
@@ -35,6 +35,8 @@ pub struct Policy {
     pub share: Share,
     /// What happens to a pod that leaves its limits.
     pub enforcement: Enforcement,
+    /// What happens to programs under MPS whose container is about to be killed for the machine's memory.
+    pub host_out_of_memory: HostOutOfMemory,
     /// How pending pods are gathered.
     pub dynamic: Gathering,
 }
@@ -215,8 +217,18 @@ fn beginning(text: &str) -> String {
 /// Checks and parses a policy.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
     // No `..`: a new field must be thought of here.
-    let SharingPolicySpec { node_selector, gpus, mode, mps, time_slicing, mig, dynamic, enforcement, resource_name } =
-        spec;
+    let SharingPolicySpec {
+        node_selector,
+        gpus,
+        mode,
+        mps,
+        time_slicing,
+        mig,
+        dynamic,
+        enforcement,
+        host_out_of_memory,
+        resource_name,
+    } = spec;
     let nodes = match node_selector {
         Some(labels) if labels.is_empty() => {
             return Err(Error::Shape("nodeSelector is empty: leave it out to select every node, or name a label"));
@@ -249,6 +261,11 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
     if dynamic.is_some() && !matches!(share, Share::Demand(_)) {
         return Err(Error::Shape("dynamic says when GPUs are cut anew, and nothing is cut anew here"));
     }
+    if *host_out_of_memory == HostOutOfMemory::EndFirst && !has_mps(&share) {
+        return Err(Error::Shape(
+            "hostOutOfMemory: EndFirst ends programs through MPS, and nothing is shared by MPS here",
+        ));
+    }
     Ok(Policy {
         name: name.to_owned(),
         created,
@@ -256,8 +273,20 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         gpus: gpus.as_ref().map(selector).transpose()?.unwrap_or_default(),
         share,
         enforcement: *enforcement,
+        host_out_of_memory: *host_out_of_memory,
         dynamic: gathering,
     })
+}
+
+/// Whether there can be MPS shares under it.
+fn has_mps(share: &Share) -> bool {
+    let of_instances = |each: &InstanceShare| matches!(each, InstanceShare::Mps(_));
+    match share {
+        Share::Whole | Share::TimeSlicing(_) => false,
+        Share::Mps(_) => true,
+        Share::Mig { each, .. } => of_instances(each),
+        Share::Demand(demand) => demand.mode != CutMode::Mig || of_instances(&demand.each),
+    }
 }
 
 fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {

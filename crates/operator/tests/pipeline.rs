@@ -8,7 +8,7 @@ use cleave_api::gpunode::{
     AllocationStatus, GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, MpsStatus,
     SliceStatus, StepStatus,
 };
-use cleave_api::sharingpolicy::{Enforcement, SharingPolicy, SharingPolicyStatus};
+use cleave_api::sharingpolicy::{Enforcement, HostOutOfMemory, SharingPolicy, SharingPolicyStatus};
 use cleave_operator::apply::{self, changes};
 use cleave_operator::plan::{Plan, plan};
 use cleave_operator::read::{Agent, Node, Observed};
@@ -230,7 +230,7 @@ fn each_process_gets_its_part_where_clients_are_split() {
 fn gpus_of_no_policy_are_whole_and_each_gpu_has_its_own_mode() {
     let world = World::default()
         .four("n1")
-        .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN}"))
+        .policy("mps", &format!("gpus:\n  indices: [0]\nhostOutOfMemory: EndFirst\n{TEN}"))
         .policy("turns", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
         .policy("whole", "gpus:\n  indices: [2]\nmode: Whole\nenforcement: Evict");
     let plan = world.plan();
@@ -241,6 +241,8 @@ fn gpus_of_no_policy_are_whole_and_each_gpu_has_its_own_mode() {
     assert_eq!(whole.partition.whole.as_ref().unwrap().resource, "nvidia.com/gpu");
     assert_eq!(whole.policy.as_deref(), Some("whole"));
     assert_eq!([whole.enforcement, mps.enforcement], [Enforcement::Evict, Enforcement::Report]);
+    let out_of_memory = [whole, mps].map(|gpu| gpu.host_out_of_memory);
+    assert_eq!(out_of_memory, [HostOutOfMemory::Kill, HostOutOfMemory::EndFirst]);
     assert_eq!(nobody.partition.whole, whole.partition.whole);
     assert_eq!(nobody.policy, None);
 }

@@ -4,7 +4,7 @@
 //! a client, and [`Ending`] here what follows. These are pure; `run` is the task that asks the MPS host, woken by the watch of the node's pods
 //! and by the MPS host's status.
 pub mod pods;
-mod process;
+pub(crate) mod process;
 mod run;
 pub mod shutdown;
 
@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 pub use pods::{Leaving, Pods};
-pub(crate) use run::run;
+pub(crate) use run::{run, terminate};
 pub use shutdown::Shutdown;
 
 /// How long after it was due a client that is not ended is told of. A `preStop` sleep of a second is not over by then.

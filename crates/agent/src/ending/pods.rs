@@ -62,6 +62,11 @@ impl Leaving {
         Self { since, end, due: (drained.min(last), last), grace }
     }
 
+    /// Whatever SIGTERM would do, it has no time left.
+    pub(crate) fn at_once(since: Instant) -> Self {
+        Self::new(since, since, Duration::ZERO, Duration::ZERO)
+    }
+
     /// The same with an earlier end: nothing is due later by that, although of a shorter grace the margin is smaller.
     fn shortened(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
@@ -125,8 +130,7 @@ impl Pods {
     pub fn gone(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.gone.is_none()) else { return false };
-        let unforeseen = || Leaving::new(now, now, Duration::ZERO, Duration::ZERO);
-        pod.leaving = Some(pod.leaving.map_or_else(unforeseen, |was| was.shortened(now, Duration::ZERO)));
+        pod.leaving = Some(pod.leaving.map_or_else(|| Leaving::at_once(now), |was| was.shortened(now, Duration::ZERO)));
         pod.gone = Some(now);
         true
     }

@@ -81,7 +81,8 @@ fn clients(pods: &Pods, view: &mps::View, known: &mut BTreeMap<Key, Vec<String>>
     found
 }
 
-async fn terminate(link: mps::Link, client: Client) -> (Client, Outcome, Instant) {
+/// Asks the MPS host to end a client; what came of it, and when that began.
+pub(crate) async fn terminate(link: mps::Link, client: Client) -> (Client, Outcome, Instant) {
     let began = Instant::now();
     let Key { device, pid } = client.key.clone();
     let outcome = match link.ask(&Request::Terminate { device, pid }, ANSWER).await {

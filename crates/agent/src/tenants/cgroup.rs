@@ -17,7 +17,7 @@ pub fn owner(text: &str) -> Option<Owner> {
     let mut found: Option<Owner> = None;
     for line in text.lines() {
         // `hierarchy:controllers:path`; of version 2 `0::path`. A path may have colons.
-        let Some(owner) = line.splitn(3, ':').nth(2).and_then(of_path) else { continue };
+        let Some((owner, _)) = line.splitn(3, ':').nth(2).and_then(of_path) else { continue };
         match &mut found {
             None => found = Some(owner),
             Some(known) if known.pod != owner.pod => return None,
@@ -28,21 +28,38 @@ pub fn owner(text: &str) -> Option<Owner> {
     found
 }
 
-fn of_path(path: &str) -> Option<Owner> {
+/// The cgroup of version 2 of the container that a process is of, as a path from the root: not that which it may have made below. By the text of
+/// `/proc/PID/cgroup`.
+pub fn container_path(text: &str) -> Option<(Owner, String)> {
+    container_of(text.lines().find_map(|line| line.strip_prefix("0::"))?)
+}
+
+/// The container whose cgroup this is or is below, and the path of its own.
+pub fn container_of(path: &str) -> Option<(Owner, String)> {
+    let (owner, depth) = of_path(path)?;
+    owner.container.as_ref()?;
+    let components = path.split('/').filter(|component| !component.is_empty()).take(depth);
+    Some((owner, components.fold(String::new(), |path, component| path + "/" + component)))
+}
+
+/// Whose a path is, and how many components of it say so.
+fn of_path(path: &str) -> Option<(Owner, usize)> {
     // The kernel marks a cgroup that was removed under its last processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
-    let mut components = path.split('/').filter(|component| !component.is_empty());
+    let mut components = path.split('/').filter(|component| !component.is_empty()).zip(1..);
     let mut below_kubepods = false;
     let mut outside = true;
-    while let Some(component) = components.next() {
+    while let Some((component, depth)) = components.next() {
         // A runtime that takes systemd's names for cgroupfs's makes one component of three.
         let mut parts = component.split(':');
         let component = parts.next().unwrap_or_default();
         // Another cgroup namespace's paths begin with `..` for each level up to what both have, which may be below `kubepods`.
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
         if let Some(pod) = plain.or_else(|| in_slice(component)).and_then(uid) {
-            let inside = parts.next_back().or_else(|| components.next());
-            return Some(Owner { pod, container: inside.and_then(container) });
+            let inside = parts.next_back().map(|part| (part, depth)).or_else(|| components.next());
+            let container = inside.and_then(|(part, depth)| Some((container(part)?, depth)));
+            let (container, depth) = container.map_or((None, depth), |(id, depth)| (Some(id), depth));
+            return Some((Owner { pod, container }, depth));
         }
         below_kubepods |= component == "kubepods";
         outside &= component == "..";
@@ -124,6 +141,30 @@ mod tests {
         ] {
             assert_eq!(owner(&format!("0::{path}\n")), pod(Some(ID)), "{path}");
             assert_eq!(owner(&format!("7:cpu,cpuacct:{path}\n1:name=systemd:/\n0::/\n")), pod(Some(ID)), "{path}");
+        }
+    }
+
+    #[test]
+    fn the_cgroup_of_a_container_is_what_the_runtime_made_and_nothing_below() {
+        for (path, own) in [
+            (format!("/kubepods/burstable/pod{UID}/{ID}/deep/below"), format!("/kubepods/burstable/pod{UID}/{ID}")),
+            (
+                format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope/container"),
+                format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope"),
+            ),
+            (
+                format!("/system.slice/x/kubepods-pod{SLICE}.slice:cri-containerd:{ID}/a"),
+                format!("/system.slice/x/kubepods-pod{SLICE}.slice:cri-containerd:{ID}"),
+            ),
+            (format!("/kubepods/pod{UID}/{ID}/kubepods/pod{OTHER}/{ID}"), format!("/kubepods/pod{UID}/{ID}")),
+        ] {
+            let found = container_path(&format!("4:memory:/x\n0::{path}\n"));
+            assert_eq!(found, Some((pod(Some(ID)).unwrap(), own)), "{path}");
+        }
+        // Of version 1, and of no container.
+        for text in [format!("4:memory:/kubepods/pod{UID}/{ID}\n0::/"), format!("0::/kubepods/pod{UID}"), String::new()]
+        {
+            assert_eq!(container_path(&text), None, "{text}");
         }
     }
 

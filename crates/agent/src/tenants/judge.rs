@@ -341,6 +341,7 @@ pub(crate) mod tests {
         let shared = Shared {
             gpu: DEVICE.into(),
             evict: false,
+            end_first: false,
             used: true,
             daemon: [10, 11].into(),
             clients: clients.iter().map(|(pid, door)| (*pid, door.map(str::to_owned))).collect(),

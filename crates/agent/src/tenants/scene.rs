@@ -2,7 +2,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
-use cleave_api::sharingpolicy::Enforcement;
+use cleave_api::gpunode::GpuSpec;
+use cleave_api::sharingpolicy::{Enforcement, HostOutOfMemory};
 use cleave_gpu::nvml::Process;
 use cleave_kubelet::HeldDevices;
 
@@ -30,6 +31,8 @@ pub struct Shared {
     pub gpu: String,
     /// The policy says that who leaves its share is evicted.
     pub evict: bool,
+    /// The policy says that programs are ended through MPS before their container is killed for the machine's memory.
+    pub end_first: bool,
     /// Somebody may use it.
     pub used: bool,
     /// Pids of its MPS daemon and server.
@@ -77,9 +80,8 @@ impl Scene {
     pub fn of(facts: &Facts<'_>) -> Self {
         let Facts { hardware, layouts, spec, view, held, allocations, foreign } = *facts;
         let mut scene = Self::default();
-        let evicts = |gpu: &str| {
-            let of_gpu = spec.iter().flat_map(|spec| &spec.gpus).find(|spec| spec.uuid == gpu);
-            of_gpu.is_some_and(|spec| spec.enforcement == Enforcement::Evict)
+        let says = |gpu: &str, what: fn(&GpuSpec) -> bool| {
+            spec.iter().flat_map(|spec| &spec.gpus).find(|spec| spec.uuid == gpu).is_some_and(what)
         };
         for (gpu, layout) in layouts.iter().filter(|(gpu, _)| hardware.gpus.contains_key(*gpu)) {
             for pool in layout.pools.iter().filter(|pool| matches!(pool.kind, Kind::Mps { .. })) {
@@ -87,7 +89,8 @@ impl Scene {
                 let clients = daemon.iter().flat_map(|daemon| &daemon.clients);
                 let shared = Shared {
                     gpu: gpu.clone(),
-                    evict: evicts(gpu),
+                    evict: says(gpu, |spec| spec.enforcement == Enforcement::Evict),
+                    end_first: says(gpu, |spec| spec.host_out_of_memory == HostOutOfMemory::EndFirst),
                     used: foreign.get(gpu).is_some_and(|processes| !processes.is_empty()),
                     daemon: daemon.iter().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect(),
                     clients: clients.map(|client| (client.pid, client.allocation.clone())).collect(),
