@@ -8,6 +8,8 @@ use crate::{CUT, Count, SHARED, listed, pick};
 
 /// What was struck.
 pub(crate) struct Victim {
+    /// What was done.
+    pub(crate) what: &'static str,
     /// The node.
     pub(crate) node: &'static str,
     /// The node whose clients of MPS may fail for it.
@@ -47,7 +49,7 @@ impl Chaos {
         let &(what, ends_clients) = pick(random, &BLOWS).context("nothing to do")?;
         blow(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
-        Ok(Victim { node, mps_of: ends_clients.then_some(node) })
+        Ok(Victim { what, node, mps_of: ends_clients.then_some(node) })
     }
 
     /// Takes away what is still wrong.

@@ -9,8 +9,9 @@ mod traces;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{Cluster, PATIENCE, Random, Scope, text, wait_for, wait_until};
+use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::chaos::Chaos;
@@ -53,7 +54,7 @@ fn main() -> Result<()> {
     println!("soak: {minutes} minutes, seed {seed}");
 
     let mut seen = Seen::default();
-    let mut chaos = Chaos::default();
+    let (mut chaos, mut blows) = (Chaos::default(), Vec::new());
     let mut memory = vec![traces::memory()?];
     let end = Instant::now() + Duration::from_secs(60 * minutes);
     let mut told = Instant::now();
@@ -64,6 +65,7 @@ fn main() -> Result<()> {
             // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere, and told in docs/placement.md.
             if calm(&scope, &mut seen)? {
                 let victim = chaos.strike(&cluster, &mut random)?;
+                blows.push(format!("{} {} on {}", Timestamp::now(), victim.what, victim.node));
                 seen.struck(&victim);
                 seen.look(&Look::at(&scope)?);
             }
@@ -73,7 +75,14 @@ fn main() -> Result<()> {
             memory.push(traces::memory()?);
             println!("{}; {}", seen.summary(), chaos.summary());
         }
-        ensure!(seen.broken.is_empty(), "{:#?}", seen.broken);
+        if !seen.broken.is_empty() {
+            bail!(
+                "{:#?}\nthe last blows: {:#?}\nthe agents: {}",
+                seen.broken,
+                blows.iter().rev().take(8).collect::<Vec<_>>(),
+                agents(&cluster)?
+            );
+        }
     }
     Chaos::heal()?;
 
@@ -102,6 +111,18 @@ fn main() -> Result<()> {
     ensure!(left.is_empty(), "left behind: {left:#?}");
     ensure!(grown.is_empty(), "grown: {grown:#?}");
     Ok(())
+}
+
+/// What the agents said last.
+fn agents(cluster: &Cluster) -> Result<String> {
+    let pods = "/api/v1/namespaces/cleave-system/pods";
+    let agents = cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io%2Fcomponent%3Dagent"))?;
+    let log = |pod: &Value| {
+        let (name, node) = (text(&pod["metadata"]["name"]), text(&pod["spec"]["nodeName"]));
+        let said = cluster.read(&format!("{pods}/{name}/log?tailLines=400&timestamps=true"));
+        format!("{node}\n{}\n", said.unwrap_or_else(|error| format!("{error:#}")))
+    };
+    Ok(agents.iter().map(log).collect())
 }
 
 fn policies(scope: &Scope) -> Result<()> {

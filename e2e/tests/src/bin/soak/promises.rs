@@ -1,9 +1,10 @@
 //! What must hold at every look, whatever was killed.
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
 use cleave_e2e::{Scope, given_out_wrongly, staying, text};
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
 use crate::chaos::Victim;
@@ -42,6 +43,13 @@ fn wants_shares(pod: &Value) -> bool {
 /// How long after a blow a node's slices may be unhealthy that were not when the pod was let through: an NVML that fails is asked again after 10 s.
 const AFTERMATH: Duration = Duration::from_secs(40);
 
+/// Whether a pod that a kubelet refused at this time, in whole seconds, met what one of these blows had left.
+fn is_aftermath(blows: &[Timestamp], failed: Timestamp) -> bool {
+    blows.iter().map(|blow| failed.duration_since(*blow)).any(|since| {
+        since > SignedDuration::from_secs(-1) && since < SignedDuration::try_from(AFTERMATH).unwrap_or_default()
+    })
+}
+
 /// A pod of the soak.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is another thing that happened to it, or not")]
@@ -65,8 +73,8 @@ pub(crate) struct Seen {
     pub(crate) created: u64,
     pods: BTreeMap<String, Made>,
     fates: Count,
-    /// When a node was struck last.
-    blows: BTreeMap<&'static str, Instant>,
+    /// When a node was struck.
+    blows: BTreeMap<&'static str, Vec<Timestamp>>,
     /// Promises that were broken, in words.
     pub(crate) broken: BTreeSet<String>,
 }
@@ -85,7 +93,7 @@ impl Seen {
     }
 
     pub(crate) fn struck(&mut self, victim: &Victim) {
-        self.blows.insert(victim.node, Instant::now());
+        self.blows.entry(victim.node).or_default().push(Timestamp::now());
         if let Some(node) = victim.mps_of {
             self.pods.values_mut().filter(|made| made.node == node).for_each(|made| made.struck = true);
         }
@@ -123,7 +131,9 @@ impl Seen {
             }
             "Failed" if !made.unmade => {
                 made.unmade = true;
-                let is_recent = self.blows.get(made.node).is_some_and(|at| at.elapsed() < AFTERMATH);
+                // When it failed and not when that is seen: a machine that is busy looks seldom.
+                let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
+                let is_recent = self.blows.get(made.node).is_some_and(|blows| is_aftermath(blows, failed));
                 let refused = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
                 let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 if made.client && made.struck {
@@ -142,5 +152,24 @@ impl Seen {
 
     pub(crate) fn summary(&self) -> String {
         format!("{} pods: {}; broken: {}", self.created, listed(&self.fates), self.broken.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_blow_left_is_judged_by_when_the_pod_failed() {
+        let at = |seconds: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds);
+        let blows = [at(100), at(300)];
+        for (failed, expected) in
+            [(98, false), (100, true), (139, true), (140, false), (299, false), (300, true), (340, false)]
+        {
+            assert_eq!(is_aftermath(&blows, at(failed)), expected, "{failed}");
+        }
+        // The kubelet drops what is less than a second.
+        assert!(is_aftermath(&[at(100) + SignedDuration::from_millis(900)], at(100)));
+        assert!(!is_aftermath(&[], at(100)));
     }
 }
