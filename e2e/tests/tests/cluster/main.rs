@@ -41,7 +41,18 @@ fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
     offers(cluster, SHARES, 10 * GPUS)?;
+    // The kubelet is told first: the node's own words are written up to a fifth of a second later.
+    wait_until("the node says so itself", || Ok(other_than_ten(cluster, |_| true)?.is_empty()))?;
     Ok(scope)
+}
+
+/// What GPUs of [`NODE`] offer instead of ten healthy shares, by the node's own words.
+fn other_than_ten(cluster: &Cluster, asked: impl Fn(&Value) -> bool) -> Result<Vec<String>> {
+    let node = cluster.gpunode(NODE)?;
+    let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
+    let healthy = |gpu: &Value| gpu["slices"][0]["total"] == 10 && gpu["slices"][0]["unhealthy"] == 0;
+    let others = gpus.iter().filter(|gpu| asked(gpu) && !healthy(gpu));
+    Ok(others.map(|gpu| format!("GPU {}: {}", gpu["index"], gpu["slices"])).collect())
 }
 
 /// Waits until [`NODE`] offers exactly that many of a resource.

@@ -3,7 +3,7 @@ use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
+use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, other_than_ten, ten_shares, undisturbed};
 
 /// A condition of a policy: its status, reason and message.
 fn condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
@@ -176,12 +176,8 @@ fn a_change_on_one_gpu_leaves_what_other_gpus_offer_alone() -> Result<()> {
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES)? == 50),
         || {
-            let node = cluster.gpunode(NODE)?;
-            let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
-            let others = gpus.iter().filter(|gpu| gpu["index"] != 3);
-            let healthy = |gpu: &Value| gpu["slices"][0]["total"] == 10 && gpu["slices"][0]["unhealthy"] == 0;
-            let broken: Vec<String> = others.filter(|gpu| !healthy(gpu)).map(|gpu| text(&gpu["uuid"])).collect();
-            Ok((!broken.is_empty()).then(|| format!("{broken:?} offered less meanwhile")))
+            let broken = other_than_ten(&cluster, |gpu| gpu["index"] != 3)?;
+            Ok((!broken.is_empty()).then(|| broken.join(", ")))
         },
     )
 }
