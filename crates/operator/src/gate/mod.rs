@@ -15,6 +15,7 @@
 //! | no device here can ever hold | is let through away from nodes that would fail it: it is honestly unschedulable, and autoscalers act |
 //! | asks for nothing that Cleave serves | is let through as it is |
 mod facts;
+mod nodes;
 mod patch;
 mod present;
 mod run;
@@ -25,28 +26,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::GpuNode;
-use cleave_api::names::{RESOURCE_MIG_PREFIX, is_served};
 use cleave_api::placement::{Held, Placement};
 use cleave_plan::Quantity;
-use cleave_plan::affinity::HOSTNAME;
-use cleave_plan::device::sized;
 use cleave_plan::ledger::{
-    Ask, Claim, Facts, Fits, Holder, Ledger, Moment, NoFit, NodeFacts, Nomination, Place, Preemption, Reservation,
-    Tightest, Waiting as Asking,
+    Ask, Claim, Facts, Fits, Ledger, Moment, NodeFacts, Nomination, Place, Preemption, Reservation, Tightest,
+    Waiting as Asking,
 };
-use cleave_plan::scheduling;
-use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
+use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
+use kube::ResourceExt;
 use kube::core::DeserializeGuard;
-use kube::{Resource, ResourceExt};
 use serde_json::Value;
 
 use crate::demand::{Reason, Waiting};
 use crate::pods::{PodObject, claimant, counted};
 use crate::read::{AgentPod, NodeObject};
-use crate::rollout::{self, Hosts, Mps, Rollout, Step, View};
+use crate::rollout::{self, Hosts, Rollout, Step, View};
 
 pub(crate) use run::{Gate, Parts};
 
+use nodes::{Free, Nodes, Verdict};
 use present::Present;
 
 /// How long room is held for a pod that finds no node after all.
@@ -210,28 +208,6 @@ impl Gated {
     }
 }
 
-/// Nodes by name.
-#[derive(Debug, Default)]
-struct Nodes(BTreeMap<String, Known>);
-
-/// What of a node was taken in.
-#[derive(Debug, Default)]
-struct Known {
-    /// Versions of the node and of its `GpuNode`, whether its agent is ready, and whether its shares under MPS are withheld.
-    seen: (Option<String>, Option<String>, bool, bool),
-    node: PlanNode,
-    /// What its `GpuNode` says of MPS.
-    mps: Mps,
-    /// Resources that its GPUs offer, or will.
-    offers: BTreeSet<String>,
-    /// It has a `GpuNode`.
-    ours: bool,
-    /// Pods that hold something of it.
-    holding: BTreeSet<String>,
-    /// Pods on devices that give nothing now, whoever leaves.
-    stuck: BTreeSet<String>,
-}
-
 /// What of a pod decides whether it fits.
 type Wish<'a> = (Vec<Ask>, i32, &'a BTreeMap<String, Quantity>, Signature<'a>);
 
@@ -278,7 +254,7 @@ impl Gatekeeper {
 
     /// Looks at the cluster. `demand` is what pods wait for that GPUs are cut for.
     pub fn look(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Turn {
-        let changed = self.see_nodes(cluster);
+        let changed = self.nodes.see(cluster, &self.rollout);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
@@ -321,65 +297,6 @@ impl Gatekeeper {
         turn
     }
 
-    /// Takes in nodes that have changed, and says what their devices have; nothing for those that are gone.
-    fn see_nodes(&mut self, cluster: &Cluster) -> Vec<(String, Option<NodeFacts>)> {
-        let mut ready: BTreeMap<&str, bool> = BTreeMap::new();
-        for pod in &cluster.agents {
-            if let Some(node) = &pod.spec.node_name {
-                *ready.entry(node).or_default() |= crate::read::is_ready(pod);
-            }
-        }
-        let gpu_nodes: BTreeMap<&str, &DeserializeGuard<GpuNode>> = cluster
-            .gpu_nodes
-            .iter()
-            .map(|object| (Resource::meta(&**object).name.as_deref().unwrap_or_default(), &**object))
-            .collect();
-        let mut changed = Vec::new();
-        let mut there = BTreeSet::new();
-        for object in &cluster.nodes {
-            let name = object.metadata.name.as_deref().unwrap_or_default();
-            there.insert(name);
-            let gpu_node = gpu_nodes.get(name).copied();
-            let is_ready = ready.get(name).copied().unwrap_or_default();
-            let versions = (
-                object.metadata.resource_version.as_deref(),
-                gpu_node.and_then(|object| Resource::meta(object).resource_version.as_deref()),
-            );
-            let withheld = self.rollout.withholds(name);
-            let same = |known: &Known| (known.seen.0.as_deref(), known.seen.1.as_deref()) == versions;
-            let still = |known: &Known| (known.seen.2, known.seen.3) == (is_ready, withheld);
-            if versions.0.is_some() && self.nodes.0.get(name).is_some_and(|known| same(known) && still(known)) {
-                continue;
-            }
-            let known = self.nodes.0.entry(name.to_owned()).or_default();
-            known.seen = (versions.0.map(str::to_owned), versions.1.map(str::to_owned), is_ready, withheld);
-            known.node = PlanNode {
-                name: name.to_owned(),
-                labels: object.metadata.labels.clone().unwrap_or_default(),
-                taints: object.spec.taints.clone(),
-                unschedulable: object.spec.unschedulable,
-                allocatable: object.status.allocatable.clone(),
-                ..PlanNode::default()
-            };
-            let object = gpu_node.and_then(|object| object.0.as_ref().ok());
-            known.mps = object.map(|object| Mps::of(object, is_ready)).unwrap_or_default();
-            let (facts, stuck) = object.map(|object| facts::of(object, is_ready, &known.mps, withheld)).unzip();
-            known.stuck = stuck.unwrap_or_default();
-            known.holding =
-                facts.iter().flat_map(|facts| &facts.allocations).map(|allocation| allocation.pod.clone()).collect();
-            known.ours = gpu_node.is_some();
-            known.offers =
-                facts.iter().flat_map(|facts| &facts.devices).map(|device| device.resource.clone()).collect();
-            changed.push((name.to_owned(), facts));
-        }
-        let gone: Vec<String> = self.nodes.0.keys().filter(|name| !there.contains(name.as_str())).cloned().collect();
-        for name in gone {
-            self.nodes.0.remove(&name);
-            changed.push((name, None));
-        }
-        changed
-    }
-
     /// Looks at MPS hosts, where they are to be replaced: which are to go, and on which nodes nothing may be held for it.
     fn roll_out(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.rested <= up)?;
@@ -410,7 +327,7 @@ impl Gatekeeper {
             }
         }
         let step = self.rollout.look(&views, up);
-        for (name, facts) in self.see_nodes(cluster) {
+        for (name, facts) in self.nodes.see(cluster, &self.rollout) {
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
             }
@@ -650,151 +567,6 @@ fn can_leave(preemption: &Preemption, protected: &BTreeMap<String, Duration>) ->
     !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }
 
-impl Known {
-    /// Whether a pod may run on it, whoever leaves.
-    fn may(&self, pod: &PlanPod) -> bool {
-        self.ours && self.node.labels.contains_key(HOSTNAME) && scheduling::refusal(pod, &self.node).is_none()
-    }
-}
-
-impl Nodes {
-    /// Those that a pod may run on, whoever leaves.
-    fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
-        self.0.values().filter(|known| known.may(pod)).map(|known| known.node.name.as_str()).collect()
-    }
-
-    /// Whether a pod may run on one, whoever leaves.
-    fn may(&self, node: &str, pod: &PlanPod) -> bool {
-        self.0.get(node).is_some_and(|known| known.may(pod))
-    }
-
-    /// Pods that can leave, and what has to be known of them for that. Those that are gone, and hold something as far as their node has told,
-    /// are on their way out: nobody else has to leave for what they give back.
-    fn holders(&self, living: &[&PodObject], protected: &BTreeMap<String, Duration>) -> BTreeMap<String, Holder> {
-        let mut holders = BTreeMap::new();
-        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
-            let Some(known) = pod.node().and_then(|node| self.0.get(node)) else { continue };
-            let name = crate::pods::full_name(&pod.metadata);
-            if known.stuck.contains(&name) {
-                continue;
-            }
-            let created = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
-            let holder = Holder {
-                priority: pod.spec.priority.unwrap_or(0),
-                started: Moment(u64::try_from(created).unwrap_or(0)),
-                protected: protected.contains_key(&name),
-                ending: pod.metadata.deletion_timestamp.is_some(),
-            };
-            holders.insert(name, holder);
-        }
-        let gone = Holder { priority: 0, started: Moment(0), protected: false, ending: true };
-        for pod in self.0.values().flat_map(|known| known.holding.difference(&known.stuck)) {
-            if !holders.contains_key(pod) {
-                holders.insert(pod.clone(), gone);
-            }
-        }
-        holders
-    }
-
-    /// Hostnames of those that offer something of this, and would fail a pod that got there.
-    fn offering(&self, asks: &[Ask]) -> Vec<&str> {
-        let offers = |known: &&Known| asks.iter().any(|ask| known.offers.contains(&ask.resource));
-        self.0.values().filter(offers).filter_map(|known| self.hostname(&known.node.name)).collect()
-    }
-
-    /// Why a pod does not fit, and whether that can pass.
-    fn judge(&self, ledger: &Ledger, asking: Asking<'_>, eligible: &[&str], with_room: usize, why: &NoFit) -> Verdict {
-        let of = |why: &NoFit| {
-            if why.may_pass() {
-                Verdict::Waits(why.to_string())
-            } else {
-                Verdict::Never { message: why.to_string(), absent: matches!(why, NoFit::NotOffered { .. }) }
-            }
-        };
-        if eligible.is_empty() {
-            return Verdict::Never { message: self.nobody(), absent: false };
-        }
-        if with_room < eligible.len() && !why.may_pass() {
-            // Nodes that are full in other ways: would one of them do?
-            return match ledger.fit_for(asking, eligible.iter().copied(), 1, &Tightest) {
-                Ok(_) => Verdict::Waits("nodes whose GPUs have room lack CPU, memory or another resource".to_owned()),
-                Err(why) => of(&why),
-            };
-        }
-        of(why)
-    }
-
-    /// Of nodes that may not be used, in words.
-    fn nobody(&self) -> String {
-        let ours = self.0.values().filter(|known| known.ours).count();
-        format!("none of {ours} nodes with GPUs may be used: node selector, affinity, taints")
-    }
-
-    fn hostname(&self, node: &str) -> Option<&str> {
-        self.0.get(node)?.node.labels.get(HOSTNAME).map(String::as_str)
-    }
-
-    /// Whether somebody else serves a resource, and nobody here.
-    fn is_foreign(&self, resource: &str) -> bool {
-        let here = self.0.values().any(|known| known.offers.contains(resource));
-        let elsewhere = |known: &Known| known.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
-        !here && self.0.values().any(elsewhere)
-    }
-}
-
-/// What is free of nodes' other resources, in thousandths; those on the way counted. Of each node found out when it is asked about.
-struct Free<'a> {
-    nodes: &'a Nodes,
-    present: &'a Present,
-    /// What those ask for that were let through to a node.
-    promised: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    known: BTreeMap<&'a str, BTreeMap<&'a str, u64>>,
-}
-
-impl<'a> Free<'a> {
-    fn new(nodes: &'a Nodes, present: &'a Present, ledger: &Ledger, open: &[&'a PodObject]) -> Self {
-        let mut promised: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>> = BTreeMap::new();
-        for pod in open.iter().filter(|pod| pod.node().is_none()) {
-            let claim = ledger.claim(&crate::pods::full_name(&pod.metadata));
-            if let Some(Claim { place: Place::OneOf { nodes: to, .. }, .. }) = claim {
-                for (name, _) in to.iter().filter_map(|node| nodes.0.get_key_value(node)) {
-                    promised.entry(name).or_default().push(&pod.spec.requests);
-                }
-            }
-        }
-        Self { nodes, present, promised, known: BTreeMap::new() }
-    }
-
-    /// What is free of a node; nothing of one that is not ours.
-    fn of(&mut self, node: &str) -> Option<&mut BTreeMap<&'a str, u64>> {
-        let (name, known) = self.nodes.0.get_key_value(node).filter(|(_, known)| known.ours)?;
-        Some(self.known.entry(name).or_insert_with(|| {
-            let taken = self.present.taken(name);
-            let amounts = known.node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
-            let amounts = amounts.map(|(resource, quantity)| {
-                let taken = taken.and_then(|taken| taken.get(resource)).copied().unwrap_or(0);
-                let left = u128::from(quantity.milli().unwrap_or(0)).saturating_sub(taken);
-                (resource.as_str(), u64::try_from(left).unwrap_or(u64::MAX))
-            });
-            let mut free = amounts.collect();
-            for requests in self.promised.get(name.as_str()).into_iter().flatten() {
-                take(&mut free, requests);
-            }
-            free
-        }))
-    }
-
-    fn has_room(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) -> bool {
-        self.of(node).is_some_and(|free| has_room(free, requests))
-    }
-
-    fn take(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
-        if let Some(free) = self.of(node) {
-            take(free, requests);
-        }
-    }
-}
-
 /// What is looked at beside nodes and ledger.
 struct Seen<'a> {
     living: &'a [&'a PodObject],
@@ -802,36 +574,6 @@ struct Seen<'a> {
     open: &'a [&'a PodObject],
     demand: &'a BTreeMap<String, Waiting>,
     now: Now,
-}
-
-/// Why a pod does not fit.
-#[derive(Debug, Clone)]
-enum Verdict {
-    /// It can pass.
-    Waits(String),
-    /// It cannot.
-    Never {
-        message: String,
-        /// What it asks for is just not there.
-        absent: bool,
-    },
-}
-
-impl Verdict {
-    /// In words for the pod's owner, and whether it can pass. `demand` is what the pod waits for if GPUs may be cut for it.
-    fn told(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
-        let may_be_cut = |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
-        match (self, demand) {
-            // What pods ask for decides what there is.
-            (Self::Never { absent, .. }, Some(waiting))
-                if waiting.reason != Reason::Malformed && (absent || asks.iter().any(may_be_cut)) =>
-            {
-                (waiting.message.clone(), true)
-            }
-            (Self::Never { message, .. }, _) => (message, false),
-            (Self::Waits(message), _) => (message, true),
-        }
-    }
 }
 
 /// Where a pod is let through to.
@@ -915,26 +657,6 @@ fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     };
     let nodes = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.takes()))).collect();
     Placement { until: expires.0, nodes }
-}
-
-fn has_room(free: &BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) -> bool {
-    let pods = free.get("pods").is_none_or(|pods| *pods >= 1000);
-    let fits = |(name, quantity): (&String, &Quantity)| {
-        let wanted = quantity.milli().unwrap_or(0);
-        wanted == 0 || free.get(name.as_str()).is_some_and(|free| *free >= wanted)
-    };
-    pods && requests.iter().filter(|(name, _)| !is_served(name)).all(fits)
-}
-
-fn take(free: &mut BTreeMap<&str, u64>, requests: &BTreeMap<String, Quantity>) {
-    for (name, quantity) in requests.iter().filter(|(name, _)| !is_served(name)) {
-        if let Some(free) = free.get_mut(name.as_str()) {
-            *free = free.saturating_sub(quantity.milli().unwrap_or(0));
-        }
-    }
-    if let Some(pods) = free.get_mut("pods") {
-        *pods = pods.saturating_sub(1000);
-    }
 }
 
 #[cfg(test)]

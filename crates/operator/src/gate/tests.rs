@@ -1,4 +1,5 @@
 use cleave_api::names::GATE;
+use cleave_plan::affinity::HOSTNAME;
 use proptest::prelude::*;
 use serde_json::json;
 
