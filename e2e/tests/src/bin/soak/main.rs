@@ -64,9 +64,10 @@ fn main() -> Result<()> {
         if random.below(6) == 0 {
             // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere, and told in docs/placement.md.
             if calm(&scope, &mut seen)? {
+                let since = Timestamp::now();
                 let victim = chaos.strike(&cluster, &mut random)?;
-                blows.push(format!("{} {} on {}", Timestamp::now(), victim.what, victim.node));
-                seen.struck(&victim);
+                blows.push(format!("{since} to {}: {} on {}", Timestamp::now(), victim.what, victim.node));
+                seen.struck(&victim, since);
                 seen.look(&Look::at(&scope)?);
             }
         }

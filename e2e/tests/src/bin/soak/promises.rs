@@ -43,10 +43,14 @@ fn wants_shares(pod: &Value) -> bool {
 /// How long after a blow a node's slices may be unhealthy that were not when the pod was let through: an NVML that fails is asked again after 10 s.
 const AFTERMATH: Duration = Duration::from_secs(40);
 
-/// Whether a pod that a kubelet refused at this time, in whole seconds, met what one of these blows had left.
-fn is_aftermath(blows: &[Timestamp], failed: Timestamp) -> bool {
-    blows.iter().map(|blow| failed.duration_since(*blow)).any(|since| {
-        since > SignedDuration::from_secs(-1) && since < SignedDuration::try_from(AFTERMATH).unwrap_or_default()
+/// From the moment at which something was struck to that at which it was back.
+type Blow = std::ops::Range<Timestamp>;
+
+/// Whether a pod that a kubelet refused at this time, in whole seconds, met one of these blows or what it had left.
+fn is_aftermath(blows: &[Blow], failed: Timestamp) -> bool {
+    blows.iter().any(|blow| {
+        failed.duration_since(blow.start) > SignedDuration::from_secs(-1)
+            && failed.duration_since(blow.end) < SignedDuration::try_from(AFTERMATH).unwrap_or_default()
     })
 }
 
@@ -74,7 +78,7 @@ pub(crate) struct Seen {
     pods: BTreeMap<String, Made>,
     fates: Count,
     /// When a node was struck.
-    blows: BTreeMap<&'static str, Vec<Timestamp>>,
+    blows: BTreeMap<&'static str, Vec<Blow>>,
     /// Promises that were broken, in words.
     pub(crate) broken: BTreeSet<String>,
 }
@@ -92,8 +96,8 @@ impl Seen {
         }
     }
 
-    pub(crate) fn struck(&mut self, victim: &Victim) {
-        self.blows.entry(victim.node).or_default().push(Timestamp::now());
+    pub(crate) fn struck(&mut self, victim: &Victim, since: Timestamp) {
+        self.blows.entry(victim.node).or_default().push(since..Timestamp::now());
         if let Some(node) = victim.mps_of {
             self.pods.values_mut().filter(|made| made.node == node).for_each(|made| made.struck = true);
         }
@@ -160,16 +164,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_blow_left_is_judged_by_when_the_pod_failed() {
+    fn what_met_a_blow_or_what_it_left_is_judged_by_when_the_pod_failed() {
         let at = |seconds: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds);
-        let blows = [at(100), at(300)];
+        let blows = [at(100)..at(110), at(300)..at(300)];
         for (failed, expected) in
-            [(98, false), (100, true), (139, true), (140, false), (299, false), (300, true), (340, false)]
+            [(98, false), (100, true), (105, true), (149, true), (150, false), (299, false), (300, true), (340, false)]
         {
             assert_eq!(is_aftermath(&blows, at(failed)), expected, "{failed}");
         }
         // The kubelet drops what is less than a second.
-        assert!(is_aftermath(&[at(100) + SignedDuration::from_millis(900)], at(100)));
+        let within = at(100) + SignedDuration::from_millis(900);
+        assert!(is_aftermath(&[within..within], at(100)));
         assert!(!is_aftermath(&[], at(100)));
     }
 }
