@@ -7,7 +7,8 @@ use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{Cluster, PATIENCE, Refused, Scope, on_node, pod, signal, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate_admission::{Gating, REGISTRATIONS, admitted, label, upgrade};
+use crate::chart::Setting;
+use crate::gate_admission::{GATING, REGISTRATIONS, admitted, label};
 use crate::{NODE, SHARES, allocations, ten_shares};
 
 /// How many pods are deleted in each way.
@@ -17,25 +18,8 @@ const BUSY: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
 /// The same, and it ends in order when it is told to.
 const POLITE: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
 const NEIGHBOUR: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
-
-/// The value of the chart, until the guard goes: then it is the default again.
-struct PreStop;
-
-impl PreStop {
-    fn seconds(seconds: u32) -> Result<Self> {
-        let guard = Self;
-        upgrade(&format!("admission.preStopSeconds={seconds}"))?;
-        Ok(guard)
-    }
-}
-
-impl Drop for PreStop {
-    fn drop(&mut self) {
-        if let Err(error) = upgrade("admission.preStopSeconds=1") {
-            let _ = writeln!(std::io::stderr(), "admission.preStopSeconds is not 1 again: {error:#}");
-        }
-    }
-}
+/// Value of the chart: how long a `preStop` that is injected sleeps.
+const PRE_STOP: &str = "admission.preStopSeconds";
 
 /// A pod whose containers have the usual grace.
 fn asking(limits: &Value) -> Value {
@@ -149,19 +133,19 @@ fn the_list(scope: &Scope) -> Result<()> {
 fn a_policy_lets_containers_with_shares_sleep_before_their_end() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-policy")?;
-    let gating = Gating::by("policy")?;
+    let gating = Setting::of(GATING, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
     the_list(&scope)?;
     drop(gating);
     // Without the gate too: they have nothing to do with each other.
-    let gating = Gating::by("none")?;
+    let gating = Setting::of(GATING, "none")?;
     soon(&scope, &asking(&json!({SHARES: 1})), &[Some(1)])?;
     drop(gating);
-    let seconds = PreStop::seconds(3)?;
+    let seconds = Setting::of(PRE_STOP, 3)?;
     soon(&scope, &asking(&json!({SHARES: 1})), &[Some(3)])?;
     drop(seconds);
-    let off = PreStop::seconds(0)?;
+    let off = Setting::of(PRE_STOP, 0)?;
     soon(&scope, &asking(&json!({SHARES: 1})), &[None])?;
     drop(off);
     Ok(())
@@ -171,7 +155,7 @@ fn a_policy_lets_containers_with_shares_sleep_before_their_end() -> Result<()> {
 fn a_webhook_does_the_same() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-webhook")?;
-    let _gating = Gating::by("webhook")?;
+    let _gating = Setting::of(GATING, "webhook")?;
     let path = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop");
     ensure!(cluster.find(&path)?.is_none(), "there is a policy besides");
     the_list(&scope)
@@ -331,25 +315,21 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
 /// Where the kubelet of a node notes that it ends pods for a shutdown.
 const NOTE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
-/// The agents know of these periods, until the value goes; and no node shuts down then.
-struct Periods;
+/// The agents know of these periods, until this goes; and no node shuts down then.
+struct Periods(#[expect(dead_code, reason = "held until it goes")] Setting);
 
 impl Periods {
     fn set(periods: &[(i32, u32)]) -> Result<Self> {
-        let guard = Self;
-        let value = |(n, (priority, seconds)): (usize, &(i32, u32))| {
-            let entry = format!("agent.shutdownGracePeriodByPodPriority[{n}]");
-            format!("{entry}.priority={priority},{entry}.shutdownGracePeriodSeconds={seconds}")
-        };
-        upgrade(&periods.iter().enumerate().map(value).collect::<Vec<_>>().join(","))?;
-        Ok(guard)
+        let entry =
+            |(priority, seconds): &(i32, u32)| json!({"priority": priority, "shutdownGracePeriodSeconds": seconds});
+        let periods: Vec<Value> = periods.iter().map(entry).collect();
+        Ok(Self(Setting::of("agent.shutdownGracePeriodByPodPriority", periods)?))
     }
 }
 
 impl Drop for Periods {
     fn drop(&mut self) {
-        let gone = on_node(NODE, &["rm", "-f", NOTE]);
-        if let Err(error) = gone.and(upgrade("agent.shutdownGracePeriodByPodPriority=null")) {
+        if let Err(error) = on_node(NODE, &["rm", "-f", NOTE]) {
             let _ = writeln!(std::io::stderr(), "agents still expect a shutdown: {error:#}");
         }
     }

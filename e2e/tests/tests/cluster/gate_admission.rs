@@ -1,12 +1,12 @@
 //! Pods that ask for shares are gated when they are created, by the policy and by the webhook alike; nobody else notices.
 //!
 //! What is looked at is mostly what the API server answers to a dry run: pods as admitted, before anybody opens a gate.
-use std::io::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, hold_until, kubectl, pod, run, text, wait_until};
+use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, hold_until, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
 
+use crate::chart::Setting;
 use crate::{NODE, SHARES};
 
 /// Our gate, and one of somebody else's.
@@ -16,40 +16,8 @@ pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
 /// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// What gates pods, until the value goes: then it is again as it was.
-pub(crate) struct Gating {
-    before: String,
-}
-
-impl Gating {
-    pub(crate) fn by(means: &str) -> Result<Self> {
-        let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
-        let values: Value = serde_json::from_str(&values)?;
-        let gating = Self { before: text(&values["admission"]["gate"]) };
-        set(means)?;
-        Ok(gating)
-    }
-}
-
-impl Drop for Gating {
-    fn drop(&mut self) {
-        if let Err(error) = set(&self.before) {
-            let _ = writeln!(std::io::stderr(), "admission.gate is not {:?} again: {error:#}", self.before);
-        }
-    }
-}
-
-fn set(means: &str) -> Result<()> {
-    upgrade(&format!("admission.gate={means}"))
-}
-
-/// Sets a value of the chart.
-pub(crate) fn upgrade(value: &str) -> Result<()> {
-    let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
-    let args =
-        ["upgrade", "cleave", chart, "-n", SYSTEM, "--reuse-values", "--set", value, "--wait", "--timeout", "3m"];
-    run("helm", &args).map(drop)
-}
+/// Value of the chart: what gates pods.
+pub(crate) const GATING: &str = "admission.gate";
 
 /// A pod as the API server admits it; it is not made.
 pub(crate) fn admitted(scope: &Scope, pod: &Value) -> Result<Value> {
@@ -221,7 +189,7 @@ fn it_stays(scope: &Scope) -> Result<()> {
 fn a_policy_gates_pods_that_ask_for_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-policy")?;
-    let gating = Gating::by("policy")?;
+    let gating = Setting::of(GATING, "policy")?;
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
     ensure!(cluster.find(&path)?.is_none(), "there is a webhook besides");
     let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate"))?;
@@ -235,7 +203,7 @@ fn a_policy_gates_pods_that_ask_for_shares() -> Result<()> {
 #[test]
 fn the_policy_on_gates_was_type_checked() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _gating = Gating::by("policy")?;
+    let _gating = Setting::of(GATING, "policy")?;
     let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/cleave-gate");
     wait_until("it was type-checked", || {
         let policy = cluster.get(&path)?;
@@ -250,7 +218,7 @@ fn the_policy_on_gates_was_type_checked() -> Result<()> {
 fn without_a_gate_nothing_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
-    let _gating = Gating::by("none")?;
+    let _gating = Setting::of(GATING, "none")?;
     soon(&scope, &asking(&json!({SHARES: 2})), &[])?;
     // A gate that a user wrote is the user's.
     let mut pod = asking(&json!({SHARES: 2}));
@@ -269,7 +237,7 @@ fn without_a_gate_nothing_is_gated() -> Result<()> {
 fn a_webhook_gates_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-webhook")?;
-    let gating = Gating::by("webhook")?;
+    let gating = Setting::of(GATING, "webhook")?;
     let policy = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate");
     ensure!(cluster.find(&policy)?.is_none(), "there is a policy besides");
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
@@ -285,7 +253,7 @@ fn a_webhook_gates_the_same_pods() -> Result<()> {
 fn the_webhooks_certificate_is_replaced_without_a_pod_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
-    let _gating = Gating::by("webhook")?;
+    let _gating = Setting::of(GATING, "webhook")?;
     let asking = asking(&json!({SHARES: 2}));
     soon(&scope, &asking, &[GATE])?;
     let secret = format!("/api/v1/namespaces/{SYSTEM}/secrets/cleave-webhook");

@@ -1,12 +1,11 @@
 //! GPUs that fail, and GPUs that an administrator keeps pods from: what goes, what stays, and what brings them back.
-use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Faults, GPUNODES, Scope, kubectl, output, process, run, signal, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate_admission::upgrade;
+use crate::chart::Setting;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
 
 /// `agent.suspectQuietSeconds` in e2e/values.yaml.
@@ -217,14 +216,12 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
     found.with_context(|| format!("{NODE} tells of no GPU {uuid}"))
 }
 
-/// Nodes are tainted, until the value goes.
-struct Tainting;
+/// Nodes are tainted, until this goes.
+struct Tainting(#[expect(dead_code, reason = "held until it goes")] Setting);
 
 impl Tainting {
     fn on() -> Result<Self> {
-        let guard = Self;
-        upgrade("operator.taintUnhealthyNodes=true")?;
-        Ok(guard)
+        Ok(Self(Setting::of("operator.taintUnhealthyNodes", true)?))
     }
 }
 
@@ -232,9 +229,6 @@ impl Drop for Tainting {
     fn drop(&mut self) {
         // While the operator still may take it away, others' tests should not find it.
         let _ = kubectl(&["taint", "node", NODE, "cleave.dev/unhealthy-"]);
-        if let Err(error) = upgrade("operator.taintUnhealthyNodes=false") {
-            let _ = writeln!(std::io::stderr(), "nodes are still tainted: {error:#}");
-        }
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! One test at a time (`--test-threads=1`): they share the cluster, and each leaves it as it found it.
 mod admission;
+mod chart;
 mod clocks;
 mod daemons;
 mod demand;

@@ -3,7 +3,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate_admission::upgrade;
+use crate::chart::Setting;
 use crate::restarts::{part, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, offers, ten_shares};
 
@@ -58,25 +58,6 @@ fn all_ready(cluster: &Cluster) -> Result<()> {
     })
 }
 
-/// They are there, again, when the value goes.
-struct WithoutPolicies;
-
-impl WithoutPolicies {
-    fn new() -> Result<Self> {
-        let guard = Self;
-        upgrade("networkPolicy.enabled=false")?;
-        Ok(guard)
-    }
-}
-
-impl Drop for WithoutPolicies {
-    fn drop(&mut self) {
-        if let Err(error) = upgrade("networkPolicy.enabled=true") {
-            eprintln!("there are no NetworkPolicies: {error:#}");
-        }
-    }
-}
-
 #[test]
 fn metrics_are_read_from_namespaces_that_have_the_label_and_cleave_speaks_to_the_api_server_alone() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -125,7 +106,7 @@ fn without_the_policies_anybody_reads_metrics_and_the_agent_reaches_anybody() ->
     let stranger = caller(&cluster, "network-open", false)?;
     stranger.pod_on("node2", "listener", &json!({}), LISTEN)?;
     let listener = address(&stranger.running("listener")?)?;
-    let without = WithoutPolicies::new()?;
+    let without = Setting::of("networkPolicy.enabled", false)?;
     let metrics = address(&part(&cluster, "agent").context("no agent")?)?;
     wait_until("anybody reads the agent's metrics", || reaches(&stranger, "caller", &metrics, METRICS))?;
     wait_until("the agent reaches anybody", || cleave_reaches("cleave-agent", &listener, "8081"))?;
