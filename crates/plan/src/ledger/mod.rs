@@ -4,9 +4,9 @@
 //! units of one device for each of its [`Ask`]s. What is held is keyed by (node, resource, size), not by pod: two pods that ask for the
 //! same may swap, and nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie where, a reservation.
 //!
-//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims still lack is wanted; of what was noted for
-//! its pods, what none of them was given yet stays where it was noted while it fits and is wanted; what is still missing gets a device, if
-//! one has room. There is no history in it. So
+//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims still lack is wanted; what was noted for
+//! their pods stays where it was noted while it fits and is wanted; what is still missing gets a device, if one has room. Notes follow what
+//! pods were given: where one was given what was noted for another, they have swapped. There is no other history in it. So
 //! - there are never more units reserved on a device than are free (`stock.rs` has the one subtraction, and the one way to add),
 //! - a ledger made anew from what was observed equals the one that was lost ([`Ledger::rebuild`]).
 //!
@@ -14,6 +14,7 @@
 mod choose;
 mod containers;
 mod index;
+mod layout;
 mod pack;
 mod preempt;
 mod stock;
@@ -27,7 +28,7 @@ pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
 pub use containers::{Container, Kind, Part, asks, parts};
 use index::Index;
-use pack::{pack, tightest};
+use layout::outstanding;
 pub use preempt::{Holder, Nomination, Preemption, Waiting};
 use stock::Stock;
 
@@ -78,7 +79,8 @@ pub struct Claim {
     pub asks: Vec<Ask>,
     /// Where it may go.
     pub place: Place,
-    /// What was noted for it when it was let through, by node: who hands units out follows that. Nothing for one that came around the gate.
+    /// What was noted for it when it was let through, by node: who hands units out follows that. Where pods that ask for the same have swapped,
+    /// what they have by that. Nothing for one that came around the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
@@ -265,6 +267,7 @@ impl Ledger {
         }
         for (name, observed) in facts.nodes {
             ledger.observe(&name, observed);
+            ledger.note_anew(&name);
         }
         ledger
     }
@@ -520,55 +523,27 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
+    /// Where pods have swapped and then gone, what is noted on others may not be what the lost ledger held: a place for all is sought then,
+    /// wherever notes are.
+    fn note_anew(&mut self, name: &str) {
+        let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
+        if node.short.is_empty() {
+            return;
+        }
+        let claimed = layout::claimed(&self.claims, pods, name, &node.held);
+        let Some(notes) = layout::notes_for_all(&node.stocks, &claimed) else { return };
+        let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
+        layout::put_notes(&mut self.claims, name, notes);
+        self.lay_out(name);
+    }
+
     /// The one rule: see the module's description.
     fn lay_out(&mut self, name: &str) {
         let Some(node) = self.nodes.get_mut(name) else { return };
-        let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
-        let mut noted: Vec<&Reservation> = Vec::new();
-        let mut given: Vec<&Allocation> = Vec::new();
-        // Where pods are that have been given a part of what they ask for: the rest belongs beside it.
-        let mut begun: BTreeSet<(&str, &str)> = BTreeSet::new();
-        for pod in self.pods.get(name).into_iter().flatten() {
-            let Some(claim) = self.claims.get(pod) else { continue };
-            let held = node.held.get(pod).map(Vec::as_slice).unwrap_or_default();
-            noted.extend(claim.noted.get(name).into_iter().flatten());
-            given.extend(held);
-            for (resource, missing) in outstanding(&claim.asks, held) {
-                begun.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
-                wanted.entry(resource).or_default().extend(missing.iter().map(|(units, _)| *units));
-            }
-        }
-        // Pods that ask for the same may have swapped: what one was given settles a note of its size and place, whosesoever it is.
-        for part in given {
-            let same = |note: &&Reservation| {
-                note.units == part.units && note.device == part.device && note.resource == part.resource
-            };
-            if let Some(index) = noted.iter().position(same) {
-                noted.swap_remove(index);
-            }
-        }
-        // Large ones first, because they are harder to place again.
-        noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
-        node.short.clear();
-        for stock in node.stocks.values_mut().flat_map(BTreeMap::values_mut) {
-            *stock = stock.cleared();
-        }
-        for held in noted {
-            let Some(missing) = wanted.get_mut(held.resource.as_str()) else { continue };
-            let Some(index) = missing.iter().position(|units| *units == held.units) else { continue };
-            let stock = node.stocks.get_mut(&held.resource).and_then(|stocks| stocks.get_mut(&held.device));
-            if stock.is_some_and(|stock| stock.hold(held.units)) {
-                missing.swap_remove(index);
-            }
-        }
-        for (resource, mut missing) in wanted {
-            missing.sort_unstable_by(|one, other| other.cmp(one));
-            let mut none = Stocks::new();
-            let stocks = node.stocks.get_mut(resource).unwrap_or(&mut none);
-            let begun: Vec<bool> = stocks.keys().map(|device| begun.contains(&(resource, device.as_str()))).collect();
-            let left = place(stocks, &begun, &missing);
-            node.short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
-        }
+        let none = BTreeSet::new();
+        let pods = self.pods.get(name).unwrap_or(&none);
+        layout::follow_swaps(&mut self.claims, pods, name, &node.held);
+        node.short = layout::keep(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.held));
         let free = node
             .stocks
             .iter()
@@ -613,86 +588,6 @@ impl Node {
             })
         })
     }
-}
-
-/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one. What is left over is given back.
-fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
-    let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
-    let mut order = |size: u32, free: &[u32]| {
-        let mut devices = tightest(size, free);
-        devices.sort_by_key(|device| !begun.get(*device).copied().unwrap_or_default());
-        devices
-    };
-    let numbers: Vec<u32> = sizes.iter().map(|units| units.get()).collect();
-    let together = pack(&numbers, &free, &mut order);
-    let mut left = Vec::new();
-    for (index, &units) in sizes.iter().enumerate() {
-        let device = match &together {
-            Some(devices) => devices.get(index).copied(),
-            None => order(units.get(), &free).first().copied(),
-        };
-        let stock = device.and_then(|device| Some((stocks.values_mut().nth(device)?, free.get_mut(device)?)));
-        let held = stock.is_some_and(|(stock, free)| {
-            let held = stock.hold(units);
-            *free = stock.free();
-            held
-        });
-        if !held {
-            left.push(units);
-        }
-    }
-    left
-}
-
-/// What a pod lacks, and the device that it began on, if so.
-type Missing<'a> = (Units, Option<&'a str>);
-
-/// What a pod that asks for this and holds that still lacks, by resource.
-///
-/// Each part that it holds settles an ask of its size; else the smallest larger one, which then lacks the rest: one ask can be several
-/// containers. What it holds beyond that, other than asked for, settles what there is.
-fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
-    let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
-    for ask in asks {
-        missing.entry(&ask.resource).or_default().push((ask.units.get(), None));
-    }
-    for (resource, sizes) in &mut missing {
-        let mut held: Vec<(u32, &str)> = held
-            .iter()
-            .filter(|part| part.resource == *resource)
-            .map(|part| (part.units.get(), part.device.as_str()))
-            .collect();
-        held.retain(|(part, _)| match sizes.iter().position(|(size, _)| size == part) {
-            Some(index) => {
-                sizes.swap_remove(index);
-                false
-            }
-            None => true,
-        });
-        held.sort_unstable_by(|one, other| other.cmp(one));
-        for (mut part, device) in held {
-            sizes.sort_unstable();
-            if let Some((larger, begun)) = sizes.iter_mut().find(|(size, _)| *size >= part) {
-                *larger -= part;
-                *begun = Some(device);
-            } else {
-                while let Some((largest, begun)) = sizes.pop() {
-                    let settled = largest.min(part);
-                    part -= settled;
-                    if largest > settled {
-                        sizes.push((largest - settled, begun.or(Some(device))));
-                    }
-                    if part == 0 {
-                        break;
-                    }
-                }
-            }
-            sizes.retain(|(size, _)| *size > 0);
-        }
-        sizes.sort_unstable();
-    }
-    let units = |(size, begun): (u32, _)| Some((Units::new(size)?, begun));
-    missing.into_iter().map(|(resource, sizes)| (resource, sizes.into_iter().filter_map(units).collect())).collect()
 }
 
 #[cfg(test)]

@@ -139,6 +139,31 @@ fn what_was_noted_stays_where_it_was_noted_whoever_else_goes() {
 }
 
 #[test]
+fn what_was_noted_for_a_pod_that_was_given_another_place_is_in_nobodys_way() {
+    let mut ledger = ledger(&[0, 0, 0]);
+    for (pod, size) in [("y", 9), ("first", 5), ("x", 4), ("swapped", 5)] {
+        reserve(&mut ledger, pod, &[size], 9);
+    }
+    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5), on("c", 5)]);
+    ledger.observe("n", node(&[0, 0, 5], &[("first", "c", 5)]));
+    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5)], "the first's place is the other's now");
+    ledger.release("swapped");
+    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4)]);
+    // All that is free but for one unit: that the first was to have a place on `b` must not count any more.
+    reserve(&mut ledger, "last", &[5, 4, 2], 9);
+    assert_eq!(ledger.short("n"), []);
+    let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
+    assert_eq!(held(&ledger, "n"), all, "as it was noted");
+    // Annotations stay as they were written, and it looks as if the first had the last one's place.
+    let mut claims = ledger.claims().clone();
+    claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
+    let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
+    let rebuilt = Ledger::rebuild(Facts { nodes, claims });
+    assert_eq!(rebuilt.short("n"), []);
+    assert_eq!(held(&rebuilt, "n"), all);
+}
+
+#[test]
 fn a_pod_is_held_on_several_nodes_until_it_is_bound_to_one() {
     let mut ledger = ledger(&[0]);
     ledger.observe("m", node(&[5], &[]));

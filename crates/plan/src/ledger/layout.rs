@@ -1,0 +1,252 @@
+//! Where on a node is kept what its claims lack.
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::pack::{pack, tightest};
+use super::stock::Stock;
+use super::{Allocation, Ask, Claim, Reservation, Stocks, Units};
+
+/// A claim on a node.
+pub(super) struct Claimed<'a> {
+    asks: &'a [Ask],
+    /// What was noted for it here.
+    noted: &'a [Reservation],
+    /// What its pod holds here.
+    held: &'a [Allocation],
+}
+
+/// The claims of pods on a node, as many as pods.
+pub(super) fn claimed<'a>(
+    claims: &'a BTreeMap<String, Claim>,
+    pods: &BTreeSet<String>,
+    node: &str,
+    held: &'a BTreeMap<String, Vec<Allocation>>,
+) -> Vec<Claimed<'a>> {
+    let of = |pod: &String| {
+        let claim = claims.get(pod);
+        let noted = claim.and_then(|claim| claim.noted.get(node));
+        Claimed {
+            asks: claim.map(|claim| claim.asks.as_slice()).unwrap_or_default(),
+            noted: noted.map(Vec::as_slice).unwrap_or_default(),
+            held: held.get(pod).map(Vec::as_slice).unwrap_or_default(),
+        }
+    };
+    pods.iter().map(of).collect()
+}
+
+fn is_given(note: &Reservation, part: &Allocation) -> bool {
+    is_as_large(note, part) && note.device == part.device
+}
+
+fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
+    note.units == part.units && note.resource == part.resource
+}
+
+impl<'a> Claimed<'a> {
+    /// What its pod was not given of what was noted, as indices, and what it was given otherwise.
+    fn astray(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
+        let mut left: Vec<usize> = (0..self.noted.len()).collect();
+        let otherwise = self.held.iter().filter(|part| {
+            let index = left.iter().position(|note| is_given(&self.noted[*note], part));
+            index.map(|index| left.remove(index)).is_none()
+        });
+        let otherwise = otherwise.collect();
+        (left, otherwise)
+    }
+}
+
+/// Pods that ask for the same may be given each other's places: then each has what was noted for the other. Where a pod was given a place that
+/// was noted for nobody, what was noted for it is nobody's.
+pub(super) fn follow_swaps(
+    claims: &mut BTreeMap<String, Claim>,
+    pods: &BTreeSet<String>,
+    node: &str,
+    held: &BTreeMap<String, Vec<Allocation>>,
+) {
+    let all = claimed(claims, pods, node, held);
+    if all.iter().all(|one| one.held.is_empty() || one.noted.is_empty() || one.astray().1.is_empty()) {
+        return;
+    }
+    let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.noted.to_vec()).collect();
+    let (mut left, otherwise): (Vec<_>, Vec<_>) = all.iter().map(Claimed::astray).unzip();
+    for (pod, parts) in otherwise.into_iter().enumerate() {
+        for part in parts {
+            // It may be what an earlier one has left to it.
+            let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
+            let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
+            let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
+            let other = left.iter().enumerate().filter(|(other, _)| *other != pod).find_map(|(other, left)| {
+                Some((other, *left.iter().find(|note| is_given(&notes[other][**note], part))?))
+            });
+            let device = std::mem::replace(&mut notes[pod][own].device, part.device.clone());
+            if let Some((other, note)) = other.filter(|_| device != part.device) {
+                notes[other][note].device = device;
+            }
+        }
+    }
+    let changed = pods.iter().zip(&all).zip(notes).filter(|((_, one), notes)| one.noted != notes.as_slice());
+    let changed: Vec<(String, Vec<Reservation>)> = changed.map(|((pod, _), notes)| (pod.clone(), notes)).collect();
+    put_notes(claims, node, changed);
+}
+
+/// Puts notes of pods on a node in the place of others.
+pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes: Vec<(String, Vec<Reservation>)>) {
+    for (pod, notes) in notes {
+        if let Some(claim) = claims.get_mut(&pod) {
+            claim.noted.insert(node.to_owned(), notes);
+        }
+    }
+}
+
+/// Notes by which all that claims lack has a place, whatever was noted; none where there is no such way.
+pub(super) fn notes_for_all(
+    stocks: &BTreeMap<String, Stocks>,
+    claimed: &[Claimed<'_>],
+) -> Option<Vec<Vec<Reservation>>> {
+    let note = |resource: &str, units, device: &str| Reservation {
+        resource: resource.to_owned(),
+        units,
+        device: device.to_owned(),
+    };
+    let given =
+        |one: &Claimed<'_>| one.held.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
+    let mut notes: Vec<Vec<Reservation>> = claimed.iter().map(given).collect();
+    let mut wanted: BTreeMap<&str, Vec<(usize, Units)>> = BTreeMap::new();
+    for (pod, one) in claimed.iter().enumerate() {
+        for (resource, missing) in outstanding(one.asks, one.held) {
+            wanted.entry(resource).or_default().extend(missing.iter().map(|(units, _)| (pod, *units)));
+        }
+    }
+    for (resource, parts) in wanted.into_iter().filter(|(_, parts)| !parts.is_empty()) {
+        let stocks = stocks.get(resource)?;
+        let free: Vec<u32> = stocks.values().map(|stock| stock.cleared().free()).collect();
+        let sizes: Vec<u32> = parts.iter().map(|(_, units)| units.get()).collect();
+        let devices = pack(&sizes, &free, &mut tightest)?;
+        for ((pod, units), device) in parts.into_iter().zip(devices) {
+            notes.get_mut(pod)?.push(note(resource, units, stocks.keys().nth(device)?));
+        }
+    }
+    Some(notes)
+}
+
+/// Reserves anew all that claims lack; gives what no device has room for.
+pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
+    let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
+    let mut noted: Vec<&Reservation> = Vec::new();
+    // Where pods are that have been given a part of what they ask for: the rest belongs beside it.
+    let mut begun: BTreeSet<(&str, &str)> = BTreeSet::new();
+    for one in claimed {
+        let (left, _) = one.astray();
+        let mut left: Vec<&Reservation> = left.into_iter().map(|note| &one.noted[note]).collect();
+        for (resource, missing) in outstanding(one.asks, one.held) {
+            begun.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
+            for (units, _) in missing {
+                wanted.entry(resource).or_default().push(units);
+                let note = left.iter().position(|note| note.units == units && note.resource == resource);
+                noted.extend(note.map(|note| left.remove(note)));
+            }
+        }
+    }
+    // Large ones first, because they are harder to place again.
+    noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
+    for stock in stocks.values_mut().flat_map(BTreeMap::values_mut) {
+        *stock = stock.cleared();
+    }
+    for held in noted {
+        let Some(missing) = wanted.get_mut(held.resource.as_str()) else { continue };
+        let Some(index) = missing.iter().position(|units| *units == held.units) else { continue };
+        let stock = stocks.get_mut(&held.resource).and_then(|stocks| stocks.get_mut(&held.device));
+        if stock.is_some_and(|stock| stock.hold(held.units)) {
+            missing.swap_remove(index);
+        }
+    }
+    let mut short = Vec::new();
+    for (resource, mut missing) in wanted {
+        missing.sort_unstable_by(|one, other| other.cmp(one));
+        let mut none = Stocks::new();
+        let stocks = stocks.get_mut(resource).unwrap_or(&mut none);
+        let begun: Vec<bool> = stocks.keys().map(|device| begun.contains(&(resource, device.as_str()))).collect();
+        let left = place(stocks, &begun, &missing);
+        short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
+    }
+    short
+}
+
+/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one. What is left over is given back.
+fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
+    let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
+    let mut order = |size: u32, free: &[u32]| {
+        let mut devices = tightest(size, free);
+        devices.sort_by_key(|device| !begun.get(*device).copied().unwrap_or_default());
+        devices
+    };
+    let numbers: Vec<u32> = sizes.iter().map(|units| units.get()).collect();
+    let together = pack(&numbers, &free, &mut order);
+    let mut left = Vec::new();
+    for (index, &units) in sizes.iter().enumerate() {
+        let device = match &together {
+            Some(devices) => devices.get(index).copied(),
+            None => order(units.get(), &free).first().copied(),
+        };
+        let stock = device.and_then(|device| Some((stocks.values_mut().nth(device)?, free.get_mut(device)?)));
+        let held = stock.is_some_and(|(stock, free)| {
+            let held = stock.hold(units);
+            *free = stock.free();
+            held
+        });
+        if !held {
+            left.push(units);
+        }
+    }
+    left
+}
+
+/// What a pod lacks, and the device that it began on, if so.
+type Missing<'a> = (Units, Option<&'a str>);
+
+/// What a pod that asks for this and holds that still lacks, by resource.
+///
+/// Each part that it holds settles an ask of its size; else the smallest larger one, which then lacks the rest: one ask can be several
+/// containers. What it holds beyond that, other than asked for, settles what there is.
+pub(super) fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
+    let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
+    for ask in asks {
+        missing.entry(&ask.resource).or_default().push((ask.units.get(), None));
+    }
+    for (resource, sizes) in &mut missing {
+        let mut held: Vec<(u32, &str)> = held
+            .iter()
+            .filter(|part| part.resource == *resource)
+            .map(|part| (part.units.get(), part.device.as_str()))
+            .collect();
+        held.retain(|(part, _)| match sizes.iter().position(|(size, _)| size == part) {
+            Some(index) => {
+                sizes.swap_remove(index);
+                false
+            }
+            None => true,
+        });
+        held.sort_unstable_by(|one, other| other.cmp(one));
+        for (mut part, device) in held {
+            sizes.sort_unstable();
+            if let Some((larger, begun)) = sizes.iter_mut().find(|(size, _)| *size >= part) {
+                *larger -= part;
+                *begun = Some(device);
+            } else {
+                while let Some((largest, begun)) = sizes.pop() {
+                    let settled = largest.min(part);
+                    part -= settled;
+                    if largest > settled {
+                        sizes.push((largest - settled, begun.or(Some(device))));
+                    }
+                    if part == 0 {
+                        break;
+                    }
+                }
+            }
+            sizes.retain(|(size, _)| *size > 0);
+        }
+        sizes.sort_unstable();
+    }
+    let units = |(size, begun): (u32, _)| Some((Units::new(size)?, begun));
+    missing.into_iter().map(|(resource, sizes)| (resource, sizes.into_iter().filter_map(units).collect())).collect()
+}
