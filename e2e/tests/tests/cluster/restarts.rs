@@ -1,4 +1,5 @@
 //! Restarting, upgrading or killing any part of Cleave, or the kubelet, disturbs no running pod.
+use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -133,6 +134,67 @@ fn a_killed_agent_is_back_at_once_and_its_shares_with_it() -> Result<()> {
     ensure!(process(NODE, "cleave-supervise")? == supervisor, "the supervisor is another");
     ensure!(restarts(&part(&cluster, "agent")?) == before, "the container was started again");
     Ok(())
+}
+
+/// Another agent on [`NODE`], as an upgrade has for a moment and a mistake for long, until this goes.
+struct SecondAgent<'a> {
+    cluster: &'a Cluster,
+    path: String,
+}
+
+impl<'a> SecondAgent<'a> {
+    fn start(cluster: &'a Cluster) -> Result<Self> {
+        let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
+        // Without the labels by which the DaemonSet knows its pods.
+        let spec = part(cluster, "agent")?["spec"].take();
+        let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "second-agent"}, "spec": spec});
+        let second = Self { cluster, path: format!("{pods}/second-agent") };
+        cluster.create(&pods, &pod)?;
+        Ok(second)
+    }
+
+    fn is_ready(&self) -> Result<bool> {
+        Ok(ready(&self.cluster.get(&self.path)?))
+    }
+
+    fn says(&self, words: &str) -> bool {
+        self.cluster.read(&format!("{}/log", self.path)).is_ok_and(|log| log.contains(words))
+    }
+}
+
+impl Drop for SecondAgent<'_> {
+    fn drop(&mut self) {
+        let gone = self.cluster.delete(&self.path, None);
+        let is_gone = || Ok(self.cluster.find(&self.path)?.is_none());
+        if let Err(error) = gone.and_then(|()| wait_until("the second agent is gone", is_gone)) {
+            let _ = writeln!(std::io::stderr(), "there are two agents still: {error:#}");
+        }
+    }
+}
+
+#[test]
+fn of_two_agents_on_a_node_one_waits_for_the_end_of_the_other_and_takes_over() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "two-agents")?;
+    let running = running(&cluster, &scope)?;
+    let first = part(&cluster, "agent")?;
+    let second = SecondAgent::start(&cluster)?;
+    hold_until(
+        "the second agent says that it waits",
+        || Ok(second.says("another agent of this node runs")),
+        never_below(&cluster),
+    )?;
+    running.still(&cluster, &scope)?;
+    ensure!(!second.is_ready()?, "two agents are ready");
+    cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&first["metadata"]["name"])), None)?;
+    hold_until("the second has taken over", || second.is_ready(), none_for_a_moment_at_most(&cluster))?;
+    offers(&cluster, SHARES, 10 * GPUS)?;
+    drop(second);
+    wait_until("the third has taken over", || Ok(part(&cluster, "agent").is_ok_and(|pod| ready(&pod))))?;
+    offers(&cluster, SHARES, 10 * GPUS)?;
+    ensure!(running.pods == pods(&cluster, &scope)?, "a running pod was disturbed");
+    scope.pod("last", &json!({SHARES: 1}), HOLD)?;
+    scope.running("last").map(drop)
 }
 
 #[test]
