@@ -8,7 +8,7 @@
 //! their pods stays where it was noted while it fits and is wanted; what is still missing gets a device, if one has room. Notes follow what
 //! pods were given: where one was given what was noted for another, they have swapped. There is no other history in it. So
 //! - there are never more units reserved on a device than are free (`stock.rs` has the one subtraction, and the one way to add),
-//! - a ledger made anew from what was observed equals the one that was lost ([`Ledger::rebuild`]).
+//! - a ledger made anew from what was observed and the same notes equals the one that was lost, while nobody is short ([`Ledger::rebuild`]).
 //!
 //! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
 mod choose;
