@@ -1,6 +1,6 @@
 # Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render sbom bench bench-placement
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render sbom docs msrv bench bench-placement
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -40,6 +40,12 @@ render: ## writes deploy/ from the chart
 
 sbom: ## what the image's programs are made of, in target/sbom
 	@deploy/sbom
+
+docs: ## the documentation site in target/docs, its generated pages, and a check of its links
+	@docs/build
+
+msrv: ## compiles everything with the oldest supported Rust
+	@e2e/test msrv
 
 bench: ## the benchmarks that need no GPU
 	@e2e/test bench

@@ -1,20 +1,18 @@
-//! The `cleave` binary: parses the command line and calls the crate that does the work.
-mod cordon;
-mod crds;
-mod explain;
-mod plan;
+//! The `cleave` program: the commands that people run, and the components of the cluster.
 mod process;
-mod simulate;
-mod status;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-use process::serve;
+use clap::{Args as _, CommandFactory as _, FromArgMatches as _};
 
-/// Shares NVIDIA GPUs between Kubernetes pods.
-#[derive(Debug, Parser)]
-#[command(name = "cleave", version, arg_required_else_help = true)]
+/// Share NVIDIA GPUs between Kubernetes pods.
+#[derive(Debug, clap::Parser)]
+#[command(
+    name = "cleave",
+    version,
+    arg_required_else_help = true,
+    after_help = AFTER_HELP
+)]
 struct Cli {
     #[command(flatten)]
     log: process::LogArgs,
@@ -22,64 +20,66 @@ struct Cli {
     command: Command,
 }
 
+/// Help below the list of commands. clap cannot list subcommands under two headings, so the
+/// components are hidden there and listed here.
+const AFTER_HELP: &str = "\
+Components, started by the chart:
+  operator  Plan how GPUs are shared
+  agent     Serve this node's GPUs to the kubelet
+  mps-host  Run this node's MPS daemons
+
+Run `cleave COMMAND --help` for its options. Installed as `kubectl-cleave`,
+the program also runs as `kubectl cleave`.";
+
+/// The commands that log while they run. The log options are hidden from the help of all others.
+const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
+
 #[derive(Debug, clap::Subcommand)]
 enum Command {
-    /// Serve this node's GPUs to the kubelet, and keep them as the node's GpuNode says.
-    Agent(Box<cleave_agent::AgentArgs>),
-    /// Keep this node's MPS daemons and their doors as the agent wants them.
-    MpsHost(cleave_gpu::mps::host::HostArgs),
-    /// Turn policies into what each node's GPUs shall be.
+    #[command(flatten)]
+    User(cleave_cli::Command),
+    /// Plan how GPUs are shared, and write it to each node's GpuNode.
+    #[command(hide = true)]
     Operator(cleave_operator::OperatorArgs),
-    Plan(plan::Args),
-    Simulate(simulate::Args),
-    /// Print the custom resource definitions.
-    Crds(crds::CrdsArgs),
-    /// Explain why a pod waits, or what it has.
-    Explain(explain::Args),
-    Cordon(cordon::CordonArgs),
-    Uncordon(cordon::UncordonArgs),
-    Drain(cordon::DrainArgs),
-    Doctor(cleave_gpu::mps::doctor::DoctorArgs),
-    /// Show nodes, GPUs, policies, and which pod holds what with which limits.
-    Status(status::StatusArgs),
+    /// Serve this node's GPUs to the kubelet as its GpuNode says.
+    #[command(hide = true)]
+    Agent(Box<cleave_agent::AgentArgs>),
+    /// Run this node's MPS daemons and enforce the limits of their clients.
+    #[command(hide = true)]
+    MpsHost(cleave_gpu::mps::host::HostArgs),
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let mut command = command();
+    let parsed = command.try_get_matches_from_mut(std::env::args_os());
+    let cli = match parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
+        Ok(cli) => cli,
+        Err(error) => error.format(&mut command).exit(),
+    };
     cli.log.start();
-    match run(cli.command) {
+    match process::block_on(run(cli.command)) {
         Ok(code) => code,
         Err(error) => process::exit("cleave", Err(error)),
     }
 }
 
-fn run(command: Command) -> anyhow::Result<ExitCode> {
-    let done = match command {
-        Command::Agent(args) => serve(cleave_agent::run(*args)),
-        Command::MpsHost(args) => serve(async { Ok(cleave_gpu::mps::host::run(args, Some("mps-host")).await?) }),
-        Command::Operator(args) => serve(cleave_operator::run(args)),
-        Command::Plan(args) if args.live => serve(async move { plan::run_live(&args).await }),
-        Command::Plan(args) => plan::run(&args),
-        Command::Simulate(args) => simulate::run(&args),
-        Command::Crds(args) => crds::run(&args),
-        Command::Explain(args) => serve(explain::run(args)),
-        Command::Cordon(args) => serve(cordon::cordon(args)),
-        Command::Uncordon(args) => serve(cordon::uncordon(args)),
-        Command::Drain(args) => return serve(cordon::drain(args)),
-        Command::Doctor(args) => return Ok(doctor(args)),
-        Command::Status(args) => serve(status::run(args)),
-    };
-    done.map(|()| ExitCode::SUCCESS)
+/// The command line. The log options are accepted everywhere, and shown in the help of the
+/// components.
+fn command() -> clap::Command {
+    let log = process::LogArgs::augment_args(clap::Command::new("log"));
+    let hidden = Cli::command().mut_args(|arg| arg.hide(true));
+    // clap hands a global option down to each subcommand that does not have it.
+    COMPONENTS.into_iter().fold(hidden, |command, name| {
+        command.mut_subcommand(name, |component| component.args(log.get_arguments().cloned()))
+    })
 }
 
-/// Tells what the driver does. An error is neither a good nor a bad answer.
-fn doctor(args: cleave_gpu::mps::doctor::DoctorArgs) -> ExitCode {
-    match serve(async { Ok(cleave_gpu::mps::doctor::run(args).await?) }) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("cleave: {error:#}");
-            ExitCode::from(2)
-        }
+async fn run(command: Command) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::User(command) => return command.run().await,
+        Command::Operator(args) => cleave_operator::run(args).await?,
+        Command::Agent(args) => cleave_agent::run(*args).await?,
+        Command::MpsHost(args) => cleave_gpu::mps::host::run(args, Some("mps-host")).await?,
     }
+    Ok(ExitCode::SUCCESS)
 }

@@ -1,4 +1,4 @@
-//! What Cleave's programs have in common: log lines on standard error, and a runtime.
+//! The process set-up that Cleave's programs share: logging, the runtime and the exit code.
 use std::future::Future;
 use std::process::ExitCode;
 
@@ -8,27 +8,41 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-/// What is logged, and how.
+/// Options that control logging.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogArgs {
-    /// How log lines are written.
-    #[arg(long, env = "CLEAVE_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text, global = true)]
+    /// Format of log lines.
+    #[arg(
+        long,
+        env = "CLEAVE_LOG_FORMAT",
+        value_enum,
+        default_value_t = LogFormat::Text,
+        global = true,
+        help_heading = "Log options"
+    )]
     log_format: LogFormat,
-    /// What is logged: a level, or levels by module, for example `info,cleave_agent=debug`.
-    #[arg(long, env = "CLEAVE_LOG", value_name = "LEVELS", default_value = "info", global = true)]
+    /// Log level, also by module: `info,cleave_agent=debug`.
+    #[arg(
+        long,
+        env = "CLEAVE_LOG",
+        value_name = "LEVELS",
+        default_value = "info",
+        global = true,
+        help_heading = "Log options"
+    )]
     log: Targets,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum LogFormat {
-    /// For a person.
+    /// Text for people.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
 impl LogArgs {
-    /// Logs from here on.
+    /// Starts to log to standard error.
     pub(crate) fn start(&self) {
         let registry = tracing_subscriber::registry().with(self.log.clone());
         let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
@@ -41,13 +55,14 @@ impl LogArgs {
     }
 }
 
-/// Runs a server on this thread alone: each of them waits much more than it works, and threads cost memory on every node.
-pub(crate) fn serve<T>(server: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("starting the runtime")?;
-    runtime.block_on(server)
+/// Runs a program on this thread. Programs wait far more than they compute, and each thread costs
+/// memory on every node.
+pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.context("failed to start the runtime")?.block_on(program)
 }
 
-/// Says what went wrong, and how the program ends.
+/// Prints an error, and returns the exit code of the program.
 pub(crate) fn exit(program: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,

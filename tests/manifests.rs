@@ -1,5 +1,5 @@
-//! What the rendered manifests promise of Cleave's own pods.
-#![allow(clippy::unwrap_used, reason = "a test says by a panic what it did not find")]
+//! Properties of the rendered manifests.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use serde_json::{Value, json};
 
 fn manifests() -> Vec<Value> {
@@ -16,13 +16,13 @@ fn selects(policy: &Value, labels: &Value) -> bool {
 }
 
 #[test]
-fn each_pod_is_under_one_network_policy_that_reaches_it_and_opens_the_ports_that_it_has() {
+fn each_workload_has_one_network_policy_that_opens_exactly_its_ports() {
     let all = manifests();
     let workloads: Vec<&Value> = of_kind(&all, "DaemonSet").chain(of_kind(&all, "Deployment")).collect();
     assert_eq!(workloads.len(), 3);
     for workload in workloads {
         let (name, template) = (&workload["metadata"]["name"], &workload["spec"]["template"]);
-        // A policy says nothing of a pod on its node's network.
+        // Network policies do not apply to pods on the host network.
         assert_eq!(template["spec"]["hostNetwork"], Value::Null, "{name}");
         let labels = &template["metadata"]["labels"];
         let policies: Vec<&Value> = of_kind(&all, "NetworkPolicy").filter(|policy| selects(policy, labels)).collect();
@@ -40,7 +40,7 @@ fn each_pod_is_under_one_network_policy_that_reaches_it_and_opens_the_ports_that
         let opened: Vec<&Value> =
             rules.iter().flat_map(|rule| rule["ports"].as_array().unwrap()).map(|port| &port["port"]).collect();
         assert_eq!(opened, ports, "{name}");
-        // Without peers a rule is for everybody.
+        // A rule without peers allows everybody.
         assert!(rules.iter().all(|rule| rule["from"].as_array().is_some_and(|peers| !peers.is_empty())), "{name}");
         let leaves = spec["egress"].as_array().unwrap();
         assert!(leaves.iter().all(|rule| rule["ports"].is_array()), "{name}: to any port");

@@ -1,20 +1,20 @@
 //! `cleave-supervise` around a shell.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a panic fails the test")]
 use std::fs;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Longer than anything here takes.
+/// More than any test takes.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Says its process id, and waits for as long as its input is open. Told to stop, it ends by itself.
+/// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITS: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
 struct Supervised {
     folder: tempfile::TempDir,
     child: Child,
-    /// Open for as long as the value lives, so that nothing ends for want of input.
+    /// Held open, because the program exits when its input closes.
     _stdin: Option<ChildStdin>,
 }
 
@@ -31,7 +31,7 @@ impl Supervised {
         Self { folder, child, _stdin: stdin }
     }
 
-    /// The process ids of all programs so far, once there are as many.
+    /// Waits until `count` programs have started. Returns their process IDs.
     fn programs(&self, count: usize) -> Vec<Pid> {
         until(&format!("{count} programs"), || {
             let text = fs::read_to_string(self.folder.path().join("pids")).unwrap_or_default();
@@ -40,6 +40,7 @@ impl Supervised {
         })
     }
 
+    /// Waits until the supervisor exits.
     fn ended(&mut self) -> ExitStatus {
         until("the end of the supervisor", || self.child.try_wait().unwrap())
     }
@@ -52,6 +53,7 @@ impl Drop for Supervised {
     }
 }
 
+/// Polls until the condition holds.
 fn until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     while Instant::now() < end {
@@ -60,17 +62,17 @@ fn until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    panic!("never: {what}")
+    panic!("timed out waiting for {what}")
 }
 
-/// Gone, or a zombie that only its new parent can take away.
+/// Whether a process is gone, or a zombie that its new parent has yet to reap.
 fn is_gone(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
 
 #[test]
-fn a_killed_program_is_started_again_by_the_same_parent_and_ends_as_it_wants_to() {
+fn a_killed_program_is_restarted_and_its_own_exit_ends_the_supervisor() {
     let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
     let first = supervised.programs(1)[0];
     kill_process(first, Signal::KILL).unwrap();
@@ -80,19 +82,19 @@ fn a_killed_program_is_started_again_by_the_same_parent_and_ends_as_it_wants_to(
     let third = supervised.programs(3)[2];
     assert!(supervised.child.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
-    assert_eq!(supervised.ended().code(), Some(7), "the signal reached it, and its exit is the supervisor's");
+    assert_eq!(supervised.ended().code(), Some(7), "SIGTERM was forwarded, and the exit code passed on");
     assert!(is_gone(third));
 }
 
 #[test]
-fn one_that_is_killed_again_and_again_is_given_up() {
+fn a_program_that_is_killed_repeatedly_is_given_up() {
     let mut supervised = Supervised::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
     assert_eq!(supervised.ended().code(), Some(137));
-    assert_eq!(supervised.programs(21).len(), 21, "it was started again twenty times");
+    assert_eq!(supervised.programs(21).len(), 21, "twenty restarts");
 }
 
 #[test]
-fn no_program_outlives_its_supervisor() {
+fn a_program_is_killed_with_its_supervisor() {
     let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
     let program = supervised.programs(1)[0];
     supervised.child.kill().unwrap();
@@ -101,7 +103,7 @@ fn no_program_outlives_its_supervisor() {
 }
 
 #[test]
-fn an_exit_is_passed_on_and_what_cannot_be_started_is_an_error() {
+fn the_exit_code_is_passed_on_and_a_failed_start_is_an_error() {
     assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).ended().code(), Some(3));
     assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).ended().code(), Some(0));
     assert_eq!(Supervised::start(&["/no/such/program"]).ended().code(), Some(1));

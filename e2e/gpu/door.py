@@ -170,7 +170,7 @@ try:
     reply = ask(op="await", allocation="ff", timeoutMs=30000)
     check("the daemon is up and the door open", reply.get("result") == "done", {"reply": reply, "seconds": round(time.monotonic() - start, 2)})
     daemon = status()["daemons"][uuid]
-    check("the handshake is the known one: limits are hard", daemon["door"] == "Hard", daemon)
+    check("the handshake is the known one: limits are hard", daemon["enforcement"] == "Hard", daemon)
     door = lambda key: run / "alloc" / key
     if lies:
         beside_lies(lies)
@@ -225,7 +225,7 @@ try:
             starts.append(got.get("sms") == sms(limits[key], of))
     check("200 starts in bursts of 8 each see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
 
-    # Beside a client that stays: on a GPU without clients the server is replaced after each (docs/faults.md).
+    # Beside a client that stays: on a GPU without clients the server is replaced after each (docs/explanation/faults.md).
     stays = client(door("01"), "--hold")
     seen(stays)
     direct, through = [], []

@@ -221,7 +221,7 @@ def doctor(results):
     probe.unlink()
     results.note(table=done.stdout.splitlines())
     differ = re.findall(r"^- ([a-z-]+):", done.stdout.partition("What that means:")[2], re.M)
-    # Over the daemon's own socket, which no pod has: docs/doctor.md.
+    # Over the daemon's own socket, which no pod has: docs/how-to/check-driver.md.
     results.check("nothing differs from what Cleave relies on, but what is known of this driver", done.returncode in (0, 1) and set(differ) <= {"privileges"}, differ=differ, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
 
 
@@ -281,7 +281,7 @@ def door(results):
                   right == 4 * count, right=right, of=4 * count, seconds=seconds, lines=lines)
     delete(*pods.values())
 
-    # Beside a program that stays: on a GPU without clients the server is replaced after each (docs/faults.md), which both ways have to wait for.
+    # Beside a program that stays: on a GPU without clients the server is replaced after each (docs/explanation/faults.md), which both ways have to wait for.
     stays = Pod("door-stays", "--wait", "/drill/compared", count=1)
     create(stays)
     stays.line("sms")

@@ -1,4 +1,5 @@
-//! `cleave agent` as a program of its own: the same, without the rest of Cleave in its memory on every node.
+//! `cleave agent` as a program of its own, so that the agent does not keep the rest of Cleave in
+//! memory on every node.
 #[path = "../process.rs"]
 mod process;
 
@@ -6,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Serve this node's GPUs to the kubelet, and keep them as the node's GpuNode says.
+/// Serve this node's GPUs to the kubelet as its GpuNode says.
 #[derive(Debug, Parser)]
 #[command(name = "cleave-agent", version)]
 struct Cli {
@@ -19,5 +20,5 @@ struct Cli {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     cli.log.start();
-    process::exit("cleave-agent", process::serve(cleave_agent::run(cli.args)))
+    process::exit("cleave-agent", process::block_on(cleave_agent::run(cli.args)))
 }

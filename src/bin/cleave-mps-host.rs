@@ -1,4 +1,5 @@
-//! `cleave mps-host` as a program of its own: the same, without the rest of Cleave in its memory on every node.
+//! `cleave mps-host` as a program of its own, so that the MPS host does not keep the rest of Cleave
+//! in memory on every node.
 #[path = "../process.rs"]
 mod process;
 
@@ -6,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Keep this node's MPS daemons and their doors as the agent wants them.
+/// Run this node's MPS daemons and enforce the limits of their clients.
 #[derive(Debug, Parser)]
 #[command(name = "cleave-mps-host", version)]
 struct Cli {
@@ -19,5 +20,6 @@ struct Cli {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     cli.log.start();
-    process::exit("cleave-mps-host", process::serve(async { Ok(cleave_gpu::mps::host::run(cli.args, None).await?) }))
+    let program = async { Ok(cleave_gpu::mps::host::run(cli.args, None).await?) };
+    process::exit("cleave-mps-host", process::block_on(program))
 }

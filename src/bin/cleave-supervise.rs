@@ -1,10 +1,12 @@
-//! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and starts it again at once when a signal ended it.
+//! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
+//! kills it.
 //!
-//! For the agent. Without it a killed agent is its container's end: the kubelet starts that again after a second, then after ten, twenty and
-//! so on, and as long tells the node's shares as unhealthy, so that pods which come meanwhile fail for good.
+//! The agent runs under it. Without it a killed agent ends its container. The kubelet restarts that
+//! with a back-off (1 s, 10 s, 20 s and so on) and meanwhile counts the node's shares as unhealthy,
+//! so that pods that arrive fail for good.
 //!
-//! It is small because it is on every node: no threads, no runtime, nothing kept. Signals are passed on, the program's own exit is its own,
-//! and the program does not outlive it.
+//! It stays small because it is on every node: no threads, no runtime, no state. It forwards
+//! signals, exits as the program exits, and kills the program if it is killed itself.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -15,16 +17,18 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
-/// The same program between fork and the program that is wanted: it has itself killed with its parent, which outlasts exec.
+/// First argument of the process between the supervisor and the program. That process asks to be
+/// killed with its parent, which stays in effect after exec.
 const UNDER: &str = "--under=";
-/// Signals that are the program's to act upon.
-const PASSED_ON: [Signal; 6] =
+/// The signals that are forwarded.
+const FORWARDED: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// So often in so long a time it is started again; then the kubelet's back-off is what is wanted.
+/// Maximum number of restarts within a time. After that the kubelet's back-off takes over.
 const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
-/// Before it is started again. A kubelet (up to 1.36) that still works on the end of the old stream takes down the new one with it.
+/// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old stream
+/// would close the new one with it.
 const SETTLE: Duration = Duration::from_millis(50);
-/// What a shell makes of a signal.
+/// Added to a signal's number for the exit code, as in a shell.
 const BY_SIGNAL: i32 = 128;
 
 fn main() -> ExitCode {
@@ -46,25 +50,29 @@ fn main() -> ExitCode {
     }
 }
 
-/// How the program ended.
+/// How the program ended: its exit status, or the signal that killed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Exit(i32),
     Signal(i32),
 }
 
-/// What follows.
+/// What to do when the program has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
-    Again,
+    /// Restart it.
+    Restart,
+    /// Exit with this code.
     Exit(u8),
 }
 
-/// When the program was started again, as far back as it counts.
+/// The times of recent restarts.
 #[derive(Debug, Default)]
 struct Restarts(VecDeque<Instant>);
 
 impl Restarts {
+    /// Decides what to do after the program has ended. `stopping` is true once a signal asked the
+    /// supervisor to stop.
     fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
         let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
@@ -77,37 +85,37 @@ impl Restarts {
             return code(BY_SIGNAL + signal);
         }
         self.0.push_back(now);
-        Next::Again
+        Next::Restart
     }
 }
 
+/// Runs the program until it exits. Returns the exit code.
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
     let awaited = awaited();
-    // Blocked, they wait for `wait` below, also where this is process 1, which is sent no signal that it does not handle.
-    awaited.thread_block().context("blocking signals")?;
+    // Blocked signals stay pending until `wait` below takes them. That works for process 1 too, to
+    // which the kernel sends no signal without a handler.
+    awaited.thread_block().context("failed to block signals")?;
     let mut worker = start(program, args)?;
     let mut restarts = Restarts::default();
     let mut stopping = false;
     loop {
-        let signal = awaited.wait().context("waiting for signals")?;
+        let signal = awaited.wait().context("failed to wait for signals")?;
         if signal != Signal::SIGCHLD {
             stopping |= matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT);
-            let signal = rustix::process::Signal::from_named_raw(signal as i32).context("a signal without a name")?;
-            // It may have ended just now: then its end is told next.
+            let signal = rustix::process::Signal::from_named_raw(signal as i32).context("unknown signal")?;
+            // The program may have ended already. SIGCHLD follows then.
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD may stand for several ends; as process 1 of a container also for those of strangers.
+        // One SIGCHLD can stand for several ended processes. Process 1 of a container gets it for
+        // orphans too.
         while let Some((pid, status)) = reaped()? {
             let Some(end) = end(status).filter(|_| pid == worker) else { continue };
             match restarts.next(end, stopping, Instant::now()) {
                 Next::Exit(code) => return Ok(code),
-                Next::Again => {
-                    eprintln!(
-                        "cleave-supervise: process {pid} ended by {end:?}: starting it again",
-                        pid = pid.as_raw_pid()
-                    );
+                Next::Restart => {
+                    eprintln!("cleave-supervise: process {} ended with {end:?}; restarting", pid.as_raw_pid());
                     std::thread::sleep(SETTLE);
                     worker = start(program, args)?;
                 }
@@ -116,41 +124,46 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     }
 }
 
+/// The signals that the supervisor waits for.
 fn awaited() -> SigSet {
-    PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect()
+    FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect()
 }
 
+/// Starts the program in a new process.
 fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
-    // Not by its name: another file may lie there by now.
+    // Not by path: an upgrade may have replaced the file.
     let child = Command::new("/proc/self/exe").arg(format!("{UNDER}{own}")).arg(program).args(args).spawn();
-    Ok(Pid::from_child(&child.with_context(|| format!("starting {}", program.display()))?))
+    Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
+/// Reaps one child that has ended, if there is one.
 fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),
         Err(rustix::io::Errno::CHILD) => Ok(None),
-        Err(error) => Err(error).context("waiting for the program"),
+        Err(error) => Err(error).context("failed to wait for the program"),
     }
 }
 
-/// None while it is only stopped.
+/// How a child ended; `None` if it is only stopped.
 fn end(status: WaitStatus) -> Option<End> {
     status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
 }
 
+/// Replaces this process with the program. Returns only on an error.
 fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
-    let Some((program, args)) = command.split_first() else { bail!("no program") };
-    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).context("prctl")?;
+    let Some((program, args)) = command.split_first() else { bail!("no program given") };
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .context("failed to set the parent death signal")?;
     let is_parent = rustix::process::getppid().is_some_and(|pid| pid.as_raw_pid().to_string() == parent);
     if !is_parent {
-        bail!("process {parent} that started this is gone");
+        bail!("the supervisor (process {parent}) is gone");
     }
-    // What a program finds blocked stays so.
-    awaited().thread_unblock().context("unblocking signals")?;
+    // The program inherits blocked signals.
+    awaited().thread_unblock().context("failed to unblock signals")?;
     let error = Command::new(program).args(args).exec();
-    Err(error).with_context(|| format!("starting {}", program.display()))
+    Err(error).with_context(|| format!("failed to start {}", program.display()))
 }
 
 #[cfg(test)]
@@ -160,7 +173,7 @@ mod tests {
     const KILLED: End = End::Signal(9);
 
     #[test]
-    fn what_ends_by_itself_is_not_started_again() {
+    fn a_program_that_exits_is_not_restarted() {
         for status in [0, 1, 2, 255] {
             let code = u8::try_from(status).unwrap();
             assert_eq!(Restarts::default().next(End::Exit(status), false, Instant::now()), Next::Exit(code));
@@ -168,19 +181,23 @@ mod tests {
     }
 
     #[test]
-    fn it_is_started_again_so_often_within_a_minute_and_not_more() {
+    fn a_killed_program_is_restarted_twenty_times_a_minute_at_most() {
         let start = Instant::now();
         let mut restarts = Restarts::default();
         for second in 0..20 {
-            assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(second)), Next::Again);
+            assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(second)), Next::Restart);
         }
         assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(59)), Next::Exit(137));
-        assert_eq!(restarts.next(KILLED, false, start + RESTARTS.1), Next::Again, "the first is forgotten");
+        assert_eq!(
+            restarts.next(KILLED, false, start + RESTARTS.1),
+            Next::Restart,
+            "the first restart is a minute ago"
+        );
         assert_eq!(restarts.next(KILLED, false, start + RESTARTS.1), Next::Exit(137));
     }
 
     #[test]
-    fn told_to_stop_it_is_not_started_again() {
+    fn a_program_is_not_restarted_while_stopping() {
         assert_eq!(Restarts::default().next(End::Signal(15), true, Instant::now()), Next::Exit(143));
     }
 }

@@ -1,44 +1,11 @@
-//! Changes of GPUs, made through NVML, each on a thread of its own: a driver that hangs in one holds up no other GPU, and nothing else.
-use std::time::{Duration, Instant};
+//! Makes one change of a GPU. Blocks while NVML does.
+use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
 
-use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, Nvml, NvmlError, Process, Search, Worker};
-
-use crate::hardware::chain;
-use crate::mig::{Change, Outcome, in_use_by};
-use crate::node::{Ended, Order};
-
-/// After this long a change counts as hanging. An instance takes a fraction of a second, a GPU that the driver resets some seconds.
-const SLOW: Duration = Duration::from_secs(15);
-
-/// Makes a change and tells how it ended; before, that it takes long.
-pub(crate) async fn carry_out(search: Search, order: Order, tell: impl AsyncFn(Ended)) {
-    let open = move || Nvml::open(&search).map(|nvml| Box::new(nvml) as Box<dyn Gpus>);
-    let worker = match Worker::start(Box::new(open)) {
-        Ok(worker) => worker,
-        Err(error) => {
-            let outcome = Outcome::Failed(format!("cannot start a thread: {error}"));
-            return tell(Ended { order, outcome, after: None, at: Instant::now() }).await;
-        }
-    };
-    let begun = Instant::now();
-    let ordered = order.clone();
-    // No deadline: what it did must be known before anything else is done to this GPU.
-    let call = worker.call(Duration::MAX, move |gpus| Ok(perform(gpus, &ordered)));
-    let mut call = std::pin::pin!(call);
-    let answer = match tokio::time::timeout(SLOW, &mut call).await {
-        Ok(answer) => answer,
-        Err(_) => {
-            let outcome = Outcome::Slow(begun.elapsed());
-            tell(Ended { order: order.clone(), outcome, after: None, at: Instant::now() }).await;
-            call.await
-        }
-    };
-    let (outcome, after) = answer.unwrap_or_else(|error| (Outcome::Failed(chain(&error)), None));
-    tell(Ended { order, outcome, after, at: Instant::now() }).await;
-}
+use crate::gpu::hardware::chain;
+use crate::gpu::mig::{Change, Order, Outcome, in_use_by};
 
 /// Makes a change, unless something uses what would go, and looks at the GPU afterwards.
-pub(crate) fn perform(gpus: &dyn Gpus, order: &Order) -> (Outcome, Option<(Gpu, Vec<Process>)>) {
+pub fn perform(gpus: &dyn Gpus, order: &Order) -> (Outcome, Option<(Gpu, Vec<Process>)>) {
     let Order { gpu, change } = order;
     let outcome = attempt(gpus, gpu, change).unwrap_or_else(|error| match error {
         NvmlError::InUse { .. } => Outcome::Busy(chain(&error)),

@@ -3,8 +3,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::ending::shutdown::Period;
-use crate::health::QUIET;
+use crate::gpu::health::QUIET;
+use crate::termination::shutdown::Period;
 
 /// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` says.
 #[derive(Debug, Clone, clap::Args)]
@@ -13,7 +13,8 @@ pub struct AgentArgs {
     #[arg(long, env = "NODE_NAME")]
     pub node_name: String,
 
-    /// Directory shared with the MPS host, mounted at the same path on the host and in both pods. May be a tmpfs.
+    /// Directory shared with the MPS host, mounted at the same path on the host and in both pods.
+    /// May be a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 
@@ -21,7 +22,8 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_STATE_DIR", value_name = "DIR", default_value = "/var/lib/cleave")]
     pub state_dir: PathBuf,
 
-    /// The kubelet's device plugin directory. Mount the directory, not the socket: the kubelet makes the socket anew.
+    /// The kubelet's device plugin directory. Mount the directory, not the socket: the kubelet
+    /// makes the socket anew.
     #[arg(
         long,
         env = "CLEAVE_DEVICE_PLUGIN_DIR",
@@ -39,17 +41,19 @@ pub struct AgentArgs {
     )]
     pub pod_resources_socket: PathBuf,
 
-    /// The NVML library. Without it: libnvidia-ml.so.1 below the driver root, where NVIDIA's driver container, GKE and the distributions put
-    /// it, and at last by the dynamic loader's own search.
+    /// The NVML library. Without it: libnvidia-ml.so.1 below the driver root, where NVIDIA's driver
+    /// container, GKE and the distributions put it, and at last by the dynamic loader's own search.
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
     pub nvml_library: Option<PathBuf>,
 
-    /// Where this process sees the host's root file system: a prefix for finding the driver and its device nodes.
+    /// Where this process sees the host's root file system: a prefix for finding the driver and its
+    /// device nodes.
     #[arg(long, env = "CLEAVE_HOST_ROOT", value_name = "DIR", default_value = "/")]
     pub host_root: PathBuf,
 
-    /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`: mounted read-only into each container
-    /// that gets a GPU, at `--container-driver-root`. Without it nothing is mounted.
+    /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`:
+    /// mounted read-only into each container that gets a GPU, at `--container-driver-root`. Without
+    /// it nothing is mounted.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 
@@ -65,7 +69,8 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_CDI_DIR", value_name = "DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
 
-    /// A further mount of every container that gets a GPU, HOST:CONTAINER or HOST:CONTAINER:ro. May be repeated.
+    /// A further mount of every container that gets a GPU, HOST:CONTAINER or HOST:CONTAINER:ro. May
+    /// be repeated.
     #[arg(
         long = "container-mount",
         env = "CLEAVE_CONTAINER_MOUNTS",
@@ -78,26 +83,31 @@ pub struct AgentArgs {
     #[arg(long = "container-env", value_name = "NAME=VALUE")]
     pub container_envs: Vec<EnvArg>,
 
-    /// Whether MIG mode of a GPU that nothing uses is turned on and off as the `GpuNode` says. MIG instances are made and destroyed either way.
+    /// Whether MIG mode of a GPU that nothing uses is turned on and off as the `GpuNode` says. MIG
+    /// instances are made and destroyed either way.
     #[arg(long, env = "CLEAVE_MIG_MODE", value_enum, default_value_t = MigMode::Manage)]
     pub mig_mode: MigMode,
 
-    /// XIDs that say nothing about the GPU's health: a program's own fault, or reported once more by another XID.
+    /// XIDs that say nothing about the GPU's health: a program's own fault, or reported once more
+    /// by another XID.
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
 
-    /// Seconds for which a GPU that an XID or memory errors made suspect must show nothing further before an answer of NVML's makes it healthy again.
-    /// Short, a GPU that fails under every load gives out slices between two failures; long, one accident costs them for as long.
+    /// Seconds for which a GPU that an XID or memory errors made suspect must show nothing further
+    /// before an answer of NVML's makes it healthy again. Short, a GPU that fails under every load
+    /// gives out slices between two failures; long, one accident costs them for as long.
     #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = QUIET.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 
-    /// Seconds for which an allocation is kept although the kubelet lists no pod that holds it: a pod being admitted is not listed yet, and
-    /// a kubelet or agent that has just started hears of its pods one by one.
+    /// Seconds for which an allocation is kept although the kubelet lists no pod that holds it: a
+    /// pod being admitted is not listed yet, and a kubelet or agent that has just started hears of
+    /// its pods one by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
-    /// The kubelet's `shutdownGracePeriodByPodPriority`, or what its `shutdownGracePeriod` comes to: how it ends pods when the node shuts down, the
-    /// lowest priorities first. It deletes none of them. Without this its shutdown is not seen coming.
+    /// The kubelet's `shutdownGracePeriodByPodPriority`, or what its `shutdownGracePeriod` comes
+    /// to: how it ends pods when the node shuts down, the lowest priorities first. It deletes none
+    /// of them. Without this its shutdown is not seen coming.
     #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
     pub shutdown_grace: Vec<Period>,
 
@@ -105,8 +115,9 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
     pub kubelet_dir: PathBuf,
 
-    /// Speak to no API server: read the spec from DIR/spec.json as it changes, write DIR/status.json, add events to DIR/events.jsonl. For
-    /// benchmarks, tests, and a node without a cluster.
+    /// Speak to no API server: read the spec from DIR/spec.json as it changes, write
+    /// DIR/status.json, add events to DIR/events.jsonl. For benchmarks, tests, and a node without a
+    /// cluster.
     #[arg(long, value_name = "DIR", hide = true)]
     pub offline: Option<PathBuf>,
 
@@ -126,7 +137,8 @@ pub enum DeviceListStrategy {
     Envvar,
     /// CDI device names, of a specification that the agent writes.
     Cdi,
-    /// Device nodes, for a runtime that knows nothing of GPUs; the driver comes from `--driver-root`.
+    /// Device nodes, for a runtime that knows nothing of GPUs; the driver comes from
+    /// `--driver-root`.
     DeviceNodes,
 }
 

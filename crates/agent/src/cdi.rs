@@ -43,7 +43,8 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
     nodes
 }
 
-/// What lets a program into a GPU instance, or into a compute instance of it: a device of the kernel driver.
+/// What lets a program into a GPU instance, or into a compute instance of it: a device of the
+/// kernel driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Capability {
     minor: u32,
@@ -75,7 +76,8 @@ fn capabilities<'a>(
     accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
-/// Makes the device nodes of MIG instances that the host does not have yet: the driver makes none, NVIDIA's tools do when they run.
+/// Makes the device nodes of MIG instances that the host does not have yet: the driver makes none,
+/// NVIDIA's tools do when they run.
 pub fn make_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
@@ -126,7 +128,8 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
         .iter()
         .map(|(uuid, paths)| {
             let paths: Vec<Value> = paths.iter().map(|path| json!({ "path": path })).collect();
-            // A device without any edit is invalid, and a runtime hook of NVIDIA's must add nothing of its own.
+            // A device without any edit is invalid, and a runtime hook of NVIDIA's must add nothing
+            // of its own.
             let mut edits = json!({ "env": ["NVIDIA_VISIBLE_DEVICES=void"] });
             if !paths.is_empty() {
                 edits["deviceNodes"] = Value::Array(paths);
@@ -162,7 +165,7 @@ mod tests {
     use cleave_gpu::nvml::Mig;
 
     use super::*;
-    use crate::layout::tests::gpu;
+    use crate::gpu::layout::tests::gpu;
 
     #[test]
     fn devices_are_the_nodes_that_the_host_has() {

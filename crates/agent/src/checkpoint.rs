@@ -1,4 +1,5 @@
-//! What the agent has to know before the API server, and NVML, answer: versioned, on the host's disk, whole or not there.
+//! What the agent has to know before the API server, and NVML, answer: versioned, on the host's
+//! disk, whole or not there.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
@@ -10,10 +11,10 @@ use cleave_gpu::nvml::Gpu;
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
-use crate::allocate::Allocation;
+use crate::allocation::Allocation;
 use crate::files::write_atomically;
-use crate::health::Record;
-use crate::layout::{Layout, Pool};
+use crate::gpu::health::Record;
+use crate::gpu::layout::{Layout, Pool};
 
 /// The version written, and the only one read.
 const VERSION: u32 = 1;
@@ -32,7 +33,8 @@ pub struct Checkpoint {
     pub spec: Option<GpuNodeSpec>,
     /// The GPUs.
     pub gpus: Vec<Gpu>,
-    /// What they are served as, by UUID: not always what the spec says, since a change waits for pods.
+    /// What they are served as, by UUID: not always what the spec says, since a change waits for
+    /// pods.
     pub layouts: BTreeMap<String, Layout>,
     /// What was given out.
     pub allocations: Vec<Allocation>,
@@ -99,7 +101,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Whether it can be served: what comes next trusts in numbers and names as [`crate::layout`] makes them.
+    /// Whether it can be served: what comes next trusts in numbers and names as
+    /// [`crate::gpu::layout`] makes them.
     fn check(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::VERSION, ..Desired::default() };
         let instances = self.gpus.iter().filter_map(|gpu| gpu.mig.as_ref()).flat_map(|mig| &mig.instances);
@@ -155,7 +158,8 @@ impl Store {
         Self { path: state_dir.join(FILE) }
     }
 
-    /// Takes the directory for this process; nothing while another has it. The kernel gives it back when the process dies, however it does.
+    /// Takes the directory for this process; nothing while another has it. The kernel gives it back
+    /// when the process dies, however it does.
     ///
     /// # Errors
     /// The directory is not there and cannot be made, or cannot be locked.
@@ -203,9 +207,9 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::layout::tests::{gpu, mps_spec};
-    use crate::layout::wanted;
-    use crate::usage::tests::allocation;
+    use crate::allocation::usage::tests::allocation;
+    use crate::gpu::layout::tests::{gpu, mps_spec};
+    use crate::gpu::layout::wanted;
 
     fn checkpoint() -> Checkpoint {
         let spec = mps_spec("GPU-a", 10);
@@ -270,11 +274,11 @@ mod tests {
             json!([serde_json::to_value(gpu("GPU-a", 0)).unwrap(), serde_json::to_value(gpu("GPU-a", 1)).unwrap()]);
         assert!(changed("/gpus", gpus).unwrap_err().contains("device GPU-a is there twice"));
         let threads = changed("/layouts/GPU-a/daemons/GPU-a/defaultThreads", json!(101));
-        assert!(threads.unwrap_err().contains("101 is no active thread percentage"));
+        assert!(threads.unwrap_err().contains("invalid active thread percentage 101"));
         let limits = json!({"threads": 20, "memory_mib": 1, "max_clients": null});
         let allocation = json!({"resource": "r", "ids": ["x::0"], "devices": ["../x"], "mps": limits});
         let device = changed("/allocations/0", allocation).unwrap_err();
-        assert!(device.contains("\"../x\" is no device"), "{device}");
+        assert!(device.contains("invalid device \"../x\""), "{device}");
         assert_eq!(changed(&format!("{pool}/count"), json!(10)), Ok(checkpoint()));
     }
 

@@ -1,4 +1,5 @@
-//! Files that are whole or not there, whatever stops the writer; and those of others, followed as they change.
+//! Files that are whole or not there, whatever stops the writer; and those of others, followed as
+//! they change.
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
@@ -8,7 +9,8 @@ use futures::StreamExt;
 use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
-/// Looks now and whenever something in the folder changes, for ever; where that cannot be watched, which `unwatched` is told, every so often.
+/// Looks now and whenever something in the folder changes, for ever; where that cannot be watched,
+/// which `unwatched` is told, every so often.
 pub(crate) async fn look_as_it_changes(
     folder: &Path,
     pause: Duration,
@@ -42,7 +44,8 @@ fn watch(folder: &Path) -> io::Result<EventStream<[u8; 1024]>> {
     inotify.into_event_stream([0; 1024])
 }
 
-/// Writes beside `path`, to the disk, and renames. The temporary name has an ending of its own, which no reader of the folder takes.
+/// Writes beside `path`, to the disk, and renames. The temporary name has a suffix of its own,
+/// which no reader of the folder takes.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");

@@ -10,9 +10,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use crate::mig::{self, Change};
+use crate::gpu::mig::{self, Change};
+use crate::gpu::xid::Class;
 use crate::tenants::judge::Usage;
-use crate::xid::Class;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Answer {
@@ -80,7 +80,7 @@ struct Terminated {
     outcome: Termination,
 }
 
-/// What came of ending a client of a pod that leaves.
+/// The outcome of terminating a client of a pod that is being terminated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum Termination {
     /// It was ended.

@@ -1,34 +1,23 @@
-//! The node's own pods, from the API server: what is read of them, and what it means for what the kubelet will ask.
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+//! The node's own pods, from the API server: what is read of them, and what it means for what the
+//! kubelet will ask.
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use cleave_api::names::is_served;
 use cleave_api::placement::{ANNOTATION, Placement};
 use cleave_plan::Quantity;
 use cleave_plan::ledger::{self, Kind};
-use futures::StreamExt;
 use k8s_openapi::api::core::v1::Pod as CorePod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::Api;
-use kube::core::DeserializeGuard;
-use kube::runtime::WatchStreamExt;
-use kube::runtime::watcher::{Config, Event, watcher};
-use kube::{Client, Resource};
+use kube::Resource;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use tokio::sync::watch;
 
-use crate::ending::pods::{Deletion, Seen};
-use crate::ending::{Pods as Departures, Shutdown, shutdown};
-use crate::expected::{Bound, Expected, Want};
-use crate::metrics::Metrics;
-use crate::serve::Counter;
-use crate::tenants::names::{Names, PodName};
-
-/// Pods in one answer of a list: a whole node's are a megabyte, which would stay this process's.
-const PAGE: u32 = 20;
+use crate::allocation::pending::{Bound, Want};
+use crate::tenants::names::PodName;
+use crate::termination::pods::{Deletion, Seen, TerminatingPods};
+use crate::termination::shutdown::{self, Shutdown};
 
 /// The grace in seconds of a pod that says none, which the API server fills in.
 const USUAL_GRACE: i64 = 30;
@@ -71,7 +60,8 @@ struct Lifecycle {
     pre_stop: PreStop,
 }
 
-/// A hook that the kubelet runs before it sends SIGTERM. How long any other than a sleep takes nobody knows.
+/// A hook that the kubelet runs before it sends SIGTERM. How long any other than a sleep takes
+/// nobody knows.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {
@@ -111,7 +101,8 @@ struct ContainerStatus {
 }
 
 impl PodObject {
-    /// What the kubelet of this node will ask for it; nothing for a pod that has ended or wants nothing that is served.
+    /// What the kubelet of this node will ask for it; nothing for a pod that has ended or wants
+    /// nothing that is served.
     pub fn bound(&self, node: &str) -> Option<Bound> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
@@ -150,7 +141,7 @@ impl PodObject {
     }
 
     /// Notes how far it is on its way out, and says whether that is news.
-    pub fn note_departure(&self, node: &str, departures: &mut Departures, shutdown: &mut Shutdown) -> bool {
+    pub fn note_departure(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
         // Of a static pod this is the image: to delete it ends nothing.
         let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR));
@@ -169,8 +160,8 @@ impl PodObject {
             shutdown.pod(uid, pod, now)
         };
         match seen {
-            Some(seen) => departures.saw(seen, now),
-            None => !is_mirror && departures.ended(uid),
+            Some(seen) => terminating.saw(seen, now),
+            None => !is_mirror && terminating.ended(uid),
         }
     }
 
@@ -200,78 +191,6 @@ impl PodObject {
     /// Its UID.
     pub(crate) fn uid(&self) -> Option<&String> {
         self.metadata.uid.as_ref()
-    }
-}
-
-/// The UID of a pod, malformed or not.
-fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String> {
-    match object {
-        Ok(pod) => pod.uid(),
-        Err(invalid) => invalid.metadata.uid.as_ref(),
-    }
-}
-
-/// Which of the node's pods leave.
-#[derive(Debug, Default)]
-struct Leave {
-    shutdown: Shutdown,
-    /// The pods of the list that is being read.
-    listed: BTreeSet<String>,
-    /// When it is another pods' turn, while the node shuts down.
-    again: Option<Instant>,
-}
-
-impl Leave {
-    /// Takes an event in; whether it is news.
-    fn take(&mut self, departures: &mut Departures, event: &Event<DeserializeGuard<PodObject>>, node: &str) -> bool {
-        let Self { shutdown, listed, .. } = self;
-        let news = match event {
-            Event::Init => {
-                listed.clear();
-                false
-            }
-            Event::InitDone => {
-                let listed = std::mem::take(listed);
-                shutdown.only(&listed);
-                departures.only(&listed, Instant::now())
-            }
-            Event::Delete(object) => uid(object).is_some_and(|uid| {
-                shutdown.ended(uid);
-                departures.gone(uid, Instant::now())
-            }),
-            Event::InitApply(object) | Event::Apply(object) => {
-                if matches!(event, Event::InitApply(_)) {
-                    listed.extend(uid(object).cloned());
-                }
-                object.0.as_ref().is_ok_and(|pod| pod.note_departure(node, departures, shutdown))
-            }
-        };
-        let turned = shutdown.is_on() && self.turn(departures);
-        news || turned
-    }
-
-    /// Whose turn it is, while the node shuts down.
-    fn turn(&mut self, departures: &mut Departures) -> bool {
-        let (news, again) = self.shutdown.turn(departures, Instant::now());
-        self.again = again;
-        news
-    }
-}
-
-/// Takes an event in as far as names go.
-fn name(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
-    match event {
-        Event::Init => names.begin(),
-        Event::InitDone => names.end(),
-        Event::InitApply(DeserializeGuard(object)) | Event::Apply(DeserializeGuard(object)) => {
-            let Ok(pod) = object else { return };
-            match (pod.named(), &pod.metadata.uid) {
-                (Some((uid, pod)), _) => names.put(uid, pod),
-                (None, Some(uid)) => names.remove(uid),
-                (None, None) => {}
-            }
-        }
-        Event::Delete(object) => uid(object).into_iter().for_each(|uid| names.remove(uid)),
     }
 }
 
@@ -313,96 +232,15 @@ fn wants(spec: &PodSpec, held: &[cleave_api::placement::Held]) -> Vec<Want> {
     ledger::parts(&containers).into_iter().filter_map(want).collect()
 }
 
-/// Follows the pods that are bound to this node, for ever; and since when the kubelet ends them for a shutdown.
-pub(crate) async fn follow(
-    client: Client,
-    node: String,
-    counter: Arc<Counter>,
-    (periods, mut began): (shutdown::Periods, watch::Receiver<Option<Instant>>),
-    metrics: Metrics,
-) {
-    let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
-    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
-    let mut events = std::pin::pin!(watcher(api, config).default_backoff());
-    let mut listed = BTreeSet::new();
-    let mut leave = Leave { shutdown: Shutdown::new(periods), ..Leave::default() };
-    loop {
-        let again = leave.again.map(tokio::time::Instant::from_std);
-        // All are cancel-safe: what is not taken is seen by the next call.
-        let event = tokio::select! {
-            Some(event) = events.next() => event,
-            Ok(()) = began.changed() => {
-                leave.shutdown.told(*began.borrow_and_update());
-                counter.departures.send_if_modified(|pods| leave.turn(pods));
-                continue;
-            }
-            () = async {
-                match again {
-                    Some(at) => tokio::time::sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            } => {
-                counter.departures.send_if_modified(|pods| leave.turn(pods));
-                continue;
-            }
-        };
-        match event {
-            Ok(event) => {
-                // First: somebody may be about to be killed.
-                counter.departures.send_if_modified(|pods| leave.take(pods, &event, &node));
-                name(&mut counter.names.lock(), &event);
-                counter.expect(|expected| {
-                    expected.answers(true);
-                    take(expected, event, &node, &mut listed);
-                });
-            }
-            Err(error) => {
-                counter.expect(|expected| expected.answers(false));
-                metrics.error("api-pods");
-                tracing::warn!(error = &error as &dyn std::error::Error, "following the node's pods failed");
-            }
-        }
-    }
-}
-
-/// Takes an event in. `listed` are the pods of the list that is being read.
-fn take(expected: &mut Expected, event: Event<DeserializeGuard<PodObject>>, node: &str, listed: &mut BTreeSet<String>) {
-    let (DeserializeGuard(object), is_listed) = match event {
-        Event::Init => return listed.clear(),
-        Event::InitDone => return expected.only(&std::mem::take(listed)),
-        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| expected.gone(uid)),
-        Event::InitApply(object) => (object, true),
-        Event::Apply(object) => (object, false),
-    };
-    match object {
-        Ok(pod) => match (pod.bound(node), &pod.metadata.uid) {
-            (Some(bound), _) => {
-                if is_listed {
-                    listed.insert(bound.uid.clone());
-                }
-                expected.pod(bound, Instant::now());
-            }
-            (None, Some(uid)) => expected.gone(uid),
-            (None, None) => {}
-        },
-        Err(invalid) => tracing::warn!(error = invalid.error, "a pod is malformed; nothing is expected of it"),
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use kube::client::Body;
+pub(crate) mod tests {
     use serde_json::{Value, json};
-    use tokio::time::timeout;
-    use tower_test::mock;
 
     use super::*;
-    use crate::serve::Table;
-    use crate::serve::tests::counter;
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    fn object(name: &str, held: &str, spec: &Value) -> Value {
+    pub(crate) fn object(name: &str, held: &str, spec: &Value) -> Value {
         json!({
             "metadata": {"name": name, "namespace": "ns", "uid": format!("uid-{name}"), "resourceVersion": "1",
                 "annotations": {"cleave.dev/placement": held}},
@@ -414,11 +252,11 @@ mod tests {
         serde_json::from_value::<PodObject>(object.clone()).unwrap().bound("n")
     }
 
-    fn container(name: &str, limits: &Value) -> Value {
+    pub(crate) fn container(name: &str, limits: &Value) -> Value {
         json!({"name": name, "resources": {"limits": limits}, "image": "i", "env": [{"name": "A", "value": "b"}]})
     }
 
-    fn held(entries: &[(&str, u32, &str)]) -> String {
+    pub(crate) fn held(entries: &[(&str, u32, &str)]) -> String {
         let held: Vec<Value> = entries
             .iter()
             .map(|(resource, units, device)| json!({"resource": resource, "units": units, "device": device}))
@@ -490,13 +328,6 @@ mod tests {
         }
     }
 
-    /// What is known of a pod's departure, by its UID: none where nothing is, and its end in seconds from now.
-    fn leaves(departures: &Departures, name: &str) -> Option<u64> {
-        let (found, leaving) = departures.leaving(&[format!("uid-{name}")], None)?;
-        assert_eq!(found, format!("ns/{name}"));
-        Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
-    }
-
     #[test]
     fn a_deletion_is_noted_with_its_grace_and_what_the_hooks_sleep() {
         let now = Timestamp::from_second(1_800_000_000).unwrap();
@@ -531,116 +362,5 @@ mod tests {
         }
         let forced = json!({"deletionTimestamp": "2027-01-15T08:00:00Z", "deletionGracePeriodSeconds": 0});
         assert_eq!(departure([sleep(1), sleep(1)], forced).deletion.unwrap().grace, Duration::ZERO);
-    }
-
-    #[test]
-    fn what_the_api_server_tells_of_pods_that_leave_is_followed() {
-        let spec = json!({"containers": [container("main", &json!({MPS: "1"}))]});
-        let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
-        let deleted = |name: &str| {
-            let mut object = object(name, "", &spec);
-            object["metadata"]["deletionTimestamp"] = json!(Timestamp::now().to_string());
-            object["metadata"]["deletionGracePeriodSeconds"] = json!(30);
-            object
-        };
-        let (mut departures, mut leave) = (Departures::default(), Leave::default());
-        let mut tell = |departures: &mut Departures, event| leave.take(departures, &event, "n");
-        assert!(!tell(&mut departures, Event::Init));
-        for name in ["a", "b", "c", "d"] {
-            assert!(tell(&mut departures, Event::InitApply(guard(object(name, "", &spec)))));
-        }
-        assert!(!tell(&mut departures, Event::InitDone) && !departures.any_leaves());
-        assert!(tell(&mut departures, Event::Apply(guard(deleted("a")))));
-        assert_eq!(leaves(&departures, "a"), Some(30));
-        // Deleted by force: there was no word before.
-        assert!(tell(&mut departures, Event::Delete(guard(object("b", "", &spec)))));
-        assert_eq!(leaves(&departures, "b"), Some(0));
-        // While the watch was broken one went, one is malformed now, and one has ended.
-        let mut bad = object("c", "", &json!({"containers": 7}));
-        bad["metadata"]["uid"] = json!("uid-c");
-        let mut ended = object("a", "", &spec);
-        ended["status"] = json!({"phase": "Succeeded"});
-        assert!(!tell(&mut departures, Event::Init));
-        assert!(!tell(&mut departures, Event::InitApply(guard(bad))));
-        assert!(tell(&mut departures, Event::InitApply(guard(ended))));
-        assert!(tell(&mut departures, Event::InitDone));
-        assert_eq!(["a", "c", "d"].map(|name| leaves(&departures, name)), [None, None, Some(0)]);
-        // The image of a static pod is not the pod.
-        let mut mirror = deleted("m");
-        mirror["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
-        assert!(!tell(&mut departures, Event::Apply(guard(mirror))));
-        assert_eq!(leaves(&departures, "m"), None);
-    }
-
-    #[test]
-    fn while_the_node_shuts_down_pods_leave_as_it_is_their_turn() {
-        let guard = |name: &str, priority: i32, limits: &Value| {
-            let mut spec = json!({"containers": [container("main", limits)], "priority": priority});
-            spec["terminationGracePeriodSeconds"] = json!(15);
-            serde_json::from_value::<DeserializeGuard<PodObject>>(object(name, "", &spec)).unwrap()
-        };
-        let periods = ["0=20", "100=10"].map(|period| period.parse().unwrap()).to_vec();
-        let mut leave = Leave { shutdown: Shutdown::new(shutdown::Periods::new(periods)), ..Leave::default() };
-        let mut departures = Departures::default();
-        let shares = json!({MPS: "1"});
-        leave.take(&mut departures, &Event::Init, "n");
-        for (name, priority, limits) in [("a", 0, &shares), ("b", 100, &shares), ("c", 0, &json!({"cpu": "1"}))] {
-            leave.take(&mut departures, &Event::InitApply(guard(name, priority, limits)), "n");
-        }
-        leave.take(&mut departures, &Event::InitDone, "n");
-        leave.shutdown.told(Some(Instant::now()));
-        assert!(leave.turn(&mut departures));
-        assert_eq!(["a", "b"].map(|name| leaves(&departures, name)), [Some(15), None]);
-        assert!(leave.again.is_some(), "the others' turn comes by time");
-        assert!(leave.take(&mut departures, &Event::Delete(guard("a", 0, &shares)), "n"));
-        assert_eq!(leaves(&departures, "b"), None, "one without shares is still there");
-        assert!(leave.take(&mut departures, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
-        assert_eq!((leaves(&departures, "b"), leave.again), (Some(10), None));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_nodes_pods_are_followed_and_a_malformed_one_stops_nothing() {
-        let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
-        let counter = Arc::new(counter(Table { expected: Expected::told(), ..Table::default() }));
-        let (_none, began) = watch::channel(None);
-        let told = (shutdown::Periods::default(), began);
-        tokio::spawn(follow(Client::new(service, "default"), "n".into(), Arc::clone(&counter), told, Metrics::new()));
-        let mut answer = async |body: Value| {
-            let (request, reply) =
-                timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
-            reply.send_response(http::Response::new(Body::from(body.to_string().into_bytes())));
-            request.uri().to_string()
-        };
-        let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS: shares.to_string()}))]});
-        let bad = json!({"metadata": {"name": "bad", "namespace": "ns", "uid": "bad"}, "spec": {"containers": 7}});
-        let items = json!([bad, object("a", &held(&[(MPS, 3, "GPU-a")]), &spec(3))]);
-        let asked = answer(
-            json!({"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}),
-        )
-        .await;
-        assert!(asked.contains("fieldSelector=spec.nodeName%3Dn") && asked.contains("limit=20"), "{asked}");
-        let mut arrivals = counter.arrivals();
-        let mut until = async |what: &str, condition: &dyn Fn(&Expected) -> bool| {
-            let arrived = async {
-                while !condition(&counter.table().expected) {
-                    arrivals.changed().await.unwrap();
-                }
-            };
-            timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
-        };
-        until("the listed pod", &|expected| expected.kept(MPS).iter().any(|kept| kept.device == "GPU-a")).await;
-        let mut ended = object("a", "", &spec(3));
-        ended["status"] = json!({"phase": "Failed"});
-        let changes = [
-            json!({"type": "ADDED", "object": object("b", &held(&[(MPS, 4, "GPU-b")]), &spec(4))}),
-            json!({"type": "MODIFIED", "object": ended}),
-        ];
-        let text = changes.map(|change| format!("{change}\n")).concat();
-        let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
-        reply.send_response(http::Response::new(Body::from(text.into_bytes())));
-        until("the change", &|expected| {
-            expected.kept(MPS).iter().map(|kept| kept.device).collect::<Vec<_>>() == ["GPU-b"]
-        })
-        .await;
     }
 }

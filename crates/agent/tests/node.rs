@@ -1,11 +1,11 @@
 //! The agent as a process, between a fake kubelet, the MPS host, and simulated GPUs and MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
-mod ending;
 mod faults;
 mod health;
 mod machine;
 mod mig;
 mod tenants;
+mod termination;
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -227,7 +227,8 @@ async fn a_second_agent_waits_and_takes_over_when_the_first_has_ended() {
     let uuid = machine.uuids[0].clone();
     machine.start_second_agent();
     let log = machine.path("agent.log");
-    let waits = || fs::read_to_string(&log).ok()?.contains("another agent of this node runs").then_some(());
+    let waits =
+        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to end").then_some(());
     machine.until("the second says that it waits", waits).await;
     let used = ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
@@ -375,7 +376,7 @@ async fn a_driver_that_hangs_holds_nobody_up() {
         status
             .conditions
             .iter()
-            .any(|condition| condition.reason == "NoDriver" && condition.message.contains("does not answer"))
+            .any(|condition| condition.reason == "NoDriver" && condition.message.contains("NVML did not answer"))
     );
     machine.simgpu(&["clear"]);
     machine.healthy(SLICED, 4).await;

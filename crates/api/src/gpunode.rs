@@ -488,7 +488,7 @@ pub struct Health {
     /// `Lost` (NVML has to answer). Empty where it is healthy, or another part of the node is in the way.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
-    /// Why not, as one word: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`, `GpuLost`, `DriverUnavailable`, `MpsUnavailable`;
+    /// Why not, as one word: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`, `GpuLost`, `GpuUnreachable`, `DriverUnavailable`, `MpsUnavailable`;
     /// of a healthy one `ResetPending`, where a reset would mend what does not hinder it yet.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,

@@ -77,6 +77,14 @@ pub const CONDITION_WITHIN_SHARE: &str = "cleave.dev/WithinShare";
 /// Reason of [`CONDITION_WITHIN_SHARE`] when it is true again.
 pub const WITHIN_SHARE: &str = "WithinShare";
 
+/// Condition of a pod, written by the operator: `False` when the pod was released to nodes that no longer take it and nothing re-creates it.
+pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
+/// Annotation of a pod that the operator released although no GPU of the cluster could hold it.
+pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
+/// Prefix of node labels that say how many units of a resource the largest GPU of a node has: `largest.cleave.dev/gpu-mps`. A pod that no GPU of the
+/// cluster can hold is released with a requirement on it, so that an autoscaler adds only nodes that can hold the pod.
+pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
+
 /// What a tenant can do that leaves its share; kinds of [`crate::gpunode::FindingStatus`].
 pub mod finding {
     /// A container's processes use more of a GPU's memory than its shares allow.

@@ -1,4 +1,5 @@
-//! The MPS host alone, and the doctor, without the rest of `cleave`: `mps-host mps-host --run-dir DIR --mps-control PATH`.
+//! Only the MPS host and the doctor, for tests: `mps-host mps-host --run-dir DIR --mps-control
+//! PATH`.
 use std::process::ExitCode;
 
 use clap::Parser;

@@ -44,6 +44,10 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
     pub replace_mps_hosts: Option<String>,
 
+    /// Seconds for which no GPU must be able to hold a pod, whatever passes by itself, before the pod is released as unschedulable.
+    #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
+    pub unschedulable_after_seconds: u64,
+
     /// Where API servers are answered.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
     pub webhook_addr: SocketAddr,

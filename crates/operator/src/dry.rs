@@ -1,4 +1,4 @@
-//! What the operator would do, without doing it.
+//! Computes what the operator would do, and writes nothing. The command line uses it.
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -7,28 +7,31 @@ use kube::api::ListParams;
 use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 
-use crate::apply::{self, Change};
-use crate::demand::{self, Outcome};
-use crate::plan::{self, Plan};
 use crate::pods::PodObject;
+use crate::policies::apply::{self, Change};
+use crate::policies::demand::{self, Outcome};
+use crate::policies::plan::{self, Plan};
+use crate::policies::snapshot::Memory;
 use crate::read::{AgentPod, NodeObject, Observed};
-use crate::snapshot::Memory;
 
-/// One pass that writes nothing.
+/// Selects pods that have not ended.
+const RUNNING: &str = "status.phase!=Succeeded,status.phase!=Failed";
+
+/// The result of one pass that writes nothing.
 #[derive(Debug, Clone)]
 pub struct DryRun {
-    /// What every node shall be.
+    /// The desired state of every node.
     pub plan: Plan,
-    /// What was decided for pods.
+    /// The decision for each pending pod.
     pub outcome: Outcome,
-    /// Nodes that would be written.
+    /// The nodes whose `GpuNode.spec` would change.
     pub changes: Vec<Change>,
 }
 
-/// What one pass would do. Pure.
+/// Computes what one pass would do. Pure.
 ///
 /// # Errors
-/// The plan breaks rules: the operator would not act on it either.
+/// The plan breaks a rule. The operator would not apply it either.
 pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     let mut plan = plan::plan(observed);
     let outcome = demand::overlay(&mut plan, observed, &mut Memory::default(), Duration::ZERO);
@@ -40,30 +43,67 @@ pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     Ok(DryRun { plan, outcome, changes })
 }
 
-/// The cluster as the API server tells it now.
+/// The objects of a cluster that decisions depend on, listed once.
+#[derive(Debug, Default)]
+pub struct Objects {
+    /// All nodes.
+    pub nodes: Vec<NodeObject>,
+    /// The agents' pods.
+    pub agents: Vec<AgentPod>,
+    /// All `GpuNode`s, malformed ones included.
+    pub gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
+    /// All `SharingPolicy`s, malformed ones included.
+    pub policies: Vec<DeserializeGuard<SharingPolicy>>,
+    /// All pods that have not ended, trimmed.
+    pub pods: Vec<PodObject>,
+}
+
+impl Objects {
+    /// Lists a cluster's objects.
+    ///
+    /// # Arguments
+    /// `namespace` is where Cleave runs; `agent_selector` selects the agents' pods in it.
+    ///
+    /// # Errors
+    /// The API server refused a list.
+    pub async fn list(client: &Client, namespace: &str, agent_selector: &str) -> Result<Self> {
+        let all = ListParams::default();
+        let nodes = Api::<NodeObject>::all(client.clone()).list(&all).await.context("failed to list Nodes")?;
+        let agents = Api::<AgentPod>::namespaced(client.clone(), namespace);
+        let agents = agents.list(&all.clone().labels(agent_selector)).await;
+        let agents = agents.with_context(|| format!("failed to list the agents' Pods in namespace {namespace}"))?;
+        let gpu_nodes = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
+        let gpu_nodes = gpu_nodes.list(&all).await.context("failed to list GpuNodes")?;
+        let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client.clone());
+        let policies = policies.list(&all).await.context("failed to list SharingPolicies")?;
+        let pods = Api::<PodObject>::all(client.clone());
+        let mut pods = pods.list(&all.fields(RUNNING)).await.context("failed to list Pods")?.items;
+        pods.iter_mut().for_each(PodObject::trim);
+        Ok(Self {
+            nodes: nodes.items,
+            agents: agents.items,
+            gpu_nodes: gpu_nodes.items,
+            policies: policies.items,
+            pods,
+        })
+    }
+
+    /// Converts the objects to the operator's view of the cluster.
+    pub fn observed(&self) -> Observed {
+        let mut observed = Observed::default();
+        self.nodes.iter().for_each(|node| observed.add_node(node));
+        self.agents.iter().for_each(|pod| observed.add_agent(pod));
+        self.gpu_nodes.iter().for_each(|object| observed.add_gpu_node(object));
+        self.policies.iter().for_each(|policy| observed.add_policy(policy));
+        observed.set_pods(self.pods.iter());
+        observed
+    }
+}
+
+/// Lists a cluster's objects and converts them to the operator's view; see [`Objects::list`].
 ///
 /// # Errors
-/// Something could not be listed.
+/// The API server refused a list.
 pub async fn observe(client: &Client, namespace: &str, agent_selector: &str) -> Result<Observed> {
-    let all = ListParams::default();
-    let mut observed = Observed::default();
-    for node in Api::<NodeObject>::all(client.clone()).list(&all).await.context("listing nodes")? {
-        observed.add_node(&node);
-    }
-    let agents = Api::<AgentPod>::namespaced(client.clone(), namespace);
-    for pod in agents.list(&all.clone().labels(agent_selector)).await.context("listing the agents' pods")? {
-        observed.add_agent(&pod);
-    }
-    for object in Api::<DeserializeGuard<GpuNode>>::all(client.clone()).list(&all).await.context("listing GpuNodes")? {
-        observed.add_gpu_node(&object);
-    }
-    let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client.clone());
-    for policy in policies.list(&all).await.context("listing SharingPolicies")? {
-        observed.add_policy(&policy);
-    }
-    let living = all.fields("status.phase!=Succeeded,status.phase!=Failed");
-    let mut pods = Api::<PodObject>::all(client.clone()).list(&living).await.context("listing pods")?.items;
-    pods.iter_mut().for_each(PodObject::trim);
-    observed.set_pods(pods.iter());
-    Ok(observed)
+    Ok(Objects::list(client, namespace, agent_selector).await?.observed())
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, EventType};
 
-use crate::demand::{Outcome, Reason, Waiting};
+use crate::policies::demand::{Outcome, Reason, Waiting};
+use crate::policies::status::shorten;
 use crate::read::Observed;
-use crate::status::cut;
 
 /// How long a pod must have been without room before it is told so: most find some meanwhile.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -20,7 +20,7 @@ const LONGEST: usize = 1000;
 
 /// Remembers what was told.
 #[derive(Debug, Default)]
-pub struct Teller {
+pub(crate) struct Teller {
     pods: BTreeMap<String, Told>,
     silent: BTreeMap<String, String>,
     stuck: BTreeMap<(String, String), String>,
@@ -37,11 +37,16 @@ struct Told {
 }
 
 /// When pods that were not told yet are to be.
-pub const LOOK_AGAIN: Duration = PATIENCE;
+pub(crate) const LOOK_AGAIN: Duration = PATIENCE;
 
 impl Teller {
     /// The events to publish now.
-    pub fn events(&mut self, outcome: &Outcome, observed: &Observed, now: Duration) -> Vec<(ObjectReference, Event)> {
+    pub(crate) fn events(
+        &mut self,
+        outcome: &Outcome,
+        observed: &Observed,
+        now: Duration,
+    ) -> Vec<(ObjectReference, Event)> {
         let mut events = self.of_nodes(outcome, observed);
         let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
         let uids = waiting.map(|claimant| (claimant.pod.name.clone(), claimant.uid.clone())).collect();
@@ -50,7 +55,7 @@ impl Teller {
     }
 
     /// The events of pods that wait. `uids` are those of the pods that are there.
-    pub fn of_pods(
+    pub(crate) fn of_pods(
         &mut self,
         waiting: &BTreeMap<String, Waiting>,
         uids: &BTreeMap<String, String>,
@@ -107,13 +112,13 @@ impl Teller {
     }
 
     /// Whether some pod has been without room for a while and may have to be told.
-    pub fn is_waiting(&self) -> bool {
+    pub(crate) fn is_waiting(&self) -> bool {
         self.pods.values().any(|told| told.last.is_none() && told.reason == Reason::NoRoom)
     }
 }
 
 /// A pod, `namespace/name`.
-pub fn of_pod(pod: &str, uid: &str) -> ObjectReference {
+pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     let (namespace, name) = pod.split_once('/').unwrap_or(("default", pod));
     ObjectReference {
         api_version: Some("v1".to_owned()),
@@ -125,31 +130,37 @@ pub fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     }
 }
 
-/// A pod was let through though nothing here can hold it.
-pub fn unschedulable(message: &str) -> Event {
-    event(EventType::Warning, "NoGpuFits", &format!("{message}. No node of this cluster can hold it as it is."))
+/// A pod was released though nothing here can hold it.
+pub(crate) fn unschedulable(message: &str) -> Event {
+    let note = format!("{message}. No GPU of this cluster can hold the pod: it is released as unschedulable.");
+    event(EventType::Warning, "NoGpuFits", &note)
+}
+
+/// No node takes a pod that was released.
+pub(crate) fn stranded(message: &str) -> Event {
+    Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
 }
 
 /// A pod leaves for one of higher priority.
-pub fn preempted(by: &str) -> Event {
+pub(crate) fn preempted(by: &str) -> Event {
     let note = format!("it leaves for {by}, which has a higher priority and needs the room on its GPU");
     Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
 }
 
 /// A pod leaves because it left its share.
-pub fn expelled(node: &str, message: &str) -> Event {
+pub(crate) fn expelled(node: &str, message: &str) -> Event {
     let note = format!("it is evicted from {node}, as the policy of its GPU says: {message}");
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
 /// A pod that left its share cannot be evicted yet.
-pub fn protected(message: &str) -> Event {
+pub(crate) fn protected(message: &str) -> Event {
     let note = format!("it is to be evicted because it left its share, and a disruption budget protects it: {message}");
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
 /// An MPS host gives way to one of its `DaemonSet`'s newest revision.
-pub fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
+pub(crate) fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("{pod} is replaced by one of the newest revision: nothing uses MPS on node {node}");
     // Of events that differ in their note alone a recorder writes the first and counts the others.
     let secondary = Some(of_pod(pod, uid));
@@ -157,7 +168,7 @@ pub fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
 }
 
 /// No more MPS hosts are replaced.
-pub fn rollout_stopped(message: &str) -> Event {
+pub(crate) fn rollout_stopped(message: &str) -> Event {
     Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }
 
@@ -175,7 +186,7 @@ fn event(type_: EventType, reason: &str, note: &str) -> Event {
     Event {
         type_,
         reason: reason.to_owned(),
-        note: Some(cut(note, LONGEST)),
+        note: Some(shorten(note, LONGEST)),
         action: "Plan".to_owned(),
         secondary: None,
     }

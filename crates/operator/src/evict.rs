@@ -1,26 +1,25 @@
-//! Evictions by the API that obeys disruption budgets.
+//! Evicts pods through the API that respects disruption budgets.
 use std::time::Duration;
 
 use kube::Client;
 
-/// How long one may take; see [`crate::leader::CLAIM`].
-const WRITE: Duration = Duration::from_secs(5);
+use crate::write::WRITE;
 
-/// How an eviction ended.
+/// The result of one eviction request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Evicted {
-    /// It leaves.
+pub enum Evicted {
+    /// The API server accepted the eviction, and the pod terminates.
     Done,
-    /// A disruption budget has none left, in the API server's words.
+    /// A disruption budget allows no eviction now. Holds the API server's message.
     Protected(String),
-    /// It is gone already, or another pod has its name.
+    /// The pod is gone, or a new pod has its name.
     Gone,
-    /// Anything else, in words.
+    /// The request failed. Holds the reason.
     Failed(String),
 }
 
 impl Evicted {
-    /// As metrics name it.
+    /// The value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "evicted",
@@ -31,11 +30,47 @@ impl Evicted {
     }
 }
 
-/// Evicts a pod, `namespace/name`, if that still has this UID.
+/// How a pod is evicted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Seconds the pod has to terminate. `None` uses the grace period of the pod.
+    pub grace: Option<u32>,
+    /// How long to wait for the API server's answer.
+    pub timeout: Duration,
+}
+
+/// Evicts the pod `namespace/name` if it is still of this UID and `resourceVersion`: a pod that was bound meanwhile
+/// stays.
+pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
+    let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
+    send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE).await
+}
+
+/// Evicts the pod `namespace/name` with its own grace period, if it still has this UID.
 pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
+    evict_with(client, pod, uid, Options { grace: None, timeout: WRITE }).await
+}
+
+/// Evicts the pod `namespace/name`, if it still has this UID.
+///
+/// A client that retries requests on its own repeats an eviction that a disruption budget refuses
+/// (HTTP 429). Pass one with `Config::default_retry` off.
+pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Options) -> Evicted {
+    let mut delete = serde_json::json!({"preconditions": {"uid": uid}});
+    if let Some(grace) = options.grace {
+        delete["gracePeriodSeconds"] = grace.into();
+    }
+    send(client, pod, delete, options.timeout).await
+}
+
+async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
     let Some((namespace, name)) = pod.split_once('/') else { return Evicted::Gone };
-    let body = serde_json::json!({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"namespace": namespace, "name": name},
-        "deleteOptions": {"preconditions": {"uid": uid}}});
+    let body = serde_json::json!({
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"namespace": namespace, "name": name},
+        "deleteOptions": delete,
+    });
     let request = http::Request::post(format!("/api/v1/namespaces/{namespace}/pods/{name}/eviction"))
         .header(http::header::CONTENT_TYPE, "application/json")
         .body(body.to_string().into_bytes());
@@ -43,11 +78,11 @@ pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
         Ok(request) => request,
         Err(error) => return Evicted::Failed(error.to_string()),
     };
-    match tokio::time::timeout(WRITE, client.request_text(request)).await {
+    match tokio::time::timeout(timeout, client.request_text(request)).await {
         Ok(Ok(_)) => Evicted::Done,
         Ok(Err(kube::Error::Api(status))) if status.code == 429 => Evicted::Protected(status.message.clone()),
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Evicted::Gone,
         Ok(Err(error)) => Evicted::Failed(error.to_string()),
-        Err(_) => Evicted::Failed(format!("the API server did not answer within {} s", WRITE.as_secs())),
+        Err(_) => Evicted::Failed(format!("the API server did not answer within {} s", timeout.as_secs())),
     }
 }

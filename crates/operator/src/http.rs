@@ -12,7 +12,7 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::certificate::Served;
+use crate::admission::certificate::Served;
 use crate::leader::Claim;
 use crate::metrics::Metrics;
 

@@ -1,54 +1,47 @@
-//! The operator: reads policies and nodes, plans, writes each node's desired state, and tells what came of it.
+//! The operator: decides how each GPU is shared, releases pods to the scheduler, and reports.
 //!
-//! One pass is a pipeline; each step is a module, and only the first and the last two talk to a cluster:
+//! Each controller is a folder that reads as a pipeline: read, validate, decide, apply, report.
 //!
-//! | step | module | what |
+//! | module | from | to |
 //! |---|---|---|
-//! | read | [`read`] | watches → [`read::Observed`], one consistent value |
-//! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which cannot be wrong |
-//! | plan | [`select`], [`plan`], [`layout`] | which policy each GPU follows, and what that makes of it: [`plan::Plan`] |
-//! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
-//! | taint | [`taint`] | nodes that can serve nobody, where that is asked for |
-//! | roll out | [`rollout`] | MPS hosts of an older release, when nothing uses MPS on their node, where that is asked for; in the gate's look |
-//! | status | [`status`] | `SharingPolicy.status`, and an event where something turned |
+//! | [`policies`] | `SharingPolicy`, `GpuNode.status`, waiting pods | `GpuNode.spec`, `SharingPolicy.status` |
+//! | [`placement`] | gated pods, free shares | reservations, released pods |
+//! | `tenants` | `GpuNode.status.findings` | pod conditions, evictions |
+//! | `rollout` | MPS hosts of an older release on idle nodes | their replacement, as part of placement |
+//! | [`admission`] | API servers without the policies that gate pods | answers of the webhook |
+//!
+//! [`pods`] and [`read`] hold what all of them read. `run` starts the tasks:
 //!
 //! ```text
-//!  watches (policies, gpunodes, nodes' metadata, agents' pods) ──▶ stores ─┐ dirty
-//!  lease task ──▶ claim (watch channel) ───────────────────────────────────┼─▶ pass task ──▶ writes, while the claim lasts
-//!  signals ──▶ cancellation token ─────────────────────────────────────────┘
+//!  watches ──▶ stores ───────────────┬──▶ passes (policies) ──▶ writes, while this process holds the lease
+//!  lease task ──▶ claim ─────────────┼──▶ gate (placement, rollout) ──▶ writes, likewise
+//!  signals ──▶ cancellation token ───┴──▶ tenants ──▶ writes, likewise
 //!  http task: /metrics /healthz /readyz
-//!  webhook tasks, where the API server has no policies that gate pods: [`webhook`] answers, [`certificate`] keeps what it answers with
+//!  webhook tasks, if the webhook is enabled
 //! ```
 //!
-//! The cluster is planned as a whole, since GPUs of one policy are on many nodes: there is one pass at a time, and no controller per object.
-//! A watch that errs keeps what it last knew; a pass writes only while this process holds the lease, which it can only renew through the same
-//! API server: without one, nothing is written.
-pub mod apply;
-pub mod args;
-pub mod certificate;
-pub mod cut;
-pub mod demand;
+//! GPUs of one policy are on many nodes, so one pass plans the whole cluster. There is one pass at a time.
+//! A watch that fails keeps the last objects it received. Every write needs the lease, which only the API
+//! server can renew: without an API server nothing is written.
+pub mod admission;
+mod args;
 pub mod dry;
-pub mod events;
-mod evict;
-pub mod gate;
+mod events;
+pub mod evict;
 mod http;
-pub mod layout;
 pub mod leader;
 mod metrics;
-pub mod pace;
-pub mod plan;
+mod passes;
+pub mod placement;
+mod pod_condition;
 pub mod pods;
+pub mod policies;
 pub mod read;
-pub mod rollout;
+mod rollout;
 mod run;
-pub mod select;
-pub mod snapshot;
-pub mod status;
-pub mod taint;
-pub mod tenants;
-pub mod validate;
-pub mod webhook;
+mod tenants;
+mod watches;
+mod write;
 
 pub use args::OperatorArgs;
 pub use run::run;

@@ -39,6 +39,8 @@ pub(crate) struct Metrics {
     pub(crate) gate_seconds: Histogram,
     /// Pods told to leave for others of higher priority.
     pub(crate) evictions: Family<Outcome, Counter>,
+    /// Stranded pods evicted so that their controllers re-create them.
+    pub(crate) recreated: Family<Outcome, Counter>,
     /// Pods told to leave because they left their shares.
     pub(crate) expelled: Family<Outcome, Counter>,
     /// Pods told, or told no more, that they left their shares.
@@ -83,6 +85,7 @@ impl Default for Metrics {
             rollout_stopped: Gauge::default(),
             gated: Family::default(),
             evictions: Family::default(),
+            recreated: Family::default(),
             expelled: Family::default(),
             judged: Family::default(),
             fragmentation: Gauge::default(),
@@ -145,6 +148,11 @@ impl Metrics {
         registry.register("gates_opened", "Pods let through to the scheduler, by why", self.gates_opened.clone());
         registry.register("gate_seconds", "Time that a pod spent at the gate", self.gate_seconds.clone());
         registry.register("evictions", "Pods told to leave for others of higher priority", self.evictions.clone());
+        registry.register(
+            "stranded_pods_recreated",
+            "Evictions of released pods that no node took, so that their controllers re-create them, by result",
+            self.recreated.clone(),
+        );
         registry.register(
             "tenant_evictions",
             "Pods told to leave because they left their shares",

@@ -1,9 +1,13 @@
 //! What planning needs of a pod, and what the scheduler adds up of it. Pure.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::names::{CONDITION_WITHIN_SHARE, GATE, RESOURCE_GPU, RESOURCE_MIG_PREFIX, is_served};
+use cleave_api::names::{
+    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, RESOURCE_GPU, RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION,
+    is_served,
+};
 use cleave_api::placement::{self, Placement};
 use cleave_plan::Quantity;
+use cleave_plan::constraints::{HostPort, PodAffinityTerm, Rules, SpreadConstraint};
 use cleave_plan::device::SHARED_SUFFIX;
 use cleave_plan::ledger::{self, Ask, Kind, Units};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
@@ -32,6 +36,45 @@ pub struct PodObject {
     /// What was noted on it when it was let through.
     #[serde(skip)]
     pub placement: Option<Placement>,
+    /// It was released as unschedulable.
+    #[serde(skip)]
+    pub unschedulable: bool,
+    /// The controller that owns it, while it is not bound.
+    #[serde(skip)]
+    pub controller: Option<Controller>,
+}
+
+/// The controller that owns a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Controller {
+    /// Its kind: `ReplicaSet`, `Job`.
+    pub kind: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
+}
+
+/// What a controller does when a pod of its is evicted before it is bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Replacement {
+    /// It creates another, and nothing is lost.
+    Free,
+    /// It creates another, and counts a failure: a `Job`, up to its `backoffLimit`.
+    CountsAsFailure,
+    /// Not known: the pod may be gone for good.
+    Unknown,
+}
+
+impl Controller {
+    /// What it does when a pod of its is evicted before it is bound.
+    pub fn replacement(&self) -> Replacement {
+        match self.kind.as_str() {
+            "ReplicaSet" | "ReplicationController" | "StatefulSet" | "DaemonSet" => Replacement::Free,
+            "Job" => Replacement::CountsAsFailure,
+            _ => Replacement::Unknown,
+        }
+    }
 }
 
 /// What is read of a pod's spec.
@@ -63,15 +106,23 @@ pub struct PodSpec {
     /// How long it may take to end, in seconds.
     pub termination_grace_period_seconds: Option<i64>,
     /// How it is to be spread.
-    pub topology_spread_constraints: Vec<IgnoredAny>,
+    pub topology_spread_constraints: Vec<SpreadConstraint>,
     /// What it mounts.
     pub volumes: Vec<Volume>,
+    /// Claims of dynamic resource allocation.
+    pub resource_claims: Vec<IgnoredAny>,
     /// What has to be of one device each, once [`PodObject::trim`] has found out; nothing of [`counted`] resources.
     #[serde(skip)]
     pub asks: Vec<Ask>,
-    /// The scheduler may keep it from a node for reasons that are not looked at here: other pods, volumes, ports.
+    /// The scheduler may refuse a node for reasons that the operator does not evaluate: claims of dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
+    /// What decides which nodes it may run on beside other pods, once [`PodObject::trim`] has gathered it. Of a bound pod only what keeps others away.
+    #[serde(skip)]
+    pub rules: Rules,
+    /// `PersistentVolumeClaim`s of its namespace that it mounts, while it is not bound.
+    #[serde(skip)]
+    pub volume_claims: Vec<String>,
     /// What the scheduler adds up, once [`PodObject::trim`] has.
     #[serde(skip)]
     pub requests: BTreeMap<String, Quantity>,
@@ -83,8 +134,11 @@ pub struct PodSpec {
 pub struct PodStatus {
     /// Pending, Running, Succeeded, Failed.
     pub phase: String,
-    /// Conditions; once [`PodObject::trim`] has dropped the others, whether it keeps to its shares.
+    /// Conditions; once [`PodObject::trim`] has dropped the others, those that the operator writes and the scheduler's word.
     pub conditions: Vec<PodCondition>,
+    /// The node on which the scheduler makes room for it.
+    #[serde(rename = "nominatedNodeName")]
+    pub nominated_node_name: Option<String>,
 }
 
 /// What is read of a pod's condition.
@@ -109,19 +163,37 @@ pub struct Affinity {
     /// To nodes.
     pub node_affinity: Option<NodeAffinity>,
     /// To other pods.
-    pub pod_affinity: Option<IgnoredAny>,
+    pub pod_affinity: Option<PodTerms>,
     /// Away from other pods.
-    pub pod_anti_affinity: Option<IgnoredAny>,
+    pub pod_anti_affinity: Option<PodTerms>,
+}
+
+/// A pod's affinity to other pods, or away from them.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PodTerms {
+    /// What must hold.
+    pub required_during_scheduling_ignored_during_execution: Vec<PodAffinityTerm>,
 }
 
 /// What is read of a volume: whether it may tie the pod to nodes.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Volume {
+    /// Its name in the pod.
+    pub name: String,
     /// A claim of its own.
-    pub persistent_volume_claim: Option<IgnoredAny>,
+    pub persistent_volume_claim: Option<VolumeClaim>,
     /// A claim that is made with it.
     pub ephemeral: Option<IgnoredAny>,
+}
+
+/// The claim that a volume is of.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct VolumeClaim {
+    /// Its name.
+    pub claim_name: String,
 }
 
 /// A pod's affinity to nodes.
@@ -163,11 +235,16 @@ pub struct Lifecycle {
 }
 
 /// What is read of a port.
-#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Port {
     /// The node's port that it takes.
     pub host_port: Option<u16>,
+    /// The node's address that it takes it on; all of them where it says none.
+    #[serde(rename = "hostIP")]
+    pub host_ip: String,
+    /// TCP, UDP or SCTP.
+    pub protocol: String,
 }
 
 /// Requests and limits.
@@ -180,8 +257,13 @@ pub struct Resources {
     pub limits: BTreeMap<String, Quantity>,
 }
 
+/// Claims of volumes of a pod that are looked at. No driver mounts as many on a node.
+const MOST_VOLUME_CLAIMS: usize = 128;
 /// More devices than a node has.
 const MOST_DEVICES: u64 = 1024;
+
+/// The condition in which the scheduler says whether it found a node.
+const POD_SCHEDULED: &str = "PodScheduled";
 
 /// A scheduling gate.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -244,26 +326,51 @@ impl PodObject {
     pub fn trim(&mut self) {
         let meta = &mut self.metadata;
         // A note that is not what the operator writes says nothing.
-        let note = meta.annotations.as_ref().and_then(|all| all.get(placement::ANNOTATION));
+        let annotation = |name: &str| meta.annotations.as_ref().and_then(|all| all.get(name));
+        self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
+        let note = annotation(placement::ANNOTATION);
         self.placement = note.and_then(|text| Placement::parse(text).ok());
         self.annotated = meta.annotations.is_some();
-        (meta.managed_fields, meta.annotations, meta.labels) = (None, None, None);
-        (meta.owner_references, meta.finalizers, meta.generate_name) = (None, None, None);
+        // Labels stay: other pods' affinity and spread go by them.
+        (meta.managed_fields, meta.annotations) = (None, None);
+        let owners = meta.owner_references.take().unwrap_or_default();
+        (meta.finalizers, meta.generate_name) = (None, None);
         if !self.spec.containers.is_empty() {
             self.spec.requests = requests(&self.spec);
             self.spec.asks = asks(&self.spec);
-            self.spec.particular = is_particular(&self.spec);
+            self.spec.rules = rules(&mut self.spec);
+            self.spec.volume_claims = volume_claims(&self.spec, self.metadata.name.as_deref().unwrap_or_default());
+            let too_many_claims = self.spec.volume_claims.len() > MOST_VOLUME_CLAIMS;
+            if too_many_claims {
+                self.spec.volume_claims = Vec::new();
+            }
+            self.spec.particular = !self.spec.resource_claims.is_empty() || too_many_claims;
         }
-        self.status.conditions.retain(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
+        let ours = [CONDITION_WITHIN_SHARE, CONDITION_PLACED, POD_SCHEDULED];
+        self.status.conditions.retain(|condition| ours.contains(&condition.type_.as_str()));
         self.status.conditions.shrink_to_fit();
         let spec = &mut self.spec;
         (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
         (spec.volumes, spec.topology_spread_constraints) = (Vec::new(), Vec::new());
-        spec.resources = None;
+        (spec.resources, spec.resource_claims) = (None, Vec::new());
         if spec.node_name.is_some() || !self.wants_gpus() {
             let spec = &mut self.spec;
             (spec.node_selector, spec.affinity, spec.tolerations) = (BTreeMap::new(), None, Vec::new());
+            (spec.rules.affinity, spec.rules.spread, spec.volume_claims) = (Vec::new(), Vec::new(), Vec::new());
+        } else if let Some(owner) = owners.into_iter().find(|owner| owner.controller == Some(true)) {
+            self.controller = Some(Controller { kind: owner.kind, name: owner.name, uid: owner.uid });
         }
+    }
+
+    /// Whether the scheduler has tried to bind it and found no node.
+    pub fn is_refused_by_scheduler(&self) -> bool {
+        let refused = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
+        self.condition(POD_SCHEDULED).is_some_and(refused)
+    }
+
+    /// A condition of it, of one type.
+    pub fn condition(&self, type_: &str) -> Option<&PodCondition> {
+        self.status.conditions.iter().find(|condition| condition.type_ == type_)
     }
 }
 
@@ -294,13 +401,37 @@ fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
 }
 
-/// Whether the scheduler looks at more than labels, taints and amounts.
-fn is_particular(spec: &PodSpec) -> bool {
-    let affinity = spec.affinity.as_ref();
-    affinity.is_some_and(|affinity| affinity.pod_affinity.is_some() || affinity.pod_anti_affinity.is_some())
-        || !spec.topology_spread_constraints.is_empty()
-        || spec.volumes.iter().any(|volume| volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some())
-        || spec.containers.iter().flat_map(|container| &container.ports).any(|port| port.host_port.is_some())
+/// What decides which nodes a pod may run on beside other pods. Takes it out of the spec.
+fn rules(spec: &mut PodSpec) -> Rules {
+    let required = |terms: Option<PodTerms>| {
+        terms.map(|terms| terms.required_during_scheduling_ignored_during_execution).unwrap_or_default()
+    };
+    let (mut affinity, mut anti_affinity) = (Vec::new(), Vec::new());
+    if let Some(of) = &mut spec.affinity {
+        affinity = required(of.pod_affinity.take());
+        anti_affinity = required(of.pod_anti_affinity.take());
+    }
+    let mut spread = std::mem::take(&mut spec.topology_spread_constraints);
+    spread.retain(SpreadConstraint::is_hard);
+    let sidecars =
+        spec.init_containers.iter().filter(|container| container.restart_policy.as_deref() == Some("Always"));
+    let ports = spec.containers.iter().chain(sidecars).flat_map(|container| &container.ports);
+    let ports = ports.filter_map(|port| {
+        let number = port.host_port.filter(|port| *port > 0)?;
+        Some(HostPort { ip: port.host_ip.clone(), protocol: port.protocol.clone(), port: number })
+    });
+    Rules { affinity, anti_affinity, spread, ports: ports.collect() }
+}
+
+/// The claims of a pod's volumes: named, or made with the pod and named after it.
+fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
+    let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
+        (Some(claim), _) => Some(claim.claim_name.clone()),
+        (None, Some(_)) => Some(format!("{pod}-{}", volume.name)),
+        (None, None) => None,
+    };
+    let claims: BTreeSet<String> = spec.volumes.iter().filter_map(claim).collect();
+    claims.into_iter().collect()
 }
 
 /// What a pod means for planning; nothing for one that has ended, waits for nothing of GPUs, or may not be scheduled yet. After
@@ -309,12 +440,12 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
         return None;
     }
-    let let_through = || {
+    let released_to = || {
         // Room on one node is held for it: it is as good as there, and what it will be given is not to be cut.
         let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
         placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
     };
-    let node = pod.node().or_else(let_through).map(str::to_owned);
+    let node = pod.node().or_else(released_to).map(str::to_owned);
     if node.is_none() {
         // A gate of somebody else (a queue) says that it is not to run yet; one of ours is what a plan opens.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
@@ -521,7 +652,7 @@ spec:
     }
 
     #[test]
-    fn who_was_let_through_to_one_node_counts_there() {
+    fn a_pod_released_to_one_node_counts_there() {
         let with = |nodes: &str, gates: &str| {
             let note = format!(r#"{{"until": 1, "nodes": {nodes}}}"#);
             let text = format!(

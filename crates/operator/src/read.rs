@@ -10,17 +10,17 @@ use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_plan::Quantity;
-use cleave_plan::snapshot::Taint;
-use k8s_openapi::api::core::v1::{Node as CoreNode, Pod};
+use cleave_plan::snapshot::{NodeSelectorTerm, Taint};
+use k8s_openapi::api::core::v1::{Namespace, Node as CoreNode, PersistentVolume, PersistentVolumeClaim, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
+use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::reflector::Store;
 use kube::runtime::reflector::store::WriterDropped;
 use kube::{Resource, ResourceExt};
 use serde::Deserialize;
 
-use crate::pods::{self, Claimant, PodObject};
+use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
 /// Policies, by name.
 pub type PolicyStore = Store<DeserializeGuard<SharingPolicy>>;
@@ -32,6 +32,69 @@ pub type NodeStore = Store<NodeObject>;
 pub type AgentStore = Store<AgentPod>;
 /// All pods that have not ended.
 pub type PodStore = Store<PodObject>;
+/// Claims of volumes.
+pub type VolumeClaimStore = Store<VolumeClaimObject>;
+/// Volumes.
+pub type VolumeStore = Store<VolumeObject>;
+/// Namespaces.
+pub type NamespaceStore = Store<NamespaceObject>;
+
+/// What is kept of a namespace: its labels.
+pub type NamespaceObject = PartialObjectMeta<Namespace>;
+
+/// What is kept of a claim of a volume.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "PersistentVolumeClaim")]
+pub struct VolumeClaimObject {
+    /// Its name and namespace.
+    pub metadata: ObjectMeta,
+    /// Its volume.
+    #[serde(default)]
+    pub spec: VolumeClaimSpec,
+}
+
+/// What is kept of a claim's spec.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct VolumeClaimSpec {
+    /// The volume, once it is bound to one.
+    pub volume_name: Option<String>,
+}
+
+/// What is kept of a volume.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "PersistentVolume")]
+pub struct VolumeObject {
+    /// Its name.
+    pub metadata: ObjectMeta,
+    /// Where it can be mounted.
+    #[serde(default)]
+    pub spec: VolumeSpec,
+}
+
+/// What is kept of a volume's spec.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct VolumeSpec {
+    /// The nodes that can mount it; none where all can.
+    pub node_affinity: Option<VolumeNodeAffinity>,
+}
+
+/// Which nodes can mount a volume.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub struct VolumeNodeAffinity {
+    /// What must hold of the node.
+    pub required: Option<NodeSelector>,
+}
+
+impl VolumeObject {
+    /// The node selector terms of which a node must match one; none where every node can mount it.
+    pub fn required(&self) -> Option<&[NodeSelectorTerm]> {
+        let required = self.spec.node_affinity.as_ref()?.required.as_ref()?;
+        Some(&required.node_selector_terms)
+    }
+}
 
 /// What is kept of a node.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -202,6 +265,12 @@ pub struct Stores {
     pub agents: AgentStore,
     /// Pods.
     pub pods: PodStore,
+    /// Claims of volumes.
+    pub volume_claims: VolumeClaimStore,
+    /// Volumes.
+    pub volumes: VolumeStore,
+    /// Namespaces.
+    pub namespaces: NamespaceStore,
 }
 
 impl Stores {
@@ -210,11 +279,14 @@ impl Stores {
     /// # Errors
     /// A watch has ended.
     pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
-        let Self { policies, gpu_nodes, nodes, agents, pods } = self;
+        let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, namespaces } = self;
         policies.wait_until_ready().await?;
         gpu_nodes.wait_until_ready().await?;
         nodes.wait_until_ready().await?;
         agents.wait_until_ready().await?;
+        volume_claims.wait_until_ready().await?;
+        volumes.wait_until_ready().await?;
+        namespaces.wait_until_ready().await?;
         pods.wait_until_ready().await
     }
 

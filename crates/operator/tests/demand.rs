@@ -10,13 +10,13 @@ use cleave_api::gpunode::{
     MigProfileStatus, MigStatus, MpsPartition, Partition, SliceStatus, StepStatus,
 };
 use cleave_api::sharingpolicy::SharingPolicy;
-use cleave_operator::apply::{Change, changes};
-use cleave_operator::demand::{Outcome, Reason, overlay};
-use cleave_operator::plan::{Plan, plan};
 use cleave_operator::pods::PodObject;
+use cleave_operator::policies::apply::{Change, changes};
+use cleave_operator::policies::demand::{Outcome, Reason, overlay};
+use cleave_operator::policies::plan::{Plan, plan};
+use cleave_operator::policies::snapshot::Memory;
+use cleave_operator::policies::status::{Told, updates};
 use cleave_operator::read::{Agent, Node, Observed};
-use cleave_operator::snapshot::Memory;
-use cleave_operator::status::{Told, updates};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::core::DeserializeGuard;

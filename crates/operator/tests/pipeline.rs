@@ -9,10 +9,10 @@ use cleave_api::gpunode::{
     SliceStatus, StepStatus,
 };
 use cleave_api::sharingpolicy::{Enforcement, SharingPolicy, SharingPolicyStatus};
-use cleave_operator::apply::{self, changes};
-use cleave_operator::plan::{Plan, plan};
+use cleave_operator::policies::apply::{self, changes};
+use cleave_operator::policies::plan::{Plan, plan};
+use cleave_operator::policies::status::{Telling, Told, event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
-use cleave_operator::status::{Telling, Told, event, updates};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
 use kube::core::DeserializeGuard;

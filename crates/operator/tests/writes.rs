@@ -3,11 +3,11 @@
 
 use cleave_api::sharingpolicy::SharingPolicyStatus;
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
-use cleave_operator::apply::{self, Change};
-use cleave_operator::demand::Reason;
 use cleave_operator::dry;
 use cleave_operator::leader::Elector;
-use cleave_operator::status::{self, Update};
+use cleave_operator::policies::apply::{self, Change};
+use cleave_operator::policies::demand::Reason;
+use cleave_operator::policies::status::{self, Update};
 use http::{Request, Response, StatusCode};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::client::Body;

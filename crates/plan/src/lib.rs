@@ -7,6 +7,7 @@
 pub mod affinity;
 mod board;
 mod check;
+pub mod constraints;
 mod cut;
 pub mod device;
 mod diff;

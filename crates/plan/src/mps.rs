@@ -1,6 +1,6 @@
 //! What k of n MPS shares of a GPU are worth: thread percentage, SMs, memory.
 //!
-//! The figures that this arithmetic must agree with were measured on an H200 under driver 580 (`docs/measurements.md`).
+//! The figures that this arithmetic must agree with were measured on an H200 under driver 580 (`docs/explanation/measurements.md`).
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Mebibytes, Percent, Sms};
@@ -82,7 +82,7 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
 /// The memory that the CUDA context of a client which may use `sms` SMs takes of its limit; none where it was not measured.
 ///
 /// 27.1 MiB and 3.69 MiB for each SM on GPUs of compute capability 9.0 under driver 580, right to within 1 MiB for 12 to 132 SMs (H100 and
-/// H200, `docs/measurements.md`). A program that asks for a larger stack, and its kernels' code, take more.
+/// H200, `docs/explanation/measurements.md`). A program that asks for a larger stack, and its kernels' code, take more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))

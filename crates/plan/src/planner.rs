@@ -1,6 +1,6 @@
 //! From a snapshot to a plan.
 //!
-//! The order of everything is written down in `docs/planning.md`; nothing here depends on the order of nodes, GPUs or map entries in the
+//! The order of everything is written down in `docs/explanation/planning.md`; nothing here depends on the order of nodes, GPUs or map entries in the
 //! snapshot, and pods come in the order of their arrival.
 use std::collections::BTreeMap;
 

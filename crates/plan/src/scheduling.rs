@@ -13,11 +13,49 @@ pub(crate) struct Constraints<'a> {
 
 /// Why a pod may not run on a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Refused {
+pub enum Refused {
+    /// The node lacks a label of the pod's node selector: `key=value`.
     Selector(String),
+    /// The node does not match the pod's required node affinity.
     Affinity,
-    Taint(String),
+    /// The pod does not tolerate a taint of the node.
+    Taint {
+        /// The taint's key.
+        key: String,
+        /// Its value; often empty.
+        value: String,
+    },
+    /// The node is cordoned.
     Cordoned,
+}
+
+/// Taints that controllers add and remove by themselves: conditions of the node, its start, and its removal by an autoscaler. A prefix ends with `/`.
+const PASSING_TAINTS: [&str; 11] = [
+    "node.kubernetes.io/",
+    "node.cloudprovider.kubernetes.io/",
+    "node.cluster.x-k8s.io/",
+    "node.cilium.io/",
+    "karpenter.sh/",
+    "cleave.dev/",
+    "ToBeDeletedByClusterAutoscaler",
+    "DeletionCandidateOfClusterAutoscaler",
+    "ignore-taint.cluster-autoscaler.kubernetes.io/",
+    "startup-taint.cluster-autoscaler.kubernetes.io/",
+    "status-taint.cluster-autoscaler.kubernetes.io/",
+];
+
+impl Refused {
+    /// Whether it can end without a change of the pod, or of the node by an administrator who means it for good: a cordon, and taints that controllers
+    /// add and remove. Labels and other taints stay until somebody changes them.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Selector(_) | Self::Affinity => false,
+            Self::Taint { key, .. } => PASSING_TAINTS
+                .iter()
+                .any(|passing| if passing.ends_with('/') { key.starts_with(passing) } else { key == passing }),
+            Self::Cordoned => true,
+        }
+    }
 }
 
 impl std::fmt::Display for Refused {
@@ -25,15 +63,24 @@ impl std::fmt::Display for Refused {
         match self {
             Self::Selector(label) => write!(f, "it does not have the label {label} that the pod selects"),
             Self::Affinity => f.write_str("it does not match the pod's node affinity"),
-            Self::Taint(taint) => write!(f, "the pod does not tolerate its taint {taint}"),
+            Self::Taint { key, value } if value.is_empty() => write!(f, "the pod does not tolerate its taint {key}"),
+            Self::Taint { key, value } => write!(f, "the pod does not tolerate its taint {key}={value}"),
             Self::Cordoned => f.write_str("it is cordoned"),
         }
     }
 }
 
-/// Why a pod may not run on a node, whoever leaves; nothing where it may.
+/// Whether a pod may run on a node, whoever leaves.
+///
+/// # Errors
+/// Why it may not.
+pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
+    Constraints::of(pod).admit(node)
+}
+
+/// Why a pod may not run on a node, in words; nothing where it may.
 pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
-    Constraints::of(pod).admit(node).err().map(|refused| refused.to_string())
+    admit(pod, node).err().map(|refused| refused.to_string())
 }
 
 impl<'a> Constraints<'a> {
@@ -43,20 +90,43 @@ impl<'a> Constraints<'a> {
 
     /// Whether a pod with these may run on the node.
     pub(crate) fn admit(&self, node: &Node) -> Result<(), Refused> {
-        if let Some((key, value)) = self.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(*value)) {
+        if let Some((key, value)) = self.unselected(node) {
             return Err(Refused::Selector(format!("{key}={value}")));
         }
-        if !self.affinity.is_empty() && !self.affinity.iter().any(|term| matches_term(term, node)) {
+        if !self.has_affinity_to(node) {
             return Err(Refused::Affinity);
         }
-        if node.unschedulable && !self.tolerates(&cordon()) {
-            return Err(Refused::Cordoned);
-        }
+        let cordoned = || (node.unschedulable && !self.tolerates(&cordon())).then_some(Refused::Cordoned);
+        let tainted = |taint: &Taint| Refused::Taint { key: taint.key.clone(), value: taint.value.clone() };
+        let taints: Vec<Refused> = self.untolerated(node).map(tainted).collect();
+        // What stays comes first: who asks whether it can pass is not to be answered by something beside it that can.
+        let lasting = taints.iter().find(|refused| !refused.may_pass()).cloned();
+        lasting.or_else(cordoned).or_else(|| taints.into_iter().next()).map_or(Ok(()), Err)
+    }
+
+    /// Whether the node matches the pod's node selector and required node affinity, whatever its taints.
+    pub(crate) fn selects(&self, node: &Node) -> bool {
+        self.unselected(node).is_none() && self.has_affinity_to(node)
+    }
+
+    /// Whether the pod tolerates every taint of the node that keeps pods away.
+    pub(crate) fn tolerates_all(&self, node: &Node) -> bool {
+        self.untolerated(node).next().is_none()
+    }
+
+    /// The first label of the node selector that the node does not have.
+    fn unselected(&self, node: &Node) -> Option<(&'a String, &'a String)> {
+        self.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(*value))
+    }
+
+    fn has_affinity_to(&self, node: &Node) -> bool {
+        matches_any(self.affinity, &node.labels, &node.name)
+    }
+
+    /// The taints that keep the pod away.
+    fn untolerated<'n>(&self, node: &'n Node) -> impl Iterator<Item = &'n Taint> {
         let hard = |taint: &&Taint| taint.effect == "NoSchedule" || taint.effect == "NoExecute";
-        match node.taints.iter().filter(hard).find(|taint| !self.tolerates(taint)) {
-            Some(taint) => Err(Refused::Taint(described(taint))),
-            None => Ok(()),
-        }
+        node.taints.iter().filter(hard).filter(|taint| !self.tolerates(taint))
     }
 
     fn tolerates(&self, taint: &Taint) -> bool {
@@ -77,24 +147,20 @@ fn cordon() -> Taint {
     Taint { key, value: String::new(), effect: "NoSchedule".to_owned() }
 }
 
-fn described(taint: &Taint) -> String {
-    if taint.value.is_empty() { taint.key.clone() } else { format!("{}={}", taint.key, taint.value) }
+/// Whether a node with these labels and this name matches one of the terms. No terms are no requirement.
+pub(crate) fn matches_any(terms: &[NodeSelectorTerm], labels: &BTreeMap<String, String>, name: &str) -> bool {
+    terms.is_empty() || terms.iter().any(|term| matches_term(term, labels, name))
 }
 
-fn matches_term(term: &NodeSelectorTerm, node: &Node) -> bool {
+fn matches_term(term: &NodeSelectorTerm, labels: &BTreeMap<String, String>, name: &str) -> bool {
     let some = !term.match_expressions.is_empty() || !term.match_fields.is_empty();
-    let field = |requirement: &Requirement| {
-        let name = (requirement.key == "metadata.name").then_some(node.name.as_str());
-        name.is_some() && matches(requirement, name)
-    };
-    some && term
-        .match_expressions
-        .iter()
-        .all(|requirement| matches(requirement, node.labels.get(&requirement.key).map(String::as_str)))
-        && term.match_fields.iter().all(field)
+    let field = |requirement: &Requirement| requirement.key == "metadata.name" && matches(requirement, Some(name));
+    let label = |requirement: &Requirement| matches(requirement, labels.get(&requirement.key).map(String::as_str));
+    some && term.match_expressions.iter().all(label) && term.match_fields.iter().all(field)
 }
 
-fn matches(requirement: &Requirement, value: Option<&str>) -> bool {
+/// Whether a requirement holds for a value; none is a label that is not there.
+pub(crate) fn matches(requirement: &Requirement, value: Option<&str>) -> bool {
     let listed = value.is_some_and(|value| requirement.values.iter().any(|one| one == value));
     let compared = || {
         let bound: i64 = requirement.values.first()?.parse().ok()?;
@@ -188,5 +254,40 @@ mod tests {
         let cordoned = Node { unschedulable: true, ..node(&[], &[]) };
         assert!(!admitted(&pod("{}"), &cordoned));
         assert!(admitted(&pod(r#"{"tolerations": [{"operator": "Exists"}]}"#), &cordoned));
+    }
+
+    #[test]
+    fn a_lasting_taint_is_not_hidden_by_a_cordon_or_a_passing_one() {
+        let both = node(&[], &[("node.kubernetes.io/not-ready", "", "NoSchedule"), ("dedicated", "", "NoSchedule")]);
+        let both = Node { unschedulable: true, ..both };
+        let refused = Constraints::of(&pod("{}")).admit(&both).unwrap_err();
+        assert_eq!(refused, Refused::Taint { key: "dedicated".to_owned(), value: String::new() });
+        let dedicated = pod(r#"{"tolerations": [{"key": "dedicated", "operator": "Exists"}]}"#);
+        assert_eq!(Constraints::of(&dedicated).admit(&both), Err(Refused::Cordoned));
+    }
+
+    #[test]
+    fn only_what_controllers_or_a_cordon_do_may_pass() {
+        let taint = |key: &str| Refused::Taint { key: key.to_owned(), value: String::new() };
+        for passing in [
+            Refused::Cordoned,
+            taint("node.kubernetes.io/not-ready"),
+            taint("node.kubernetes.io/unschedulable"),
+            taint("node.cloudprovider.kubernetes.io/uninitialized"),
+            taint("cleave.dev/unhealthy"),
+            taint("ToBeDeletedByClusterAutoscaler"),
+        ] {
+            assert!(passing.may_pass(), "{passing:?}");
+        }
+        for lasting in [
+            Refused::Selector("zone=a".to_owned()),
+            Refused::Affinity,
+            taint("dedicated"),
+            taint("nvidia.com/gpu"),
+            taint("node-role.kubernetes.io/control-plane"),
+            taint("ToBeDeletedByClusterAutoscaler/x"),
+        ] {
+            assert!(!lasting.may_pass(), "{lasting:?}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! What is planned for: the nodes, GPUs and slices as observed, and the pods that wait.
 //!
-//! The serde format is that of `cleave plan --snapshot` (`docs/planning.md`). Unknown fields are ignored, fields left out have the
+//! The serde format is that of `cleave plan --snapshot` (`docs/explanation/planning.md`). Unknown fields are ignored, fields left out have the
 //! values that change nothing. A part that makes no sense costs that part alone: it is left out of the plan, with a reason.
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! From suspicions to findings: who is suspected by two looks in a row has left its share. Pure: the time is an argument.
+//! From suspicions to findings: who is suspected by two looks in a row has left its share. Pure:
+//! the time is an argument.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -10,12 +11,14 @@ use k8s_openapi::jiff::Timestamp;
 use super::judge::{Judgement, Key, ProcessId, Suspect};
 use super::names::Names;
 
-/// How long a finding is told after it was last seen: the operator must not miss it, and one that comes and goes is one.
+/// How long a finding is told after it was last seen: the operator must not miss it, and one that
+/// comes and goes is one.
 pub const HOLD: Duration = Duration::from_secs(10);
 /// Most findings that a `GpuNode` has.
 pub const MOST: usize = 32;
-/// How long a process that was an MPS client may be none: when a server ends the driver may list its clients as plain processes, broken as they
-/// are. Not for ever, since a process can become another program.
+/// How long a process that was an MPS client may be none: when a server ends the driver may list
+/// its clients as plain processes, broken as they are. Not for ever, since a process can become
+/// another program.
 const FORMER: Duration = Duration::from_secs(10);
 /// How long a client that was to be ended is not ended again.
 const END_AGAIN: Duration = Duration::from_secs(10);
@@ -40,6 +43,17 @@ struct Found {
     told: bool,
 }
 
+/// What a look says of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Word {
+    /// Its processes.
+    Said,
+    /// Nothing yet: it is still being asked. What was suspected before stays so.
+    Awaited,
+    /// Nothing: it does not answer.
+    Silent,
+}
+
 /// What follows from a look.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct News {
@@ -54,12 +68,13 @@ pub struct News {
 }
 
 impl Findings {
-    /// Takes in what follows from a look. `answered` says whether a device told its processes: of one that did not nothing is known, and
-    /// `evicts` whether the policy says that who leaves its share of a device is evicted.
+    /// Takes in what follows from a look. `said` is what it says of a device: of one that did not
+    /// answer nothing is known, and `evicts` whether the policy says that who leaves its share of a
+    /// device is evicted.
     pub fn take(
         &mut self,
         Judgement { suspects, clients, .. }: Judgement,
-        answered: impl Fn(&str) -> bool,
+        said: impl Fn(&str) -> Word,
         evicts: impl Fn(&str) -> bool,
         names: &Names,
         (now, time): (Instant, Timestamp),
@@ -115,7 +130,8 @@ impl Findings {
                 }
                 Some(found) => {
                     (found.seen, found.evict) = (now, evict);
-                    // How much it uses changes each moment: what is told stays, unless it was not known whose it is.
+                    // How much it uses changes each moment: what is told stays, unless it was not
+                    // known whose it is.
                     if found.status.pod.is_empty() && !status.pod.is_empty() {
                         found.status = FindingStatus { since: found.status.since.take(), ..status };
                     }
@@ -123,11 +139,13 @@ impl Findings {
             }
             self.suspected.insert(key, processes);
         }
+        self.suspected.extend(before.into_iter().filter(|(key, _)| said(&key.device) == Word::Awaited));
         self.ended.retain(|_, at| now.saturating_duration_since(*at) < END_AGAIN);
         self.found.retain(|key, found| {
-            let silent = !answered(&key.device) && now.saturating_duration_since(found.seen) < HOLD * 6;
+            let silent = said(&key.device) != Word::Said && now.saturating_duration_since(found.seen) < HOLD * 6;
             let fresh = now.saturating_duration_since(found.seen) < HOLD;
-            // Its contexts are ended first: that it is within its share for that is no reason to let it go on.
+            // Its contexts are ended first: that it is within its share for that is no reason to
+            // let it go on.
             let leaving = found.evict && evicts(&key.device) && !found.status.uid.is_empty();
             let gone = names.is_gone(&found.status.uid);
             fresh || silent || leaving && !gone
@@ -166,7 +184,7 @@ mod tests {
         names: Names,
         start: Instant,
         evict: bool,
-        silent: bool,
+        word: Word,
         clients: BTreeSet<ProcessId>,
     }
 
@@ -181,17 +199,17 @@ mod tests {
                 names,
                 start: Instant::now(),
                 evict: false,
-                silent: false,
+                word: Word::Said,
                 clients: BTreeSet::new(),
             }
         }
 
         fn look(&mut self, at: u64, suspects: Vec<Suspect>) -> News {
             let now = self.start + Duration::from_millis(at);
-            let Self { evict, silent, .. } = *self;
+            let Self { evict, word, .. } = *self;
             let clients = std::mem::take(&mut self.clients);
             let judgement = Judgement { suspects, clients, ..Judgement::default() };
-            self.findings.take(judgement, |_| !silent, |_| evict, &self.names, (now, Timestamp::UNIX_EPOCH))
+            self.findings.take(judgement, |_| word, |_| evict, &self.names, (now, Timestamp::UNIX_EPOCH))
         }
     }
 
@@ -251,6 +269,18 @@ mod tests {
     }
 
     #[test]
+    fn a_suspicion_outlives_looks_that_wait_for_its_gpu_and_not_its_silence() {
+        for (word, found) in [(Word::Awaited, 1), (Word::Silent, 0)] {
+            let mut watch = Watch::new();
+            watch.look(0, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
+            watch.word = word;
+            watch.look(400, vec![]);
+            watch.word = Word::Said;
+            assert_eq!(watch.look(1400, vec![suspect(MEMORY_EXCEEDED, 1, 5)]).begun.len(), found, "{word:?}");
+        }
+    }
+
+    #[test]
     fn a_finding_stays_a_while_and_through_a_drivers_silence_and_then_goes() {
         let mut watch = Watch::new();
         for at in [0, 400] {
@@ -258,10 +288,10 @@ mod tests {
         }
         watch.look(5000, vec![]);
         assert_eq!(watch.findings.all().len(), 1);
-        watch.silent = true;
+        watch.word = Word::Silent;
         watch.look(20_000, vec![]);
         assert_eq!(watch.findings.all().len(), 1, "nothing is known");
-        watch.silent = false;
+        watch.word = Word::Said;
         watch.look(21_000, vec![]);
         assert!(watch.findings.is_empty());
         let again = watch.look(22_000, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);

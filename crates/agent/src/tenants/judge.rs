@@ -3,15 +3,17 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::finding::{MEMORY_EXCEEDED, NO_SHARE, OUTSIDE_MPS};
 
-use super::cgroup::Owner;
 use super::names::Names;
-use super::scene::{Scene, Share, Shared};
+use super::snapshot::{Share, Shared, TenantSnapshot};
+use crate::cgroup::Owner;
 
 /// How much more NVML may show for a container than its shares allow, MiB.
 ///
-/// MPS and NVML count a context differently. On an H200 under driver 580 NVML shows 274 MiB for a client that has allocated nothing, of which MPS
-/// counts from 57 MiB (8 SMs) to 514 (132) against its limit: a client that has all that MPS lets it have shows up to 217 MiB more than
-/// its limit. It is once for a container and not for each of its processes, whose contexts have to have room in the share like all else.
+/// MPS and NVML count a context differently. On an H200 under driver 580 NVML shows 274 MiB for a
+/// client that has allocated nothing, of which MPS counts from 57 MiB (8 SMs) to 514 (132) against
+/// its limit: a client that has all that MPS lets it have shows up to 217 MiB more than its limit.
+/// It is once for a container and not for each of its processes, whose contexts have to have room
+/// in the share like all else.
 pub const TOLERANCE_MIB: u64 = 256;
 
 const MIB: u64 = 1 << 20;
@@ -113,10 +115,10 @@ pub struct Judgement {
 }
 
 /// Judges what was seen.
-pub fn judge(scene: &Scene, look: &Look, names: &Names) -> Judgement {
+pub fn judge(snapshot: &TenantSnapshot, look: &Look, names: &Names) -> Judgement {
     let mut judgement = Judgement::default();
     for (device, seen) in &look.devices {
-        let Some(shared) = scene.devices.get(device) else { continue };
+        let Some(shared) = snapshot.devices.get(device) else { continue };
         let mut groups: BTreeMap<Option<&Owner>, Vec<(&Seen, Role<'_>)>> = BTreeMap::new();
         for process in seen.iter().filter(|process| !is_daemon(process, shared, look)) {
             groups.entry(process.owner.as_ref()).or_default().push((process, role(process, shared)));
@@ -124,7 +126,7 @@ pub fn judge(scene: &Scene, look: &Look, names: &Names) -> Judgement {
         for (owner, processes) in groups {
             let clients = processes.iter().filter(|(_, role)| *role != Role::Outside);
             judgement.clients.extend(clients.map(|(seen, _)| seen.id));
-            Group { scene, names, device, shared, owner, processes }.judge(&mut judgement);
+            Group { snapshot, names, device, shared, owner, processes }.judge(&mut judgement);
         }
     }
     judgement
@@ -146,7 +148,8 @@ enum Role<'a> {
     NewClient,
 }
 
-/// The driver's word on who is a client is taken before that of MPS, to which a process may have spoken that computes elsewhere.
+/// The driver's word on who is a client is taken before that of MPS, to which a process may have
+/// spoken that computes elsewhere.
 fn role<'a>(process: &Seen, shared: &'a Shared) -> Role<'a> {
     match (process.mps, shared.clients.get(&process.id.pid)) {
         (Some(false), _) | (None, None) => Role::Outside,
@@ -157,7 +160,7 @@ fn role<'a>(process: &Seen, shared: &'a Shared) -> Role<'a> {
 
 /// The processes of one container on one device.
 struct Group<'a> {
-    scene: &'a Scene,
+    snapshot: &'a TenantSnapshot,
     names: &'a Names,
     device: &'a str,
     shared: &'a Shared,
@@ -232,7 +235,7 @@ impl Group<'_> {
     }
 
     fn shares(&self) -> impl Iterator<Item = &Share> {
-        self.scene.shares.iter().flatten().filter(|share| share.device == self.device)
+        self.snapshot.shares.iter().flatten().filter(|share| share.device == self.device)
     }
 
     fn tenant(&self) -> Tenant {
@@ -241,15 +244,17 @@ impl Group<'_> {
         };
         let mut tenant = Tenant { namespace: pod.namespace.clone(), pod: pod.name.clone(), container: String::new() };
         let named = owner.container.as_ref().and_then(|id| pod.containers.get(id));
-        // The API server tells of a container some time after it has started; the kubelet has told who holds the shares.
+        // The API server tells of a container some time after it has started; the kubelet has told
+        // who holds the shares.
         let doors = self.doors();
         let by_door = || self.shares().find(|share| share.is_of(&tenant) && doors.contains(share.allocation.as_str()));
         tenant.container = named.cloned().or_else(|| Some(by_door()?.container.clone())).unwrap_or_default();
         tenant
     }
 
-    /// What the container's shares of the device allow, MiB. The kubelet does not list what init containers hold: there it is what the doors
-    /// allow that they came through, unless these are others'.
+    /// What the container's shares of the device allow, MiB. The kubelet does not list what init
+    /// containers hold: there it is what the doors allow that they came through, unless these are
+    /// others'.
     fn limit(&self, tenant: &Tenant) -> Option<u64> {
         self.owner?;
         let own = |share: &&Share| share.is_of(tenant) && share.container == tenant.container;
@@ -262,7 +267,7 @@ impl Group<'_> {
         if allocations.is_empty() {
             return None;
         }
-        let limit = |id: &&str| self.scene.limits.get(*id).copied().flatten();
+        let limit = |id: &&str| self.snapshot.limits.get(*id).copied().flatten();
         allocations.iter().try_fold(0_u64, |sum, id| Some(sum.saturating_add(limit(id)?)))
     }
 
@@ -272,16 +277,17 @@ impl Group<'_> {
         !tenant.pod.is_empty() && holders.peek().is_some() && !holders.any(|share| share.is_of(tenant))
     }
 
-    /// Whether it is an MPS client of a pod that holds no share of the device. Where the kubelet or the API server have not told who is who,
-    /// nobody is.
+    /// Whether it is an MPS client of a pod that holds no share of the device. Where the kubelet or
+    /// the API server have not told who is who, nobody is.
     fn is_stranger(&self, role: Role<'_>, tenant: &Tenant) -> bool {
         let Role::Client(door) = role else { return false };
-        if self.scene.shares.is_none() || tenant.pod.is_empty() || self.shares().any(|share| share.is_of(tenant)) {
+        if self.snapshot.shares.is_none() || tenant.pod.is_empty() || self.shares().any(|share| share.is_of(tenant)) {
             return false;
         }
         match door {
-            // Its own, as far as anybody knows: an init container's, or of a pod that the kubelet does not list yet.
-            Some(id) => self.is_anothers(id, tenant) || !self.scene.limits.contains_key(id),
+            // Its own, as far as anybody knows: an init container's, or of a pod that the kubelet
+            // does not list yet.
+            Some(id) => self.is_anothers(id, tenant) || !self.snapshot.limits.contains_key(id),
             None => true,
         }
     }
@@ -337,7 +343,7 @@ pub(crate) mod tests {
     }
 
     /// `ns/p` and `ns/q` hold a share each; the daemon is 10, its server 11.
-    fn scene(clients: &[(u32, Option<&str>)]) -> Scene {
+    fn snapshot(clients: &[(u32, Option<&str>)]) -> TenantSnapshot {
         let shared = Shared {
             gpu: DEVICE.into(),
             evict: false,
@@ -345,7 +351,7 @@ pub(crate) mod tests {
             daemon: [10, 11].into(),
             clients: clients.iter().map(|(pid, door)| (*pid, door.map(str::to_owned))).collect(),
         };
-        Scene {
+        TenantSnapshot {
             devices: [(DEVICE.to_owned(), shared)].into(),
             shares: Some(vec![share("p", "a"), share("q", "b")]),
             limits: [("a", Some(LIMIT)), ("b", Some(LIMIT)), ("init", Some(LIMIT * 2)), ("free", None)]
@@ -365,27 +371,27 @@ pub(crate) mod tests {
         names
     }
 
-    fn judged(scene: &Scene, seen: &[Seen]) -> Judgement {
+    fn judged(snapshot: &TenantSnapshot, seen: &[Seen]) -> Judgement {
         let look = Look { devices: [(DEVICE.to_owned(), seen.to_vec())].into(), ..Look::default() };
-        judge(scene, &look, &names())
+        judge(snapshot, &look, &names())
     }
 
-    fn kinds(scene: &Scene, seen: &[Seen]) -> Vec<(&'static str, String)> {
-        judged(scene, seen).suspects.into_iter().map(|suspect| (suspect.key.kind, suspect.tenant.pod)).collect()
+    fn kinds(snapshot: &TenantSnapshot, seen: &[Seen]) -> Vec<(&'static str, String)> {
+        judged(snapshot, seen).suspects.into_iter().map(|suspect| (suspect.key.kind, suspect.tenant.pod)).collect()
     }
 
     #[test]
     fn memory_is_summed_over_a_container_and_its_contexts_have_room_once() {
-        let scene = scene(&[(1, Some("a")), (2, Some("a")), (3, Some("b"))]);
+        let snapshot = snapshot(&[(1, Some("a")), (2, Some("a")), (3, Some("b"))]);
         let neighbour = Seen { owner: owner("uid-q", "c"), ..client(3, 900) };
         for (mib, over) in [((500, 500), false), ((LIMIT, TOLERANCE_MIB), false), ((LIMIT, TOLERANCE_MIB + 1), true)] {
-            let judged = judged(&scene, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
+            let judged = judged(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
             let accused: Vec<_> = judged.suspects.iter().map(|suspect| suspect.tenant.pod.as_str()).collect();
             assert_eq!(accused, if over { vec!["p"] } else { vec![] }, "{mib:?}");
             let used: Vec<_> = judged.usage.iter().map(|usage| (usage.bytes / MIB, usage.limit_mib)).collect();
             assert_eq!(used, [(mib.0 + mib.1, Some(LIMIT)), (900, Some(LIMIT))]);
         }
-        let suspects = judged(&scene, &[client(1, 3000)]).suspects;
+        let suspects = judged(&snapshot, &[client(1, 3000)]).suspects;
         let message = &suspects[0].message;
         assert!(
             message.contains("container c of pod ns/p uses 3000 MiB of GPU-a") && message.contains("of 1000 MiB"),
@@ -396,25 +402,25 @@ pub(crate) mod tests {
 
     #[test]
     fn what_a_process_holds_outside_mps_counts_too() {
-        let scene = scene(&[(1, Some("a"))]);
+        let snapshot = snapshot(&[(1, Some("a"))]);
         let outside = Seen { mps: Some(false), ..client(2, 800) };
         assert_eq!(
-            kinds(&scene, &[client(1, 800), outside]),
+            kinds(&snapshot, &[client(1, 800), outside]),
             [(MEMORY_EXCEEDED, "p".to_owned()), (OUTSIDE_MPS, "p".to_owned())]
         );
     }
 
     #[test]
     fn memory_without_a_limit_or_that_the_driver_does_not_know_is_nobodys_fault() {
-        let mut free = scene(&[(1, Some("free"))]);
+        let mut free = snapshot(&[(1, Some("free"))]);
         free.shares = Some(vec![share("p", "free")]);
         assert_eq!(kinds(&free, &[client(1, 100_000)]), []);
-        assert_eq!(kinds(&scene(&[(1, Some("a"))]), &[Seen { bytes: None, ..client(1, 0) }]), []);
+        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[Seen { bytes: None, ..client(1, 0) }]), []);
     }
 
     #[test]
     fn an_init_container_that_the_kubelet_does_not_list_has_what_its_door_allows() {
-        let mut init = scene(&[(1, Some("init"))]);
+        let mut init = snapshot(&[(1, Some("init"))]);
         init.shares = Some(vec![share("q", "b")]);
         assert_eq!(kinds(&init, &[client(1, LIMIT * 2)]), []);
         assert_eq!(kinds(&init, &[client(1, LIMIT * 2 + TOLERANCE_MIB + 1)]), [(MEMORY_EXCEEDED, "p".to_owned())]);
@@ -424,11 +430,11 @@ pub(crate) mod tests {
 
     #[test]
     fn a_container_that_the_api_server_has_not_told_of_is_known_by_its_door() {
-        let scene = scene(&[(1, Some("a"))]);
-        let judged = judged(&scene, &[Seen { owner: owner("uid-p", "new"), ..client(1, 500) }]);
+        let snapshot = snapshot(&[(1, Some("a"))]);
+        let judged = judged(&snapshot, &[Seen { owner: owner("uid-p", "new"), ..client(1, 500) }]);
         assert_eq!((judged.usage[0].tenant.container.as_str(), judged.usage[0].limit_mib), ("c", Some(LIMIT)));
         let pod = judge(
-            &scene,
+            &snapshot,
             &Look { devices: [(DEVICE.to_owned(), vec![client(1, 5000)])].into(), ..Look::default() },
             &Names::default(),
         );
@@ -438,13 +444,13 @@ pub(crate) mod tests {
 
     #[test]
     fn daemons_and_what_they_start_are_no_tenants() {
-        let scene = scene(&[]);
+        let snapshot = snapshot(&[]);
         let look = |of: Seen, daemon_pods: &[&str]| Look {
             devices: [(DEVICE.to_owned(), vec![Seen { mps: Some(false), ..of }])].into(),
             daemon_pods: daemon_pods.iter().map(|&pod| pod.to_owned()).collect(),
         };
         let host = || Seen { owner: owner("uid-host", "mps"), ..client(99, 66) };
-        let suspected = |look: &Look| judge(&scene, look, &names()).suspects.len();
+        let suspected = |look: &Look| judge(&snapshot, look, &names()).suspects.len();
         assert_eq!(suspected(&look(client(11, 66), &[])), 0, "the server");
         assert_eq!(suspected(&look(Seen { parent: 10, ..host() }, &[])), 0, "one that is not told yet");
         assert_eq!(suspected(&look(host(), &["uid-host"])), 0, "one that a daemon before left");
@@ -453,7 +459,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_driver_says_who_is_a_client_and_mps_only_where_it_does_not() {
-        let scene = scene(&[(1, Some("a"))]);
+        let snapshot = snapshot(&[(1, Some("a"))]);
         for (mps, listed, outside) in [
             (Some(true), true, false),
             (Some(true), false, false),
@@ -465,14 +471,14 @@ pub(crate) mod tests {
         ] {
             let process = Seen { mps, ..client(if listed { 1 } else { 2 }, 100) };
             let expected = if outside { vec![(OUTSIDE_MPS, "p".to_owned())] } else { vec![] };
-            assert_eq!(kinds(&scene, &[process]), expected, "{mps:?} {listed}");
+            assert_eq!(kinds(&snapshot, &[process]), expected, "{mps:?} {listed}");
         }
     }
 
     #[test]
     fn a_process_of_no_pod_is_told_as_the_nodes() {
         let process = Seen { owner: None, mps: Some(false), ..client(7, 100) };
-        let judged = judged(&scene(&[]), &[process]);
+        let judged = judged(&snapshot(&[]), &[process]);
         assert_eq!((judged.usage.len(), judged.suspects[0].tenant.clone()), (0, Tenant::default()));
         assert!(judged.suspects[0].message.contains("process 7 of the node"), "{}", judged.suspects[0].message);
     }
@@ -481,19 +487,19 @@ pub(crate) mod tests {
     fn a_client_has_no_share_where_another_pods_door_let_it_in_or_none_did() {
         let of = |pod: &str, pid| Seen { owner: owner(&format!("uid-{pod}"), "c"), ..client(pid, 100) };
         let stranger = || vec![(NO_SHARE, "none".to_owned())];
-        assert_eq!(kinds(&scene(&[(1, Some("a"))]), &[of("none", 1)]), stranger(), "the door of p");
-        assert_eq!(kinds(&scene(&[(1, None)]), &[of("none", 1)]), stranger(), "the daemon's own socket");
-        assert_eq!(kinds(&scene(&[(1, Some("over"))]), &[of("none", 1)]), stranger(), "a door of nobody");
-        assert_eq!(kinds(&scene(&[(1, Some("init"))]), &[of("none", 1)]), [], "a door that may be its own");
-        assert_eq!(kinds(&scene(&[]), &[of("none", 1)]), [], "the MPS host has not told of it yet");
-        assert_eq!(kinds(&scene(&[(1, Some("a"))]), &[of("p", 1)]), []);
-        assert_eq!(kinds(&scene(&[(1, None)]), &[Seen { owner: None, ..client(1, 1) }]), [], "an administrator's");
-        let silent = Scene { shares: None, ..scene(&[(1, Some("a"))]) };
+        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[of("none", 1)]), stranger(), "the door of p");
+        assert_eq!(kinds(&snapshot(&[(1, None)]), &[of("none", 1)]), stranger(), "the daemon's own socket");
+        assert_eq!(kinds(&snapshot(&[(1, Some("over"))]), &[of("none", 1)]), stranger(), "a door of nobody");
+        assert_eq!(kinds(&snapshot(&[(1, Some("init"))]), &[of("none", 1)]), [], "a door that may be its own");
+        assert_eq!(kinds(&snapshot(&[]), &[of("none", 1)]), [], "the MPS host has not told of it yet");
+        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[of("p", 1)]), []);
+        assert_eq!(kinds(&snapshot(&[(1, None)]), &[Seen { owner: None, ..client(1, 1) }]), [], "an administrator's");
+        let silent = TenantSnapshot { shares: None, ..snapshot(&[(1, Some("a"))]) };
         assert_eq!(kinds(&silent, &[of("none", 1)]), [], "the kubelet does not say who holds what");
     }
 
     #[test]
     fn a_device_that_is_shared_no_more_is_nobodys_matter() {
-        assert_eq!(kinds(&Scene::default(), &[client(1, 100_000)]), []);
+        assert_eq!(kinds(&TenantSnapshot::default(), &[client(1, 100_000)]), []);
     }
 }

@@ -3,15 +3,17 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use super::cgroup::{self, Owner};
+use crate::cgroup::{self, Owner};
 
-/// Longest file that is read: of a process's cgroups a line for each hierarchy, each with a path of at most 4 KiB.
+/// Longest file that is read: of a process's cgroups a line for each hierarchy, each with a path of
+/// at most 4 KiB.
 const MOST: u64 = 64 << 10;
 
 /// What is known of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    /// Clock ticks from boot to its start: with the pid it names the process for as long as the node runs.
+    /// Clock ticks from boot to its start: with the pid it names the process for as long as the
+    /// node runs.
     pub start: u64,
     /// Its parent's pid.
     pub parent: u32,
@@ -52,9 +54,11 @@ pub fn look(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     Ok(Some(Process { start, parent, owner: cgroup::owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
-/// The parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat` (`proc_pid_stat(5)`). The name, field 2, may have spaces and parentheses.
+/// The parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
+/// (`proc_pid_stat(5)`). The name, field 2, may have spaces and parentheses.
 ///
-/// A process whose first thread has ended is a zombie by its state while other threads go on: that says nothing here.
+/// A process whose first thread has ended is a zombie by its state while other threads go on: that
+/// says nothing here.
 pub fn parse_stat(stat: &str) -> Option<(u32, u64)> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();

@@ -191,3 +191,82 @@ async fn a_cordoned_gpu_keeps_what_is_in_use_and_what_is_on_its_way_and_gives_no
     want(&machine, "open again", false);
     machine.healthy(MPS, 8).await;
 }
+
+/// All four GPUs of a node have ten shares.
+fn forty(gpus: &[String]) -> Vec<GpuSpec> {
+    gpus.iter().map(|gpu| mps(gpu, 10)).collect()
+}
+
+#[tokio::test]
+async fn a_gpu_that_hangs_is_unreachable_alone_and_delays_nothing_that_others_say() {
+    let machine = Machine::running(&["4xH200"], forty);
+    machine.healthy(MPS, 40).await;
+    machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
+    nudge(&machine);
+    // Before the deadline of the one that hangs is over, another one's answer is in.
+    machine.simgpu(&["set", "2", "remap-failed=on"]);
+    nudge(&machine);
+    let seen = |status: &GpuNodeStatus| reason(status, 2) == "RowRemapFailed";
+    let status = machine.status("the second look at GPU 2", seen).await;
+    assert!(status.gpus[3].health.healthy, "its answer waited for GPU 3");
+    machine.simgpu(&["set", "2", "remap-failed=off"]);
+    nudge(&machine);
+
+    let unreachable = |status: &GpuNodeStatus| reason(status, 3) == "GpuUnreachable" && status.gpus[2].health.healthy;
+    let status = machine.status("GPU 3 is unreachable", unreachable).await;
+    let health = &status.gpus[3].health;
+    assert_eq!((health.class.as_str(), health.message.as_str()), ("Lost", "NVML did not answer for 20 s"));
+    assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
+    let seen = machine.healthy(MPS, 30).await;
+    assert!(!seen.endpoints[MPS].healthy().iter().any(|id| id.starts_with(machine.uuids[3].as_str())));
+    let share = ids(&machine.uuids[0], [0]);
+    machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
+    machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
+
+    // XIDs and memory of the others are seen as before.
+    machine.simgpu(&["xid", "1", "48"]);
+    machine.simgpu(&["set", "2", "remap-failed=on"]);
+    let both = |status: &GpuNodeStatus| reason(status, 1) == "ResetRequired" && reason(status, 2) == "RowRemapFailed";
+    let status = machine.status("what others say", both).await;
+    assert_eq!((reason(&status, 0), reason(&status, 3)), ("", "GpuUnreachable"));
+
+    machine.simgpu(&["clear"]);
+    machine.status("GPU 3 has recovered", |status| status.gpus[3].health.healthy).await;
+    let seen = machine.healthy(MPS, 20).await;
+    assert_eq!(seen.endpoints[MPS].devices.len(), 40);
+}
+
+#[tokio::test]
+async fn a_gpu_that_hangs_before_it_was_ever_described_keeps_no_other_from_being_served() {
+    let mut machine = Machine::new(&["4xH200"]);
+    machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
+    machine.want("first", forty(&machine.uuids));
+    machine.start_host();
+    machine.start_agent(&[]);
+    machine.healthy(MPS, 30).await;
+    let reported = |status: &GpuNodeStatus| condition(status, "GpusHealthy") == ("False", "GpuUnhealthy");
+    let status = machine.status("the GPU is reported", reported).await;
+    let found = status.conditions.iter().find(|condition| condition.type_ == "GpusHealthy").unwrap();
+    assert_eq!((found.message.as_str(), status.gpus.len()), ("GPU 3: NVML did not answer for 20 s", 3));
+    machine.simgpu(&["clear"]);
+    machine.healthy(MPS, 40).await;
+    machine.status("all are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy")).await;
+}
+
+#[tokio::test]
+async fn a_gpu_whose_events_cannot_be_asked_for_keeps_no_others_from_being_heard() {
+    let mut machine = Machine::new(&["2xH200"]);
+    machine.simgpu(&["hang", "nvmlDeviceRegisterEvents", "--gpu", "0"]);
+    machine.want("first", vec![sliced(&machine.uuids[0], 4), sliced(&machine.uuids[1], 4)]);
+    machine.start_agent(&[]);
+    machine.healthy(SLICED, 8).await;
+    // Events of before the driver was asked for them are nobody's: there are more until one is heard.
+    let heard = || {
+        machine.simgpu(&["xid", "1", "48"]);
+        let status: GpuNodeStatus =
+            serde_json::from_slice(&std::fs::read(machine.path("spec/status.json")).ok()?).ok()?;
+        (reason(&status, 1) == "ResetRequired").then_some(())
+    };
+    machine.until("an XID of the other GPU", heard).await;
+    machine.healthy(SLICED, 4).await;
+}

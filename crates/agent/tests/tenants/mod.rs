@@ -16,7 +16,7 @@ use crate::machine::{MPS, Machine, held, kill_child, mps};
 const PODS: [(&str, &str, char); 2] =
     [("p", "11111111-2222-4333-8444-555555555555", 'a'), ("q", "99999999-2222-4333-8444-555555555555", 'b')];
 
-/// A node with two pods, each with one of ten shares of 1,000 MiB.
+/// A node with two pods, each with one of ten shares of 1,000 MiB of a GPU.
 struct Node {
     machine: Machine,
     given: Vec<ContainerAllocateResponse>,
@@ -46,24 +46,32 @@ fn shares(uuid: &str, enforcement: Enforcement) -> GpuSpec {
 }
 
 impl Node {
+    /// Both pods are on one GPU.
     async fn new(enforcement: Enforcement) -> Self {
-        let mut machine = Machine::new(&["H200"]);
-        machine.want("first", vec![shares(&machine.uuids[0], enforcement)]);
+        Self::with(1, enforcement).await
+    }
+
+    /// The pods are on so many GPUs.
+    async fn with(gpus: usize, enforcement: Enforcement) -> Self {
+        let mut machine = Machine::new(&[&format!("{gpus}xH200")]);
+        machine.want("first", machine.uuids.iter().map(|gpu| shares(gpu, enforcement)).collect());
         let pods: Vec<Value> = PODS.iter().map(|(name, uid, letter)| pod(name, uid, *letter)).collect();
         machine.pods_are(&pods);
         let proc = machine.path("proc");
         fs::create_dir(&proc).unwrap();
         machine.start_host();
         machine.start_agent(&["--proc", proc.to_str().unwrap()]);
-        machine.healthy(MPS, 10).await;
-        let daemon = machine.until("the server", || {
-            let daemon = machine.host_status()?.daemons.remove(&machine.uuids[0])?;
-            Some([daemon.pid?, daemon.server_pid?])
-        });
-        for pid in daemon.await {
-            symlink(format!("/proc/{pid}"), proc.join(pid.to_string())).unwrap();
+        machine.healthy(MPS, 10 * gpus).await;
+        for gpu in &machine.uuids {
+            let daemon = machine.until("the server", || {
+                let daemon = machine.host_status()?.daemons.remove(gpu)?;
+                Some([daemon.pid?, daemon.server_pid?])
+            });
+            for pid in daemon.await {
+                symlink(format!("/proc/{pid}"), proc.join(pid.to_string())).unwrap();
+            }
         }
-        let ids: Vec<String> = (0..2).map(|number| format!("{}::{number}", machine.uuids[0])).collect();
+        let ids: Vec<String> = (0..2).map(|pod| format!("{}::{pod}", machine.uuids[pod % gpus])).collect();
         let rows: Vec<_> =
             PODS.iter().zip(&ids).map(|((pod, _, _), id)| held(pod, MPS, std::slice::from_ref(id))).collect();
         machine.pods.hold(&rows);
@@ -211,4 +219,20 @@ async fn a_driver_that_hangs_accuses_nobody_and_is_asked_again_when_it_is_back()
     node.machine.simgpu(&["clear"]);
     node.finding("MemoryExceeded").await;
     assert_eq!(node.exit_status(0).await, Some(42));
+}
+
+#[tokio::test]
+async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
+    let mut node = Node::with(2, Enforcement::Report).await;
+    node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--gpu", "1"]);
+    node.start(1, &[ESCAPE], &["--allocate", "5000", "--hold", "forever"]);
+    let log = node.machine.path("agent.log");
+    let says = || fs::read_to_string(&log).ok()?.contains("nothing is known of tenants").then_some(());
+    node.machine.until("the watch gives up on that GPU", says).await;
+    node.start(0, &[ESCAPE], &["--allocate", "5000", "--hold", "forever"]);
+    assert_eq!(node.finding("MemoryExceeded").await.pod, "p");
+    let all = node.machine.status("findings", |status| !status.findings.is_empty()).await.findings;
+    assert_eq!(all.len(), 1, "nothing is known of the other: {all:?}");
+    node.machine.simgpu(&["clear"]);
+    node.machine.status("both are found", |status| status.findings.len() == 2).await;
 }

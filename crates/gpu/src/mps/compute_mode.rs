@@ -1,95 +1,175 @@
-//! The compute mode of a GPU, set and put back by a process of its own: NVML would stay in this one's memory.
+//! Sets and restores a GPU's compute mode in a child process, which keeps NVML out of the MPS
+//! host's memory.
 //!
-//! What it was before is kept in a file beside the pipe directory, so that the next MPS host knows it where this one had no time.
+//! A file beside the pipe directory records the former mode. If this MPS host cannot restore it,
+//! the next one does.
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
 
-use super::host::{Host, replace};
+use super::context::Context;
+use super::error::ComputeModeError;
+use super::files::replace;
 use super::process::Exit;
+use super::text::shorten;
+use crate::nvml;
 
-/// Compute modes as the process names them: what it is asked for, and what it prints.
-pub(crate) const MODES: [&str; 3] = ["default", "exclusive-process", "prohibited"];
-/// How long the process may take.
-const NVML: Duration = Duration::from_secs(20);
-/// And print.
-const LONGEST_OUTPUT: u64 = 64 * 1024;
+/// How long the child process may take.
+const DEADLINE: Duration = Duration::from_secs(20);
+/// How many bytes of its output are read.
+const MAX_OUTPUT: u64 = 64 * 1024;
+const EXTENSION: &str = ".compute-mode";
 
-fn file(host: &Host, device: &str) -> PathBuf {
-    host.paths.mps().join(format!("{device}.compute-mode"))
+/// A compute mode, as the child process receives and prints it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Mode {
+    Default,
+    ExclusiveProcess,
+    Prohibited,
 }
 
-/// Lets only one process use a device, which will be the MPS server, and remembers what was before.
-pub(crate) async fn set(host: &Host, device: &str) -> Result<(), String> {
-    let file = file(host, device);
-    // What was there before an earlier host came counts, where that one had no time to put it back.
-    let known = file.exists();
-    let remember = |former: &str| {
-        replace(&file, former.as_bytes()).map_err(|error| format!("cannot write {}: {error}", file.display()))
-    };
-    if !known {
-        // Before it is changed, for a host that dies in between: the default is what it nearly always was.
-        remember("default")?;
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::ExclusiveProcess => "exclusive-process",
+            Self::Prohibited => "prohibited",
+        }
     }
-    match run(host, device, "exclusive-process").await {
-        Ok(_) if known => Ok(()),
-        Ok(former) => remember(&former),
+
+    fn parse(text: &str) -> Option<Self> {
+        [Self::Default, Self::ExclusiveProcess, Self::Prohibited].into_iter().find(|mode| mode.name() == text.trim())
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl From<Mode> for nvml::ComputeMode {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Default => Self::Default,
+            Mode::ExclusiveProcess => Self::ExclusiveProcess,
+            Mode::Prohibited => Self::Prohibited,
+        }
+    }
+}
+
+impl From<nvml::ComputeMode> for Mode {
+    fn from(mode: nvml::ComputeMode) -> Self {
+        match mode {
+            nvml::ComputeMode::Default => Self::Default,
+            nvml::ComputeMode::ExclusiveProcess => Self::ExclusiveProcess,
+            nvml::ComputeMode::Prohibited => Self::Prohibited,
+        }
+    }
+}
+
+/// The file that records the former mode of a device.
+struct Record(PathBuf);
+
+impl Record {
+    fn of(context: &Context, device: &str) -> Self {
+        Self(context.paths.mps().join(format!("{device}{EXTENSION}")))
+    }
+
+    fn error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
+        move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
+    }
+
+    fn exists(&self) -> bool {
+        self.0.exists()
+    }
+
+    fn read(&self) -> Result<Option<Mode>, ComputeModeError> {
+        match std::fs::read_to_string(&self.0) {
+            Ok(content) => match Mode::parse(&content) {
+                Some(mode) => Ok(Some(mode)),
+                None => Err(ComputeModeError::UnknownRecord { path: self.0.clone(), content: shorten(content.trim()) }),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(self.error("read")(error)),
+        }
+    }
+
+    fn write(&self, mode: Mode) -> Result<(), ComputeModeError> {
+        replace(&self.0, mode.name().as_bytes()).map_err(self.error("write"))
+    }
+
+    fn remove(&self) -> Result<(), ComputeModeError> {
+        std::fs::remove_file(&self.0).map_err(self.error("remove"))
+    }
+}
+
+/// Sets a device to `EXCLUSIVE_PROCESS` and records the former mode. The one process that can then
+/// use the device is the MPS server.
+pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(), ComputeModeError> {
+    let record = Record::of(context, device);
+    // A record that an earlier MPS host left holds the mode to restore.
+    let recorded = record.exists();
+    if !recorded {
+        // Before the change, in case this process dies in between. It is nearly always the default.
+        record.write(Mode::Default)?;
+    }
+    match run(context, device, Mode::ExclusiveProcess).await {
+        Ok(_) if recorded => Ok(()),
+        Ok(former) => record.write(former),
         Err(error) => {
-            if !known {
-                let _ = std::fs::remove_file(&file);
+            if !recorded {
+                let _ = record.remove();
             }
             Err(error)
         }
     }
 }
 
-/// Puts a device's compute mode back to what it was, where this or an earlier host changed it.
-pub(crate) async fn restore(host: &Host, device: &str) -> Result<(), String> {
-    let file = file(host, device);
-    let former = match std::fs::read_to_string(&file) {
-        Ok(former) => former,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(format!("cannot read {}: {error}", file.display())),
-    };
-    run(host, device, former.trim()).await?;
-    std::fs::remove_file(&file).map_err(|error| format!("cannot remove {}: {error}", file.display()))
+/// Restores the mode that this or an earlier MPS host changed.
+pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), ComputeModeError> {
+    let record = Record::of(context, device);
+    let Some(former) = record.read()? else { return Ok(()) };
+    run(context, device, former).await?;
+    record.remove()
 }
 
-/// Devices whose compute mode an earlier host changed and did not put back.
-pub(crate) fn changed(mps: &Path) -> Vec<String> {
+/// Devices with a recorded mode, which is yet to be restored.
+pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
-    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(".compute-mode").map(str::to_owned);
+    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(EXTENSION).map(str::to_owned);
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
-async fn run(host: &Host, device: &str, mode: &str) -> Result<String, String> {
-    let Some((program, arguments)) = host.options.compute_mode.split_first() else {
-        return Err("no program for it".to_owned());
-    };
-    let mut command = Command::new(program);
-    command.args(arguments).args(["--device", device, "--mode", mode]);
-    let (child, output) = host.children.spawn(&mut command, &[]).map_err(|error| error.to_string())?;
+/// Runs the child process. Returns the former mode.
+async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, ComputeModeError> {
+    let mut words = context.options.compute_mode.iter();
+    let mut command = Command::new(words.next().cloned().unwrap_or_default());
+    command.args(words).args(["--device", device, "--mode", mode.name()]);
+    let (child, output) = context.children.spawn(&mut command, &[]).map_err(ComputeModeError::Spawn)?;
     let mut text = Vec::new();
-    let mut output = output.take(LONGEST_OUTPUT);
-    let ended = timeout(NVML, async {
+    let mut output = output.take(MAX_OUTPUT);
+    let exited = timeout(DEADLINE, async {
         output.read_to_end(&mut text).await?;
         io::Result::Ok(child.exited().await)
     })
     .await;
     child.kill();
     let text = String::from_utf8_lossy(&text);
-    match ended {
-        // Beside what it logs.
+    match exited {
+        // The output contains log lines as well.
         Ok(Ok(Exit::Status(0))) => {
-            let former = text.lines().map(str::trim).find(|line| MODES.contains(line));
-            former.map(str::to_owned).ok_or_else(|| format!("NVML's answer is unknown: {}", text.trim()))
+            let former = text.lines().find_map(Mode::parse);
+            former.ok_or_else(|| ComputeModeError::UnknownOutput(shorten(text.trim())))
         }
-        Ok(Ok(exit)) => Err(format!("{} ({exit})", text.trim())),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("NVML did not answer within {}s", NVML.as_secs())),
+        Ok(Ok(exit)) => Err(ComputeModeError::Failed { output: shorten(text.trim()), exit }),
+        Ok(Err(error)) => Err(ComputeModeError::Output(error)),
+        Err(_) => Err(ComputeModeError::Timeout { after: DEADLINE }),
     }
 }

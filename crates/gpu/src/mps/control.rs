@@ -1,7 +1,8 @@
-//! Talks to one MPS control daemon: commands over `control_privileged`, and a client's handshake over `control`.
+//! Talks to one MPS control daemon: commands over `control_privileged`, client handshakes over
+//! `control`.
 //!
-//! The daemon serves one connection at a time and waits for it without a deadline: whoever opens one here says all that it has to say at
-//! once, and nothing of it depends on anybody else.
+//! The daemon serves one connection at a time and waits for it without a deadline. So each function
+//! sends everything it has at once and depends on nobody else in between.
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,38 +16,43 @@ use super::process::{Children, Exit};
 use super::protocol::{self, Command, Kind, Reply, Unexpected};
 use super::seqpacket::{Credentials, Socket};
 
-/// The daemon answers in well under a millisecond, also while its server is in FAULT: this long without an answer, and it hangs.
-pub(crate) const ANSWER: Duration = Duration::from_secs(2);
-/// More output than this is not an answer to anything that is asked here.
-const LONGEST_OUTPUT: usize = 256 * 1024;
+/// The daemon answers in well under a millisecond, also while its server is in FAULT. Without an
+/// answer for this long it hangs.
+pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
+/// Stops a daemon. Clients have 3 seconds to exit.
+pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
+/// How long the daemon may take to answer [`QUIT`].
+pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
+/// Longer output answers no command that is used here.
+const MAX_OUTPUT: usize = 256 * 1024;
 
-/// Why a daemon gave no answer.
+/// Why a daemon gave no usable answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ControlError {
-    #[error("the MPS control daemon did not answer `{what}` within {}s", .after.as_secs_f32())]
-    Hung { what: String, after: Duration },
-    #[error("cannot talk to the MPS control daemon")]
+    #[error("the MPS control daemon did not answer `{what}` within {} s", .after.as_secs_f32())]
+    Timeout { what: String, after: Duration },
+    #[error("cannot reach the MPS control daemon: {0}")]
     Io(#[from] io::Error),
     #[error("the MPS control daemon closed the connection")]
     Closed,
-    #[error("the MPS control daemon speaks another protocol than driver 580's")]
-    Unknown,
-    #[error("the client whose credentials were to be passed on is gone")]
+    #[error("the MPS control daemon speaks an unknown protocol, not that of driver 580")]
+    UnknownProtocol,
+    #[error("the client exited before its credentials were passed on")]
     ClientGone,
     #[error(transparent)]
     Unexpected(#[from] Unexpected),
 }
 
-/// Asks for one command and returns what it printed, a line for each packet.
+/// Sends one command over the privileged socket. Returns its output, one line per packet.
 pub(crate) async fn ask(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
     ask_over(&pipe.join("control_privileged"), command, deadline).await
 }
 
-/// The same over a socket that need not be the privileged one.
+/// Sends one command over any control socket.
 pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
     within(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
-        greeted(&socket).await?;
+        expect_hello(&socket).await?;
         socket.send_credentials(protocol::CREDENTIALS, Credentials::own()).await?;
         socket.send(&Kind::Administrator.packet()).await?;
         for packet in protocol::commands(command) {
@@ -55,9 +61,9 @@ pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duratio
         let mut output = String::new();
         loop {
             let packet = socket.recv().await?.ok_or(ControlError::Closed)?;
-            match Reply::parse(&packet.data).ok_or(ControlError::Unknown)? {
+            match Reply::parse(&packet.data).ok_or(ControlError::UnknownProtocol)? {
                 Reply::End => return Ok(output),
-                Reply::Text(_) if output.len() > LONGEST_OUTPUT => return Err(ControlError::Unknown),
+                Reply::Text(_) if output.len() > MAX_OUTPUT => return Err(ControlError::UnknownProtocol),
                 Reply::Text(text) => {
                     if !output.is_empty() {
                         output.push('\n');
@@ -70,20 +76,22 @@ pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duratio
     .await
 }
 
-/// Whether the daemon greets as it is known to: then one can speak to it, and the door for its clients.
-pub(crate) async fn is_known(pipe: &Path) -> Result<bool, ControlError> {
-    within(ANSWER, "hello", async {
-        let socket = connect(pipe, "control").await?;
-        match greeted(&socket).await {
+/// Whether the daemon sends the known greeting. If not, neither commands nor doors can be used with
+/// it.
+pub(crate) async fn greets_as_known(pipe: &Path) -> Result<bool, ControlError> {
+    within(ANSWER_DEADLINE, "hello", async {
+        let socket = Socket::connect(&pipe.join("control")).await?;
+        match expect_hello(&socket).await {
             Ok(()) => Ok(true),
-            Err(ControlError::Unknown) => Ok(false),
+            Err(ControlError::UnknownProtocol) => Ok(false),
             Err(error) => Err(error),
         }
     })
     .await
 }
 
-/// Asks by the driver's own command line tool, which speaks whatever its daemon speaks.
+/// Sends one command through the driver's own command-line tool, which speaks every protocol of its
+/// daemon.
 pub(crate) async fn ask_by_tool(
     children: &Children,
     mut tool: std::process::Command,
@@ -93,7 +101,7 @@ pub(crate) async fn ask_by_tool(
     let (child, mut output) = children.spawn(&mut tool, format!("{command}\n").as_bytes())?;
     let answer = within(deadline, &command.to_string(), async {
         let mut text = Vec::new();
-        (&mut output).take(LONGEST_OUTPUT as u64).read_to_end(&mut text).await?;
+        (&mut output).take(MAX_OUTPUT as u64).read_to_end(&mut text).await?;
         let text = String::from_utf8_lossy(&text).into_owned();
         match child.exited().await {
             Exit::Status(0) => Ok(text),
@@ -105,59 +113,58 @@ pub(crate) async fn ask_by_tool(
     answer
 }
 
-/// A client that the daemon has given a socket to the server, and waits for.
+/// A client that the daemon has accepted and now waits for.
 pub(crate) struct Introduced {
-    /// The socket to the server.
+    /// The client's socket to the server.
     pub(crate) server: OwnedFd,
-    /// The daemon, which waits for the last word about it.
-    pub(crate) daemon: Waiting,
+    /// The connection to the daemon.
+    pub(crate) daemon: PendingHandshake,
 }
 
-/// A daemon that serves nobody else until it is told what came of a client's connection to the server.
-pub(crate) struct Waiting(Socket);
+/// A connection to a daemon that serves nobody else until it receives the result of a client's
+/// handshake with the server.
+pub(crate) struct PendingHandshake(Socket);
 
-impl Waiting {
-    /// Tells it.
-    pub(crate) async fn finish(self, word: &[u8]) {
-        // A daemon that is gone is noticed elsewhere.
-        let _ = timeout(ANSWER, self.0.send(word)).await;
+impl PendingHandshake {
+    /// Sends the result, a `CUresult`.
+    pub(crate) async fn finish(self, result: &[u8]) {
+        // The probe notices a daemon that is gone.
+        let _ = timeout(ANSWER_DEADLINE, self.0.send(result)).await;
     }
 }
 
-/// Introduces a client to the daemon in its place, as `who`.
+/// Introduces a client to the daemon with the credentials `who`.
 pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<Introduced, ControlError> {
-    within(ANSWER, "a client's handshake", async {
-        let daemon = connect(pipe, "control").await?;
-        greeted(&daemon).await?;
+    within(ANSWER_DEADLINE, "a client's handshake", async {
+        let daemon = Socket::connect(&pipe.join("control")).await?;
+        expect_hello(&daemon).await?;
         daemon.send_credentials(protocol::CREDENTIALS, who).await.map_err(|error| {
-            // The kernel passes on only credentials of somebody who lives.
-            if gone(&error) { ControlError::ClientGone } else { error.into() }
+            // The kernel passes on only the credentials of a living process.
+            if is_process_gone(&error) { ControlError::ClientGone } else { error.into() }
         })?;
         daemon.send(&Kind::Client.packet()).await?;
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
-            Some(server) if packet.data == protocol::DESCRIPTOR => Ok(Introduced { server, daemon: Waiting(daemon) }),
-            // This process has no descriptor free.
+            Some(server) if packet.data == protocol::DESCRIPTOR => {
+                Ok(Introduced { server, daemon: PendingHandshake(daemon) })
+            }
+            // The kernel drops the descriptor if this process cannot open another one.
             None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
-            _ => Err(ControlError::Unknown),
+            _ => Err(ControlError::UnknownProtocol),
         }
     })
     .await
 }
 
-fn gone(error: &io::Error) -> bool {
+fn is_process_gone(error: &io::Error) -> bool {
     [rustix::io::Errno::SRCH, rustix::io::Errno::PERM]
         .iter()
         .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
-async fn connect(pipe: &Path, socket: &str) -> Result<Socket, ControlError> {
-    Ok(Socket::connect(&pipe.join(socket)).await?)
-}
-
-async fn greeted(socket: &Socket) -> Result<(), ControlError> {
+async fn expect_hello(socket: &Socket) -> Result<(), ControlError> {
     let hello = socket.recv().await?.ok_or(ControlError::Closed)?;
-    if hello.data == protocol::HELLO { Ok(()) } else { Err(ControlError::Unknown) }
+    if hello.data == protocol::HELLO { Ok(()) } else { Err(ControlError::UnknownProtocol) }
 }
 
 async fn within<T>(
@@ -165,5 +172,5 @@ async fn within<T>(
     what: &str,
     work: impl Future<Output = Result<T, ControlError>>,
 ) -> Result<T, ControlError> {
-    timeout(after, work).await.unwrap_or_else(|_| Err(ControlError::Hung { what: what.to_owned(), after }))
+    timeout(after, work).await.unwrap_or_else(|_| Err(ControlError::Timeout { what: what.to_owned(), after }))
 }

@@ -1,33 +1,44 @@
-//! MPS: what the agent and the MPS host tell each other, the control protocol, the supervisor and the door.
+//! MPS: the daemons and doors of a node, and the protocols they speak.
 //!
 //! ```text
-//! desired.json ─▶ host ─▶ daemon (one for each device) ──▶ nvidia-cuda-mps-control -f ──▶ nvidia-cuda-mps-server
-//! status.json  ◀──┘  └──▶ door (one for each allocation)     ▲ control: commands, a client's handshake   ▲
-//! host.sock                ▲ control ◀── a container's client └── under the device's gate               │
-//!                                          └─────────── from then on by itself ────────────────────────┘
+//! desired.json ─▶ reconciler ─▶ daemon, one per device ───────▶ nvidia-cuda-mps-control -f
+//! status.json  ◀──┘        │      ▲ control lock                  │
+//! host.sock                └──▶ door, one per allocation          └▶ nvidia-cuda-mps-server
+//!                                 ▲ handshake, then relay ─────────────▲
+//!                                 │
+//!                               a container's client
 //! ```
-//! [`wire`] is the contract with the agent. [`protocol`] (bytes and text) and `decide` (what to do next) do no I/O; `seqpacket`, `control` and
-//! `process` are the operating system; `daemon`, `fault`, `door` and `host` are tasks on one thread.
+//!
+//! | module | purpose |
+//! |---|---|
+//! | [`wire`] | the contract with the agent: files and requests |
+//! | [`protocol`], [`log`], `diff`, `text` | pure: MPS packets, log lines, changes of the desired state |
+//! | `seqpacket`, `process`, `procfs`, `files` | the operating system |
+//! | `control` | one exchange with a daemon |
+//! | `context`, `error`, `compute_mode`, `args` | what the tasks share |
+//! | `daemon` | supervises the daemon of one device: lifecycle, probes, faults, clients |
+//! | `door` | admits an allocation's clients under its limits |
+//! | `reconciler`, `socket`, [`host`] | applies the desired file, answers requests, main loop |
+//! | [`doctor`] | checks whether a driver behaves as Cleave expects |
+//!
+//! All tasks run on one thread.
+mod args;
 mod compute_mode;
+mod context;
 mod control;
 mod daemon;
-mod decide;
+mod diff;
 pub mod doctor;
 mod door;
-mod fault;
+mod error;
+mod files;
 pub mod host;
+pub mod log;
 mod process;
+mod procfs;
 pub mod protocol;
+mod reconciler;
 mod seqpacket;
+mod socket;
+mod text;
 pub mod wire;
-
-/// Longest part of what others wrote that is told on, in characters.
-const TOLD: usize = 200;
-
-/// The beginning of what others wrote, marked where it is not all.
-fn beginning(text: &str) -> String {
-    match text.char_indices().nth(TOLD) {
-        Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
-        None => text.to_owned(),
-    }
-}

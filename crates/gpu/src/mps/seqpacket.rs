@@ -1,7 +1,7 @@
-//! SEQPACKET unix sockets under tokio, with the credentials and descriptors that packets carry.
+//! SEQPACKET Unix sockets for tokio. Packets can carry credentials or a descriptor.
 //!
-//! rustix does what passes descriptors, for they come back owned. nix does what carries credentials: rustix's cannot hold pid 0, which is
-//! what the kernel attests for a sender outside this pid namespace.
+//! Descriptors go through rustix, which returns them owned. Credentials go through nix: rustix
+//! cannot represent pid 0, which the kernel attests for a sender outside this pid namespace.
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -17,12 +17,17 @@ use rustix::net::{
 };
 use tokio::io::unix::AsyncFd;
 
-use super::protocol::LONGEST;
+use super::protocol::MAX_PACKET;
 
-/// How often [`Socket::closed`] looks.
-const CLOSED: Duration = Duration::from_secs(1);
+/// How often [`Socket::closed`] polls.
+const CLOSED_POLL: Duration = Duration::from_secs(1);
+/// How long [`Socket::connect`] pauses while the listener's queue is full.
+const CONNECT_RETRY: Duration = Duration::from_millis(5);
+/// The longest path that a socket address can hold.
+pub(crate) const MAX_PATH: usize = 107;
 
-/// Who sent a packet, or connected, as the kernel attests it in this process's namespaces; pid 0 is somebody outside them.
+/// The sender of a packet or the peer of a connection, attested by the kernel and translated into
+/// this process's namespaces. Pid 0 is a process outside them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credentials {
     pub(crate) pid: u32,
@@ -31,7 +36,7 @@ pub(crate) struct Credentials {
 }
 
 impl Credentials {
-    /// This process's.
+    /// The credentials of this process.
     pub(crate) fn own() -> Self {
         Self {
             pid: std::process::id(),
@@ -41,7 +46,7 @@ impl Credentials {
     }
 }
 
-/// A packet, cut at [`LONGEST`] bytes.
+/// A received packet.
 #[derive(Debug, Default)]
 pub(crate) struct Packet {
     pub(crate) data: Vec<u8>,
@@ -54,54 +59,57 @@ pub(crate) struct Packet {
 pub(crate) struct Socket(AsyncFd<OwnedFd>);
 
 impl Socket {
-    fn of(fd: OwnedFd) -> io::Result<Self> {
-        watched(fd).map(Self)
+    fn new(fd: OwnedFd) -> io::Result<Self> {
+        async_fd(fd).map(Self)
     }
 
-    /// What it takes to stand between `other`, a socket that nobody else uses, and somebody who was to be given it: `other` itself, and the
-    /// two ends of a new connection. The kernel attests to the first who speaks on the last, which else is like `other` was.
-    pub(crate) fn in_place_of(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
+    /// Prepares a relay between `other`, which nobody else uses, and a process that expects
+    /// `other` itself.
+    ///
+    /// Returns `other` and the two ends of a new connection. The last is for the process: it has
+    /// the type, flags and options of `other`. On the second the kernel attests who sends.
+    pub(crate) fn interpose(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
         let kind = rustix::net::sockopt::socket_type(&other)?;
         let (near, far) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         rustix::fs::fcntl_setfl(&far, rustix::fs::fcntl_getfl(&other)?)?;
         rustix::net::sockopt::set_socket_passcred(&far, rustix::net::sockopt::socket_passcred(&other)?)?;
-        // Credentials would take the room of descriptors.
+        // Credentials would take the space of descriptors.
         rustix::net::sockopt::set_socket_passcred(&other, false)?;
         rustix::net::sockopt::set_socket_passcred(&near, true)?;
         for fd in [&other, &near] {
             rustix::io::ioctl_fionbio(fd, true)?;
         }
-        Ok((Self::of(other)?, Self::of(near)?, far))
+        Ok((Self::new(other)?, Self::new(near)?, far))
     }
 
-    /// Connects, as soon as the other side's queue has room; without a deadline of its own.
+    /// Connects. Waits while the listener's queue is full, without a deadline.
     pub(crate) async fn connect(path: &Path) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
         loop {
             let fd = socket()?;
             match rustix::net::connect(&fd, &address) {
-                Ok(()) => return Self::of(fd),
-                // A full queue: the kernel offers nothing to wait on.
-                Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(Duration::from_millis(5)).await,
+                Ok(()) => return Self::new(fd),
+                // The queue is full. The kernel has no event for that.
+                Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(CONNECT_RETRY).await,
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// Who connected.
+    /// The process that connected.
     pub(crate) fn peer(&self) -> io::Result<Credentials> {
         let peer = nix::sys::socket::getsockopt(&self.0, nix::sys::socket::sockopt::PeerCredentials)?;
         Ok(Credentials { pid: u32::try_from(peer.pid()).unwrap_or(0), uid: peer.uid(), gid: peer.gid() })
     }
 
-    /// Sends one packet. A peer that is gone is an error, never a signal.
+    /// Sends one packet. A closed connection is an error, never a signal.
     pub(crate) async fn send(&self, data: &[u8]) -> io::Result<()> {
         self.write(|fd| Ok(rustix::net::send(fd, data, SendFlags::NOSIGNAL).map(drop)?)).await
     }
 
-    /// Sends one packet with credentials: with `CAP_SYS_ADMIN` anybody's that lives.
+    /// Sends one packet with credentials. `CAP_SYS_ADMIN` allows those of any living process.
     pub(crate) async fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
-        self.write(|fd| send_credentials(fd, data, credentials)).await
+        self.write(|fd| send_now(fd, data, Some(credentials), MsgFlags::empty())).await
     }
 
     /// Sends one packet with a descriptor.
@@ -118,10 +126,11 @@ impl Socket {
         .await
     }
 
-    /// The next packet without what it carries; `None` when the peer has closed.
+    /// Receives a packet of at most [`MAX_PACKET`] bytes, without credentials or descriptor. `None`
+    /// once the peer has closed.
     pub(crate) async fn recv(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| {
-            let mut data = vec![0; LONGEST];
+            let mut data = vec![0; MAX_PACKET];
             let (length, _) = rustix::net::recv(fd, data.as_mut_slice(), RecvFlags::empty())?;
             data.truncate(length);
             Ok(Packet { data, ..Packet::default() })
@@ -129,28 +138,32 @@ impl Socket {
         .await
     }
 
-    /// The next packet with the sender's credentials, for a socket accepted here. Descriptors that come along are dropped by the kernel.
+    /// Like [`Socket::recv`], with the sender's credentials. For accepted sockets. The kernel drops
+    /// descriptors in the packet.
     pub(crate) async fn recv_credentials(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_credentials(fd, LONGEST)).await
+        self.read(|fd| recv_credentials(fd, MAX_PACKET)).await
     }
 
-    /// The next packet with the first descriptor that it carries.
+    /// Like [`Socket::recv`], with the first descriptor in the packet.
     pub(crate) async fn recv_descriptor(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_descriptor(fd, LONGEST)).await
+        self.read(|fd| recv_descriptor(fd, MAX_PACKET)).await
     }
 
-    /// The next packet, however long, with the first descriptor that it carries.
-    pub(crate) async fn recv_whole_descriptor(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_descriptor(fd, length(fd)?)).await
+    /// Receives a packet of any length, with the first descriptor in it.
+    pub(crate) async fn recv_any_length_descriptor(&self) -> io::Result<Option<Packet>> {
+        self.read(|fd| recv_descriptor(fd, next_length(fd)?)).await
     }
 
-    /// The next packet, however long, with the sender's credentials; without, where it sent descriptors along, which the kernel drops.
-    pub(crate) async fn recv_whole_credentials(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_credentials(fd, length(fd)?)).await
+    /// Receives a packet of any length, with the sender's credentials. If the packet carries
+    /// descriptors, the kernel drops them and there are no credentials.
+    pub(crate) async fn recv_any_length_credentials(&self) -> io::Result<Option<Packet>> {
+        self.read(|fd| recv_credentials(fd, next_length(fd)?)).await
     }
 
-    /// Returns when the peer has closed, whatever is still in the queue; within a second, and without what the other waits here live on: who
-    /// takes a readiness away without reading would have them wait for ever.
+    /// Returns within a second after the peer has closed, even if packets are still queued.
+    ///
+    /// Polls instead of using tokio's readiness: clearing a readiness without reading would make
+    /// the other waits on this socket hang.
     pub(crate) async fn closed(&self) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
@@ -159,12 +172,12 @@ impl Socket {
             if rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(closed) {
                 return;
             }
-            tokio::time::sleep(CLOSED).await;
+            tokio::time::sleep(CLOSED_POLL).await;
         }
     }
 
-    /// Returns when the peer has closed, or has said something although it is its turn to listen. Takes nothing out of the queue.
-    pub(crate) async fn stirs(&self) {
+    /// Returns once the peer has closed or sent something out of turn. Leaves the queue unchanged.
+    pub(crate) async fn closed_or_readable(&self) {
         loop {
             let Ok(mut ready) = self.0.readable().await else { return };
             let mut byte = [0_u8; 1];
@@ -189,7 +202,7 @@ impl Socket {
         loop {
             let mut ready = self.0.readable().await?;
             match ready.try_io(|fd| retry(|| attempt(fd.get_ref().as_fd()))) {
-                // A packet of no bytes is what the end of the connection looks like; nothing here sends one.
+                // End of connection. Nothing in this protocol sends an empty packet.
                 Ok(Ok(packet)) if packet.data.is_empty() => return Ok(None),
                 Ok(Ok(packet)) => return Ok(Some(packet)),
                 Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
@@ -211,7 +224,8 @@ impl AsFd for Socket {
 pub(crate) struct Listener(AsyncFd<OwnedFd>);
 
 impl Listener {
-    /// Listens at `path` for everybody, in place of what is there. The name appears only once it can be connected to.
+    /// Listens at `path` for every user and replaces what is there. The name appears only once the
+    /// socket accepts connections.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let building = path.with_extension("new");
         match std::fs::remove_file(&building) {
@@ -219,16 +233,17 @@ impl Listener {
             _ => {}
         }
         let fd = socket()?;
-        // Inherited by what is accepted: no packet can come before the kernel was asked to attest its sender.
+        // Accepted sockets inherit this, so the kernel attests the sender of their first packet
+        // too.
         rustix::net::sockopt::set_socket_passcred(&fd, true)?;
         rustix::net::bind(&fd, &SocketAddrUnix::new(&building)?)?;
         std::fs::set_permissions(&building, std::fs::Permissions::from_mode(0o666))?;
         rustix::net::listen(&fd, 4096)?;
         std::fs::rename(&building, path)?;
-        watched(fd).map(Self)
+        async_fd(fd).map(Self)
     }
 
-    /// The next connection.
+    /// Accepts the next connection.
     pub(crate) async fn accept(&self) -> io::Result<Socket> {
         loop {
             let mut ready = self.0.readable().await?;
@@ -237,7 +252,7 @@ impl Listener {
                 Ok(fd) => {
                     let fd = fd?;
                     rustix::net::sockopt::set_socket_passcred(&fd, true)?;
-                    return Socket::of(fd);
+                    return Socket::new(fd);
                 }
                 Err(_would_block) => {}
             }
@@ -245,17 +260,14 @@ impl Listener {
     }
 }
 
-/// Has tokio wait on a descriptor.
+/// Registers a descriptor with tokio.
 #[expect(
     deprecated,
-    reason = "what replaces it is unsafe, and asks for what holds here by type: owned, never replaced"
+    reason = "the replacement is unsafe and requires what the type guarantees here: an owned, never replaced descriptor"
 )]
-pub(crate) fn watched(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
+pub(crate) fn async_fd(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::new(fd)
 }
-
-/// The longest path that a socket can have.
-pub(crate) const LONGEST_PATH: usize = 107;
 
 fn socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -271,20 +283,32 @@ fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-fn send_credentials(fd: BorrowedFd<'_>, data: &[u8], credentials: Credentials) -> io::Result<()> {
-    let pid = i32::try_from(credentials.pid).map_err(|_| io::ErrorKind::InvalidInput)?;
-    let ucred = UnixCredentials::from(nix::libc::ucred { pid, uid: credentials.uid, gid: credentials.gid });
-    let message = [ControlMessage::ScmCredentials(&ucred)];
-    nix::sys::socket::sendmsg::<()>(fd.as_raw_fd(), &[IoSlice::new(data)], &message, MsgFlags::MSG_NOSIGNAL, None)?;
+/// Sends one packet without waiting, with credentials where there are any.
+pub(crate) fn send_now(
+    fd: impl AsFd,
+    data: &[u8],
+    credentials: Option<Credentials>,
+    flags: MsgFlags,
+) -> io::Result<()> {
+    let ucred = match credentials {
+        Some(Credentials { pid, uid, gid }) => {
+            let pid = i32::try_from(pid).map_err(|_| io::ErrorKind::InvalidInput)?;
+            Some(UnixCredentials::from(nix::libc::ucred { pid, uid, gid }))
+        }
+        None => None,
+    };
+    let control: Vec<ControlMessage<'_>> = ucred.iter().map(ControlMessage::ScmCredentials).collect();
+    let flags = flags | MsgFlags::MSG_NOSIGNAL;
+    nix::sys::socket::sendmsg::<()>(fd.as_fd().as_raw_fd(), &[IoSlice::new(data)], &control, flags, None)?;
     Ok(())
 }
 
-/// Room for the next packet.
-fn length(fd: BorrowedFd<'_>) -> io::Result<usize> {
+/// Buffer size for the next packet.
+fn next_length(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut byte = [0_u8; 1];
     let (_, length) = rustix::net::recv(fd, byte.as_mut_slice(), RecvFlags::PEEK | RecvFlags::TRUNC)?;
-    // A stream has no packets, and says nothing of its length.
-    Ok(length.max(LONGEST))
+    // A stream socket has no packets and reports no length.
+    Ok(length.max(MAX_PACKET))
 }
 
 fn recv_credentials(fd: BorrowedFd<'_>, most: usize) -> io::Result<Packet> {

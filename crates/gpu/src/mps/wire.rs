@@ -1,14 +1,15 @@
-//! What the agent and the MPS host tell each other.
+//! The contract between the agent and the MPS host: two files and one socket.
 //!
-//! The agent writes [`Desired`] to `RUN/mps/desired.json`, atomically (write, fsync, rename); the MPS host answers in
-//! `RUN/mps/status.json`, atomically too, and serves [`Request`]s on `RUN/mps/host.sock`, one JSON line each way.
-//! `RUN` is a host path, `/run/cleave` unless told otherwise, mounted at the same path in both pods:
+//! The agent writes [`Desired`] to `RUN/mps/desired.json`. The MPS host writes [`Status`] to
+//! `RUN/mps/status.json` and answers [`Request`]s on `RUN/mps/host.sock`, one line of JSON each
+//! way. Both write atomically: to a temporary file, fsync, rename. `RUN` is `/run/cleave` by
+//! default; the node and both pods have it at the same path.
 //!
-//! | path | made by | what |
+//! | path | created by | content |
 //! |---|---|---|
-//! | `RUN/alloc/<allocation id>/` | agent, before `Allocate` answers | the folder that a container sees, read-only |
-//! | `RUN/alloc/<allocation id>/control` | MPS host | the door of that allocation |
-//! | `RUN/mps/<device>/` | MPS host | the daemon's own pipe directory; no container sees it |
+//! | `RUN/alloc/<id>/` | agent, before it answers `Allocate` | the folder that a container sees, read-only |
+//! | `RUN/alloc/<id>/control` | MPS host | the door of that allocation |
+//! | `RUN/mps/<device>/` | MPS host | the daemon's pipe directory; no container sees it |
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -16,10 +17,12 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The version of these files; a reader refuses a higher one and says so.
+use super::text::shorten;
+
+/// The version of these files. A reader refuses a higher one and says so.
 pub const VERSION: u32 = 1;
 
-/// What should run on this node: every daemon and every allocation, complete.
+/// Every daemon and every allocation that should exist on this node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Desired {
@@ -27,95 +30,96 @@ pub struct Desired {
     pub version: u32,
     /// Daemons by device: the UUID of a GPU or of a MIG instance.
     pub daemons: BTreeMap<String, Daemon>,
-    /// Allocations by id (lower-case hexadecimal, at most 32 characters).
+    /// Allocations by id: lower-case hexadecimal, at most 32 characters.
     pub allocations: BTreeMap<String, Allocation>,
 }
 
-/// Why a [`Desired`] cannot be acted upon.
+/// Why a [`Desired`] file is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Invalid {
+pub enum InvalidDesired {
     /// Not JSON, or not of this shape.
-    #[error("the desired file is not readable: {0}")]
+    #[error("desired.json cannot be parsed: {0}")]
     Malformed(String),
     /// Written by a newer agent.
-    #[error("the desired file has version {0}; this MPS host knows {VERSION}: upgrade it")]
+    #[error("desired.json has version {0}, this MPS host supports version {VERSION}: upgrade the MPS host")]
     Version(u32),
-    /// A device's name cannot be a directory's.
-    #[error("{0:?} is no device: letters, digits and `-` are expected, at most 80")]
+    /// The device cannot be a directory name.
+    #[error("invalid device {0:?}: expected 1 to 80 letters, digits or `-`")]
     Device(String),
-    /// An allocation's id is not what the agent makes.
-    #[error("{0:?} is no allocation id: lower-case hexadecimal is expected, at most 32 characters")]
+    /// The id has a form that the agent never writes.
+    #[error("invalid allocation id {0:?}: expected 1 to 32 lower-case hexadecimal digits")]
     AllocationId(String),
-    /// An active thread percentage of nothing, or of more than the GPU.
-    #[error("{whose}: {threads} is no active thread percentage: 1 to 100 is expected")]
+    /// The active thread percentage is outside 1 to 100.
+    #[error("{owner}: invalid active thread percentage {threads}: expected 1 to 100")]
     Threads {
         /// The device or allocation.
-        whose: String,
-        /// What was asked for.
+        owner: String,
+        /// The rejected percentage.
         threads: u8,
     },
-    /// A memory limit of nothing would be none.
-    #[error("{0}: a memory limit of 0 MiB would be no limit")]
+    /// MPS reads a memory limit of 0 as no limit.
+    #[error("{0}: invalid memory limit 0 MiB: MPS reads 0 as no limit")]
     Memory(String),
-    /// An allocation that may have no client.
-    #[error("{0}: at most 0 clients could never run")]
+    /// The allocation could never have a client.
+    #[error("{0}: maxClients is 0: no client could ever connect")]
     Clients(String),
-    /// A MIG instance has no compute mode.
-    #[error("{0}: EXCLUSIVE_PROCESS is for whole GPUs, not for MIG instances")]
+    /// MIG instances have no compute mode.
+    #[error("{0}: EXCLUSIVE_PROCESS applies to whole GPUs, not to MIG instances")]
     Exclusive(String),
 }
 
 impl Desired {
-    /// Reads the file's bytes and checks them: what comes out can be acted upon.
+    /// Parses and checks the content of the desired file.
     ///
     /// # Errors
-    /// [`Invalid`] says what is wrong in the words for [`Status::error`].
-    pub fn parse(bytes: &[u8]) -> Result<Self, Invalid> {
+    /// [`InvalidDesired`] with the first problem. Its text becomes [`Status::error`].
+    pub fn parse(bytes: &[u8]) -> Result<Self, InvalidDesired> {
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
         }
-        // It repeats texts of the file, however long.
-        let malformed = |error: serde_json::Error| Invalid::Malformed(super::beginning(&error.to_string()));
-        // The version first: of a newer file nothing else can be taken for granted.
+        // serde quotes text of the file, however long it is.
+        let malformed = |error: serde_json::Error| InvalidDesired::Malformed(shorten(&error.to_string()));
+        // The version first: a newer file may differ in everything else.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
         if version != VERSION {
-            return Err(Invalid::Version(version));
+            return Err(InvalidDesired::Version(version));
         }
         let desired: Self = serde_json::from_slice(bytes).map_err(malformed)?;
         desired.check()?;
         Ok(desired)
     }
 
-    /// Whether it can be acted upon.
+    /// Checks names and limits.
     ///
     /// # Errors
-    /// [`Invalid`] says the first thing that is wrong.
-    pub fn check(&self) -> Result<(), Invalid> {
+    /// [`InvalidDesired`] with the first problem.
+    pub fn check(&self) -> Result<(), InvalidDesired> {
         for (device, daemon) in &self.daemons {
             check_device(device)?;
             check_limits(device, daemon.default_threads, daemon.default_memory_mib)?;
             if daemon.exclusive && device.starts_with("MIG-") {
-                return Err(Invalid::Exclusive(device.clone()));
+                return Err(InvalidDesired::Exclusive(device.clone()));
             }
         }
         for (id, allocation) in &self.allocations {
             let hexadecimal = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
             if id.is_empty() || id.len() > 32 || !id.bytes().all(hexadecimal) {
-                return Err(Invalid::AllocationId(super::beginning(id)));
+                return Err(InvalidDesired::AllocationId(shorten(id)));
             }
             check_device(&allocation.device)?;
             check_limits(id, allocation.threads, allocation.memory_mib)?;
             if allocation.max_clients == Some(0) {
-                return Err(Invalid::Clients(id.clone()));
+                return Err(InvalidDesired::Clients(id.clone()));
             }
         }
         Ok(())
     }
 
-    /// What [`Status::desired`] says once this was acted upon: 32 hexadecimal digits of the content.
+    /// 32 hexadecimal digits that identify the content. [`Status::desired`] repeats them once the
+    /// MPS host has applied it.
     pub fn hash(&self) -> String {
-        // Maps are ordered: equal content is equal text. Nothing in it can fail to be JSON.
+        // Maps are ordered, so equal content is equal text. Nothing in it can fail to serialize.
         let text = serde_json::to_vec(self).unwrap_or_default();
         Sha256::digest(text).iter().take(16).fold(String::new(), |mut digits, byte| {
             let _ = write!(digits, "{byte:02x}");
@@ -124,68 +128,68 @@ impl Desired {
     }
 }
 
-fn check_device(device: &str) -> Result<(), Invalid> {
+fn check_device(device: &str) -> Result<(), InvalidDesired> {
     let fits = !device.is_empty() && device.len() <= 80;
     if fits && device.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-') {
         Ok(())
     } else {
-        Err(Invalid::Device(super::beginning(device)))
+        Err(InvalidDesired::Device(shorten(device)))
     }
 }
 
-fn check_limits(whose: &str, threads: Option<u8>, memory_mib: Option<u64>) -> Result<(), Invalid> {
+fn check_limits(owner: &str, threads: Option<u8>, memory_mib: Option<u64>) -> Result<(), InvalidDesired> {
     if let Some(threads) = threads.filter(|threads| !(1..=100).contains(threads)) {
-        return Err(Invalid::Threads { whose: whose.to_owned(), threads });
+        return Err(InvalidDesired::Threads { owner: owner.to_owned(), threads });
     }
     if memory_mib == Some(0) {
-        return Err(Invalid::Memory(whose.to_owned()));
+        return Err(InvalidDesired::Memory(owner.to_owned()));
     }
     Ok(())
 }
 
-/// Where things are below `RUN`.
+/// Paths below `RUN`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Paths {
     run: PathBuf,
 }
 
 impl Paths {
-    /// Below `run`, which both pods mount at the same path.
+    /// Paths below `run`, which both pods mount at the same path.
     pub fn new(run: impl Into<PathBuf>) -> Self {
         Self { run: run.into() }
     }
 
-    /// `RUN/mps`: of the MPS host; only root enters it.
+    /// `RUN/mps`: the MPS host's directory. Only root can enter it.
     pub fn mps(&self) -> PathBuf {
         self.run.join("mps")
     }
 
-    /// What should run; the agent writes it.
+    /// The [`Desired`] file, written by the agent.
     pub fn desired(&self) -> PathBuf {
         self.mps().join("desired.json")
     }
 
-    /// What runs; the MPS host writes it.
+    /// The [`Status`] file, written by the MPS host.
     pub fn status(&self) -> PathBuf {
         self.mps().join("status.json")
     }
 
-    /// Where the MPS host answers [`Request`]s.
+    /// The socket on which the MPS host answers [`Request`]s.
     pub fn socket(&self) -> PathBuf {
         self.mps().join("host.sock")
     }
 
-    /// A daemon's own pipe directory.
+    /// The pipe directory of a device's daemon.
     pub fn pipe(&self, device: &str) -> PathBuf {
         self.mps().join(device)
     }
 
-    /// `RUN/alloc`: a folder for each allocation.
+    /// `RUN/alloc`: one folder per allocation.
     pub fn allocations(&self) -> PathBuf {
         self.run.join("alloc")
     }
 
-    /// The folder that a container of the allocation sees.
+    /// The folder that the allocation's container sees.
     pub fn allocation(&self, id: &str) -> PathBuf {
         self.allocations().join(id)
     }
@@ -201,117 +205,120 @@ impl Paths {
     }
 }
 
-/// One MPS control daemon.
+/// Settings of one MPS control daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Daemon {
-    /// Clients of several uids share one server (`-multiuser-server`).
+    /// Clients of several users share one server (`-multiuser-server`).
     pub multi_user: bool,
-    /// Put the GPU in `EXCLUSIVE_PROCESS` while the daemon runs, and back afterwards; false leaves it alone (always so for MIG).
+    /// Sets the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restores the former mode
+    /// afterwards. False leaves the mode alone; it is always false for MIG instances.
     pub exclusive: bool,
-    /// `set_default_active_thread_percentage`: what a client gets that no door limits, 1 to 100.
+    /// `set_default_active_thread_percentage`, 1 to 100: the limit of a client that no door limits.
     pub default_threads: Option<u8>,
     /// `set_default_device_pinned_mem_limit`, MiB.
     pub default_memory_mib: Option<u64>,
 }
 
-/// The limits of one allocation, set by its door for each client that connects.
+/// Limits of one allocation. Its door sets them for each client that connects.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allocation {
     /// The device whose daemon serves it.
     pub device: String,
-    /// Active thread percentage, 1 to 100; none is no limit.
+    /// Active thread percentage, 1 to 100. None means no limit.
     pub threads: Option<u8>,
-    /// Pinned device memory, MiB; none is no limit. MPS binds it for each process.
+    /// Pinned device memory of each process, MiB. None means no limit.
     pub memory_mib: Option<u64>,
-    /// Most clients at once; none is MPS's own limit.
+    /// Maximum number of clients at once. None means that only MPS's own limit applies.
     pub max_clients: Option<u32>,
 }
 
-/// What runs: the MPS host's answer.
+/// What the MPS host observes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {
     /// [`VERSION`] of the writer.
     pub version: u32,
-    /// Pid of the MPS host.
+    /// Pid of the MPS host; 0 once it has stopped.
     pub pid: u32,
-    /// [`Desired::hash`] of the file last acted upon; empty before the first.
+    /// [`Desired::hash`] of the file applied last; empty before the first.
     pub desired: String,
-    /// Daemons by device, those that are going included.
+    /// Daemons by device, including those that are stopping.
     pub daemons: BTreeMap<String, DaemonStatus>,
-    /// Allocations by id whose door is open.
+    /// Allocations with an open door, by id.
     pub allocations: BTreeMap<String, AllocationStatus>,
-    /// Why the desired file could not be read or acted upon, if so.
+    /// Why the desired file could not be applied, wholly or in part.
     pub error: Option<String>,
 }
 
-/// One daemon as it is.
+/// Status of one daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DaemonStatus {
-    /// Where it is in its life.
+    /// Lifecycle state.
     pub state: DaemonState,
-    /// Pid of the control daemon, in the host's pid namespace.
+    /// Pid of the control daemon, in the node's pid namespace.
     pub pid: Option<u32>,
     /// Pid of the MPS server.
     pub server_pid: Option<u32>,
-    /// Starts after the first, since the MPS host started.
+    /// Restarts after failures since the MPS host started.
     pub restarts: u32,
-    /// Whether doors can set limits for each allocation on this driver.
-    pub door: Door,
-    /// What is wrong, or was last, in words; empty when nothing is.
+    /// Whether doors can enforce limits per allocation on this driver.
+    pub enforcement: Enforcement,
+    /// The current or last problem; empty if there was none.
     pub message: String,
-    /// Host pids of the clients, as MPS lists them, with the allocation whose door they came through.
+    /// Clients by pid as MPS lists them, each with the allocation whose door it used.
     pub clients: Vec<Client>,
-    /// The last fatal GPU error since the MPS host started; none before the first, and from an MPS host that knows of none.
+    /// The last fatal GPU error since the MPS host started, if any. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fault: Option<Fault>,
 }
 
-/// A fatal GPU error: it breaks the contexts of all clients of a server (measured on driver 580), and the server lets nobody in until the
-/// last of them has exited.
+/// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580),
+/// and the server admits nobody until the last of them has exited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {
-    /// 1 for a device's first since the MPS host ([`Status::pid`]) started, 2 for the next.
+    /// Counts a device's faults from 1 since the MPS host ([`Status::pid`]) started.
     pub number: u64,
-    /// The one client that died in the midst of its work right before; else the one whom the server's log names, which may be a neighbour.
+    /// The one client that was killed while its kernels ran just before the fault. Without one, the
+    /// client that the server's log names, which may be a neighbour of the real culprit.
     pub culprit: Option<Client>,
-    /// The culprit did nothing wrong itself: it was killed while its kernels ran.
+    /// The culprit made no error itself: it was killed while its kernels ran.
     pub killed: bool,
-    /// The clients at that time, the culprit included.
+    /// The clients at that time, including the culprit.
     pub affected: Vec<Client>,
-    /// Those of them that were ended, because they did not exit by themselves.
+    /// Those of them that were signalled because they did not exit by themselves.
     pub ended: Vec<Client>,
-    /// The device serves again, or another daemon is started for it.
+    /// The device serves again, or its daemon is being replaced.
     pub over: bool,
 }
 
-/// Where a daemon is in its life.
+/// Lifecycle state of a daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DaemonState {
-    /// Started, limits not yet read back: no client is let in.
+    /// Started, but its limits are not confirmed yet: no client is admitted.
     Starting,
-    /// Serving, with its limits.
+    /// Serving with its limits in force.
     Active,
-    /// The server is in FAULT until the clients that it holds have exited.
+    /// The server is in FAULT until the clients that it broke have exited.
     Fault,
-    /// It died or hung; doors hold their clients until it is back.
+    /// The daemon or its server died or hung. Doors hold their clients until it is back.
     Restarting,
-    /// It failed again and again; tried again at a capped interval.
+    /// It failed repeatedly and is retried at a growing, capped interval.
     BackOff,
-    /// No longer wanted; going.
+    /// No longer desired: it quits once its clients have exited.
     Stopping,
 }
 
-/// Whether limits are enforced at the door.
+/// Whether doors enforce limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Door {
-    /// The handshake is the known one: each allocation's limits are set at connect.
+pub enum Enforcement {
+    /// The daemon speaks the known handshake: the door sets each allocation's limits at connect.
     Hard,
-    /// The handshake differs: passed through untouched; limits are the environment's, which a tenant can change.
+    /// The handshake is unknown: doors relay it unchanged. Limits come from the client's
+    /// environment, which a tenant can change.
     Advisory,
 }
 
@@ -319,57 +326,57 @@ pub enum Door {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Client {
-    /// Host pid.
+    /// Pid in the node's pid namespace.
     pub pid: u32,
-    /// Allocation whose door it came through; none for a client that came another way.
+    /// The allocation whose door it used; none for a client that bypassed the doors.
     pub allocation: Option<String>,
 }
 
-/// One allocation's door as it is.
+/// Status of one allocation's door. Counts start when the door opens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AllocationStatus {
-    /// Handshakes passed on.
+    /// Handshakes completed.
     pub admitted: u64,
-    /// Connections refused: administrators' commands, lies in the handshake, too many clients.
+    /// Connections refused: administrators' commands, invalid handshakes, too many clients.
     pub refused: u64,
-    /// Connections waiting for the daemon.
+    /// Connections that wait for the daemon.
     pub waiting: u32,
 }
 
-/// Asked of the MPS host on `RUN/mps/host.sock`, one JSON object a line.
+/// A request to the MPS host on `RUN/mps/host.sock`: one JSON object per line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "camelCase", rename_all_fields = "camelCase")]
 pub enum Request {
-    /// Answer when the desired file with this hash has been read and the allocation's door is open and its daemon Active.
+    /// Answer once the allocation's door is open and its daemon is Active.
     Await {
         /// The allocation's id.
         allocation: String,
-        /// Answer with an error after this long.
+        /// Answer with an error after this time.
         timeout_ms: u64,
     },
-    /// `terminate_client` of a client, with a deadline of its own.
+    /// `terminate_client` for one client. The MPS host applies its own deadline.
     Terminate {
         /// The daemon's device.
         device: String,
-        /// The client's host pid.
+        /// The client's pid in the node's pid namespace.
         pid: u32,
     },
     /// The current [`Status`].
     Status,
 }
 
-/// The answer to a [`Request`], one JSON object in a line.
+/// The answer to a [`Request`]: one JSON object on one line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "camelCase")]
 pub enum Reply {
-    /// Done.
+    /// The request succeeded.
     Done,
-    /// To [`Request::Terminate`]: the client has no context that could be ended.
+    /// To [`Request::Terminate`]: the client has no context to terminate.
     NoContext,
-    /// The status that was asked for.
+    /// To [`Request::Status`].
     Status(Status),
-    /// Not done, in words.
+    /// The request failed.
     Error {
         /// Why.
         message: String,
@@ -398,29 +405,29 @@ mod tests {
         }
     }
 
-    fn parse(desired: &Desired) -> Result<Desired, Invalid> {
+    fn parse(desired: &Desired) -> Result<Desired, InvalidDesired> {
         Desired::parse(&serde_json::to_vec(desired).unwrap())
     }
 
     #[test]
-    fn what_the_agent_writes_is_read_back() {
+    fn a_written_desired_file_parses_to_the_same_content() {
         assert_eq!(parse(&desired()), Ok(desired()));
     }
 
     #[test]
-    fn a_newer_file_is_told_by_its_version_even_if_its_shape_is_unknown() {
-        assert_eq!(Desired::parse(br#"{"version": 2, "daemons": 7}"#), Err(Invalid::Version(2)));
+    fn a_newer_version_is_reported_even_if_the_shape_is_unknown() {
+        assert_eq!(Desired::parse(br#"{"version": 2, "daemons": 7}"#), Err(InvalidDesired::Version(2)));
     }
 
     #[test]
-    fn what_is_no_json_is_malformed() {
+    fn invalid_json_is_malformed() {
         for bytes in [&b""[..], b"{", b"[]", b"\xff", br#"{"version":1}"#] {
-            assert!(matches!(Desired::parse(bytes), Err(Invalid::Malformed(_))), "{bytes:?}");
+            assert!(matches!(Desired::parse(bytes), Err(InvalidDesired::Malformed(_))), "{bytes:?}");
         }
     }
 
     #[test]
-    fn what_is_wrong_is_told_in_short() {
+    fn error_texts_are_short_for_long_input() {
         let long = "\u{1}".repeat(100_000);
         let mut device = desired();
         device.daemons.insert(long.clone(), daemon());
@@ -434,40 +441,45 @@ mod tests {
     }
 
     #[test]
-    fn names_that_would_leave_their_directory_are_refused() {
+    fn names_that_would_escape_their_directory_are_rejected() {
         for name in ["../x", "", ".", "a/b", "a b", &"a".repeat(81)] {
             let mut bad = desired();
             bad.daemons.insert(name.into(), daemon());
-            assert_eq!(parse(&bad), Err(Invalid::Device(name.into())));
+            assert_eq!(parse(&bad), Err(InvalidDesired::Device(name.into())));
         }
         for id in ["../x", "", "00FF", "0g", &"0".repeat(33)] {
             let mut bad = desired();
             bad.allocations.insert(id.into(), allocation());
-            assert_eq!(parse(&bad), Err(Invalid::AllocationId(id.into())));
+            assert_eq!(parse(&bad), Err(InvalidDesired::AllocationId(id.into())));
         }
     }
 
     #[test]
-    fn limits_that_mean_nothing_are_refused() {
+    fn meaningless_limits_are_rejected() {
         for threads in [0, 101] {
             let mut bad = desired();
             bad.allocations.insert("01".into(), Allocation { threads: Some(threads), ..allocation() });
-            assert_eq!(parse(&bad), Err(Invalid::Threads { whose: "01".into(), threads }));
+            assert_eq!(parse(&bad), Err(InvalidDesired::Threads { owner: "01".into(), threads }));
         }
         let mut bad = desired();
         bad.allocations.insert("01".into(), Allocation { memory_mib: Some(0), ..allocation() });
-        assert_eq!(parse(&bad), Err(Invalid::Memory("01".into())));
+        assert_eq!(parse(&bad), Err(InvalidDesired::Memory("01".into())));
         let mut bad = desired();
         bad.daemons.insert("MIG-1".into(), daemon());
-        assert_eq!(parse(&bad), Err(Invalid::Exclusive("MIG-1".into())));
+        assert_eq!(parse(&bad), Err(InvalidDesired::Exclusive("MIG-1".into())));
     }
 
     #[test]
-    fn an_older_or_newer_host_can_be_read() {
-        let older = r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"door":"Hard","message":"","clients":[]}"#;
+    fn statuses_of_older_and_newer_hosts_parse() {
+        let older =
+            r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"enforcement":"Hard","message":"","clients":[]}"#;
         let mut status: DaemonStatus = serde_json::from_str(older).unwrap();
         assert_eq!(status.fault, None);
-        assert_eq!(serde_json::to_string(&status).unwrap(), older, "nothing that an older agent does not know");
+        assert_eq!(
+            serde_json::to_string(&status).unwrap(),
+            older,
+            "an absent fault adds no field that an older agent lacks"
+        );
         let newer = r#"{"number":3,"culprit":{"pid":5,"allocation":"aa","age":1},"course":"what"}"#;
         status.fault = Some(serde_json::from_str(newer).unwrap());
         let culprit = Some(Client { pid: 5, allocation: Some("aa".into()) });
@@ -475,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_follows_the_content() {
+    fn the_hash_depends_on_the_content_only() {
         let mut other = desired();
         assert_eq!(other.hash(), desired().hash());
         assert_eq!(other.hash().len(), 32);

@@ -2,6 +2,8 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
+use std::ops::ControlFlow;
+use std::sync::{Mutex, PoisonError};
 
 use cleave_plan::units::{Mebibytes, Sms};
 use nvml_wrapper::Device;
@@ -14,14 +16,16 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::field_id;
 
 use super::{
-    ComputeMode, Gpu, Gpus, Inventory, Mig, MigActivation, MigInstance, NvmlError, Process, Recovery, Search, Tenants,
-    Vitals, find, sys,
+    Census, ComputeMode, Gpu, GpuEvent, Gpus, Mig, MigActivation, MigInstance, NvmlError, Process, Recovery, Search,
+    Tenants, Vitals, events, find, sys,
 };
 
 /// The NVML library, loaded and started.
 #[derive(Debug)]
 pub struct Nvml {
     pub(super) inner: nvml_wrapper::Nvml,
+    /// Index of each GPU that was described, by UUID.
+    places: Mutex<BTreeMap<String, u32>>,
 }
 
 impl Nvml {
@@ -35,7 +39,7 @@ impl Nvml {
             ));
         };
         match nvml_wrapper::Nvml::builder().lib_path(path).flags(InitFlags::NO_GPUS).init() {
-            Ok(inner) => Ok(Self { inner }),
+            Ok(inner) => Ok(Self { inner, places: Mutex::default() }),
             Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
                 "{} in the places where drivers put it, and by the loader's own search",
                 find::NAME
@@ -44,17 +48,29 @@ impl Nvml {
         }
     }
 
+    /// A GPU or MIG device. A GPU that was described before is found by its index: NVML finds a UUID
+    /// by asking GPUs in turn, of which another one may hang.
     fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
+        let place = self.places.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
+        if let Some(index) = place {
+            match self.by_index(index) {
+                Ok(device) if device.uuid().is_ok_and(|there| there == uuid) => return Ok(device),
+                // NVML numbers its GPUs otherwise by now.
+                Ok(_) | Err(NvmlError::NotFound(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
         self.inner.device_by_uuid(uuid).map_err(|code| match code {
             Code::NotFound | Code::InvalidArg => NvmlError::NotFound(uuid.to_owned()),
             code => NvmlError::of("nvmlDeviceGetHandleByUUID", code),
         })
     }
 
-    fn gpu(&self, index: u32) -> Result<Gpu, NvmlError> {
-        let device =
-            self.inner.device_by_index(index).map_err(|code| NvmlError::of("nvmlDeviceGetHandleByIndex", code))?;
-        self.describe(&device, index)
+    pub(super) fn by_index(&self, index: u32) -> Result<Device<'_>, NvmlError> {
+        self.inner.device_by_index(index).map_err(|code| match code {
+            Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU {index}")),
+            code => NvmlError::of("nvmlDeviceGetHandleByIndex", code),
+        })
     }
 
     fn describe(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
@@ -90,14 +106,21 @@ impl Nvml {
 }
 
 impl Gpus for Nvml {
-    fn inventory(&self) -> Result<Inventory, NvmlError> {
+    fn census(&self) -> Result<Census, NvmlError> {
         let driver =
             self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
         let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
-        let gpus: BTreeMap<_, _> = (0..count).map(|index| (index, self.gpu(index))).collect();
-        let known = gpus.values().flatten();
-        let processes = known.filter_map(|gpu| Some((gpu.uuid.clone(), self.processes(&gpu.uuid).ok()?))).collect();
-        Ok(Inventory { driver, gpus, processes })
+        Ok(Census { driver, count })
+    }
+
+    fn at(&self, index: u32) -> Result<Gpu, NvmlError> {
+        let gpu = self.describe(&self.by_index(index)?, index)?;
+        self.places.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
+        Ok(gpu)
+    }
+
+    fn listen(&self, index: u32, tell: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
+        events::listen(self, index, tell)
     }
 
     fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {

@@ -1,17 +1,20 @@
 //! NVML: what GPUs a node has, how they are, and the few settings that Cleave changes.
 //!
-//! The consumer's words are [`Gpus`]; [`Nvml`] is the library behind it. GPUs fail one by one: an [`Inventory`] has a result for each.
-//! A call may hang in the driver, so a program that has something else to do puts NVML behind a [`Worker`].
+//! The consumer's words are [`Gpus`]; [`Nvml`] is the library behind it. GPUs fail one by one, and a
+//! call may hang in the driver for as long as the node runs. So each call is about one GPU, except
+//! [`Gpus::census`], and a program that has something else to do makes the calls of each GPU on a
+//! [`Worker`] of its own. All workers and the [`EventWatch`] share one [`Library`].
 //!
 //! This module holds the only unsafe code of the product: calls that nvml-wrapper does not wrap (MIG instances, and events with the
 //! instance that they are of), in `sys.rs`.
 mod events;
 mod find;
 mod library;
+mod shared;
 mod sys;
 mod worker;
 
-use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use cleave_plan::units::{Mebibytes, Sms};
@@ -21,6 +24,7 @@ use serde::{Deserialize, Serialize};
 pub use events::{EventWatch, GpuEvent};
 pub use find::Search;
 pub use library::Nvml;
+pub use shared::Library;
 pub use worker::Worker;
 
 /// What NVML could not do.
@@ -53,8 +57,8 @@ pub enum NvmlError {
         /// What could not be done.
         call: &'static str,
     },
-    /// An earlier call has not returned.
-    #[error("the driver does not answer: a call has not returned for {0:?}")]
+    /// A call did not return within this deadline, and still has not.
+    #[error("NVML did not answer for {} s", .0.as_secs())]
     Hung(std::time::Duration),
     /// Any other error of the library.
     #[error("{call} failed")]
@@ -84,10 +88,26 @@ impl NvmlError {
     }
 }
 
-/// A node's GPUs, in the consumer's words.
-pub trait Gpus: Send {
-    /// Every GPU by index, each with its own result.
-    fn inventory(&self) -> Result<Inventory, NvmlError>;
+/// A node's GPUs, in the consumer's words. Threads may call it at the same time.
+pub trait Gpus: Send + Sync {
+    /// The driver, and how many GPUs it has. Asks no GPU.
+    fn census(&self) -> Result<Census, NvmlError>;
+
+    /// The GPU at one of NVML's indices. Asks no other GPU.
+    fn at(&self, index: u32) -> Result<Gpu, NvmlError>;
+
+    /// The GPU at an index with its processes: none where the GPU does not say them.
+    fn observe(&self, index: u32) -> Result<Observation, NvmlError> {
+        let gpu = self.at(index)?;
+        let processes = self.processes(&gpu.uuid).unwrap_or_default();
+        Ok(Observation { gpu, processes })
+    }
+
+    /// Reports events of the GPU at an index, and nothing every few seconds, until `tell` breaks.
+    /// Blocks this thread meanwhile.
+    fn listen(&self, _index: u32, _tell: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceRegisterEvents" })
+    }
 
     /// One GPU by its UUID.
     fn look(&self, uuid: &str) -> Result<Gpu, NvmlError>;
@@ -103,26 +123,6 @@ pub trait Gpus: Send {
     /// The same, and whether the driver tells MPS clients from other processes.
     fn tenants(&self, uuid: &str) -> Result<Tenants, NvmlError> {
         Ok(Tenants { processes: self.processes(uuid)?, tells_clients: true })
-    }
-
-    /// The tenants of several devices. A device that does not say them is left out: nothing is known of it.
-    ///
-    /// # Errors
-    /// Only where no device can be asked before the library is started anew.
-    fn tenants_of(&self, uuids: &[String]) -> Result<BTreeMap<String, Tenants>, NvmlError> {
-        let mut told = BTreeMap::new();
-        for uuid in uuids {
-            match self.tenants(uuid) {
-                Ok(tenants) => {
-                    told.insert(uuid.clone(), tenants);
-                }
-                Err(error) if error.is_fatal_to_handle() => return Err(error),
-                Err(error) => {
-                    tracing::debug!(device = uuid, error = &error as &dyn std::error::Error, "no processes are told");
-                }
-            }
-        }
-        Ok(told)
     }
 
     /// The newest CUDA that the driver serves: major and minor.
@@ -149,15 +149,22 @@ pub trait Gpus: Send {
     fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError>;
 }
 
-/// The driver and its GPUs.
-#[derive(Debug)]
-pub struct Inventory {
+/// The driver, without its GPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Census {
     /// Driver version.
     pub driver: String,
-    /// GPUs by NVML's index; one that cannot be asked says why.
-    pub gpus: BTreeMap<u32, Result<Gpu, NvmlError>>,
-    /// Processes by the GPU's UUID, those in its MIG instances included; a GPU that does not say them is left out.
-    pub processes: BTreeMap<String, Vec<Process>>,
+    /// Number of GPUs. NVML's indices are those below it.
+    pub count: u32,
+}
+
+/// One GPU and who uses it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Observation {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// Its processes, those in its MIG instances included.
+    pub processes: Vec<Process>,
 }
 
 /// What the driver says of a GPU's memory, and of what it needs. None is what this GPU or driver does not say.

@@ -1,4 +1,4 @@
-//! NVML on a thread of its own, so that a call that hangs in the driver holds nothing else.
+//! A thread for calls that may hang in the driver, so that they hold nothing else.
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -6,41 +6,40 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use super::{Gpus, NvmlError};
+use super::{Gpus, Library, NvmlError};
 
-/// Loads the library: called again after an error that only a new start can mend.
-type Open = Box<dyn FnMut() -> Result<Box<dyn Gpus>, NvmlError> + Send>;
-type Job = Box<dyn FnOnce(&mut Session) + Send>;
+type Job = Box<dyn FnOnce() + Send>;
 
-/// A handle to the thread; it ends when the last handle and the call that it is in have ended.
+/// A handle to the thread. The thread ends when the last handle is dropped and its call has
+/// returned.
+///
+/// A call that hangs takes this worker and no other: give each GPU, and each purpose, one of its
+/// own. No call is begun while an earlier one hangs, so there is never more than one thread stuck.
 #[derive(Debug, Clone)]
 pub struct Worker {
+    library: Library,
     jobs: Sender<Job>,
     progress: Arc<Mutex<Progress>>,
 }
 
 #[derive(Debug, Default)]
 struct Progress {
-    /// Calls asked for.
+    /// Number of calls asked for.
     asked: u64,
-    /// Calls that have returned.
+    /// Number of calls that have returned.
     returned: u64,
-    /// When a call began that outlived its deadline, if one did and has not returned.
-    stuck: Option<Instant>,
-}
-
-struct Session {
-    open: Open,
-    gpus: Option<Box<dyn Gpus>>,
+    /// The deadline that a call missed which has not returned.
+    stuck: Option<Duration>,
 }
 
 impl Worker {
-    /// Starts the thread; the library is loaded by the first call.
-    pub fn start(open: Open) -> std::io::Result<Self> {
+    /// Starts a thread of this name, of which the kernel keeps the first 15 bytes. The first call
+    /// loads the library.
+    pub fn start(library: &Library, name: impl Into<String>) -> std::io::Result<Self> {
         let (jobs, queue) = channel();
         // NVML's initialisation is not frugal with its stack: the default size, of which only touched pages count.
-        thread::Builder::new().name("nvml".into()).spawn(move || serve(Session { open, gpus: None }, &queue))?;
-        Ok(Self { jobs, progress: Arc::default() })
+        thread::Builder::new().name(name.into()).spawn(move || serve(&queue))?;
+        Ok(Self { library: library.clone(), jobs, progress: Arc::default() })
     }
 
     /// Calls `call` on the thread.
@@ -55,16 +54,16 @@ impl Worker {
         let begun = Instant::now();
         let number = {
             let mut progress = self.progress();
-            if let Some(since) = progress.stuck {
-                return Err(NvmlError::Hung(since.elapsed()));
+            if let Some(missed) = progress.stuck {
+                return Err(NvmlError::Hung(missed));
             }
             progress.asked += 1;
             progress.asked
         };
         let (answer, answered) = oneshot::channel();
-        let progress = Arc::clone(&self.progress);
-        let job: Job = Box::new(move |session| {
-            let result = session.with(call);
+        let (library, progress) = (self.library.clone(), Arc::clone(&self.progress));
+        let job: Job = Box::new(move || {
+            let result = library.with(call);
             let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
             progress.returned = number;
             progress.stuck = None;
@@ -83,9 +82,9 @@ impl Worker {
                 let mut progress = self.progress();
                 // It may have returned since.
                 if progress.returned < number {
-                    progress.stuck = Some(begun);
+                    progress.stuck = Some(deadline);
                 }
-                Err(NvmlError::Hung(begun.elapsed()))
+                Err(NvmlError::Hung(deadline))
             }
         }
     }
@@ -95,37 +94,27 @@ impl Worker {
     }
 }
 
-fn serve(mut session: Session, queue: &Receiver<Job>) {
+fn serve(queue: &Receiver<Job>) {
     while let Ok(job) = queue.recv() {
-        job(&mut session);
-    }
-}
-
-impl Session {
-    fn with<T>(&mut self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        let gpus = match self.gpus.take() {
-            Some(gpus) => gpus,
-            None => (self.open)()?,
-        };
-        let result = call(gpus.as_ref());
-        if !result.as_ref().is_err_and(NvmlError::is_fatal_to_handle) {
-            self.gpus = Some(gpus);
-        }
-        result
+        job();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ComputeMode, Gpu, Inventory, MigActivation, MigInstance, Process, Tenants};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::super::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process};
     use super::*;
 
     struct NoGpus;
 
     impl Gpus for NoGpus {
-        fn inventory(&self) -> Result<Inventory, NvmlError> {
-            let (gpus, processes) = Default::default();
-            Ok(Inventory { driver: "1".into(), gpus, processes })
+        fn census(&self) -> Result<Census, NvmlError> {
+            Ok(Census { driver: "1".into(), count: 0 })
+        }
+        fn at(&self, index: u32) -> Result<Gpu, NvmlError> {
+            Err(NvmlError::NotFound(index.to_string()))
         }
         fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {
             Err(NvmlError::NotFound(uuid.into()))
@@ -135,13 +124,6 @@ mod tests {
         }
         fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
             Err(NvmlError::NoDriver)
-        }
-        fn tenants(&self, device: &str) -> Result<Tenants, NvmlError> {
-            match device {
-                "gone" => Err(NvmlError::NoDriver),
-                "lost" => Err(NvmlError::Lost { call: "tenants" }),
-                _ => Ok(Tenants::default()),
-            }
         }
         fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
             Ok(mode)
@@ -156,51 +138,49 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
+    fn library() -> Library {
+        Library::new(|| Ok(Arc::new(NoGpus)))
+    }
+
     #[tokio::test]
-    async fn a_call_that_hangs_costs_its_caller_a_deadline_and_others_nothing_and_ends_with_the_hang() {
-        let worker = Worker::start(Box::new(|| Ok(Box::new(NoGpus)))).unwrap();
+    async fn a_call_that_hangs_costs_its_worker_a_deadline_and_other_workers_nothing_and_ends_with_the_hang() {
+        let library = library();
+        let [worker, other] = ["one", "other"].map(|name| Worker::start(&library, name).unwrap());
         let (release, held) = channel::<()>();
+        let deadline = Duration::from_millis(1);
         let hanging = worker
-            .call(Duration::from_millis(1), move |_| {
+            .call(deadline, move |_| {
                 let _ = held.recv();
                 Ok(())
             })
             .await;
-        assert!(matches!(hanging, Err(NvmlError::Hung(_))));
+        assert!(matches!(hanging, Err(NvmlError::Hung(after)) if after == deadline));
         assert!(matches!(worker.call(LONG, |_| Ok(())).await, Err(NvmlError::Hung(_))), "not queued behind it");
+        assert_eq!(other.call(LONG, |gpus| gpus.census()).await.unwrap().driver, "1", "the session is shared");
         release.send(()).unwrap();
         while worker.call(LONG, |_| Ok(())).await.is_err() {
             tokio::task::yield_now().await;
         }
-        assert_eq!(worker.call(LONG, |gpus| gpus.inventory()).await.unwrap().driver, "1");
+        assert_eq!(worker.call(LONG, |gpus| gpus.census()).await.unwrap().driver, "1");
     }
 
     #[tokio::test]
-    async fn a_device_that_does_not_say_its_processes_hides_no_others_and_a_driver_that_is_gone_all() {
-        let worker = Worker::start(Box::new(|| Ok(Box::new(NoGpus)))).unwrap();
-        let ask = |devices: [&str; 2]| devices.map(str::to_owned);
-        let one = ask(["lost", "a"]);
-        let told = worker.call(LONG, move |gpus| gpus.tenants_of(&one)).await.unwrap();
-        assert_eq!(told.keys().collect::<Vec<_>>(), ["a"]);
-        let none = ask(["a", "gone"]);
-        assert!(matches!(worker.call(LONG, move |gpus| gpus.tenants_of(&none)).await, Err(NvmlError::NoDriver)));
-    }
-
-    #[tokio::test]
-    async fn the_library_is_opened_anew_after_the_driver_went_and_never_before_it_is_wanted() {
-        let opened = Arc::new(std::sync::atomic::AtomicU32::new(0));
+    async fn the_library_is_opened_once_for_all_and_again_after_the_driver_went_and_never_before_it_is_wanted() {
+        let opened = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&opened);
-        let worker = Worker::start(Box::new(move || match count.fetch_add(1, std::sync::atomic::Ordering::SeqCst) {
+        let library = Library::new(move || match count.fetch_add(1, Ordering::SeqCst) {
             0 => Err(NvmlError::NoLibrary("nowhere".into())),
-            _ => Ok(Box::new(NoGpus)),
-        }))
-        .unwrap();
-        assert_eq!(opened.load(std::sync::atomic::Ordering::SeqCst), 0);
-        assert!(worker.call(LONG, |gpus| gpus.inventory()).await.is_err());
+            _ => Ok(Arc::new(NoGpus)),
+        });
+        let workers = ["a", "b"].map(|name| Worker::start(&library, name).unwrap());
+        assert_eq!(opened.load(Ordering::SeqCst), 0);
+        assert!(workers[0].call(LONG, |gpus| gpus.census()).await.is_err());
         for expected in [2, 3] {
-            assert!(worker.call(LONG, |gpus| gpus.inventory()).await.is_ok());
-            assert!(matches!(worker.call(LONG, |gpus| gpus.processes("x")).await, Err(NvmlError::NoDriver)));
-            assert_eq!(opened.load(std::sync::atomic::Ordering::SeqCst), expected);
+            for worker in &workers {
+                assert!(worker.call(LONG, |gpus| gpus.census()).await.is_ok());
+            }
+            assert!(matches!(workers[1].call(LONG, |gpus| gpus.processes("x")).await, Err(NvmlError::NoDriver)));
+            assert_eq!(opened.load(Ordering::SeqCst), expected);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The doctor as a process, over the stand-in NVML, MPS and CUDA program.
+//! Runs the doctor as a process with stand-ins for NVML, MPS and the CUDA program.
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,7 +11,7 @@ use sim_machine::Effect;
 
 use super::node::{Node, daemon, host_program, until};
 
-/// A doctor for a node; what it makes is in the node's folder.
+/// A doctor for a node. Its temporary files are in the node's directory.
 fn command(node: &Node, arguments: &[&str]) -> Command {
     fs::create_dir_all(temporary(node)).unwrap();
     fs::set_permissions(temporary(node), fs::Permissions::from_mode(0o755)).unwrap();
@@ -40,7 +40,7 @@ fn client(node: &Node) -> String {
     node.path("cleave-client").display().to_string()
 }
 
-/// What a doctor said, and its exit status.
+/// Exit status and report of a doctor.
 fn report(output: &Output) -> (Option<i32>, Value) {
     let text = String::from_utf8_lossy(&output.stdout);
     let error = String::from_utf8_lossy(&output.stderr);
@@ -70,13 +70,13 @@ fn seen<'a>(report: &'a Value, check: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap().iter();
     findings
         .filter(|finding| finding["check"] == check)
-        .map(|finding| finding["seen"].as_str().unwrap())
+        .map(|finding| finding["observed"].as_str().unwrap())
         .next()
         .unwrap()
 }
 
-/// Processes of MPS that a doctor started on this node.
-fn left(node: &Node) -> Vec<String> {
+/// MPS processes and files that a doctor left on this node.
+fn leftovers(node: &Node) -> Vec<String> {
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", temporary(node).as_os_str().as_encoded_bytes()].concat();
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let is_ours = |path: &Path| {
@@ -94,16 +94,16 @@ fn inject(node: &Node, call: &str, code: i32) {
 }
 
 #[test]
-fn the_stand_in_driver_is_as_relied_on_and_nothing_of_the_doctor_is_left() {
+fn the_stand_in_driver_is_as_expected_and_the_doctor_leaves_nothing() {
     let node = Node::bare(1);
     let (status, report) = ask_with_client(&node);
     assert_eq!(which(&report, "differs"), [] as [&str; 0], "{report:#}");
-    let not_tried: Vec<&str> =
-        which(&report, "notTried").into_iter().filter(|check| !(*check == "nvml" && is_in_a_namespace())).collect();
-    assert_eq!(not_tried, ["48 clients", "fault"], "{report:#}");
-    assert_eq!((status, &report["asReliedOn"]), (Some(0), &Value::Bool(true)));
+    let not_tested: Vec<&str> =
+        which(&report, "notTested").into_iter().filter(|check| !(*check == "nvml" && is_in_a_namespace())).collect();
+    assert_eq!(not_tested, ["48 clients", "fault"], "{report:#}");
+    assert_eq!((status, &report["asExpected"]), (Some(0), &Value::Bool(true)));
     assert_eq!((&report["driver"], &report["controlVersion"]), (&"580.159.04".into(), &13000.into()));
-    assert_eq!(left(&node), [] as [&str; 0]);
+    assert_eq!(leftovers(&node), [] as [&str; 0]);
     assert!(node.machine.processes().unwrap().is_empty());
 }
 
@@ -112,11 +112,11 @@ fn is_in_a_namespace() -> bool {
 }
 
 #[test]
-fn without_a_cuda_program_what_needs_one_was_not_tried() {
+fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
     let node = Node::bare(1);
     let (status, report) = ask(&node, &[]);
     assert_eq!(status, Some(0));
-    assert_eq!(which(&report, "asReliedOn"), ["start", "door", "commands", "privileges", "log"]);
+    assert_eq!(which(&report, "asExpected"), ["start", "door", "commands", "privileges", "log"]);
     assert_eq!(seen(&report, "limits"), "needs a CUDA program (--client)");
     let (status, report) = ask(&node, &["--client", "/nonexistent/program"]);
     assert_eq!((status, which(&report, "differs")), (Some(0), Vec::new()));
@@ -124,7 +124,7 @@ fn without_a_cuda_program_what_needs_one_was_not_tried() {
 }
 
 #[test]
-fn a_driver_with_another_handshake_is_told_and_not_tried_further() {
+fn an_unknown_handshake_differs_and_stops_the_tests() {
     let node = Node::bare(1);
     inject(&node, "mps:handshake", 1);
     let (status, report) = ask_with_client(&node);
@@ -133,16 +133,16 @@ fn a_driver_with_another_handshake_is_told_and_not_tried_further() {
     let text = command(&node, &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
     assert!(text.contains("door        DIFFERS") && text.contains("- door: limits are advisory"), "{text}");
-    assert_eq!(left(&node), [] as [&str; 0]);
+    assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
 #[test]
-fn commands_that_a_driver_does_not_carry_out_are_told() {
+fn commands_that_fail_differ() {
     let node = Node::bare(1);
     inject(&node, "mps:command:terminate_client", 201);
     let (status, report) = ask_with_client(&node);
     assert_eq!((status, which(&report, "differs")), (Some(1), vec!["terminate"]));
-    assert!(seen(&report, "terminate").contains("goes on; its neighbour: goes on"), "{report:#}");
+    assert!(seen(&report, "terminate").contains("continues; its neighbour: continues"), "{report:#}");
 
     let node = Node::bare(1);
     inject(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
@@ -151,17 +151,17 @@ fn commands_that_a_driver_does_not_carry_out_are_told() {
 }
 
 #[test]
-fn a_daemon_that_does_not_start_is_told_with_its_last_words() {
+fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
     let node = Node::bare(1);
     inject(&node, "mps:start", 3);
     let (status, report) = ask_with_client(&node);
     assert_eq!((status, which(&report, "differs")), (Some(1), vec!["start"]));
-    assert!(seen(&report, "start").starts_with("it ends (exit status: 3)"), "{report:#}");
+    assert!(seen(&report, "start").starts_with("it exited (exit status: 3)"), "{report:#}");
     assert_eq!(seen(&report, "limits"), "the daemon does not answer");
-    assert_eq!(left(&node), [] as [&str; 0]);
+    assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
-/// A CUDA program before which a shell script does something.
+/// A CUDA program started by a shell script that first runs `script`.
 fn scripted(node: &Node, script: &str) -> String {
     let path = node.path("script");
     fs::write(&path, format!("#!/bin/sh\n{script}\nexec {} \"$@\"\n", client(node))).unwrap();
@@ -170,42 +170,45 @@ fn scripted(node: &Node, script: &str) -> String {
 }
 
 #[test]
-fn a_driver_that_ignores_a_programs_environment_is_told() {
+fn a_driver_that_ignores_the_environment_differs() {
     let node = Node::bare(1);
     let script = scripted(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
     let (status, report) = ask(&node, &["--client", &script]);
     assert_eq!((status, which(&report, "differs")), (Some(1), vec!["lower", "escape"]));
-    assert!(seen(&report, "escape").starts_with("under 8192 MiB it has 7921 MiB"), "{report:#}");
+    assert!(seen(&report, "escape").starts_with("limit 8192 MiB, 7921 MiB"), "{report:#}");
 }
 
 #[test]
-fn a_gpu_that_is_in_use_is_left_alone() {
+fn nothing_is_started_on_a_gpu_in_use() {
     let mut node = Node::with_host(1);
     let before = node.daemon(0);
     let (status, report) = ask_with_client(&node);
-    assert_eq!((status, which(&report, "notTried").len()), (Some(0), verdicts(&report).len()));
-    assert!(report["leftOut"].as_str().unwrap().contains("Cleave shares the GPU by MPS"), "{report:#}");
+    assert_eq!((status, which(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
+    assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
-    // Its daemon runs, and the agent has not said so.
+    // The daemon is running, but the desired file is gone.
     fs::remove_file(node.paths.desired()).unwrap();
     let (_, report) = ask_with_client(&node);
-    assert!(report["leftOut"].as_str().unwrap().contains("MPS that may serve the GPU runs already"), "{report:#}");
+    assert!(
+        report["skipReason"].as_str().unwrap().contains("an MPS daemon that may serve the GPU is already running"),
+        "{report:#}"
+    );
     assert_eq!(node.daemon(0), before);
 
-    // A program that knows nothing of MPS.
+    // A program without MPS.
     node = Node::bare(1);
     node.want("aa", 0, None, None);
     let plain = node.client("aa", &["--hold", "forever"]);
     until("it has a context", || !node.machine.processes().unwrap().is_empty());
     let (status, report) = ask_with_client(&node);
-    assert_eq!((status, report["leftOut"].as_str()), (Some(0), Some("the GPU is in use")));
+    assert_eq!((status, report["skipReason"].as_str()), (Some(0), Some("the GPU is in use")));
     drop(plain);
 }
 
 #[test]
-fn who_comes_to_the_gpu_meanwhile_is_disturbed_no_further() {
+fn the_tests_stop_when_another_process_uses_the_gpu() {
     if is_in_a_namespace() {
-        eprintln!("skipped: others' processes are not to be seen from a pid namespace");
+        eprintln!("skipped: other processes are not visible in this pid namespace");
         return;
     }
     let node = Node::bare(1);
@@ -218,29 +221,29 @@ fn who_comes_to_the_gpu_meanwhile_is_disturbed_no_further() {
     let pid: i32 = fs::read_to_string(&flag).unwrap().trim().parse().unwrap();
     rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     assert_eq!(status, Some(0), "{report:#}");
-    assert!(seen(&report, "limits").contains(&format!("process {pid} has come")), "{report:#}");
-    assert!(seen(&report, "terminate").contains(&format!("process {pid} has come")), "{report:#}");
-    assert_eq!(left(&node), [] as [&str; 0]);
+    assert!(seen(&report, "limits").contains(&format!("process {pid} uses the GPU")), "{report:#}");
+    assert!(seen(&report, "terminate").contains(&format!("process {pid} uses the GPU")), "{report:#}");
+    assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
 #[test]
-fn a_doctor_that_is_told_to_stop_ends_its_daemon() {
+fn a_doctor_that_receives_a_signal_stops_its_daemon() {
     let node = Node::bare(1);
     node.inject("mps:command:start_server", None, Effect::Hang(None), None);
     let mut doctor: Child = command(&node, &["--client", &client(&node)]).stdout(Stdio::piped()).spawn().unwrap();
-    until("the daemon runs", || left(&node).len() >= 2);
+    until("the daemon runs", || leftovers(&node).len() >= 2);
     rustix::process::kill_process(Pid::from_child(&doctor), Signal::TERM).unwrap();
-    until("the doctor ends", || doctor.try_wait().unwrap().is_some());
+    until("the doctor exits", || doctor.try_wait().unwrap().is_some());
     assert_eq!(doctor.wait().unwrap().code(), Some(2));
-    assert_eq!(left(&node), [] as [&str; 0]);
+    assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
 #[test]
-fn a_gpu_that_is_not_there_and_a_node_without_a_driver_are_neither_good_nor_bad() {
+fn a_missing_gpu_or_driver_gives_no_result() {
     let node = Node::bare(2);
     let output = command(&node, &["--gpu", "7"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("there is no GPU 7; there are 0 (GPU-"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; it has 0 (GPU-"));
     let (status, report) = ask(&node, &["--gpu", &node.uuid(1)]);
     assert_eq!((status, &report["gpu"]["index"]), (Some(0), &1.into()));
     fs::remove_file(node.path("libnvidia_ml.so")).unwrap();
@@ -250,10 +253,10 @@ fn a_gpu_that_is_not_there_and_a_node_without_a_driver_are_neither_good_nor_bad(
 }
 
 #[test]
-fn a_daemon_that_this_host_wants_not_is_no_reason() {
+fn a_daemon_of_another_gpu_does_not_matter() {
     let mut node = Node::bare(2);
     node.want_daemon(1, daemon());
     node.write();
     let (_, report) = ask(&node, &[]);
-    assert_eq!(report["leftOut"], Value::Null, "{report:#}");
+    assert_eq!(report["skipReason"], Value::Null, "{report:#}");
 }

@@ -1,8 +1,9 @@
-//! Fatal GPU errors: whose it was and whom it hit is told, whoever does not leave is ended, and the device serves again whatever it takes.
+//! Fatal GPU errors: the status reports the culprit and the affected clients, clients that do not
+//! exit are signalled, and the device always serves again.
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
 
-use cleave_gpu::mps::wire::{Client as Told, DaemonState, DaemonStatus, Fault, Reply, Request};
+use cleave_gpu::mps::wire::{Client as Reported, DaemonState, DaemonStatus, Fault, Reply, Request};
 use rustix::process::Signal;
 use sim_machine::Effect;
 use sim_mps::handshake::{self, Subject};
@@ -11,14 +12,14 @@ use sim_mps::wire::{self as words, FromContext, ToContext};
 use crate::node::{Client, Node, kill, seen};
 use crate::{A, B, two_tenants};
 
-/// What follows `--fault`: that many kernels, then the access.
+/// Arguments of a client that runs a kernel and then makes an illegal access.
 const FAULT: [&str; 3] = ["--kernel-ms", "1", "--fault"];
 
-fn told(client: &Client, allocation: &str) -> Told {
-    Told { pid: client.pid(), allocation: Some(allocation.to_owned()) }
+fn reported(client: &Client, allocation: &str) -> Reported {
+    Reported { pid: client.pid(), allocation: Some(allocation.to_owned()) }
 }
 
-fn sorted<const N: usize>(mut clients: [Told; N]) -> Vec<Told> {
+fn sorted<const N: usize>(mut clients: [Reported; N]) -> Vec<Reported> {
     clients.sort_by_key(|client| client.pid);
     clients.into()
 }
@@ -38,12 +39,13 @@ fn busy(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
     client
 }
 
-/// The fault of a GPU, once it is over and the GPU serves.
+/// Waits until a GPU's fault is over and the GPU serves.
 fn over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
     let uuid = node.uuid(gpu);
     let is = |daemon: &DaemonStatus| daemon.fault.as_ref().is_some_and(|fault| fault.over);
-    let mut status = node
-        .until("it is over", |status| is(&status.daemons[&uuid]) && status.daemons[&uuid].state == DaemonState::Active);
+    let mut status = node.until("the fault is over", |status| {
+        is(&status.daemons[&uuid]) && status.daemons[&uuid].state == DaemonState::Active
+    });
     let daemon = status.daemons.remove(&uuid).unwrap();
     (daemon.fault.clone().unwrap(), daemon)
 }
@@ -53,7 +55,7 @@ fn by_signal(status: ExitStatus) -> Option<i32> {
 }
 
 #[test]
-fn a_fault_is_told_and_who_does_not_leave_is_ended() {
+fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     let node = two_tenants();
     let before = node.daemon(0);
     assert_eq!(before.fault, None);
@@ -61,14 +63,14 @@ fn a_fault_is_told_and_who_does_not_leave_is_ended() {
     let mut lingers = running(&node, B, &["--hold", "forever", "--linger", "forever"]);
     let mut deaf = up(node.deaf_client(A, &["--hold", "forever", "--linger", "forever"]));
     let mut culprit = running(&node, A, &FAULT);
-    let expected = sorted([told(&culprit, A), told(&deaf, A), told(&exits, B), told(&lingers, B)]);
+    let expected = sorted([reported(&culprit, A), reported(&deaf, A), reported(&exits, B), reported(&lingers, B)]);
     let uuid = node.uuid(0);
-    let told_at_once = node.until("it is told while it lasts", |status| {
+    let during = node.until("the fault is reported while it lasts", |status| {
         let fault = status.daemons[&uuid].fault.as_ref();
         fault.is_some_and(|fault| !fault.over && fault.culprit.is_some())
     });
-    assert!(told_at_once.daemons[&uuid].message.contains(&format!("client {}", culprit.pid())));
-    // The others have their grace: one exits by itself, one at SIGTERM, one is killed.
+    assert!(during.daemons[&uuid].message.contains(&format!("client {}", culprit.pid())));
+    // Of the others, one exits by itself, one at SIGTERM, one at SIGKILL.
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
     assert_eq!(by_signal(lingers.wait()), Some(15));
@@ -77,22 +79,22 @@ fn a_fault_is_told_and_who_does_not_leave_is_ended() {
     let mut affected = fault.affected.clone();
     affected.sort_by_key(|client| client.pid);
     assert_eq!(affected, expected);
-    assert_eq!((fault.number, fault.culprit, fault.killed), (1, Some(told(&culprit, A)), false));
+    assert_eq!((fault.number, fault.culprit, fault.killed), (1, Some(reported(&culprit, A)), false));
     let mut ended = fault.ended;
     ended.sort_by_key(|client| client.pid);
-    assert_eq!(ended, sorted([told(&deaf, A), told(&lingers, B)]));
+    assert_eq!(ended, sorted([reported(&deaf, A), reported(&lingers, B)]));
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
     assert_eq!(node.saw(A), (26, Some(8192)));
     assert_eq!(node.saw(B), (66, Some(20480)));
-    // The next one is another.
+    // The next fault has its own number.
     running(&node, B, &FAULT).wait();
-    node.until("it is counted", |status| {
+    node.until("the next fault is reported", |status| {
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.number == 2 && fault.over)
     });
 }
 
 #[test]
-fn a_server_that_does_not_heal_is_shut_down_and_another_serves() {
+fn a_server_that_does_not_recover_is_replaced() {
     let mut node = Node::with_host(2);
     node.want(A, 0, Some(20), Some(8192));
     node.want(B, 1, Some(50), Some(20480));
@@ -104,7 +106,7 @@ fn a_server_that_does_not_heal_is_shut_down_and_another_serves() {
     node.until("a client waits", |status| status.allocations[A].waiting == 1);
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
-    node.until("it is over", |status| {
+    node.until("the fault is over", |status| {
         meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
     });
@@ -123,7 +125,7 @@ fn a_server_that_does_not_heal_is_shut_down_and_another_serves() {
 }
 
 #[test]
-fn a_daemon_that_helps_no_more_is_replaced_with_its_limits() {
+fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
     let node = two_tenants();
     let before = node.daemon(0);
     for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
@@ -138,7 +140,7 @@ fn a_daemon_that_helps_no_more_is_replaced_with_its_limits() {
 }
 
 #[test]
-fn a_server_that_hangs_in_its_fault_is_replaced_while_the_other_gpu_serves() {
+fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     let mut node = Node::with_host(2);
     node.want(A, 0, Some(20), Some(8192));
     node.want(B, 1, Some(50), Some(20480));
@@ -160,20 +162,20 @@ fn a_server_that_hangs_in_its_fault_is_replaced_while_the_other_gpu_serves() {
     assert_eq!(node.daemon(1).restarts, 0);
 }
 
-/// How often a server made way for another.
-fn renewals(node: &Node) -> usize {
-    node.log().matches("another takes its place").count()
+/// How often a server was replaced after an unclean exit.
+fn replacements(node: &Node) -> usize {
+    node.log().matches("replacing MPS server").count()
 }
 
 #[test]
-fn after_an_unclean_death_the_server_is_replaced_when_nobody_uses_it_and_not_before() {
+fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     let node = two_tenants();
     let uuid = node.uuid(0);
     let before = node.daemon(0).server_pid;
     let has_clients = |count: usize| {
-        node.until("so many are there", |status| status.daemons[&uuid].clients.len() == count);
+        node.until("the number of clients is as expected", |status| status.daemons[&uuid].clients.len() == count);
     };
-    // Clean ends: by itself, at a signal that it handles, and through MPS.
+    // Clean exits: by itself, at a signal that it handles, and through MPS.
     assert_eq!(node.saw(A), (26, Some(8192)));
     let mut handles = running(&node, A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);
@@ -184,8 +186,8 @@ fn after_an_unclean_death_the_server_is_replaced_when_nobody_uses_it_and_not_bef
     ended.wait();
     has_clients(0);
     assert_eq!(node.saw(B), (66, Some(20480)));
-    assert_eq!((node.daemon(0).server_pid, renewals(&node)), (before, 0), "{}", node.log());
-    // One that is killed beside another.
+    assert_eq!((node.daemon(0).server_pid, replacements(&node)), (before, 0), "{}", node.log());
+    // One client is killed while another runs.
     let mut stays = running(&node, B, &["--hold", "forever", "--handle-sigterm"]);
     let mut killed = running(&node, A, &["--hold", "forever"]);
     killed.signal(Signal::KILL);
@@ -194,7 +196,7 @@ fn after_an_unclean_death_the_server_is_replaced_when_nobody_uses_it_and_not_bef
     assert_eq!(node.saw(A), (26, Some(8192)));
     has_clients(1);
     assert!(stays.is_silent());
-    assert_eq!((node.daemon(0).server_pid, renewals(&node)), (before, 0));
+    assert_eq!((node.daemon(0).server_pid, replacements(&node)), (before, 0));
     stays.signal(Signal::TERM);
     assert_eq!(stays.wait().code(), Some(0));
     let after = node.until("another server serves", |status| {
@@ -203,21 +205,21 @@ fn after_an_unclean_death_the_server_is_replaced_when_nobody_uses_it_and_not_bef
     });
     assert_eq!((after.daemons[&uuid].restarts, &after.daemons[&uuid].fault), (0, &None));
     assert_eq!(node.saw(B), (66, Some(20480)));
-    assert_eq!(renewals(&node), 1);
-    assert!(!node.log().contains("now=Restarting"), "the shares were never taken away: {}", node.log());
+    assert_eq!(replacements(&node), 1);
+    assert!(!node.log().contains("to=Restarting"), "the device stayed Active: {}", node.log());
 }
 
 #[test]
-fn a_server_in_which_a_busy_client_was_killed_breaks_nobody_later() {
+fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
     let node = two_tenants();
     for round in 1..=3 {
         let mut killed = busy(&node, A, "1000");
         killed.signal(Signal::KILL);
         killed.wait();
-        // It comes at once, and waits for the other server.
+        // It connects at once and waits for the new server.
         let mut later = running(&node, B, &["--busy", "forever", "--kernel-ms", "1", "--handle-sigterm"]);
         assert_eq!(later.line()["launched"], true);
-        assert_eq!(renewals(&node), round);
+        assert_eq!(replacements(&node), round);
         assert!(later.is_silent());
         later.signal(Signal::TERM);
         assert_eq!(later.wait().code(), Some(0));
@@ -226,22 +228,22 @@ fn a_server_in_which_a_busy_client_was_killed_breaks_nobody_later() {
 }
 
 #[test]
-fn a_client_that_was_killed_at_its_work_is_told_as_the_cause() {
+fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
     let node = two_tenants();
     let mut neighbour = running(&node, B, &["--hold", "forever"]);
     let mut killed = busy(&node, A, "1000");
-    let cause = told(&killed, A);
+    let cause = reported(&killed, A);
     killed.signal(Signal::KILL);
     killed.wait();
     assert_eq!(neighbour.wait().code(), Some(700 - 2 * 256));
     let (fault, _) = over(&node, 0);
     assert_eq!((fault.culprit.as_ref(), fault.killed), (Some(&cause), true));
-    assert!(fault.affected.contains(&cause) && fault.affected.contains(&told(&neighbour, B)));
+    assert!(fault.affected.contains(&cause) && fault.affected.contains(&reported(&neighbour, B)));
     assert_eq!(node.saw(A), (26, Some(8192)));
 }
 
 #[test]
-fn a_server_that_is_killed_in_its_fault_ends_it() {
+fn killing_a_server_in_fault_ends_the_fault() {
     let node = two_tenants();
     let mut lingers = up(node.deaf_client(B, &["--hold", "forever", "--linger", "forever"]));
     running(&node, A, &FAULT).wait();
@@ -251,11 +253,11 @@ fn a_server_that_is_killed_in_its_fault_ends_it() {
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));
     assert_eq!(node.saw(B), (66, Some(20480)));
     assert!(lingers.line()["error"].is_number());
-    assert!(lingers.is_silent(), "it holds nothing any more");
+    assert!(lingers.is_silent(), "it no longer blocks the GPU");
 }
 
 #[test]
-fn nobody_is_ended_who_did_not_prove_to_the_server_who_it_is() {
+fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     let node = two_tenants();
     let mut command = Command::new("sleep");
     command.arg("600");
@@ -263,7 +265,7 @@ fn nobody_is_ended_who_did_not_prove_to_the_server_who_it_is() {
     let pid = bystander.pid();
     let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
     let door = node.paths.door(A);
-    // To the door it is this test, which would be ended; to the server it is somebody who knows nothing of all this.
+    // The door sees this test as the client; the server sees the bystander.
     let _process = handshake::knock(&door).unwrap().enter_as(Subject::Process, who).unwrap();
     let (channel, _socket) = handshake::knock(&door).unwrap().enter_as(Subject::Context, who).unwrap();
     let create = ToContext::Create { device: node.uuid(0), threads: None, command: "x".into(), namespace: 0 };
@@ -273,6 +275,6 @@ fn nobody_is_ended_who_did_not_prove_to_the_server_who_it_is() {
     let (fault, after) = over(&node, 0);
     assert_eq!((fault.ended, after.restarts), (vec![], 0));
     assert!(bystander.is_silent());
-    assert_eq!(fault.culprit, Some(Told { pid, allocation: None }));
+    assert_eq!(fault.culprit, Some(Reported { pid, allocation: None }));
     assert_eq!(node.saw(A), (26, Some(8192)));
 }

@@ -1,5 +1,6 @@
-//! Daemon and server wait for each client without a deadline, and for good where one leaves between the socket that it was handed and its
-//! words to the server: what a client does there must not reach the next.
+//! The daemon and its server wait for each client without a deadline, and forever if a client
+//! leaves after it has received the server's socket and before it has introduced itself. Whatever a
+//! client does there must not affect the next one.
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,12 +11,12 @@ use sim_mps::seqpacket::Connection;
 use crate::node::{Node, until};
 use crate::{A, B, two_tenants};
 
-/// A client with the socket to the server in hand.
+/// A client that has received the server's socket.
 fn handed(node: &Node, allocation: &str) -> Entrance {
     handshake::knock(&node.paths.door(allocation)).unwrap()
 }
 
-/// Whether the other clients run as ever, on the server that was there before.
+/// Asserts that other clients run as before, on the same server.
 fn unharmed(node: &Node, before: Option<u32>) {
     assert_eq!(node.saw(B), (66, Some(20480)));
     assert_eq!(node.saw(A), (26, Some(8192)));
@@ -25,7 +26,7 @@ fn unharmed(node: &Node, before: Option<u32>) {
 }
 
 #[test]
-fn a_client_that_dies_with_the_socket_in_hand_takes_nobody_with_it() {
+fn a_client_that_dies_with_the_socket_harms_nobody() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     for _ in 0..3 {
@@ -35,18 +36,18 @@ fn a_client_that_dies_with_the_socket_in_hand_takes_nobody_with_it() {
 }
 
 #[test]
-fn a_client_that_stalls_with_the_socket_in_hand_is_dropped() {
+fn a_client_that_stalls_with_the_socket_is_disconnected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     let stalled = handed(&node, A);
     unharmed(&node, server);
-    // It would run under what was set for others since.
+    // It would run under limits that were set for others since.
     assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
     unharmed(&node, server);
 }
 
 #[test]
-fn a_client_that_says_only_some_of_its_words_is_dropped() {
+fn a_client_that_introduces_itself_in_part_is_disconnected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     for words in 1..3 {
@@ -61,7 +62,7 @@ fn a_client_that_says_only_some_of_its_words_is_dropped() {
     }
 }
 
-/// Each of a client's sockets shut down, at each step that it can be done at.
+/// Shutdowns of each of a client's sockets, at each possible step.
 fn shutdowns() -> Vec<String> {
     let halves = ["shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon", "shutdown-channel"];
     let lies = halves.iter().flat_map(|half| (0..=5).map(move |step| format!("{half}={step}")));
@@ -69,7 +70,7 @@ fn shutdowns() -> Vec<String> {
 }
 
 #[test]
-fn a_client_that_shuts_its_sockets_down_at_any_step_ends_nothing_but_its_own_handshake() {
+fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
     let node = two_tenants();
     let mut neighbour = node.client(B, &["--busy-forever", "--kernel-ms", "1"]);
     neighbour.line();
@@ -77,21 +78,21 @@ fn a_client_that_shuts_its_sockets_down_at_any_step_ends_nothing_but_its_own_han
     let before = node.daemon(0);
     for lie in shutdowns() {
         let mut liar = node.client(A, &["--lie", &lie, "--hold", "60"]);
-        let told = liar.line();
+        let line = liar.line();
         liar.wait();
         let start = Instant::now();
         assert_eq!(node.saw(B), (66, Some(20480)), "{lie}");
         assert_eq!(node.saw(A), (26, Some(8192)), "{lie}");
         assert!(start.elapsed() < Duration::from_secs(5), "{lie}: {:?}", start.elapsed());
         let now = node.daemon(0);
-        assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {told}");
-        assert!(neighbour.is_silent(), "{lie}: the neighbour runs on");
+        assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
+        assert!(neighbour.is_silent(), "{lie}: the neighbour still runs");
     }
     node.until_state(0, DaemonState::Active);
 }
 
 #[test]
-fn a_client_that_says_it_was_refused_is_none() {
+fn a_client_that_claims_to_be_refused_is_disconnected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid.unwrap();
     let liar = handed(&node, A);
@@ -102,7 +103,7 @@ fn a_client_that_says_it_was_refused_is_none() {
     }
     assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
     liar.daemon.send(&7_u32.to_le_bytes()).unwrap();
-    until("the server has dropped it", || {
+    until("the server has disconnected it", || {
         node.admin(0, &format!("get_client_list {server}")).lines().all(|line| line != std::process::id().to_string())
     });
     unharmed(&node, Some(server));
@@ -110,7 +111,7 @@ fn a_client_that_says_it_was_refused_is_none() {
 }
 
 #[test]
-fn a_client_that_shuts_its_socket_down_and_claims_to_have_connected_is_found_out() {
+fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     for words in 0..3 {
@@ -130,7 +131,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_have_connected_is_found_out
 }
 
 #[test]
-fn what_a_server_does_not_read_keeps_no_place_for_a_client_that_has_closed() {
+fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     let before = node.descriptors();
@@ -141,15 +142,15 @@ fn what_a_server_does_not_read_keeps_no_place_for_a_client_that_has_closed() {
             socket.try_send(&[0; 4096]).is_err()
         })
     };
-    until("nothing more goes in", || full(&socket));
+    until("the connection is full", || full(&socket));
     drop(socket);
-    until("its place is free", || node.descriptors() <= before);
+    until("its connection is closed", || node.descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
     unharmed(&node, server);
 }
 
 #[test]
-fn an_allocation_has_so_many_connections_and_others_have_theirs() {
+fn connections_are_limited_per_allocation() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     let enter = || handshake::knock(&node.paths.door(A)).and_then(|entrance| entrance.enter(Subject::Process));
@@ -163,37 +164,38 @@ fn an_allocation_has_so_many_connections_and_others_have_theirs() {
 }
 
 #[test]
-fn a_client_that_claims_to_have_connected_is_found_out() {
+fn a_client_that_claims_to_be_connected_is_detected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     let liar = handed(&node, A);
     liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
     unharmed(&node, server);
     assert!(matches!(liar.enter(Subject::Process), Err(Closed::ByServer)));
-    let status = node.until("it is counted", |status| status.allocations[A].refused == 1);
+    let status = node.until("the refusal is counted", |status| status.allocations[A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
 
 #[test]
-fn a_client_that_connects_late_but_in_time_is_let_in() {
+fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = two_tenants();
     let client = handed(&node, A);
     let entered = client.enter(Subject::Process).unwrap();
-    node.until("it is counted", |status| status.allocations[A].admitted == 1);
+    node.until("the client is counted", |status| status.allocations[A].admitted == 1);
     drop(entered);
 }
 
 #[test]
-fn however_many_an_allocation_sends_the_others_turn_is_next() {
+fn allocations_take_turns_however_many_clients_one_sends() {
     let node = two_tenants();
     let door = node.paths.door(A);
     let before = node.daemon(0).server_pid;
-    // Each will be handed its socket, and do nothing with it.
+    // Each receives its socket and does nothing with it.
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
-    // Three handshakes: for the process, and for a context; and the look whether somebody is there.
+    // Three connections: one to learn whether a daemon exists, one for the process, one for a
+    // context.
     assert_eq!(node.saw(B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[A].refused;
-    assert!(dropped <= 4, "{dropped} of 12 were waited for");
+    assert!(dropped <= 4, "the door waited for {dropped} of 12");
     assert_eq!(node.daemon(0).server_pid, before);
     drop(stalling);
 }

@@ -1,5 +1,6 @@
-//! The MPS host as a process, over the simulated machine and its stand-in MPS, with real clients at its doors.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "what helps a test fails as a test does")]
+//! Runs the MPS host as a process on a simulated machine with a stand-in MPS, and clients at its
+//! doors.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test helpers may panic as tests do")]
 mod doctor;
 mod faults;
 mod handshake;
@@ -10,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Instant;
 
-use cleave_gpu::mps::wire::{Allocation, Daemon, DaemonState, Door, Reply, Request};
+use cleave_gpu::mps::wire::{Allocation, Daemon, DaemonState, Enforcement, Reply, Request};
 use rustix::process::Signal;
 use sim_machine::{ComputeMode, Effect};
 use sim_mps::handshake as mps;
@@ -21,7 +22,7 @@ use node::{Client, Node, as_user, daemon, kill, seen, until};
 const A: &str = "aa";
 const B: &str = "bb";
 
-/// One GPU with two allocations: a fifth of it, and half of it.
+/// One GPU with two allocations: a fifth and half of it.
 fn two_tenants() -> Node {
     let mut node = Node::with_host(1);
     node.want(A, 0, Some(20), Some(8192));
@@ -31,7 +32,7 @@ fn two_tenants() -> Node {
 }
 
 #[test]
-fn each_allocations_clients_run_under_its_limits() {
+fn clients_run_under_the_limits_of_their_allocation() {
     let mut node = two_tenants();
     node.want("cc", 0, None, None);
     node.apply();
@@ -48,13 +49,14 @@ fn each_allocations_clients_run_under_its_limits() {
             assert_eq!(seen(&client.line()), expected(id), "{id}");
         }
     }
-    // The CUDA library connects for the process and for each context.
-    let status = node.until("all are counted", |status| status.allocations.values().all(|door| door.admitted >= 16));
+    // The CUDA library connects once for the process and once for each context.
+    let status =
+        node.until("all clients are counted", |status| status.allocations.values().all(|door| door.admitted >= 16));
     assert!(status.allocations.values().all(|door| door.refused == 0 && door.waiting == 0), "{status:#?}");
 }
 
 #[test]
-fn a_tenant_lowers_its_limits_but_never_raises_them() {
+fn a_tenant_can_lower_its_limits_but_not_raise_them() {
     let node = two_tenants();
     let saw = |threads: &str, memory: &str| {
         let mut command = node.program(A, &[]);
@@ -66,7 +68,7 @@ fn a_tenant_lowers_its_limits_but_never_raises_them() {
 }
 
 #[test]
-fn a_user_other_than_root_comes_through_the_door() {
+fn a_user_other_than_root_is_admitted() {
     let node = two_tenants();
     let mut command = node.program(A, &[]);
     as_user(&mut command, 1000);
@@ -74,7 +76,7 @@ fn a_user_other_than_root_comes_through_the_door() {
 }
 
 #[test]
-fn defaults_are_read_back_before_anybody_comes_in_and_again_after_a_restart() {
+fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     let mut node = Node::bare(1);
     let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..daemon() };
     node.want_daemon(0, defaults);
@@ -89,7 +91,7 @@ fn defaults_are_read_back_before_anybody_comes_in_and_again_after_a_restart() {
     check(&node, before.server_pid.unwrap());
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
-    let status = node.until("it is back", |status| {
+    let status = node.until("the daemon is back", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -99,7 +101,7 @@ fn defaults_are_read_back_before_anybody_comes_in_and_again_after_a_restart() {
 }
 
 #[test]
-fn defaults_that_are_not_taken_keep_everybody_out() {
+fn no_client_is_admitted_if_defaults_are_not_accepted() {
     let mut node = Node::bare(1);
     node.want_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
     node.want(A, 0, None, None);
@@ -107,7 +109,7 @@ fn defaults_that_are_not_taken_keep_everybody_out() {
     node.write();
     node.start();
     let backing_off = node.until_state(0, DaemonState::BackOff);
-    assert!(backing_off.message.contains("was not taken"), "{backing_off:#?}");
+    assert!(backing_off.message.contains("was not accepted"), "{backing_off:#?}");
     let mut client = node.client(A, &[]);
     let waits = node.until("the client waits", |status| status.allocations[A].waiting == 1);
     assert_eq!(waits.allocations[A].admitted, 0);
@@ -123,38 +125,38 @@ fn administrators_are_refused_and_counted() {
     for command in ["get_server_list", "quit", "set_default_active_thread_percentage 100"] {
         assert!(!matches!(mps::ask(&control, command), Ok(Some(_))), "{command}");
     }
-    node.until("all are counted", |status| status.allocations[A].refused == 3);
+    node.until("all clients are counted", |status| status.allocations[A].refused == 3);
     assert_eq!(node.saw(A), (26, Some(8192)));
 }
 
 #[test]
-fn a_client_that_comes_while_the_daemon_is_away_waits_and_runs_under_its_limits() {
+fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     let mut node = Node::bare(1);
     node.env("SIM_MPS_SERVER_START_MS", "1500");
     node.want_daemon(0, daemon());
     node.want(A, 0, Some(20), Some(8192));
     node.write();
     node.start();
-    // Before there ever was a daemon.
+    // Before the first daemon.
     let mut first = node.client(A, &[]);
-    node.until("the first waits", |status| status.allocations.get(A).is_some_and(|door| door.waiting == 1));
+    node.until("the first client waits", |status| status.allocations.get(A).is_some_and(|door| door.waiting == 1));
     assert!(first.is_silent());
     assert_eq!(seen(&first.line()), (26, Some(8192)));
-    // While it is dead.
+    // After the daemon was killed.
     for _ in 0..2 {
         kill(node.until_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
         node.until_state(0, DaemonState::Restarting);
         let mut clients: Vec<Client> = (0..5).map(|_| node.client(A, &[])).collect();
-        node.until("they wait", |status| status.allocations[A].waiting == 5);
+        node.until("the clients wait", |status| status.allocations[A].waiting == 5);
         for client in &mut clients {
             assert_eq!(seen(&client.line()), (26, Some(8192)));
         }
-        node.until("nobody waits", |status| status.allocations[A].waiting == 0);
+        node.until("no client waits", |status| status.allocations[A].waiting == 0);
     }
 }
 
 #[test]
-fn a_server_that_is_killed_is_started_again_and_knows_nothing_of_old_limits() {
+fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     let node = two_tenants();
     assert_eq!(node.saw(A), (26, Some(8192)));
     let before = node.daemon(0);
@@ -164,13 +166,13 @@ fn a_server_that_is_killed_is_started_again_and_knows_nothing_of_old_limits() {
     let after = node.until("another server serves", |status| {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
-    assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon stays");
-    // The same limits as were set last on the old one.
+    assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
+    // The limits that the old server had last are set on the new one.
     assert_eq!(node.saw(A), (26, Some(8192)));
 }
 
 #[test]
-fn a_daemon_that_hangs_is_started_again_and_the_other_gpu_never_waits() {
+fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let mut node = Node::with_host(2);
     node.want(A, 0, Some(20), Some(8192));
     node.want(B, 1, Some(50), Some(20480));
@@ -181,7 +183,7 @@ fn a_daemon_that_hangs_is_started_again_and_the_other_gpu_never_waits() {
     let mut waits = node.client(A, &[]);
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
-    node.until("it is replaced", |status| {
+    node.until("the daemon is replaced", |status| {
         seen_meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
@@ -193,24 +195,24 @@ fn a_daemon_that_hangs_is_started_again_and_the_other_gpu_never_waits() {
 }
 
 #[test]
-fn a_command_that_hangs_does_not_stop_the_other_gpu() {
+fn a_hung_command_does_not_delay_the_other_gpu() {
     let mut node = Node::with_host(2);
     node.want(A, 0, Some(20), None);
     node.want(B, 1, Some(50), None);
     node.apply();
     node.inject("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
     let mut waits = node.client(A, &[]);
-    node.until("it waits", |status| status.allocations[A].waiting == 1);
+    node.until("the client waits", |status| status.allocations[A].waiting == 1);
     for _ in 0..5 {
         assert_eq!(node.saw(B).0, 66);
     }
-    assert!(waits.is_silent(), "nobody is let in without limits");
+    assert!(waits.is_silent(), "no client is admitted without limits");
     node.clear_faults();
     assert_eq!(seen(&waits.line()).0, 26);
 }
 
 #[test]
-fn liars_and_those_who_stall_are_sent_away_and_delay_nobody() {
+fn clients_that_lie_or_stall_are_refused_and_delay_nobody() {
     let node = two_tenants();
     let lies = [
         "stall=0",
@@ -243,17 +245,18 @@ fn liars_and_those_who_stall_are_sent_away_and_delay_nobody() {
 }
 
 #[test]
-fn a_thousand_connections_leak_no_descriptor() {
+fn a_thousand_connections_leak_no_descriptors() {
     let node = two_tenants();
     assert_eq!(node.saw(A), (26, Some(8192)));
     let settled = |node: &Node| {
-        node.until("nobody is there", |status| status.daemons.values().all(|daemon| daemon.clients.is_empty()));
+        node.until("no client is connected", |status| status.daemons.values().all(|daemon| daemon.clients.is_empty()));
         node.descriptors()
     };
     let before = settled(&node);
     let door = node.paths.door(A);
     for round in 0..250 {
-        // Looks whether somebody is there; leaves in the middle; leaves with the socket in hand; is an administrator.
+        // Connects only; leaves during the handshake; leaves with the server's socket; is an
+        // administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
@@ -262,11 +265,11 @@ fn a_thousand_connections_leak_no_descriptor() {
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
     assert_eq!(node.saw(A), (26, Some(8192)));
-    until("every descriptor is closed", || settled(&node) <= before);
+    until("all descriptors are closed", || settled(&node) <= before);
 }
 
 #[test]
-fn clients_are_told_with_their_allocation_until_they_end() {
+fn clients_are_reported_with_their_allocation_until_they_exit() {
     let node = two_tenants();
     let mut a = node.client(A, &["--hold", "forever"]);
     let mut b = node.client(B, &["--hold", "forever"]);
@@ -276,19 +279,19 @@ fn clients_are_told_with_their_allocation_until_they_end() {
     let of = |pid: u32, allocation: &str| (pid, Some(allocation.to_owned()));
     let mut expected = vec![of(a.pid(), A), of(b.pid(), B)];
     expected.sort();
-    node.until("both are told", |status| {
-        let told = status.daemons[&uuid].clients.iter().map(|client| (client.pid, client.allocation.clone()));
-        told.collect::<Vec<_>>() == expected
+    node.until("both are reported", |status| {
+        let reported = status.daemons[&uuid].clients.iter().map(|client| (client.pid, client.allocation.clone()));
+        reported.collect::<Vec<_>>() == expected
     });
     a.signal(Signal::KILL);
     a.wait();
-    node.until("the one that ended is not", |status| {
+    node.until("the one that exited is no longer reported", |status| {
         status.daemons[&uuid].clients.iter().map(|client| client.pid).eq([b.pid()])
     });
 }
 
 #[test]
-fn more_clients_than_an_allocation_may_have_are_refused_until_one_ends() {
+fn clients_beyond_the_maximum_are_refused_until_one_exits() {
     let mut node = Node::with_host(1);
     let allocation = Allocation { device: node.uuid(0), threads: Some(20), memory_mib: None, max_clients: Some(2) };
     node.desired.allocations.insert(A.into(), allocation);
@@ -299,13 +302,13 @@ fn more_clients_than_an_allocation_may_have_are_refused_until_one_ends() {
     }
     let third = node.client(A, &[]).line();
     assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
-    node.until("it is counted", |status| status.allocations[A].refused > 0);
+    node.until("the refusal is counted", |status| status.allocations[A].refused > 0);
     running.pop();
     assert_eq!(node.saw(A).0, 26);
 }
 
 #[test]
-fn in_fault_clients_wait_until_the_server_is_back() {
+fn clients_wait_while_the_server_is_in_fault() {
     let node = two_tenants();
     let mut culprit = node.client(A, &["--kernel-ms", "1", "--fault", "--linger", "forever"]);
     culprit.line();
@@ -321,13 +324,13 @@ fn in_fault_clients_wait_until_the_server_is_back() {
 }
 
 #[test]
-fn a_host_that_was_killed_is_followed_by_one_that_clears_up_after_it() {
+fn a_host_cleans_up_after_one_that_was_killed() {
     let mut node = two_tenants();
     let before = node.daemon(0);
     node.end_host(Signal::KILL);
     node.start();
     let uuid = node.uuid(0);
-    node.until("it serves anew", |status| {
+    node.until("another daemon serves", |status| {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
@@ -337,11 +340,11 @@ fn a_host_that_was_killed_is_followed_by_one_that_clears_up_after_it() {
     let now = node.daemon(0);
     let mut expected = vec![now.pid.unwrap(), now.server_pid.unwrap()];
     expected.sort_unstable();
-    assert_eq!(processes, expected, "nothing of the earlier host's is left");
+    assert_eq!(processes, expected, "no process of the earlier host is left");
 }
 
 #[test]
-fn a_host_that_is_told_to_stop_leaves_nothing_behind() {
+fn a_host_that_stops_leaves_nothing_behind() {
     let mut node = two_tenants();
     let mut running = node.client(A, &["--hold", "forever"]);
     running.line();
@@ -356,7 +359,7 @@ fn a_host_that_is_told_to_stop_leaves_nothing_behind() {
 }
 
 #[test]
-fn exclusive_process_is_set_before_the_daemon_and_put_back_after_it() {
+fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops() {
     let mut node = Node::bare(1);
     node.want_daemon(0, Daemon { exclusive: true, ..daemon() });
     node.want(A, 0, Some(20), None);
@@ -367,14 +370,14 @@ fn exclusive_process_is_set_before_the_daemon_and_put_back_after_it() {
     node.until_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.saw(A).0, 26);
-    // A host that had no time to put it back does not forget what it was.
+    // A killed host cannot restore the mode; the next host does.
     node.end_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     node.start();
     node.until_state(0, DaemonState::Active);
     node.end_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
-    // Nor one whose successor does not want the GPU any more.
+    // So does a host that no longer has a daemon for the GPU.
     node.start();
     node.until_state(0, DaemonState::Active);
     node.end_host(Signal::KILL);
@@ -382,11 +385,11 @@ fn exclusive_process_is_set_before_the_daemon_and_put_back_after_it() {
     node.desired.allocations.clear();
     node.write();
     node.start();
-    until("it is put back", || mode(&node) == ComputeMode::Default);
+    until("the compute mode is restored", || mode(&node) == ComputeMode::Default);
 }
 
 #[test]
-fn a_daemon_that_is_not_wanted_any_more_goes_once_its_clients_have() {
+fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     let mut node = two_tenants();
     let mut running = node.client(A, &["--hold", "forever"]);
     running.line();
@@ -397,14 +400,14 @@ fn a_daemon_that_is_not_wanted_any_more_goes_once_its_clients_have() {
     node.write();
     let stopping = node.until_state(0, DaemonState::Stopping);
     assert_eq!(stopping.pid, before.pid);
-    assert!(stopping.message.contains("1 clients"), "{}", stopping.message);
+    assert!(stopping.message.contains("clients to exit: 1"), "{}", stopping.message);
     assert!(!node.paths.door(A).exists());
     assert!(running.is_silent());
     running.signal(Signal::KILL);
     running.wait();
-    node.until("it is gone", |status| !status.daemons.contains_key(&uuid));
+    node.until("the daemon is gone", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
-    // And may come again.
+    // It can be desired again.
     node.want_daemon(0, daemon());
     node.want(A, 0, Some(20), Some(8192));
     node.apply();
@@ -412,7 +415,7 @@ fn a_daemon_that_is_not_wanted_any_more_goes_once_its_clients_have() {
 }
 
 #[test]
-fn other_settings_wait_for_clients_and_other_limits_bind_for_the_next() {
+fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
     let mut node = two_tenants();
     let mut running = node.client(A, &["--hold", "forever"]);
     running.line();
@@ -421,12 +424,12 @@ fn other_settings_wait_for_clients_and_other_limits_bind_for_the_next() {
     node.want_daemon(0, Daemon { default_threads: Some(30), ..daemon() });
     node.want(A, 0, Some(10), Some(1024));
     node.write();
-    node.until("it waits", |status| status.daemons[&uuid].message.contains("1 clients"));
+    node.until("the restart waits for clients", |status| status.daemons[&uuid].message.contains("clients to exit: 1"));
     assert_eq!(node.saw(A), (12, Some(1024)));
     assert_eq!(node.daemon(0).pid, before.pid);
     running.signal(Signal::KILL);
     running.wait();
-    node.until("it was started anew", |status| {
+    node.until("the daemon was restarted", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -435,12 +438,12 @@ fn other_settings_wait_for_clients_and_other_limits_bind_for_the_next() {
 }
 
 #[test]
-fn a_desired_file_that_cannot_be_read_changes_nothing() {
+fn an_invalid_desired_file_changes_nothing() {
     let node = two_tenants();
     let before = node.status().unwrap();
     for (bytes, says) in [
-        (&b"{\"version\":1,\"daem"[..], "not readable"),
-        (b"", "not readable"),
+        (&b"{\"version\":1,\"daem"[..], "cannot be parsed"),
+        (b"", "cannot be parsed"),
         (br#"{"version":7}"#, "version 7"),
         (br#"{"version":1,"daemons":{"../x":{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}},"allocations":{}}"#, "../x"),
     ] {
@@ -451,11 +454,11 @@ fn a_desired_file_that_cannot_be_read_changes_nothing() {
     }
     assert_eq!(node.saw(A), (26, Some(8192)));
     node.write();
-    node.until("it is well again", |status| status.error.is_none());
+    node.until("the error is gone", |status| status.error.is_none());
 }
 
 #[test]
-fn a_path_too_long_for_a_socket_is_a_clear_error() {
+fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
     let node = Node::bare(1);
     let long = node.path(&"x".repeat(90));
     let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
@@ -465,7 +468,7 @@ fn a_path_too_long_for_a_socket_is_a_clear_error() {
 }
 
 #[test]
-fn a_second_host_in_the_same_directory_is_refused() {
+fn a_second_host_in_the_same_directory_does_not_start() {
     let node = Node::with_host(1);
     let output = node.host_command().output().unwrap();
     assert!(!output.status.success());
@@ -474,15 +477,15 @@ fn a_second_host_in_the_same_directory_is_refused() {
 }
 
 #[test]
-fn a_door_that_is_removed_is_made_anew() {
+fn a_removed_door_is_restored() {
     let node = two_tenants();
     fs::remove_dir_all(node.paths.allocation(A)).unwrap();
-    until("it is there again", || node.paths.door(A).exists());
+    until("the door is back", || node.paths.door(A).exists());
     assert_eq!(node.saw(A), (26, Some(8192)));
 }
 
 #[test]
-fn an_unknown_handshake_is_passed_through_untouched() {
+fn an_unknown_handshake_is_relayed_unchanged() {
     let mut node = Node::bare(1);
     node.want_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
     node.want(A, 0, Some(20), None);
@@ -490,51 +493,51 @@ fn an_unknown_handshake_is_passed_through_untouched() {
     node.write();
     node.start();
     let active = node.until_state(0, DaemonState::Active);
-    assert_eq!(active.door, Door::Advisory);
-    // Defaults are set by that driver's own tool; no door sets limits.
+    assert_eq!(active.enforcement, Enforcement::Advisory);
+    // Defaults are set with that driver's own tool. Doors set no limits.
     assert_eq!(node.admin(0, "get_default_active_thread_percentage"), "40.0");
     let through = Connection::connect(&node.paths.door(A)).unwrap();
     assert_eq!(through.recv(64).unwrap().unwrap().data, mps::OTHER_HELLO);
-    // Credentials and descriptors come along.
+    // Credentials and descriptors are relayed too.
     through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
     assert_eq!(packet.data, mps::DESCRIPTOR);
     let entrance = mps::Entrance { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
     let _client = entrance.enter(mps::Subject::Process).unwrap();
-    node.until("it is counted", |status| status.allocations[A].admitted == 1);
+    node.until("the client is counted", |status| status.allocations[A].admitted == 1);
 }
 
 #[test]
-fn requests_are_answered_and_bad_ones_too() {
+fn valid_and_invalid_requests_are_answered() {
     let node = two_tenants();
     assert!(matches!(node.ask_host(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
     for bad in ["{}\n", "\n", "nonsense\n", "{\"op\":\"explode\"}\n", &format!("{}\n", "[".repeat(100_000))] {
         assert!(matches!(node.say_to_host(bad), Reply::Error { .. }), "{bad:.20}");
     }
     let unknown = Request::Await { allocation: "ff".into(), timeout_ms: 1 };
-    assert!(matches!(node.ask_host(&unknown), Reply::Error { message } if message.contains("not known")));
-    // Connections that say nothing, or half a line, keep nobody else waiting.
+    assert!(matches!(node.ask_host(&unknown), Reply::Error { message } if message.contains("not in the desired file")));
+    // Connections that send nothing, or half a line, delay nobody.
     let mut silent: Vec<UnixStream> = (0..20).map(|_| UnixStream::connect(node.paths.socket()).unwrap()).collect();
     for stream in &mut silent {
         std::io::Write::write_all(stream, b"{\"op\":").unwrap();
     }
     assert_eq!(node.await_ready(A), Reply::Done);
-    // A client ends through MPS.
+    // A client is terminated through MPS.
     let mut running = node.client(A, &["--hold", "forever"]);
     running.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
     assert_eq!(node.ask_host(&terminate), Reply::Done);
-    // One that has no context any more, or not yet.
+    // A client without a context.
     let mut ended = node.client(A, &["--hold", "forever", "--linger", "forever"]);
     ended.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };
     assert_eq!([node.ask_host(&terminate), node.ask_host(&terminate)], [Reply::Done, Reply::NoContext]);
-    // One that is stopped would block the daemon for as long.
+    // A stopped client would block the daemon until it continues.
     let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
     let stat = format!("/proc/{}/stat", stopped.pid());
-    until("it is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
+    until("the client is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
     let terminate = Request::Terminate { device: node.uuid(0), pid: stopped.pid() };
     assert!(matches!(node.ask_host(&terminate), Reply::Error { message } if message.contains("stopped")));
     let terminate = Request::Terminate { device: "GPU-0".into(), pid: 1 };
@@ -542,7 +545,7 @@ fn requests_are_answered_and_bad_ones_too() {
 }
 
 #[test]
-fn without_multi_user_each_user_has_the_server_in_turn() {
+fn without_multi_user_users_take_turns() {
     let mut node = Node::bare(1);
     node.want_daemon(0, Daemon { multi_user: false, ..daemon() });
     node.want(A, 0, Some(20), Some(8192));
@@ -558,19 +561,19 @@ fn without_multi_user_each_user_has_the_server_in_turn() {
     let mut holds = as_1000(&["--hold", "forever"]);
     assert_eq!(seen(&holds.line()), (26, Some(8192)));
     let mut waits = node.client(A, &[]);
-    node.until("root waits", |status| status.allocations[A].waiting == 1);
+    node.until("root's client waits", |status| status.allocations[A].waiting == 1);
     assert!(waits.is_silent());
     holds.signal(Signal::KILL);
     assert_eq!(seen(&waits.line()), (26, Some(8192)));
 }
 
 #[test]
-fn what_ends_below_the_host_is_reaped() {
+fn orphans_are_reaped() {
     let node = two_tenants();
     let before = node.daemon(0);
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
-    node.until("it is back", |status| {
+    node.until("the daemon is back", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
@@ -588,7 +591,7 @@ fn what_ends_below_the_host_is_reaped() {
 }
 
 #[test]
-fn the_host_stays_small() {
+fn the_host_uses_less_than_4_mib_of_its_own() {
     let node = two_tenants();
     let start = Instant::now();
     for _ in 0..20 {
@@ -598,5 +601,5 @@ fn the_host_stays_small() {
     let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
     println!("{} {} ({:?} for 20 clients)", line("VmRSS"), line("RssAnon"), start.elapsed());
     let anonymous: u64 = line("RssAnon").split_whitespace().nth(1).unwrap().parse().unwrap();
-    assert!(anonymous < 4096, "{anonymous} kB of its own");
+    assert!(anonymous < 4096, "{anonymous} kB of anonymous memory");
 }

@@ -1,4 +1,4 @@
-//! A simulated machine, an MPS host on it, and programs. All of it goes when it is dropped.
+//! A simulated machine with an MPS host and programs. Everything is removed when it is dropped.
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -19,7 +19,7 @@ use serde_json::Value;
 use sim_machine::{Description, Effect, Fault, GpuDescription, Machine};
 use sim_mps::handshake;
 
-/// Longer than anything here takes, on a machine that is busy with something else.
+/// Longer than any step takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Node {
@@ -32,21 +32,22 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// A machine of so many H200s, without an MPS host.
+    /// A machine with this number of H200s and no MPS host.
     pub(crate) fn bare(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
-            "the MPS host passes on others' credentials: these tests need root"
+            "these tests need root: the MPS host passes on the credentials of other processes"
         );
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        // Where users other than root get to, who have MPS servers and programs: not every checkout is.
+        // MPS servers and programs of other users need to reach them, which a checkout may not
+        // allow.
         for name in ["cleave-client", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "libnvidia_ml.so"] {
             let (program, path) = (programs().join(name), dir.path().join(name));
             fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
         }
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
-        // UUIDs are made of the name, and no two tests have one.
+        // UUIDs derive from the name, so no two tests share one.
         let name = dir.path().display().to_string();
         let description = Description { name, gpus, ..Description::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
@@ -55,7 +56,7 @@ impl Node {
         Self { dir, machine, paths, desired, host: None, env: Vec::new() }
     }
 
-    /// A machine whose daemons are wanted, with an MPS host that has started them.
+    /// A machine with an MPS host and one running daemon per GPU.
     pub(crate) fn with_host(gpus: usize) -> Self {
         let mut node = Self::bare(gpus);
         for gpu in 0..gpus {
@@ -88,7 +89,7 @@ impl Node {
         let mut command = self.host_command();
         self.host = Some(command.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).spawn().unwrap());
         let pid = self.host_pid();
-        self.until("the MPS host says how it is", |status| status.pid == pid);
+        self.until("the MPS host writes its status", |status| status.pid == pid);
     }
 
     pub(crate) fn host_command(&self) -> Command {
@@ -110,11 +111,11 @@ impl Node {
         self.host.as_ref().unwrap().id()
     }
 
-    /// Ends the MPS host by a signal and waits until it is gone.
+    /// Signals the MPS host and waits until it has exited.
     pub(crate) fn end_host(&mut self, with: Signal) -> ExitStatus {
         let mut host = self.host.take().unwrap();
         rustix::process::kill_process(Pid::from_child(&host), with).unwrap();
-        until("the MPS host ends", || host.try_wait().unwrap().is_some());
+        until("the MPS host exits", || host.try_wait().unwrap().is_some());
         host.wait().unwrap()
     }
 
@@ -127,7 +128,7 @@ impl Node {
         self.desired.allocations.insert(id.to_owned(), allocation);
     }
 
-    /// Writes what is wanted, as the agent does.
+    /// Writes the desired file as the agent does.
     pub(crate) fn write(&self) {
         self.write_raw(&serde_json::to_vec(&self.desired).unwrap());
     }
@@ -139,11 +140,11 @@ impl Node {
         fs::rename(&building, self.paths.desired()).unwrap();
     }
 
-    /// Writes what is wanted and waits until every door of it is ready.
+    /// Writes the desired file and waits until every door is ready.
     pub(crate) fn apply(&self) {
         self.write();
         let hash = self.desired.hash();
-        self.until("the MPS host acts", |status| status.desired == hash);
+        self.until("the MPS host applies the desired file", |status| status.desired == hash);
         for allocation in self.desired.allocations.keys() {
             assert_eq!(self.await_ready(allocation), Reply::Done);
         }
@@ -172,7 +173,7 @@ impl Node {
         serde_json::from_slice(&fs::read(self.paths.status()).ok()?).ok()
     }
 
-    /// Waits for a status.
+    /// Waits for a status that meets a condition.
     pub(crate) fn until(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -180,7 +181,7 @@ impl Node {
             if let Some(status) = status.as_ref().filter(|status| condition(status)) {
                 return status.clone();
             }
-            assert!(Instant::now() < deadline, "in vain: {what}: {status:#?}\n{}", self.log());
+            assert!(Instant::now() < deadline, "timed out waiting until {what}: {status:#?}\n{}", self.log());
             thread::sleep(Duration::from_millis(5));
         }
     }
@@ -195,18 +196,18 @@ impl Node {
         self.status().unwrap().daemons.remove(&self.uuid(gpu)).unwrap()
     }
 
-    /// What the MPS host logged.
+    /// The log of the MPS host.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap_or_default()
     }
 
-    /// An administrator's command, as root on the node gives it.
+    /// Sends an administrator's command as root.
     pub(crate) fn admin(&self, gpu: usize, command: &str) -> String {
         let socket = self.paths.pipe(&self.uuid(gpu)).join("control_privileged");
         handshake::ask(&socket, command).unwrap().unwrap().trim().to_owned()
     }
 
-    /// A program behind the door of an allocation.
+    /// A program that uses an allocation.
     pub(crate) fn program(&self, allocation: &str, arguments: &[&str]) -> Command {
         let device = &self.desired.allocations[allocation].device;
         let mut command = Command::new(self.path("cleave-client"));
@@ -225,7 +226,7 @@ impl Node {
         Client::spawn(self.program(allocation, arguments))
     }
 
-    /// The same, deaf to SIGTERM.
+    /// A client that ignores SIGTERM.
     pub(crate) fn deaf_client(&self, allocation: &str, arguments: &[&str]) -> Client {
         let program = self.program(allocation, arguments);
         let mut shell = Command::new("sh");
@@ -239,11 +240,11 @@ impl Node {
         Client::spawn(shell)
     }
 
-    /// What a program behind the door sees: SMs, and its memory limit in MiB.
+    /// What a program of the allocation sees: SMs, and its memory limit in MiB.
     pub(crate) fn saw(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.client(allocation, &[]);
         let line = client.line();
-        // One that were killed before its end would have its server replaced.
+        // If it were killed before it exits, its server would be replaced.
         client.wait();
         seen(&line)
     }
@@ -266,12 +267,12 @@ impl Node {
         self.machine.update(clear).unwrap();
     }
 
-    /// Descriptors that the MPS host has open.
+    /// Number of descriptors that the MPS host has open.
     pub(crate) fn descriptors(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.host_pid())).unwrap().count()
     }
 
-    /// Processes of MPS that run with a pipe directory of this node.
+    /// Pids of MPS processes with a pipe directory of this node.
     pub(crate) fn mps_processes(&self) -> Vec<u32> {
         let run = self.paths.mps().into_os_string().into_encoded_bytes();
         let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=".as_slice(), &run].concat();
@@ -288,7 +289,7 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         if let Some(mut host) = self.host.take() {
-            // Properly first: its daemons go with it.
+            // SIGTERM first, so that it stops its daemons.
             let _ = rustix::process::kill_process(Pid::from_child(&host), Signal::TERM);
             let deadline = Instant::now() + Duration::from_secs(15);
             while matches!(host.try_wait(), Ok(None)) && Instant::now() < deadline {
@@ -306,18 +307,18 @@ impl Drop for Node {
     }
 }
 
-/// A daemon for all users that leaves the compute mode alone.
+/// Settings of a daemon for all users that leaves the compute mode alone.
 pub(crate) fn daemon() -> Daemon {
     Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
 }
 
-/// SMs and memory limit of a program's line.
+/// SMs and memory limit from a program's line.
 pub(crate) fn seen(line: &Value) -> (u64, Option<u64>) {
     assert_eq!(line["viaMps"], true, "{line}");
     (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())
 }
 
-/// A program that runs.
+/// A running program.
 pub(crate) struct Client {
     child: Child,
     lines: Receiver<String>,
@@ -342,12 +343,12 @@ impl Client {
         self.child.id()
     }
 
-    /// Its next line.
+    /// The next line that it prints.
     pub(crate) fn line(&mut self) -> Value {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 
-    /// Whether it has said nothing so far, and runs.
+    /// Whether it is running and has printed nothing more.
     pub(crate) fn is_silent(&mut self) -> bool {
         self.lines.try_recv().is_err() && self.child.try_wait().unwrap().is_none()
     }
@@ -358,14 +359,14 @@ impl Client {
 
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let child = &mut self.child;
-        until("the program ends", || child.try_wait().unwrap().is_some());
+        until("the program exits", || child.try_wait().unwrap().is_some());
         child.wait().unwrap()
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // Gone already, as most are.
+        // Most have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -378,7 +379,7 @@ pub(crate) fn kill(pid: u32, signal: Signal) {
 pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {
-        assert!(Instant::now() < deadline, "in vain: {what}");
+        assert!(Instant::now() < deadline, "timed out waiting until {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
@@ -387,12 +388,13 @@ pub(crate) fn as_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
 }
 
-/// The MPS host's program.
+/// Path of the MPS host's program.
 pub(crate) fn host_program() -> PathBuf {
     programs().join("examples/mps-host")
 }
 
-/// The folder with the MPS host, the stand-in MPS, CUDA program and NVML, built if they are not: cargo builds only what it was named.
+/// The directory with the MPS host and the stand-ins for MPS, the CUDA program and NVML. Builds
+/// them first: `cargo test` builds only what it names.
 pub(crate) fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {

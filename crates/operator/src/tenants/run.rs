@@ -4,35 +4,32 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
-use jiff::Timestamp;
 use kube::Client;
 use kube::runtime::events::Recorder;
-use serde_json::json;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use super::{AGAIN, Expulsion, Judge, Told};
+use super::judge::{AGAIN, Expulsion, Judge};
 use crate::events;
 use crate::evict::{Evicted, evict};
-use crate::gate;
 use crate::leader::Claim;
 use crate::metrics::{Metrics, Outcome};
+use crate::pod_condition::write;
 use crate::read::Stores;
+use crate::write::publish;
 
 /// How long the first change waits for others.
 const GATHER: Duration = Duration::from_millis(200);
-/// How long one write may take; see [`crate::leader::CLAIM`].
-const WRITE: Duration = Duration::from_secs(5);
 
 /// What the task is made of.
-struct Parts {
-    client: Client,
-    stores: Stores,
-    claim: Claim,
-    metrics: Metrics,
-    recorder: Recorder,
-    dirty: Arc<Notify>,
-    stop: CancellationToken,
+pub(crate) struct Parts {
+    pub(crate) client: Client,
+    pub(crate) stores: Stores,
+    pub(crate) claim: Claim,
+    pub(crate) metrics: Metrics,
+    pub(crate) recorder: Recorder,
+    pub(crate) dirty: Arc<Notify>,
+    pub(crate) stop: CancellationToken,
 }
 
 /// The task.
@@ -45,17 +42,7 @@ pub(crate) struct Tenants {
 }
 
 impl Tenants {
-    /// With what the gate has, and a wake-up of its own.
-    pub(crate) fn beside(gate: &gate::Parts, dirty: Arc<Notify>) -> Self {
-        let parts = Parts {
-            client: gate.client.clone(),
-            stores: gate.stores.clone(),
-            claim: gate.claim.clone(),
-            metrics: gate.metrics.clone(),
-            recorder: gate.recorder.clone(),
-            dirty,
-            stop: gate.stop.clone(),
-        };
+    pub(crate) fn new(parts: Parts) -> Self {
         Self { parts, judge: Judge::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
@@ -93,7 +80,7 @@ impl Tenants {
             if !self.parts.claim.is_current() {
                 return next;
             }
-            let done = write(&self.parts.client, told).await;
+            let done = write(&self.parts.client, (&told.pod, &told.uid), &told.condition, told.turned).await;
             self.parts.metrics.judged.get_or_create(&Outcome { result: if done { "ok" } else { "failed" } }).inc();
             if done {
                 self.judge.wrote(told, self.started.elapsed());
@@ -133,63 +120,7 @@ impl Tenants {
                 return tracing::warn!(pod, node, error, "it left its share, and was not evicted");
             }
         };
-        // A courtesy: one that cannot be written is not tried again.
-        let regarding = events::of_pod(pod, uid);
-        let publish = self.parts.recorder.publish(&event, &regarding);
-        if let Ok(Err(error)) = tokio::time::timeout(WRITE, publish).await {
-            tracing::warn!(error = &error as &dyn std::error::Error, "no event");
-        }
-    }
-}
-
-/// Writes a pod's condition; whether that went well. The UID keeps it from another pod of that name.
-async fn write(client: &Client, told: &Told) -> bool {
-    let Told { pod, uid, condition, turned } = told;
-    let Some((namespace, name)) = pod.split_once('/') else { return true };
-    let mut entry = json!({
-        "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,
-    });
-    if *turned {
-        let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
-        entry["lastTransitionTime"] = json!(now.to_string());
-    }
-    let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
-    let request =
-        http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
-            // Conditions are merged by their type: the kubelet's stay.
-            .header(http::header::CONTENT_TYPE, "application/strategic-merge-patch+json")
-            .body(patch.to_string().into_bytes());
-    let request = match request {
-        Ok(request) => request,
-        Err(error) => {
-            tracing::error!(pod, error = &error as &dyn std::error::Error, "no request");
-            return true;
-        }
-    };
-    match tokio::time::timeout(WRITE, client.request_text(request)).await {
-        Ok(Ok(_)) => {
-            tracing::info!(
-                pod,
-                status = condition.status,
-                reason = condition.reason,
-                message = condition.message,
-                "told"
-            );
-            true
-        }
-        // It is gone, or another pod has its name.
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
-            tracing::debug!(pod, code = status.code, message = status.message, "not told");
-            true
-        }
-        Ok(Err(error)) => {
-            tracing::warn!(pod, error = &error as &dyn std::error::Error, "a pod's condition was not written");
-            false
-        }
-        Err(_) => {
-            tracing::warn!(pod, "the API server did not answer within {} s", WRITE.as_secs());
-            false
-        }
+        publish(&self.parts.recorder, &event, &events::of_pod(pod, uid)).await;
     }
 }
 
@@ -198,9 +129,10 @@ mod tests {
     use cleave_api::names::CONDITION_WITHIN_SHARE;
     use http::{Request, Response};
     use kube::client::Body;
-    use serde_json::Value;
+    use serde_json::{Value, json};
     use tower_test::mock::Handle;
 
+    use super::super::judge::Told;
     use super::*;
     use crate::pods::PodCondition;
 
@@ -223,6 +155,10 @@ mod tests {
         (format!("{} {}", parts.method, parts.uri), kind.unwrap_or_default(), body)
     }
 
+    async fn write_told(client: &Client, told: &Told) -> bool {
+        write(client, (&told.pod, &told.uid), &told.condition, told.turned).await
+    }
+
     fn told(turned: bool) -> Told {
         let condition = PodCondition {
             type_: CONDITION_WITHIN_SHARE.into(),
@@ -237,7 +173,7 @@ mod tests {
     async fn a_condition_is_written_to_the_status_of_that_pod_alone_beside_the_others() {
         let (client, mut server) = client();
         let told_now = told(true);
-        let (done, (line, kind, body)) = tokio::join!(write(&client, &told_now), answer(&mut server, 200));
+        let (done, (line, kind, body)) = tokio::join!(write_told(&client, &told_now), answer(&mut server, 200));
         assert!(done);
         assert_eq!(line, "PATCH /api/v1/namespaces/team/pods/p/status?fieldManager=cleave-operator");
         assert_eq!(kind, "application/strategic-merge-patch+json");
@@ -249,7 +185,7 @@ mod tests {
         );
         assert!(entry["lastTransitionTime"].as_str().unwrap().ends_with('Z'));
         let told_again = told(false);
-        let (_, (_, _, body)) = tokio::join!(write(&client, &told_again), answer(&mut server, 200));
+        let (_, (_, _, body)) = tokio::join!(write_told(&client, &told_again), answer(&mut server, 200));
         assert_eq!(body["status"]["conditions"][0].get("lastTransitionTime"), None, "the time is of the status");
     }
 
@@ -258,9 +194,19 @@ mod tests {
         let (client, mut server) = client();
         for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
             let told = told(true);
-            let (result, _) = tokio::join!(write(&client, &told), answer(&mut server, code));
+            let (result, _) = tokio::join!(write_told(&client, &told), answer(&mut server, code));
             assert_eq!(result, done, "{code}");
         }
+    }
+
+    #[tokio::test]
+    async fn an_eviction_of_a_stranded_pod_names_the_version_that_was_looked_at() {
+        let (client, mut server) = client();
+        let evict = crate::evict::evict_unchanged(&client, "team/p", "u", "7");
+        let (evicted, (line, _, body)) = tokio::join!(evict, answer(&mut server, 409));
+        assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
+        assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
+        assert_eq!(evicted, Evicted::Gone, "it was bound meanwhile: it stays");
     }
 
     #[tokio::test]

@@ -443,10 +443,22 @@ impl Ledger {
     ///
     /// A gate cannot come back: what becomes of a pod that was let through and found no node is for the caller to say.
     pub fn expire(&mut self, now: Moment) -> Vec<(String, Claim)> {
-        let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
-        let pods: Vec<String> =
-            self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect();
+        let pods = self.overdue(now);
         pods.into_iter().filter_map(|pod| self.release(&pod).map(|claim| (pod, claim))).collect()
+    }
+
+    /// Pods that are not bound and whose time has come.
+    pub fn overdue(&self, now: Moment) -> Vec<String> {
+        let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
+        self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
+    }
+
+    /// Keeps what is reserved for a pod that is not bound until another time. Nothing is released meanwhile, so nobody
+    /// else can take it.
+    pub fn extend(&mut self, pod: &str, until: Moment) {
+        if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
+            *expires = until;
+        }
     }
 
     /// The claim of a pod.

@@ -2,7 +2,7 @@
 //!
 //! Three parts, each with one reason to change:
 //! - [`demand`]: what pods typically ask for, learned from those that came.
-//! - [`value`]: what free capacity is worth under that demand; the formula is explained in `docs/planning.md`.
+//! - [`value`]: what free capacity is worth under that demand; the formula is explained in `docs/explanation/planning.md`.
 //! - this file: nodes, what fits where, and a cache that scores only the nodes that changed.
 pub mod demand;
 pub mod value;

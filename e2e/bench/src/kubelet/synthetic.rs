@@ -6,8 +6,10 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Parser;
 use cleave_agent::AgentArgs;
-use cleave_agent::allocate::{Handover, View, grant, prefer};
-use cleave_agent::layout::{Kind, Pool};
+use cleave_agent::allocation::allocate::{View, grant, prefer};
+use cleave_agent::container_edits::ContainerSettings;
+use cleave_agent::device_plugin::response;
+use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::{
     Config, ContainerResponse, Device, DeviceId, DeviceList, Options, Plugins, PreferredRequest, Refusal, Resource,
     ResourceName,
@@ -21,7 +23,7 @@ struct Shares {
     resource: String,
     pools: Vec<Pool>,
     devices: watch::Sender<Arc<DeviceList>>,
-    handover: Handover,
+    settings: ContainerSettings,
     nodes: BTreeMap<String, Vec<String>>,
 }
 
@@ -54,7 +56,7 @@ impl Shares {
             resource: resource.to_owned(),
             pools,
             devices: watch::Sender::new(Arc::new(devices)),
-            handover: Handover::new(&agent.args),
+            settings: ContainerSettings::new(&agent.args),
             nodes: BTreeMap::new(),
         })
     }
@@ -74,12 +76,12 @@ impl Resource for Shares {
     }
 
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
-        Ok(prefer(&self.view(), request))
+        Ok(prefer(&self.view(), &request.into()))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
         let allocation = grant(&self.view(), ids).map_err(|denied| Refusal::Invalid(denied.to_string()))?;
-        Ok(self.handover.response(&allocation, &self.nodes))
+        Ok(response(self.settings.edits(&allocation, &self.nodes)))
     }
 }
 

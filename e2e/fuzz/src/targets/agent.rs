@@ -2,19 +2,21 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use cleave_agent::allocate::{Allocation, MpsLimits};
+use cleave_agent::allocation::pending::PendingAllocations;
+use cleave_agent::allocation::table::AllocationTable;
+use cleave_agent::allocation::{Allocation, MpsLimits};
+use cleave_agent::cgroup::{owner, pods};
 use cleave_agent::checkpoint::Checkpoint;
-use cleave_agent::ending;
-use cleave_agent::ending::shutdown::{Period, Periods, lasting};
-use cleave_agent::expected::Expected;
 use cleave_agent::mps::{View, parse_status};
-use cleave_agent::node::{Node, Object, Turn};
+use cleave_agent::node::{Actions, Node};
+use cleave_agent::object::Object;
 use cleave_agent::pods::PodObject;
-use cleave_agent::serve::Table;
-use cleave_agent::tenants::cgroup::owner;
 use cleave_agent::tenants::process::parse_stat;
+use cleave_agent::termination::pods::TerminatingPods;
+use cleave_agent::termination::shutdown::{Period, Periods, Shutdown, lasting};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::Desired;
+use cleave_gpu::nvml::{Census, Observation};
 use cleave_kubelet::HeldDevices;
 use cleave_operator::pods as operator;
 use serde_json::{Value, json};
@@ -33,7 +35,7 @@ pub(super) fn sample_spec() -> GpuNodeSpec {
 }
 
 /// What follows of that spec for the agent, with something given out.
-pub(super) fn sample_turn() -> Turn {
+pub(super) fn sample_turn() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
         ids: vec![format!("{}::0", fixtures::uuid(gpu)), format!("{}::1", fixtures::uuid(gpu))],
@@ -52,7 +54,7 @@ pub(super) fn sample_turn() -> Turn {
 ///
 /// Whatever those were, what it tells others is what they read. Not so where a checkpoint remembers other GPUs than NVML lists: those count as
 /// lost and keep what they had, so that an instance may be there twice until the next agent refuses such a checkpoint.
-fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Turn {
+fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
@@ -62,17 +64,21 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Turn {
     let start = Instant::now();
     let (mut node, allocations) = Node::start("boot".to_owned(), GRACE, checkpoint, None, start);
     let held: Vec<HeldDevices> = allocations.iter().map(|(_, allocation)| held(allocation)).collect();
-    let mut table = Table { expected: Expected::told(), allocations, ..Table::default() };
+    let mut table =
+        AllocationTable { pending: PendingAllocations::watched(), allocations, ..AllocationTable::default() };
     // Before NVML has said anything, the checkpoint is believed.
-    holds(&node.turn(&mut table, start), true);
+    holds(&node.reconcile(&mut table, start), true);
     node.object(object);
     node.mps(view);
-    node.inventory(Ok(fixtures::inventory()), start);
+    node.census(Ok(Census { driver: "580.82.07".to_owned(), count: fixtures::GPUS }), start);
+    for gpu in fixtures::gpus() {
+        node.gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
+    }
     node.held(Ok(held.clone()), start, &mut table.allocations);
-    holds(&node.turn(&mut table, start), sound);
+    holds(&node.reconcile(&mut table, start), sound);
     let later = start + Duration::from_secs(60);
     node.held(Ok(held), later, &mut table.allocations);
-    let turn = node.turn(&mut table, later);
+    let turn = node.reconcile(&mut table, later);
     holds(&turn, sound);
     turn
 }
@@ -88,7 +94,7 @@ fn held(allocation: &Allocation) -> HeldDevices {
     }
 }
 
-fn holds(turn: &Turn, sound: bool) {
+fn holds(turn: &Actions, sound: bool) {
     let read = Desired::parse(&fixtures::json(&turn.desired));
     assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host reads what the agent tells it");
     if sound {
@@ -261,9 +267,9 @@ pub(super) const PODS: Target = Target {
     run: |bytes| {
         let mut seen = Seen::Refused;
         if let Ok(pod) = serde_json::from_slice::<PodObject>(bytes) {
-            let (mut expected, mut departures) = (Expected::told(), ending::Pods::default());
+            let (mut pending, mut terminating) = (PendingAllocations::watched(), TerminatingPods::default());
             let now = Instant::now();
-            let mut shutdown = ending::Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
+            let mut shutdown = Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
             shutdown.only(&BTreeSet::new());
             shutdown.told(Some(now));
             // Seen to stay first: the deletion is then new, and its whole grace to come.
@@ -272,15 +278,15 @@ pub(super) const PODS: Target = Target {
                 serde_json::from_value::<PodObject>(pod).ok()
             });
             for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
-                pod.note_departure("n1", &mut departures, &mut shutdown);
-                shutdown.turn(&mut departures, now);
+                pod.note_departure("n1", &mut terminating, &mut shutdown);
+                shutdown.update(&mut terminating, now);
                 pod.named();
                 if let Some(bound) = pod.bound("n1") {
                     assert!(!bound.wants.is_empty());
-                    expected.pod(bound, now);
+                    pending.pod(bound, now);
                 }
             }
-            expected.kept("nvidia.com/gpu-mps");
+            pending.kept("nvidia.com/gpu-mps");
             seen = Seen::Read;
         }
         if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {
@@ -332,6 +338,7 @@ pub(super) const PROC: Target = Target {
                 "{owner:?}"
             );
             assert!(owner.container.as_ref().is_none_or(|id| text.contains(id)), "{owner:?}");
+            assert_eq!(pods(&text).first(), Some(&owner.pod), "{text:?}");
             if text.lines().count() == 1 && owner.container.is_some() {
                 // Its own cgroup, of any name.
                 let lie =

@@ -1,12 +1,11 @@
 //! A small cluster, as everybody in it would tell it: what samples are made of.
-use std::collections::BTreeMap;
 use std::fmt::Debug;
 
 use cleave_api::gpunode::{GpuStatus, Health, MigStatus, SliceStatus};
 use cleave_gpu::mps::wire::{
-    AllocationStatus, Client, DaemonState, DaemonStatus, Desired, Door, Fault, Status, VERSION,
+    AllocationStatus, Client, DaemonState, DaemonStatus, Desired, Enforcement, Fault, Status, VERSION,
 };
-use cleave_gpu::nvml::{Gpu, Inventory, Mig, MigInstance, MigProfile};
+use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile};
 use cleave_plan::mig::built_in;
 use cleave_plan::units::{Mebibytes, Sms};
 use serde::Serialize;
@@ -38,8 +37,8 @@ pub(super) fn uuid(index: u32) -> String {
     format!("GPU-3da61522-b946-8b5e-d0da-{index:012x}")
 }
 
-/// What NVML says of a node: GPUs of which the last is cut in two.
-pub(super) fn inventory() -> Inventory {
+/// The GPUs of a node, as NVML describes them. The last one is divided into two MIG instances.
+pub(super) fn gpus() -> Vec<Gpu> {
     // Few: a change is to hit something else too.
     let profiles: Vec<MigProfile> = built_in(MODEL, MEMORY)
         .unwrap_or_default()
@@ -80,8 +79,7 @@ pub(super) fn inventory() -> Inventory {
             instances: if index + 1 == GPUS { vec![instance(1, 0), instance(2, 4)] } else { Vec::new() },
         }),
     };
-    let gpus = (0..GPUS).map(|index| (index, Ok(gpu(index)))).collect();
-    Inventory { driver: "580.82.07".to_owned(), gpus, processes: BTreeMap::new() }
+    (0..GPUS).map(gpu).collect()
 }
 
 /// What an MPS host that has done all that it was told would write.
@@ -93,7 +91,7 @@ pub(super) fn status(desired: &Desired) -> Status {
             pid: Some(401),
             server_pid: Some(402),
             restarts: 1,
-            door: Door::Hard,
+            enforcement: Enforcement::Hard,
             message: String::new(),
             clients: vec![client.clone()],
             fault: Some(Fault { number: 1, culprit: Some(client.clone()), over: true, ..Fault::default() }),

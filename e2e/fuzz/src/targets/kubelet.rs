@@ -2,9 +2,10 @@
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use cleave_agent::allocate::{View, allocation_id, grant, prefer};
-use cleave_agent::expected::Kept;
-use cleave_agent::layout::{Kind, Pool};
+use cleave_agent::allocation::allocate::{View, grant, prefer};
+use cleave_agent::allocation::allocation_id;
+use cleave_agent::allocation::pending::Kept;
+use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
 use cleave_kubelet::{PreferredRequest, allocated, held};
@@ -86,7 +87,7 @@ fn device_plugin(bytes: &[u8]) -> Seen {
             match PreferredRequest::try_from(container) {
                 Err(refusal) => assert_tells(&refusal.to_string()),
                 Ok(request) => {
-                    let chosen = prefer(&view, &request);
+                    let chosen = prefer(&view, &(&request).into());
                     let once: BTreeSet<&String> = chosen.iter().collect();
                     assert!(once.len() == chosen.len() && chosen.len() <= request.size, "{chosen:?}");
                     let offered = |id: &String| request.available.contains(id) || request.must_include.contains(id);

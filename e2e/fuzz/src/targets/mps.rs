@@ -1,6 +1,7 @@
 //! What the MPS daemon and its clients say, and what the agent and the MPS host tell each other.
+use cleave_gpu::mps::log::{LogEvent, log_line};
 use cleave_gpu::mps::protocol::{
-    Command, Kind, LogEvent, Reply, commands, is_memory, is_percentage, log_line, pids, server_state, terminated,
+    Command, Kind, Reply, commands, is_memory, is_percentage, pids, server_state, terminated,
 };
 use cleave_gpu::mps::wire::{Desired, Paths, Reply as HostReply, Request};
 use serde::Serialize;
@@ -152,7 +153,7 @@ fn read_log(bytes: &[u8]) -> Seen {
             | LogEvent::ServerExited { server: pid, .. }
             | LogEvent::Fault { client: Some(pid) }
             | LogEvent::ClientConnected(pid)
-            | LogEvent::ClientGone(pid)
+            | LogEvent::ClientDisconnected(pid)
             | LogEvent::ClientLost(pid)
             | LogEvent::Version(pid) => Some(pid),
             LogEvent::Fault { client: None } | LogEvent::Chatter | LogEvent::Routine | LogEvent::Other => None,

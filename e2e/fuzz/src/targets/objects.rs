@@ -1,13 +1,14 @@
 //! What the operator reads of the API server, and what the API server asks of it.
 use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
-use cleave_operator::demand::{self, Outcome};
-use cleave_operator::plan::{self, Invalid};
+use cleave_operator::admission::webhook::{Change as Review, review};
+use cleave_operator::dry;
 use cleave_operator::pods::PodObject;
+use cleave_operator::policies::apply;
+use cleave_operator::policies::demand::{self, Outcome};
+use cleave_operator::policies::plan::{self, Invalid};
+use cleave_operator::policies::snapshot::Memory;
+use cleave_operator::policies::validate::{MpsShare, Share, ShareSize, validate};
 use cleave_operator::read::{AgentPod, NodeObject, Observed};
-use cleave_operator::snapshot::Memory;
-use cleave_operator::validate::{MpsShare, Share, ShareSize, validate};
-use cleave_operator::webhook::{Change as Review, review};
-use cleave_operator::{apply, dry};
 use kube::core::DeserializeGuard;
 use serde::Deserialize;
 use serde_json::{Value, json};

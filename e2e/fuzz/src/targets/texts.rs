@@ -1,5 +1,5 @@
 //! Short texts with a grammar: annotations, quantities, names.
-use cleave_agent::layout::{device_id, parse_id};
+use cleave_agent::gpu::layout::{device_id, parse_id};
 use cleave_api::cordon::{Cleared, Cordons, check_reason};
 use cleave_api::placement::Placement;
 use cleave_kubelet::{DeviceId, ResourceName};

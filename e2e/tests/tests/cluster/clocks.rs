@@ -137,11 +137,10 @@ fn no_jump_of_the_clock_loses_a_share_a_hold_or_a_grace_or_restarts_anything() -
         scope.running(name)?;
         scope.seen(name)?;
     }
-    // Let through, and the scheduler finds no node for it: what is held for it stays so for minutes.
+    // Released, and the scheduler finds no node for it: its volume does not exist. Its reservation lasts for minutes.
     let mut held = pod("held", &json!({SHARES: 10}), HOLD);
     held["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
-    let nobody = json!({"labelSelector": {"matchLabels": {"app": "nobody"}}, "topologyKey": "kubernetes.io/hostname"});
-    held["spec"]["affinity"] = json!({"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [nobody]}});
+    held["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &held)?;
     wait_until("it is let through", || {
         Ok(cluster.get(&scope.pod_path("held"))?["spec"]["schedulingGates"].as_array().is_none_or(Vec::is_empty))

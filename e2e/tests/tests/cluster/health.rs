@@ -2,11 +2,13 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Faults, GPUNODES, Scope, kubectl, output, process, run, signal, text, wait_until};
+use cleave_e2e::{
+    Cluster, Faults, GPUNODES, Scope, hold_until, kubectl, output, process, run, signal, text, wait_until,
+};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, other_than_ten, ten_shares, undisturbed};
 
 /// `agent.suspectQuietSeconds` in e2e/values.yaml.
 const QUIET: Duration = Duration::from_secs(20);
@@ -155,6 +157,58 @@ fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()>
     mended.faults.simgpu(&["restore", "1"])?;
     health(&cluster, 1, "")?;
     offers(&cluster, SHARES, 10 * GPUS)?;
+    Ok(())
+}
+
+/// How long the others are watched while a GPU hangs: past the deadline that NVML has for an answer,
+/// and over looks at each GPU after it.
+const HANGS: Duration = Duration::from_secs(40);
+
+#[test]
+fn one_hanging_gpu_is_unreachable_alone_and_comes_back_by_itself() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "hangs")?;
+    let mended = Mended::new(&cluster);
+    scope.pod_on(NODE, "stays", &json!({SHARES: 2}), HOLD)?;
+    scope.running("stays")?;
+    let before = undisturbed(&cluster, &scope, "stays")?;
+    let uuid = text(&gpu(&cluster, 3)?["uuid"]);
+
+    mended.faults.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"])?;
+    let begun = Instant::now();
+    // What must hold at every moment of it.
+    let broken = || {
+        let offered = cluster.allocatable(NODE, SHARES)?;
+        if offered < 10 * (GPUS - 1) {
+            return Ok(Some(format!("{NODE} offers {offered} {SHARES}")));
+        }
+        let others = other_than_ten(&cluster, |gpu| gpu["index"] != 3)?;
+        Ok((!others.is_empty()).then(|| format!("other GPUs: {others:?}")))
+    };
+    let unreachable = || {
+        let health = gpu(&cluster, 3)?["health"].clone();
+        Ok(text(&health["reason"]) == "GpuUnreachable" && text(&health["class"]) == "Lost")
+    };
+    hold_until("GPU 3 is unreachable", unreachable, broken)?;
+    let said = text(&gpu(&cluster, 3)?["health"]["message"]);
+    ensure!(said.contains("NVML did not answer for"), "{said}");
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+
+    scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
+    // Fails at once where the pod does.
+    scope.running("new")?;
+    ensure!(text(&scope.seen("new")?["uuid"]) != uuid, "the new pod was given shares of the GPU that hangs");
+    hold_until("the hang has lasted", || Ok(begun.elapsed() >= HANGS && unreachable()?), broken)?;
+    // XIDs of the others still arrive.
+    mended.faults.simgpu(&["xid", "2", "48"])?;
+    health(&cluster, 2, "NeedsReset")?;
+    run(&cleave(), &["uncordon", NODE, "2"])?;
+    offers(&cluster, SHARES, 10 * (GPUS - 1))?;
+
+    mended.faults.simgpu(&["clear"])?;
+    health(&cluster, 3, "")?;
+    offers(&cluster, SHARES, 10 * GPUS)?;
+    ensure!(before == undisturbed(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
 }
 

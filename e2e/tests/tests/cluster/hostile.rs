@@ -1,4 +1,4 @@
-//! What hostile tenants, programs in their pods and an agent that was taken over try, one by one; `docs/hostile.md` is
+//! What hostile tenants, programs in their pods and an agent that was taken over try, one by one; `docs/explanation/attempts.md` is
 //! the same list.
 //!
 //! What is let be has to show what it would have changed and did not. None may be felt by Cleave's own parts, by an MPS
@@ -227,7 +227,7 @@ fn programs_in_pods_and_floods_of_pods_harm_nobody() -> Result<()> {
 
 #[test]
 fn the_list_in_the_documentation_is_what_is_tried() {
-    let documented = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/hostile.md"));
+    let documented = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/explanation/attempts.md"));
     let rows = documented.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| attempt |"));
     let cells = |row: &str| row.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
     let listed: Vec<(String, String)> = rows

@@ -17,6 +17,7 @@ mod policies;
 mod reboot;
 mod restarts;
 mod shares;
+mod stranded;
 mod tenants;
 mod upgrades;
 

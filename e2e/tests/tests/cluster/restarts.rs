@@ -181,7 +181,7 @@ fn of_two_agents_on_a_node_one_waits_for_the_end_of_the_other_and_takes_over() -
     let second = SecondAgent::start(&cluster)?;
     hold_until(
         "the second agent says that it waits",
-        || Ok(second.says("another agent of this node runs")),
+        || Ok(second.says("waiting for another agent of this node to end")),
         never_below(&cluster),
     )?;
     running.still(&cluster, &scope)?;

@@ -62,7 +62,7 @@ fn main() -> Result<()> {
         churn(&scope, &mut random, &mut seen)?;
         seen.look(&Look::at(&scope)?);
         if random.below(6) == 0 {
-            // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere, and told in docs/placement.md.
+            // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere, and told in docs/explanation/placement.md.
             if calm(&scope, &mut seen)? {
                 let since = Timestamp::now();
                 let victim = chaos.strike(&cluster, &mut random)?;

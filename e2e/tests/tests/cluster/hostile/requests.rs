@@ -187,7 +187,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a volume with Cleave's folder of the node, where the namespace is held to the standard «baseline»",
+        name: "a volume with Cleave's folder of the node, where the namespace is held to the standard `baseline`",
         expected: Expected::Refused(&["violates PodSecurity", "hostPath volumes"]),
         tried: host_path,
     },

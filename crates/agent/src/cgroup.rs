@@ -1,0 +1,237 @@
+//! Which pods and container a process belongs to, by its cgroup (cgroups(7)). Pure.
+//!
+//! A container may create cgroups of any name below its own and move its processes there. So the
+//! first component of a path, seen from the root, that names a pod is to be believed: only the
+//! kubelet and the container runtime create cgroups above it. Further components name pods only
+//! where a node is itself a pod.
+
+/// The pod and container of a process.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Owner {
+    /// UID of the pod; for a static pod the hash of its manifest.
+    pub pod: String,
+    /// The container runtime's id. None if the process is beside the pod's containers.
+    pub container: Option<String>,
+}
+
+/// The owner of a process, from the text of `/proc/PID/cgroup`. None if it belongs to no pod, or if
+/// two hierarchies disagree.
+pub fn owner(text: &str) -> Option<Owner> {
+    let mut found: Option<Owner> = None;
+    for owner in paths(text).filter_map(|path| owners(path).into_iter().next()) {
+        match &mut found {
+            None => found = Some(owner),
+            Some(known) if known.pod != owner.pod => return None,
+            Some(known) if known.container.is_none() => known.container = owner.container,
+            Some(_) => {}
+        }
+    }
+    found
+}
+
+/// UIDs of all pods that a process is below, the outermost first, from the text of
+/// `/proc/PID/cgroup`. All but the first may be made up by the first pod.
+pub fn pods(text: &str) -> Vec<String> {
+    // All hierarchies that have pods have the same.
+    let found = paths(text).map(owners).find(|owners| !owners.is_empty());
+    found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
+}
+
+/// The paths of all hierarchies.
+fn paths(text: &str) -> impl Iterator<Item = &str> {
+    // `hierarchy:controllers:path`, in version 2 `0::path`. A path may contain colons.
+    text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
+}
+
+/// The pods in a path, the outermost first, each with the container that the path goes on with.
+fn owners(path: &str) -> Vec<Owner> {
+    // The kernel marks a cgroup that was removed under its last processes.
+    let path = path.strip_suffix(" (deleted)").unwrap_or(path);
+    let mut components = path.split('/').filter(|component| !component.is_empty()).peekable();
+    let mut below_kubepods = false;
+    let mut outside = true;
+    let mut found = Vec::new();
+    while let Some(component) = components.next() {
+        // A runtime that takes systemd's names for those of cgroupfs makes one component of three.
+        let mut parts = component.split(':');
+        let component = parts.next().unwrap_or_default();
+        // In another cgroup namespace a path begins with `..` for each level up to the common
+        // ancestor, which may be below `kubepods`.
+        let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
+        if let Some(pod) = plain.or_else(|| in_slice(component)).and_then(uid) {
+            let inside = parts.next_back().or_else(|| components.peek().copied());
+            found.push(Owner { pod, container: inside.and_then(container) });
+        }
+        below_kubepods |= component == "kubepods";
+        outside &= matches!(component, ".." | "burstable" | "besteffort");
+    }
+    found
+}
+
+/// systemd's name of a pod's cgroup: `kubepods-burstable-pod<uid>.slice`, with another slice's name
+/// before it where kubelets are nested.
+fn in_slice(component: &str) -> Option<&str> {
+    let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
+    let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);
+    (of == "kubepods" || of.ends_with("-kubepods")).then_some(pod)
+}
+
+/// A pod's UID with dashes, for which systemd has underscores.
+fn uid(text: &str) -> Option<String> {
+    let uid = text.replace('_', "-");
+    let hexadecimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let groups: Vec<&str> = uid.split('-').collect();
+    let lengths: Vec<usize> = groups.iter().map(|group| group.len()).collect();
+    let fits = matches!(lengths.as_slice(), [8, 4, 4, 4, 12] | [32]);
+    (fits && groups.into_iter().all(hexadecimal)).then_some(uid)
+}
+
+/// A container's id: `<id>`, `cri-containerd-<id>.scope`, `crio-<id>.scope`, `docker-<id>.scope`.
+fn container(component: &str) -> Option<String> {
+    let name = component.strip_suffix(".scope").unwrap_or(component);
+    let (runtime, id) = name.rsplit_once('-').unwrap_or(("", name));
+    let of_container = matches!(runtime, "" | "cri-containerd" | "crio" | "docker" | "libpod");
+    let is_id = (12..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_hexdigit());
+    (of_container && is_id).then(|| id.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const UID: &str = "6f1d2c3b-4a59-4e68-8f77-0123456789ab";
+    const SLICE: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
+    const OTHER: &str = "00000000-1111-4222-8333-444444444444";
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    #[expect(clippy::unnecessary_wraps, reason = "an answer, to be compared with one")]
+    fn pod(container: Option<&str>) -> Option<Owner> {
+        Some(Owner { pod: UID.into(), container: container.map(str::to_owned) })
+    }
+
+    #[test]
+    fn the_names_of_every_driver_and_runtime_are_read() {
+        for path in [
+            format!("/kubepods/besteffort/pod{UID}/{ID}"),
+            format!("/kubepods/burstable/pod{UID}/{ID}"),
+            format!("/kubepods/pod{UID}/{ID}"),
+            format!(
+                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-{ID}.scope"
+            ),
+            format!("/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SLICE}.slice/crio-{ID}.scope"),
+            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/docker-{ID}.scope"),
+            // CRI-O with cgroupfs, and with a cgroup of the container's own below.
+            format!("/kubepods/burstable/pod{UID}/crio-{ID}"),
+            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope/container"),
+            // containerd with cgroupfs under a kubelet with systemd.
+            format!("/system.slice/containerd.service/kubepods-burstable-pod{SLICE}.slice:cri-containerd:{ID}"),
+            // Kubelets in containers.
+            format!("/kubelet/kubepods/burstable/pod{UID}/{ID}"),
+            format!("/docker/{ID}/kubelet/kubepods/besteffort/pod{UID}/{ID}"),
+            format!(
+                "/system.slice/docker-{ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE}.slice/cri-containerd-{ID}.scope"
+            ),
+            format!("/cleave-e2e/node1/kubepods/besteffort/pod{UID}/{ID}"),
+            // As another cgroup namespace sees it.
+            format!("/../../../kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-{ID}.scope"),
+            format!("/../../pod{UID}/{ID}"),
+            format!("/../../../besteffort/../pod{UID}/{ID}").replace("/besteffort/..", ""),
+            format!("/kubepods/pod{UID}/{ID}/deep/below"),
+            format!("/kubepods/pod{UID}/{ID} (deleted)"),
+        ] {
+            assert_eq!(owner(&format!("0::{path}\n")), pod(Some(ID)), "{path}");
+            assert_eq!(owner(&format!("7:cpu,cpuacct:{path}\n1:name=systemd:/\n0::/\n")), pod(Some(ID)), "{path}");
+        }
+    }
+
+    #[test]
+    fn what_is_beside_the_containers_is_the_pods_alone() {
+        for path in [
+            format!("/kubepods/pod{UID}"),
+            format!("/kubepods/pod{UID}/system.slice/x"),
+            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-conmon-{ID}.scope"),
+            format!("/kubepods/pod{UID}/../{ID}x"),
+        ] {
+            assert_eq!(owner(&format!("0::{path}")), pod(None), "{path}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_pods_is_nobodys() {
+        for text in [
+            "",
+            "0::/",
+            "0::/user.slice/user-1000.slice/session-1.scope",
+            "0::/machine.slice/libpod_pod_0123.slice",
+            &format!("0::/system.slice/pod{UID}/{ID}"),
+            &format!("0::/user.slice/kubepods-evil.slice/pod{UID}"),
+            &format!("0::/kubepods/pod{}", &UID[1..]),
+            "0::/kubepods/podx/y",
+            "kubepods",
+            "::",
+            ":",
+        ] {
+            assert_eq!(owner(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_container_cannot_be_another_pods_by_the_names_of_its_own_cgroups() {
+        let lie = format!("kubepods/pod{OTHER}/{}", "f".repeat(64));
+        for path in [
+            format!("/kubepods/besteffort/pod{UID}/{ID}/{lie}"),
+            format!("/kubepods.slice/kubepods-pod{SLICE}.slice/cri-containerd-{ID}.scope/{lie}"),
+            format!(
+                "/kubepods/pod{UID}/{ID}/kubepods-burstable-pod{}.slice:cri-containerd:{}",
+                OTHER.replace('-', "_"),
+                "f".repeat(64)
+            ),
+            format!("/../../pod{UID}/{ID}/{lie}"),
+        ] {
+            assert_eq!(owner(&format!("0::{path}")), pod(Some(ID)), "{path}");
+        }
+        // Of two hierarchies that disagree neither is believed.
+        assert_eq!(owner(&format!("2:cpu:/kubepods/pod{UID}/{ID}\n0::/kubepods/pod{OTHER}/{ID}")), None);
+    }
+
+    #[test]
+    fn nested_pods_are_listed_from_the_outside() {
+        for path in [
+            format!("0::/kubepods/burstable/pod{UID}/3f0c"),
+            format!("0::/kubepods/pod{UID}"),
+            format!("0::/../../besteffort/pod{UID}/3f0c"),
+            format!(
+                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-3f.scope"
+            ),
+            format!(
+                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SLICE}.slice/crio-3f.scope/container"
+            ),
+            format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{UID}/3f0c\n0::/"),
+            // What a tenant makes below is no pod.
+            format!("0::/kubepods/pod{UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
+        ] {
+            assert_eq!(pods(&path).first().map(String::as_str), Some(UID), "{path}");
+        }
+        let hash = "0123456789abcdef0123456789abcdef";
+        assert_eq!(pods(&format!("0::/kubepods/pod{hash}/a/pod{UID}")), [hash, UID]);
+        for path in
+            ["", "0::/", "0::/user.slice/a.service", "0::/kubepods/burstable", "0::/podman/pods", "0::/pod", "pod"]
+        {
+            assert!(pods(path).is_empty(), "{path}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_is_too_much(text in ".*") {
+            let _ = (owner(&text), pods(&text));
+        }
+
+        #[test]
+        fn nothing_below_a_container_says_whose_it_is(below in "(/[^/\n]{1,20}){0,6}") {
+            prop_assert_eq!(owner(&format!("0::/kubepods/burstable/pod{UID}/{ID}{below}")).map(|owner| owner.pod), Some(UID.to_owned()));
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! What a container gets with its allocation. Pure.
+//!
+//! The edits are those of a CDI specification (<https://github.com/cncf-tags/container-device-interface>):
+//! each front end translates them into its own answer.
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use crate::allocation::Allocation;
+use crate::args::{AgentArgs, DeviceListStrategy, EnvArg, MountArg};
+use crate::cdi;
+
+/// Where a container sees its allocation's folder.
+pub const CONTAINER_PIPE_DIRECTORY: &str = "/run/cleave-mps";
+
+/// A host path inside a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// Where it is on the host.
+    pub host_path: String,
+    /// Where the container sees it.
+    pub container_path: String,
+    /// The container cannot write to it.
+    pub read_only: bool,
+}
+
+/// What a container gets with an allocation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ContainerEdits {
+    /// Environment variables.
+    pub env: BTreeMap<String, String>,
+    /// Host directories and files.
+    pub mounts: Vec<Mount>,
+    /// Paths of device nodes, the same in the container as on the host. The container may read and
+    /// write them.
+    pub device_nodes: Vec<String>,
+    /// Fully qualified names of CDI devices.
+    pub cdi_devices: Vec<String>,
+}
+
+/// How containers of this node see devices, by the command line.
+#[derive(Debug, Clone)]
+pub struct ContainerSettings {
+    strategy: DeviceListStrategy,
+    alloc_dir: String,
+    mounts: Vec<Mount>,
+    envs: Vec<EnvArg>,
+    cdi_dir: PathBuf,
+}
+
+impl ContainerSettings {
+    /// As the command line says.
+    pub fn new(args: &AgentArgs) -> Self {
+        let mount = |MountArg { host, container, read_only }: &MountArg| Mount {
+            container_path: container.clone(),
+            host_path: host.clone(),
+            read_only: *read_only,
+        };
+        let mut mounts: Vec<Mount> = args.container_mounts.iter().map(mount).collect();
+        if let (DeviceListStrategy::DeviceNodes, Some(driver)) = (args.device_list_strategy, &args.driver_root) {
+            mounts.push(Mount {
+                container_path: args.container_driver_root.display().to_string(),
+                host_path: driver.display().to_string(),
+                read_only: true,
+            });
+        }
+        Self {
+            strategy: args.device_list_strategy,
+            alloc_dir: args.run_dir.join("alloc").display().to_string(),
+            mounts,
+            envs: args.container_envs.clone(),
+            cdi_dir: args.cdi_dir.clone(),
+        }
+    }
+
+    /// The folder of the CDI specification that must have an allocation's devices before its
+    /// container can start, if one must.
+    pub fn specification(&self) -> Option<&Path> {
+        (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
+    }
+
+    /// What a container gets with an allocation. `nodes` are the device nodes of each device.
+    pub fn edits(&self, allocation: &Allocation, nodes: &BTreeMap<String, Vec<String>>) -> ContainerEdits {
+        let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
+        let visible = match self.strategy {
+            DeviceListStrategy::Envvar => allocation.devices.join(","),
+            // NVIDIA's images ask for all GPUs by default; should its runtime be there too, it must
+            // add nothing.
+            DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
+        };
+        edits.env.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);
+        match self.strategy {
+            DeviceListStrategy::Envvar => {}
+            DeviceListStrategy::Cdi => {
+                edits.cdi_devices = allocation.devices.iter().map(|uuid| cdi::name(uuid)).collect();
+            }
+            DeviceListStrategy::DeviceNodes => {
+                let paths: BTreeSet<&String> =
+                    allocation.devices.iter().filter_map(|uuid| nodes.get(uuid)).flatten().collect();
+                edits.device_nodes = paths.into_iter().cloned().collect();
+            }
+        }
+        for EnvArg { name, value } in &self.envs {
+            edits.env.insert(name.clone(), value.clone());
+        }
+        if let Some(limits) = &allocation.mps {
+            edits.env.insert("CUDA_MPS_PIPE_DIRECTORY".into(), CONTAINER_PIPE_DIRECTORY.into());
+            if let Some(threads) = limits.threads {
+                edits.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
+            }
+            if let Some(memory) = limits.memory_mib {
+                // A fraction makes every context fail, and what cannot be read drops the limit:
+                // whole MiB of the only device there is.
+                edits.env.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
+            }
+            edits.mounts.push(Mount {
+                container_path: CONTAINER_PIPE_DIRECTORY.into(),
+                host_path: format!("{}/{}", self.alloc_dir, allocation.id()),
+                read_only: true,
+            });
+        }
+        edits
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::allocation::MpsLimits;
+    use crate::args::tests::parse;
+
+    const MPS: &str = "nvidia.com/gpu-mps";
+
+    fn settings(strategy: &str, extra: &[&str]) -> ContainerSettings {
+        let base = ["--run-dir", "/r", "--device-list-strategy", strategy];
+        ContainerSettings::new(&parse(&[&base, extra].concat()).unwrap())
+    }
+
+    fn allocation(ids: &[&str], mps: Option<MpsLimits>) -> Allocation {
+        let ids = ids.iter().map(|&id| id.to_owned()).collect();
+        Allocation { resource: MPS.into(), ids, devices: vec!["GPU-0".into()], mps }
+    }
+
+    #[test]
+    fn a_share_gets_its_limits_its_folder_and_its_gpu() {
+        let limits = MpsLimits { threads: Some(20), memory_mib: Some(2000), max_clients: None };
+        let granted = allocation(&["GPU-0::2", "GPU-0::5"], Some(limits));
+        let edits = settings("envvar", &["--container-mount", "/s:/t", "--container-env", "A=b"])
+            .edits(&granted, &BTreeMap::new());
+        let env = |name: &str| edits.env.get(name).map(String::as_str);
+        assert_eq!(env("NVIDIA_VISIBLE_DEVICES"), Some("GPU-0"));
+        assert_eq!(env("CUDA_MPS_PIPE_DIRECTORY"), Some("/run/cleave-mps"));
+        assert_eq!(env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), Some("20"));
+        assert_eq!(env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), Some("0=2000M"));
+        assert_eq!(env("A"), Some("b"));
+        let mount = |host_path: &str, container_path: &str, read_only| Mount {
+            container_path: container_path.into(),
+            host_path: host_path.into(),
+            read_only,
+        };
+        let folder = format!("/r/alloc/{}", granted.id());
+        assert_eq!(edits.mounts, [mount("/s", "/t", false), mount(&folder, "/run/cleave-mps", true)]);
+        assert!(edits.device_nodes.is_empty() && edits.cdi_devices.is_empty());
+    }
+
+    #[test]
+    fn a_whole_gpu_gets_the_device_and_nothing_of_mps() {
+        let granted = allocation(&["GPU-0::0"], None);
+        let nodes =
+            BTreeMap::from([("GPU-0".to_owned(), vec!["/dev/nvidia3".to_owned(), "/dev/nvidiactl".to_owned()])]);
+        let cdi = settings("cdi", &[]).edits(&granted, &nodes);
+        assert_eq!(cdi.cdi_devices, ["cleave.dev/gpu=GPU-0"]);
+        assert_eq!(cdi.env, BTreeMap::from([("NVIDIA_VISIBLE_DEVICES".to_owned(), "void".to_owned())]));
+        assert!(cdi.mounts.is_empty() && cdi.device_nodes.is_empty());
+        let plain = settings("device-nodes", &["--driver-root", "/opt/nvidia"]).edits(&granted, &nodes);
+        assert_eq!(plain.device_nodes, ["/dev/nvidia3", "/dev/nvidiactl"]);
+        assert_eq!(plain.mounts[0].container_path, "/usr/local/nvidia");
+        assert!(plain.mounts[0].read_only);
+    }
+}

@@ -1,0 +1,274 @@
+//! The device plugin: extended resources as the kubelet asks for them.
+//!
+//! A front end of [`Allocator`]: it translates the kubelet's calls, and decides nothing itself.
+use std::sync::Arc;
+use std::time::Instant;
+
+use cleave_kubelet::{ContainerResponse, DeviceList, DeviceNode, Mount, Options, PreferredRequest, Refusal, Resource};
+use futures::future::BoxFuture;
+use tokio::sync::watch;
+
+use crate::allocation::allocate::{Choice, Denied, View, prefer};
+use crate::allocator::Allocator;
+use crate::container_edits::ContainerEdits;
+use crate::gpu::layout::{Kind, Pool, parse_id};
+use crate::metrics::{Metrics, Outcome};
+
+/// Whether it matters which slices are taken: they are parts of several devices, and no device is
+/// decided on.
+fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
+    let mut devices = request.available.iter().filter_map(|id| Some(parse_id(id)?.0));
+    let first = devices.next();
+    request.must_include.is_empty()
+        && pools.iter().any(|pool| pool.kind != Kind::Whole)
+        && devices.any(|device| Some(device) != first)
+}
+
+/// What the kubelet is answered for a container with these edits.
+pub fn response(edits: ContainerEdits) -> ContainerResponse {
+    let ContainerEdits { env, mounts, device_nodes, cdi_devices } = edits;
+    let mount = |crate::container_edits::Mount { host_path, container_path, read_only }| Mount {
+        container_path,
+        host_path,
+        read_only,
+    };
+    let node = |path: String| DeviceNode { container_path: path.clone(), host_path: path, permissions: "rw".into() };
+    ContainerResponse {
+        envs: env,
+        mounts: mounts.into_iter().map(mount).collect(),
+        devices: device_nodes.into_iter().map(node).collect(),
+        cdi_names: cdi_devices,
+        ..ContainerResponse::default()
+    }
+}
+
+impl<'a> From<&PreferredRequest<'a>> for Choice<'a> {
+    fn from(&PreferredRequest { available, must_include, size }: &PreferredRequest<'a>) -> Self {
+        Self { available, must_include, size }
+    }
+}
+
+fn refusal(denied: Denied) -> Refusal {
+    match denied {
+        Denied::Split(sentence) | Denied::Invalid(sentence) => Refusal::Invalid(sentence),
+    }
+}
+
+/// One extended resource.
+#[derive(Debug)]
+pub struct Served {
+    resource: String,
+    metrics: Metrics,
+    allocator: Arc<Allocator>,
+    devices: watch::Sender<Arc<DeviceList>>,
+}
+
+impl Served {
+    /// With its first list.
+    pub fn new(resource: String, allocator: Arc<Allocator>, metrics: Metrics, devices: DeviceList) -> Self {
+        Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
+    }
+
+    /// Changes the list in the open stream, where it is another.
+    pub fn update(&self, devices: DeviceList) {
+        self.devices.send_if_modified(|list| {
+            let changed = **list != devices;
+            if changed {
+                *list = Arc::new(devices);
+            }
+            changed
+        });
+    }
+
+    /// Sends the same list again.
+    pub fn renew(&self) {
+        self.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
+    }
+}
+
+impl Resource for Served {
+    fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
+        self.devices.subscribe()
+    }
+
+    fn options(&self) -> Options {
+        // The same for every resource, so that a resource that gains shares under MPS need not be
+        // registered again.
+        Options { pre_start: true, preferred: true }
+    }
+
+    fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
+        let units = u32::try_from(request.size).ok()?;
+        let table = self.allocator.table();
+        let pools = table.pools.get(&self.resource)?;
+        let waits = has_choice(pools, request) && !table.pending.knows(&self.resource, units);
+        waits.then(|| Box::pin(self.allocator.until_known(&self.resource, units)) as BoxFuture<'a, ()>)
+    }
+
+    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+        let table = self.allocator.table();
+        let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
+        let kept = table.pending.kept(&self.resource);
+        Ok(prefer(&View { resource: &self.resource, pools, kept: &kept }, &request.into()))
+    }
+
+    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
+        let given = self.allocator.allocate(&self.resource, ids);
+        match &given {
+            Ok((allocation, _)) => {
+                if let (Ok(units), [device]) = (u32::try_from(ids.len()), allocation.devices.as_slice()) {
+                    self.allocator.table().pending.answered(&self.resource, units, device, Instant::now());
+                }
+                self.metrics.allocate(&self.resource, Outcome::Granted);
+                tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "given out");
+            }
+            Err(denied) => {
+                self.metrics.allocate(&self.resource, Outcome::Refused);
+                tracing::warn!(resource = self.resource, %denied, "refused an allocation");
+            }
+        }
+        given.map(|(_, edits)| response(edits)).map_err(refusal)
+    }
+
+    fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
+        Box::pin(async move {
+            let began = Instant::now();
+            let allocation = self.allocator.known(&self.resource, ids).map_err(refusal)?;
+            self.allocator.ready(&allocation).await.map_err(|why| {
+                tracing::warn!(
+                    resource = self.resource,
+                    allocation = allocation.id(),
+                    why,
+                    "a container's start waits"
+                );
+                Refusal::NotReady(format!("{}: {why}", self.resource))
+            })?;
+            let took_us = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+            tracing::debug!(resource = self.resource, allocation = allocation.id(), took_us, "a container may start");
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::allocation::pending::{Bound, PendingAllocations, Want};
+    use crate::allocation::table::AllocationTable;
+    use crate::allocator::tests::allocator;
+    use crate::allocator::{MAX_EVENTS, POD_WAIT};
+
+    const MPS: &str = "nvidia.com/gpu-mps";
+
+    fn pools(devices: &[&str], kind: &Kind) -> Vec<Pool> {
+        let pool = |device: &&str| Pool {
+            device: (*device).into(),
+            resource: MPS.into(),
+            first: 0,
+            count: 10,
+            kind: kind.clone(),
+        };
+        devices.iter().map(pool).collect()
+    }
+
+    fn shares() -> Kind {
+        Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None }
+    }
+
+    fn served(pending: PendingAllocations, pools: Vec<Pool>) -> Served {
+        let table =
+            AllocationTable { pools: BTreeMap::from([(MPS.into(), pools)]), pending, ..AllocationTable::default() };
+        Served::new(MPS.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
+    }
+
+    fn bound(name: &str, units: u32, device: &str) -> Bound {
+        let want = Want {
+            container: "c".into(),
+            resource: MPS.into(),
+            units,
+            ask: 0,
+            needed: units,
+            held: Some(device.into()),
+        };
+        let (uid, namespace, name) = (name.into(), "ns".into(), name.into());
+        Bound { uid, namespace, name, leaving: false, admitted: false, wants: vec![want] }
+    }
+
+    fn ids(device: &str) -> Vec<String> {
+        (0..10).map(|number| format!("{device}::{number}")).collect()
+    }
+
+    fn all() -> Vec<String> {
+        [ids("A"), ids("B")].concat()
+    }
+
+    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
+        PreferredRequest { available, must_include, size }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_kubelet_waits_for_the_pod_and_no_longer() {
+        let served = served(PendingAllocations::watched(), pools(&["A", "B"], &shares()));
+        let all = all();
+        let request = request(&all, &[], 3);
+        let waits = served.until_known(&request).unwrap();
+        let allocator = Arc::clone(&served.allocator);
+        let comes = async {
+            tokio::task::yield_now().await;
+            allocator.update_pending(|pending| pending.pod(bound("other", 4, "A"), Instant::now()));
+            tokio::task::yield_now().await;
+            allocator.update_pending(|pending| pending.pod(bound("p", 3, "B"), Instant::now()));
+        };
+        let started = tokio::time::Instant::now();
+        tokio::join!(waits, comes);
+        assert_eq!(started.elapsed(), Duration::ZERO, "the clock stands still but for timers");
+        assert!(served.until_known(&request).is_none(), "it is known");
+        let chosen = served.preferred(&request).unwrap();
+        assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
+        let _ = served.allocate(&chosen).unwrap();
+        served.until_known(&request).unwrap().await;
+        assert_eq!(started.elapsed(), POD_WAIT, "another of that size is not known, and its time runs out");
+    }
+
+    #[test]
+    fn nobody_waits_where_there_is_nothing_to_choose_or_nobody_tells() {
+        let all = all();
+        let two = || pools(&["A", "B"], &shares());
+        let waits = |served: &Served, request: &PreferredRequest<'_>| served.until_known(request).is_some();
+        assert!(waits(&served(PendingAllocations::watched(), two()), &request(&all, &[], 3)));
+        assert!(!waits(&served(PendingAllocations::default(), two()), &request(&all, &[], 3)), "without an API server");
+        assert!(
+            !waits(&served(PendingAllocations::watched(), two()), &request(&ids("A"), &[], 3)),
+            "all of one device"
+        );
+        assert!(
+            !waits(&served(PendingAllocations::watched(), two()), &request(&all, &ids("B")[..1], 3)),
+            "an init container had it"
+        );
+        assert!(!waits(
+            &served(PendingAllocations::watched(), pools(&["A", "B"], &Kind::Whole)),
+            &request(&all, &[], 1)
+        ));
+        assert!(!waits(&served(PendingAllocations::watched(), Vec::new()), &request(&[], &[], 0)));
+    }
+
+    #[test]
+    fn shares_of_two_devices_are_refused_counted_and_told() {
+        let served = served(PendingAllocations::watched(), pools(&["A", "B"], &shares()));
+        let both = ["A::0", "B::0"].map(str::to_owned);
+        let refusal = served.allocate(&both).unwrap_err();
+        assert!(refusal.to_string().contains("cannot be shares of 2 GPUs"), "{refusal}");
+        assert!(served.allocate(&[]).is_err());
+        let news = std::mem::take(&mut served.allocator.table().events);
+        assert_eq!(news.iter().map(|news| news.reason).collect::<Vec<_>>(), ["SharesSplit"]);
+        let metrics = served.allocator.metrics().encode().unwrap();
+        assert!(metrics.contains("cleave_agent_splits_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
+        for _ in 0..2 * MAX_EVENTS {
+            let _ = served.allocate(&both);
+        }
+        assert_eq!(served.allocator.table().events.len(), MAX_EVENTS);
+    }
+}

@@ -1,0 +1,574 @@
+//! What a GPU is served as: its part of the spec, checked against the hardware. Pure.
+use std::collections::BTreeMap;
+
+use cleave_api::gpunode::{
+    GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, Partition, TimeSlicedPartition, Whole,
+};
+use cleave_api::names::{MODE_MIG, MODE_MPS, MODE_TIMESLICING, MODE_WHOLE, RESOURCE_GPU, mig_resource};
+use cleave_api::sharingpolicy::{ComputeMode, Interval};
+use cleave_gpu::mps::wire;
+use cleave_gpu::nvml::{Gpu, Mig, MigInstance};
+use cleave_kubelet::ResourceName;
+use cleave_plan::mps::MAX_CLIENTS;
+use cleave_plan::units::Percent;
+use serde::{Deserialize, Serialize};
+
+use crate::gpu::mig::{Change, Target, changes};
+
+/// As many as a device list of one resource may sensibly have of one device; NVIDIA's plugin has
+/// been seen with hundreds.
+const MOST_SLICES: u32 = 1024;
+
+/// How a GPU is served as a whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Mode {
+    /// Undivided.
+    Whole,
+    /// Shares under MPS.
+    Mps,
+    /// Replicas in turns.
+    TimeSlicing,
+    /// MIG instances.
+    Mig,
+}
+
+impl Mode {
+    /// As a `GpuNode` writes it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Whole => MODE_WHOLE,
+            Self::Mps => MODE_MPS,
+            Self::TimeSlicing => MODE_TIMESLICING,
+            Self::Mig => MODE_MIG,
+        }
+    }
+}
+
+/// What a GPU is served as.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layout {
+    /// How.
+    pub mode: Mode,
+    /// Its slices.
+    pub pools: Vec<Pool>,
+    /// MPS daemons by device.
+    pub daemons: BTreeMap<String, wire::Daemon>,
+}
+
+/// Equal slices of one device under one resource.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pool {
+    /// UUID of the GPU or MIG device.
+    pub device: String,
+    /// The extended resource, a name that the kubelet takes.
+    pub resource: String,
+    /// Number of the first id.
+    pub first: u32,
+    /// How many there are.
+    pub count: u32,
+    /// What a slice is.
+    pub kind: Kind,
+}
+
+/// What a slice is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kind {
+    /// The device, undivided.
+    Whole,
+    /// A turn.
+    TimeSliced,
+    /// A share under MPS.
+    Mps {
+        /// Memory of k slices, MiB, at k − 1; empty is no limit.
+        memory_mib: Vec<u64>,
+        /// Active thread percentage of k slices at k − 1; empty is no limit.
+        threads: Vec<u8>,
+        /// Most clients of one allocation.
+        max_clients: Option<u32>,
+    },
+}
+
+impl Pool {
+    /// The ids of its slices.
+    pub fn ids(&self) -> impl Iterator<Item = String> {
+        (self.first..self.first.saturating_add(self.count)).map(|number| device_id(&self.device, number))
+    }
+
+    /// Whether it has this slice.
+    pub fn holds(&self, device: &str, number: u32) -> bool {
+        self.device == device && number >= self.first && number - self.first < self.count
+    }
+}
+
+impl Layout {
+    /// Whether it is one that [`wanted`] could have made, as far as numbers and names go: slices
+    /// are counted out one by one.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong.
+    pub fn check(&self) -> Result<(), String> {
+        for Pool { resource, first, count, kind, .. } in &self.pools {
+            named(resource)?;
+            if *count > MOST_SLICES {
+                return Err(format!("{resource}: {count} slices are more than {MOST_SLICES}"));
+            }
+            if first.checked_add(*count).is_none() {
+                return Err(format!("{resource}: there are no {count} slices from {first} on"));
+            }
+            if let Kind::Mps { memory_mib, threads, .. } = kind {
+                complete(resource, *count, [threads.len(), memory_mib.len()])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves what a device is served as just as it was before.
+    pub fn keep(&mut self, device: &str, before: Option<&Self>) {
+        self.pools.retain(|pool| pool.device != device);
+        self.daemons.remove(device);
+        if let Some(before) = before {
+            self.pools.extend(before.pools.iter().filter(|pool| pool.device == device).cloned());
+            self.daemons.extend(before.daemons.get(device).map(|daemon| (device.to_owned(), daemon.clone())));
+        }
+    }
+}
+
+/// The id of a slice, stable for ever.
+pub fn device_id(device: &str, number: u32) -> String {
+    format!("{device}::{number}")
+}
+
+/// What an id is of. Only what [`device_id`] writes is read: `GPU-x::07` and `GPU-x::7` are not one
+/// slice.
+pub fn parse_id(id: &str) -> Option<(&str, u32)> {
+    let (device, digits) = id.rsplit_once("::")?;
+    let number: u32 = digits.parse().ok()?;
+    let canonical = digits == "0" || !digits.starts_with(['0', '+']);
+    (canonical && !device.is_empty()).then_some((device, number))
+}
+
+/// A layout that can be served now, and what of the GPU has to change until all of the spec can.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wanted {
+    /// What can be served.
+    pub layout: Layout,
+    /// What has to change first, in order.
+    pub changes: Vec<Change>,
+    /// What never can be, and hinders nothing; empty where there is nothing to say.
+    pub note: String,
+}
+
+impl From<Layout> for Wanted {
+    fn from(layout: Layout) -> Self {
+        Self { layout, changes: Vec::new(), note: String::new() }
+    }
+}
+
+/// What `spec` makes of `gpu`; without a spec it is whole, or its MIG instances are. `cut`: a spec
+/// has cut it that is no more, so that its instances go.
+///
+/// # Errors
+/// A sentence, for the step's status.
+pub fn wanted(spec: Option<&GpuSpec>, gpu: &Gpu, cut: bool) -> Result<Wanted, String> {
+    let mig = gpu.mig.as_ref().filter(|mig| mig.enabled);
+    let Some(GpuSpec { partition, .. }) = spec else {
+        return Ok(match mig {
+            Some(mig) if !cut => existing_instances(mig),
+            _ => undivided_after(
+                gpu,
+                whole(&gpu.uuid, RESOURCE_GPU),
+                if cut { Target::Off } else { Target::TerminationWatch },
+            )?,
+        });
+    };
+    let Partition { whole: undivided, mps, time_slicing, mig: instances } = partition;
+    let layout = match (undivided, mps, time_slicing, instances) {
+        (Some(Whole { resource }), None, None, None) => {
+            Layout { pools: vec![whole_pool(&gpu.uuid, named(resource)?)], ..empty(Mode::Whole) }
+        }
+        (None, Some(mps), None, None) => {
+            if gpu.compute_capability < (7, 0) {
+                let (major, minor) = gpu.compute_capability;
+                return Err(format!(
+                    "MPS limits need compute capability 7.0 (Volta) or newer; {} has {major}.{minor}",
+                    gpu.model
+                ));
+            }
+            let (pools, daemon) = mps_pools(&gpu.uuid, mps, false)?;
+            Layout { pools, daemons: BTreeMap::from([(gpu.uuid.clone(), daemon)]), ..empty(Mode::Mps) }
+        }
+        (None, None, Some(slicing), None) => {
+            Layout { pools: vec![replicas(&gpu.uuid, slicing)?], ..empty(Mode::TimeSlicing) }
+        }
+        (None, None, None, Some(instances)) => return cut_into(gpu, instances),
+        _ => return Err("the spec must say exactly one of whole, mps, timeSlicing and mig".into()),
+    };
+    let wanted = undivided_after(gpu, layout, Target::Off)?;
+    Ok(Wanted { note: interval_note(time_slicing.as_ref()), ..wanted })
+}
+
+/// A layout of the GPU itself, which can be served with MIG mode off and not before.
+fn undivided_after(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<Wanted, String> {
+    let cut = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
+    let layout = if cut { empty(Mode::Mig) } else { layout };
+    Ok(Wanted { layout, changes: changes(gpu, target)?, note: String::new() })
+}
+
+/// The instances of the spec that are there, and what has to change until all are.
+fn cut_into(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<Wanted, String> {
+    let changes = changes(gpu, Target::On(instances))?;
+    let (mut layout, mut rest) = (empty(Mode::Mig), empty(Mode::Mig));
+    let there: &[MigInstance] = gpu.mig.as_ref().filter(|mig| mig.enabled).map_or(&[], |mig| &mig.instances);
+    for spec in instances {
+        let is =
+            |found: &&MigInstance| found.profile == spec.profile && found.start == spec.start && !found.uuid.is_empty();
+        match there.iter().find(is) {
+            Some(found) => add_instance(&mut layout, found, &spec.partition)?,
+            None => {
+                // Nothing is made for what could not be served.
+                let (profile, start) = (spec.profile.clone(), spec.start);
+                let later =
+                    MigInstance { uuid: String::new(), profile, start, gpu_instance: 0, compute_instance: None };
+                add_instance(&mut rest, &later, &spec.partition)?;
+            }
+        }
+    }
+    Ok(Wanted { layout, changes, note: String::new() })
+}
+
+fn empty(mode: Mode) -> Layout {
+    Layout { mode, pools: Vec::new(), daemons: BTreeMap::new() }
+}
+
+fn whole(device: &str, resource: &str) -> Layout {
+    Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty(Mode::Whole) }
+}
+
+fn whole_pool(device: &str, resource: String) -> Pool {
+    Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: Kind::Whole }
+}
+
+/// MIG instances that somebody else made, each whole.
+fn existing_instances(mig: &Mig) -> Wanted {
+    // One of a profile whose name is no resource's could not be asked for.
+    let named = |instance: &&MigInstance| named(&mig_resource(&instance.profile)).is_ok();
+    let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(named);
+    let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
+    Layout { pools: pools.collect(), ..empty(Mode::Mig) }.into()
+}
+
+fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPartition) -> Result<(), String> {
+    let MigPartition { whole, mps, time_slicing } = partition;
+    match (whole, mps, time_slicing) {
+        (Some(Whole { resource }), None, None) => layout.pools.push(whole_pool(&instance.uuid, named(resource)?)),
+        (None, Some(mps), None) => {
+            let (pools, daemon) = mps_pools(&instance.uuid, mps, true)?;
+            layout.pools.extend(pools);
+            layout.daemons.insert(instance.uuid.clone(), daemon);
+        }
+        (None, None, Some(slicing)) => layout.pools.push(replicas(&instance.uuid, slicing)?),
+        _ => {
+            return Err(format!(
+                "MIG instance {} at {}: the spec must say exactly one of whole, mps and timeSlicing",
+                instance.profile, instance.start
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<Pool>, wire::Daemon), String> {
+    let MpsPartition { multi_user, compute_mode, slices } = partition;
+    let total: u64 = slices.iter().map(|slices| u64::from(slices.count)).sum();
+    if total == 0 || total > u64::from(MAX_CLIENTS) {
+        return Err(format!("{total} MPS shares: one GPU can have 1 to {MAX_CLIENTS}"));
+    }
+    let mut pools: Vec<Pool> = Vec::new();
+    let (mut most_threads, mut most_memory) = (None, None);
+    for slices in slices {
+        let resource = named(&slices.resource)?;
+        if let Some(wrong) = slices.threads.iter().find(|&&percent| Percent::new(percent).is_err()) {
+            return Err(format!("{wrong} is not a thread percentage from 1 to 100"));
+        }
+        if slices.max_clients == Some(0) {
+            return Err(format!("{resource}: shares with at most 0 clients could never run anything"));
+        }
+        if slices.memory_mib.contains(&0) {
+            return Err("0 MiB is not a memory limit".into());
+        }
+        complete(&resource, slices.count, [slices.threads.len(), slices.memory_mib.len()])?;
+        let Some(end) = slices.first.checked_add(slices.count) else {
+            return Err(format!("{resource}: {} is no number for a first share", slices.first));
+        };
+        let overlaps =
+            |pool: &&Pool| pool.resource == resource && pool.first < end && slices.first < pool.first + pool.count;
+        if pools.iter().find(overlaps).is_some() {
+            return Err(format!("{resource}: shares {} to {end} are there twice", slices.first));
+        }
+        most_threads = most_threads.max(slices.threads.last().copied());
+        most_memory = most_memory.max(slices.memory_mib.last().copied());
+        let kind = Kind::Mps {
+            memory_mib: slices.memory_mib.clone(),
+            threads: slices.threads.clone(),
+            max_clients: slices.max_clients,
+        };
+        pools.push(Pool { device: device.to_owned(), resource, first: slices.first, count: slices.count, kind });
+    }
+    let unlimited = |some: fn(&cleave_api::gpunode::MpsSlices) -> bool| slices.iter().any(some);
+    let daemon = wire::Daemon {
+        multi_user: *multi_user,
+        exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
+        // The door lowers these for each allocation; where it cannot, a container's environment
+        // does. So they are the largest allocation's.
+        default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
+        default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
+    };
+    Ok((pools, daemon))
+}
+
+/// That lists of limits are for all shares, or empty.
+fn complete(resource: &str, count: u32, limits: [usize; 2]) -> Result<(), String> {
+    if limits.iter().any(|&limits| limits != 0 && limits < count as usize) {
+        return Err(format!("{resource}: there are {count} shares, and limits for fewer"));
+    }
+    Ok(())
+}
+
+fn replicas(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
+    let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
+    if *replicas == 0 || *replicas > MOST_SLICES {
+        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MOST_SLICES}"));
+    }
+    let resource = named(resource)?;
+    Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: Kind::TimeSliced })
+}
+
+fn interval_note(slicing: Option<&TimeSlicedPartition>) -> String {
+    match slicing.map(|slicing| slicing.interval) {
+        None | Some(Interval::Default) => String::new(),
+        Some(interval) => format!("the time slice stays as it is: NVML has no call for the interval {interval:?}"),
+    }
+}
+
+fn named(resource: &str) -> Result<String, String> {
+    match ResourceName::parse(resource) {
+        Ok(_) => Ok(resource.to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use cleave_api::gpunode::MpsSlices;
+    use cleave_plan::mps::{Threads, memory, threads};
+    use cleave_plan::units::{Mebibytes, Sms};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
+        Gpu {
+            uuid: uuid.into(),
+            index,
+            minor: index,
+            model: "NVIDIA H200".into(),
+            memory: Mebibytes(143_155),
+            sms: Sms(132),
+            pci: format!("0000:{index:02x}:00.0"),
+            numa: Some(index / 4),
+            compute_capability: (9, 0),
+            mig: None,
+        }
+    }
+
+    /// With some of the profiles of an H100 of 80 GB.
+    pub(crate) fn mig_gpu(uuid: &str, enabled: bool, instances: Vec<MigInstance>) -> Gpu {
+        let profile = |name: &str, slices, size, starts: &[u32]| cleave_gpu::nvml::MigProfile {
+            id: slices,
+            name: name.into(),
+            memory: Mebibytes(u64::from(size) * 9_984),
+            sms: Sms(slices * 16),
+            slices,
+            size,
+            starts: starts.to_vec(),
+        };
+        let profiles = vec![
+            profile("1g.10gb", 1, 1, &[0, 1, 2, 3, 4, 5, 6]),
+            profile("2g.20gb", 2, 2, &[0, 2, 4]),
+            profile("3g.40gb", 3, 4, &[0, 4]),
+            profile("4g.40gb", 4, 4, &[0]),
+            profile("7g.80gb", 7, 8, &[0]),
+            profile("1g.10gb+me", 1, 1, &[0, 1, 2, 3, 4, 5, 6]),
+            profile("1g.20gb", 1, 2, &[0, 2, 4, 6]),
+        ];
+        Gpu { mig: Some(Mig { enabled, pending: None, profiles, instances }), ..gpu(uuid, 0) }
+    }
+
+    pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
+        GpuSpec {
+            uuid: uuid.into(),
+            partition: Partition { mps: Some(mps_partition(units)), ..Partition::default() },
+            ..GpuSpec::default()
+        }
+    }
+
+    pub(crate) fn mps_partition(units: u32) -> MpsPartition {
+        MpsPartition {
+            multi_user: true,
+            compute_mode: ComputeMode::ExclusiveProcess,
+            slices: vec![MpsSlices {
+                resource: "nvidia.com/gpu-mps".into(),
+                count: units,
+                first: 0,
+                memory_mib: (1..=units).map(|k| memory(k, units, Mebibytes(143_155)).0).collect(),
+                threads: (1..=units).filter_map(|k| threads(k, units, Threads::Burst)).map(Percent::get).collect(),
+                max_clients: None,
+            }],
+        }
+    }
+
+    pub(crate) fn sliced_spec(uuid: &str, replicas: u32) -> GpuSpec {
+        let partition =
+            TimeSlicedPartition { resource: "nvidia.com/gpu-timeslice".into(), replicas, interval: Interval::Default };
+        GpuSpec { partition: Partition { time_slicing: Some(partition), ..Partition::default() }, ..mps_spec(uuid, 1) }
+    }
+
+    #[test]
+    fn a_gpu_that_the_spec_does_not_name_is_whole() {
+        let Wanted { layout, changes, .. } = wanted(None, &gpu("GPU-a", 0), false).unwrap();
+        assert_eq!(layout, whole("GPU-a", "nvidia.com/gpu"));
+        assert_eq!(layout.pools[0].ids().collect::<Vec<_>>(), ["GPU-a::0"]);
+        assert!(changes.is_empty());
+    }
+
+    #[test]
+    fn an_mps_daemon_lets_the_largest_allocation_through_and_no_more() {
+        let layout = wanted(Some(&mps_spec("GPU-a", 10)), &gpu("GPU-a", 0), false).unwrap().layout;
+        let daemon = &layout.daemons["GPU-a"];
+        assert_eq!((daemon.default_threads, daemon.default_memory_mib), (Some(100), Some(143_027)));
+        assert!(daemon.exclusive && daemon.multi_user);
+        assert_eq!(layout.pools[0].ids().count(), 10);
+    }
+
+    #[test]
+    fn shares_without_limits_leave_the_daemon_without() {
+        let mut spec = mps_spec("GPU-a", 10);
+        let slices = &mut spec.partition.mps.as_mut().unwrap().slices[0];
+        slices.threads.clear();
+        slices.memory_mib.clear();
+        let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
+        assert_eq!(layout.daemons["GPU-a"].default_threads, None);
+        assert_eq!(layout.daemons["GPU-a"].default_memory_mib, None);
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_a_sentence() {
+        let refused = |change: &dyn Fn(&mut GpuSpec)| {
+            let mut spec = mps_spec("GPU-a", 4);
+            change(&mut spec);
+            wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap_err()
+        };
+        let slices = |change: &dyn Fn(&mut MpsSlices)| {
+            refused(&|spec| change(&mut spec.partition.mps.as_mut().unwrap().slices[0]))
+        };
+        assert!(slices(&|s| s.count = 0).contains("1 to 48"));
+        assert!(slices(&|s| s.count = 49).contains("49 MPS shares"));
+        assert!(slices(&|s| s.threads[1] = 0).contains("0 is not a thread percentage"));
+        assert!(slices(&|s| s.threads[1] = 101).contains("101"));
+        assert!(slices(&|s| s.max_clients = Some(0)).contains("at most 0 clients"));
+        assert!(slices(&|s| s.memory_mib[0] = 0).contains("0 MiB"));
+        assert!(slices(&|s| s.memory_mib.truncate(3)).contains("limits for fewer"));
+        assert!(slices(&|s| s.resource = "gpu".into()).contains("not the name of an extended resource"));
+        assert!(slices(&|s| s.first = u32::MAX).contains("no number"));
+        assert!(refused(&|spec| spec.partition.mps = None).contains("exactly one"));
+        assert!(
+            refused(&|spec| spec.partition.whole = Some(Whole { resource: "nvidia.com/gpu".into() }))
+                .contains("exactly one")
+        );
+        assert!(refused(&|spec| spec.partition.mps.as_mut().unwrap().slices.clear()).contains("0 MPS shares"));
+        let twice = |spec: &mut GpuSpec| {
+            let slices = &mut spec.partition.mps.as_mut().unwrap().slices;
+            slices.push(slices[0].clone());
+        };
+        assert!(refused(&twice).contains("twice"));
+        let old = Gpu { compute_capability: (6, 1), model: "Tesla P4".into(), ..gpu("GPU-a", 0) };
+        assert!(wanted(Some(&mps_spec("GPU-a", 4)), &old, false).unwrap_err().contains("Tesla P4 has 6.1"));
+        assert!(wanted(Some(&sliced_spec("GPU-a", 0)), &old, false).unwrap_err().contains("0 time-sliced replicas"));
+    }
+
+    #[test]
+    fn mig_instances_are_found_by_profile_and_place_and_the_rest_is_told() {
+        let instance = |profile: &str, start, uuid: &str| MigInstance {
+            uuid: uuid.into(),
+            profile: profile.into(),
+            start,
+            gpu_instance: start + 7,
+            compute_instance: Some(0),
+        };
+        let instances =
+            vec![instance("1g.10gb+me", 0, "MIG-a"), instance("3g.40gb", 4, "MIG-b"), instance("1g.10gb", 1, "")];
+        let gpu = mig_gpu("GPU-a", true, instances.clone());
+        let served = wanted(None, &gpu, false).unwrap().layout;
+        assert_eq!(
+            served.pools.iter().map(|pool| (pool.device.as_str(), pool.resource.as_str())).collect::<Vec<_>>(),
+            [("MIG-a", "nvidia.com/mig-1g.10gb.me"), ("MIG-b", "nvidia.com/mig-3g.40gb")]
+        );
+        let part = |profile: &str, start, partition| MigInstanceSpec { profile: profile.into(), start, partition };
+        let spec = GpuSpec {
+            partition: Partition {
+                mig: Some(vec![
+                    part("3g.40gb", 4, MigPartition { mps: Some(mps_partition(4)), ..MigPartition::default() }),
+                    part("3g.40gb", 0, MigPartition { mps: Some(mps_partition(4)), ..MigPartition::default() }),
+                ]),
+                ..Partition::default()
+            },
+            ..mps_spec("GPU-a", 1)
+        };
+        let Wanted { layout, changes, .. } = wanted(Some(&spec), &gpu, false).unwrap();
+        assert_eq!(layout.pools.len(), 1);
+        assert!(!layout.daemons["MIG-b"].exclusive, "never on MIG");
+        let [first, _, third] = instances.try_into().unwrap();
+        assert_eq!(
+            changes,
+            [Change::Destroy(first), Change::Destroy(third), Change::Create { profile: "3g.40gb".into(), start: 0 }],
+            "the one of the spec stays"
+        );
+        for (whole, cut) in [(Some(&mps_spec("GPU-a", 4)), false), (None, true)] {
+            let Wanted { layout, changes, .. } = wanted(whole, &gpu, cut).unwrap();
+            assert_eq!(
+                (layout, changes.len()),
+                (empty(Mode::Mig), 4),
+                "not before the instances and MIG mode are gone"
+            );
+            assert_eq!(changes[3], Change::Mode(false));
+            let off = mig_gpu("GPU-a", false, vec![]);
+            assert!(wanted(whole, &off, cut).unwrap().changes.is_empty());
+            let mut pending = off;
+            pending.mig.as_mut().unwrap().pending = Some(true);
+            assert_eq!(wanted(whole, &pending, cut).unwrap().changes, [Change::Mode(false)]);
+        }
+        assert!(wanted(None, &gpu, false).unwrap().changes.is_empty(), "made by somebody else");
+        let mut nonsense = spec.clone();
+        nonsense.partition.mig.as_mut().unwrap()[1].partition = MigPartition::default();
+        assert!(wanted(Some(&nonsense), &gpu, false).unwrap_err().contains("exactly one"), "before it is made");
+    }
+
+    #[test]
+    fn ids_are_read_only_as_they_are_written() {
+        assert_eq!(parse_id("GPU-a::12"), Some(("GPU-a", 12)));
+        assert_eq!(parse_id("GPU-a::0"), Some(("GPU-a", 0)));
+        for bad in
+            ["", "GPU-a", "GPU-a::", "::1", "GPU-a::01", "GPU-a::+1", "GPU-a::-1", "GPU-a::1 ", "GPU-a::4294967296"]
+        {
+            assert_eq!(parse_id(bad), None, "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_id_is_read_back(device in "[A-Za-z0-9-]{1,40}", number: u32) {
+            let id = device_id(&device, number);
+            prop_assert_eq!(parse_id(&id), Some((device.as_str(), number)));
+        }
+    }
+}

@@ -1,0 +1,423 @@
+//! From what is served to what shall be: what changes now, what waits for whom, what is refused.
+//! Pure.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
+use cleave_api::names::{STEP_DONE, STEP_REFUSED, STEP_WAITING};
+use cleave_gpu::nvml::{Gpu, Process};
+
+use crate::allocation::usage::Usage;
+use crate::gpu::hardware::Hardware;
+use crate::gpu::layout::{Layout, Wanted, parse_id, wanted};
+use crate::gpu::mig::{Change, in_use_by};
+
+/// Most pods that a step names.
+const NAMED: usize = 8;
+
+/// What the node is served as next.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Decision {
+    /// Layouts by GPU.
+    pub layouts: BTreeMap<String, Layout>,
+    /// What was done about each GPU that is not as it was, or not as it shall be.
+    pub steps: Vec<StepStatus>,
+    /// The node is as the spec says.
+    pub applied: bool,
+    /// What has to change of each GPU, in order; nothing that is known to be in use.
+    pub changes: BTreeMap<String, Vec<Change>>,
+    /// Processes outside of Kubernetes are in the way.
+    pub foreign: bool,
+}
+
+/// What else decides.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// MIG mode is left alone.
+    pub keep_mig_mode: bool,
+    /// GPUs that a spec has cut by MIG.
+    pub cut: BTreeSet<String>,
+    /// Processes that are not of our MPS daemons, by GPU.
+    pub processes: BTreeMap<String, Vec<Process>>,
+}
+
+/// Decides for each GPU by itself; a GPU of the spec that the node does not have is left out.
+/// `usage` is none while the kubelet has not said who holds what: then nothing that is served goes.
+pub fn decide(
+    hardware: &Hardware,
+    spec: Option<&GpuNodeSpec>,
+    current: &BTreeMap<String, Layout>,
+    usage: Option<&Usage>,
+    rules: &Rules,
+) -> Decision {
+    let mut decision = Decision { applied: true, ..Decision::default() };
+    let mut specs: BTreeMap<&str, Vec<&GpuSpec>> = BTreeMap::new();
+    for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
+        specs.entry(gpu.uuid.as_str()).or_default().push(gpu);
+    }
+    for known in hardware.by_index() {
+        let gpu = &known.gpu;
+        let before = current.get(&gpu.uuid);
+        let cut = !rules.keep_mig_mode && rules.cut.contains(&gpu.uuid);
+        let shall = match specs.remove(gpu.uuid.as_str()).as_deref() {
+            // Before the first spec nothing is known to be wanted: what is served stays.
+            None | Some([]) if spec.is_none() => match before {
+                Some(layout) => Ok(layout.clone().into()),
+                None => continue,
+            },
+            None | Some([]) => wanted(None, gpu, cut),
+            Some([one]) => wanted(Some(one), gpu, cut),
+            Some(_) => Err("the spec names this GPU twice".into()),
+        };
+        match shall {
+            Ok(wanted) => decision.follow(gpu, before, wanted, usage, rules),
+            Err(why) => {
+                decision.open("apply the spec".into(), gpu, STEP_REFUSED, why);
+                decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
+            }
+        }
+    }
+    decision
+}
+
+impl Decision {
+    /// Goes as far towards what is wanted of a GPU as nothing in use is in the way.
+    fn follow(&mut self, gpu: &Gpu, before: Option<&Layout>, wanted: Wanted, usage: Option<&Usage>, rules: &Rules) {
+        let Wanted { mut layout, mut changes, note } = wanted;
+        if rules.keep_mig_mode
+            && let Some(at) = changes.iter().position(|change| matches!(change, Change::Mode(_)))
+        {
+            let on = changes.remove(at) == Change::Mode(true);
+            self.open(describe(&layout), gpu, STEP_WAITING, by_hand(gpu, on));
+            if on {
+                // What cannot become MIG stays what it is.
+                self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
+                return;
+            }
+        }
+        let mut held = match (usage, before) {
+            (Some(usage), _) => held(gpu, before, &layout, &changes, usage),
+            // Serving for the first time takes nothing away.
+            (None, None) => BTreeMap::new(),
+            (None, Some(before)) if *before == layout => BTreeMap::new(),
+            (None, Some(_)) => {
+                let why = "the kubelet has not said yet which slices are in use".to_owned();
+                BTreeMap::from([(gpu.uuid.clone(), why)])
+            }
+        };
+        let foreign = foreign(gpu, before, &changes, rules);
+        self.foreign |= !foreign.is_empty();
+        for (device, why) in foreign {
+            held.entry(device).or_insert(why);
+        }
+        if !held.is_empty() {
+            let why: BTreeSet<&str> = held.values().map(String::as_str).collect();
+            let why = why.into_iter().collect::<Vec<_>>().join("; ");
+            self.open(describe(&layout), gpu, STEP_WAITING, why);
+        }
+        if held.contains_key(&gpu.uuid) {
+            self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
+            return;
+        }
+        // MIG instances are in nobody's way but their own.
+        for device in held.keys() {
+            layout.keep(device, before);
+            changes.retain(|change| !matches!(change, Change::Destroy(instance) if instance.uuid == *device));
+        }
+        self.applied &= changes.is_empty();
+        if held.is_empty() && changes.is_empty() && before != Some(&layout) {
+            self.step(describe(&layout), gpu, STEP_DONE, note);
+        }
+        self.layouts.insert(gpu.uuid.clone(), layout);
+        if !changes.is_empty() {
+            self.changes.insert(gpu.uuid.clone(), changes);
+        }
+    }
+
+    fn step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+        self.steps.push(StepStatus { gpu: gpu.uuid.clone(), action, result: result.into(), message });
+    }
+
+    /// A step that is not done.
+    fn open(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+        self.applied = false;
+        self.step(action, gpu, result, message);
+    }
+}
+
+/// What a person has to do where the agent must leave MIG mode alone.
+fn by_hand(gpu: &Gpu, on: bool) -> String {
+    let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
+    format!(
+        "MIG mode is {is}, and this agent leaves it alone (--mig-mode never): when nothing uses the GPU, run nvidia-smi -i {} -mig {flag}",
+        gpu.pci
+    )
+}
+
+/// `serve 10 nvidia.com/gpu-mps`.
+fn describe(layout: &Layout) -> String {
+    let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
+    for pool in &layout.pools {
+        *counts.entry(&pool.resource).or_default() += u64::from(pool.count);
+    }
+    let parts: Vec<String> = counts.iter().map(|(resource, count)| format!("{count} {resource}")).collect();
+    match parts.as_slice() {
+        [] => "serve nothing".into(),
+        parts => format!("serve {}", parts.join(", ")),
+    }
+}
+
+/// The devices of which a slice in use would not stay just what it is, with who holds it.
+fn held(
+    gpu: &Gpu,
+    before: Option<&Layout>,
+    after: &Layout,
+    changes: &[Change],
+    usage: &Usage,
+) -> BTreeMap<String, String> {
+    let mut devices: BTreeSet<&str> = BTreeSet::from([gpu.uuid.as_str()]);
+    devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
+    devices.extend(before.iter().flat_map(|layout| &layout.pools).map(|pool| pool.device.as_str()));
+    devices.remove("");
+    let ends = |device: &str| {
+        changes.iter().any(|change| match change {
+            Change::Destroy(instance) => instance.uuid == device,
+            Change::Mode(true) => gpu.uuid == device,
+            Change::Mode(false) | Change::Create { .. } => false,
+        })
+    };
+    let mut found = BTreeMap::new();
+    for device in devices {
+        let one = BTreeSet::from([device]);
+        let mut pods: BTreeSet<&str> = BTreeSet::new();
+        for (resource, id, holders) in usage.of(&one) {
+            if ends(device) || !keeps(before, after, resource, id) {
+                pods.extend(holders.iter().map(String::as_str));
+            }
+        }
+        if !pods.is_empty() {
+            let named: Vec<&str> = pods.iter().copied().take(NAMED).collect();
+            let more = if pods.len() > NAMED { format!(" and {} more", pods.len() - NAMED) } else { String::new() };
+            found.insert(device.to_owned(), format!("in use by {}{more}", named.join(", ")));
+        }
+    }
+    found
+}
+
+/// The devices that are served, and would be destroyed under processes that the kubelet knows
+/// nothing of.
+fn foreign(gpu: &Gpu, before: Option<&Layout>, changes: &[Change], rules: &Rules) -> BTreeMap<String, String> {
+    let processes: &[Process] = rules.processes.get(&gpu.uuid).map_or(&[], Vec::as_slice);
+    let served = |device: &str| before.is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device));
+    let inside = |wanted: &dyn Fn(&Process) -> bool| -> Vec<&Process> {
+        processes.iter().filter(|process| wanted(process)).collect()
+    };
+    let mut found = BTreeMap::new();
+    for change in changes {
+        let (device, there) = match change {
+            Change::Destroy(instance) => {
+                (&instance.uuid, inside(&|process| process.gpu_instance == Some(instance.gpu_instance)))
+            }
+            Change::Mode(true) => (&gpu.uuid, inside(&|_| true)),
+            Change::Mode(false) | Change::Create { .. } => continue,
+        };
+        if !there.is_empty() && served(device) {
+            found.insert(device.clone(), in_use_by(&there));
+        }
+    }
+    found
+}
+
+/// A slice stays itself if it is there afterwards, with the same limits, under a daemon that need
+/// not start anew.
+pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
+    let Some((device, number)) = parse_id(id) else { return true };
+    let find = |layout: &Layout| {
+        let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.holds(device, number))?;
+        Some((pool.kind.clone(), layout.daemons.get(device).cloned()))
+    };
+    match (before.and_then(find), find(after)) {
+        (Some(before), Some(after)) => before == after,
+        // Served by an earlier agent whose checkpoint is lost: it can only be the same.
+        (None, Some(_)) => true,
+        (_, None) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use cleave_api::gpunode::Health;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::allocation::usage::Allocations;
+    use crate::allocation::usage::tests::{allocation, held};
+    use crate::gpu::hardware::{Driver, KnownGpu};
+    use crate::gpu::layout::tests::{gpu, mps_spec, sliced_spec};
+
+    fn hardware(uuids: &[&str]) -> Hardware {
+        let known = |(index, uuid): (usize, &&str)| {
+            let gpu = gpu(uuid, u32::try_from(index).unwrap());
+            (
+                (*uuid).to_owned(),
+                KnownGpu {
+                    gpu,
+                    health: Health::default(),
+                    instances: BTreeMap::new(),
+                    observed: true,
+                    processes: Vec::new(),
+                },
+            )
+        };
+        Hardware {
+            driver: Driver::Present("580".into()),
+            gpus: uuids.iter().enumerate().map(known).collect(),
+            ..Hardware::default()
+        }
+    }
+
+    fn decide(
+        hardware: &Hardware,
+        spec: Option<&GpuNodeSpec>,
+        current: &BTreeMap<String, Layout>,
+        usage: Option<&Usage>,
+    ) -> Decision {
+        super::decide(hardware, spec, current, usage, &Rules::default())
+    }
+
+    fn spec(gpus: Vec<GpuSpec>) -> GpuNodeSpec {
+        GpuNodeSpec { plan_id: "p".into(), gpus }
+    }
+
+    fn nobody() -> Usage {
+        Usage::default()
+    }
+
+    fn results(decision: &Decision) -> Vec<(&str, &str)> {
+        decision.steps.iter().map(|step| (step.gpu.as_str(), step.result.as_str())).collect()
+    }
+
+    #[test]
+    fn three_gpus_have_three_modes_at_once() {
+        let hardware = hardware(&["GPU-a", "GPU-b", "GPU-c"]);
+        let spec = spec(vec![mps_spec("GPU-a", 10), sliced_spec("GPU-b", 4)]);
+        let decision = decide(&hardware, Some(&spec), &BTreeMap::new(), None);
+        assert!(decision.applied);
+        assert_eq!(
+            decision.steps.iter().map(|step| step.action.as_str()).collect::<Vec<_>>(),
+            ["serve 10 nvidia.com/gpu-mps", "serve 4 nvidia.com/gpu-timeslice", "serve 1 nvidia.com/gpu"]
+        );
+        let again = decide(&hardware, Some(&spec), &decision.layouts, Some(&nobody()));
+        assert_eq!((again.steps, again.layouts), (vec![], decision.layouts), "nothing more to do");
+    }
+
+    #[test]
+    fn a_change_waits_for_its_pods_and_names_them_and_holds_nothing_else_up() {
+        let hardware = hardware(&["GPU-a", "GPU-b"]);
+        let old =
+            decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-b", 10)])), &BTreeMap::new(), None);
+        let new = spec(vec![mps_spec("GPU-a", 5), mps_spec("GPU-b", 5)]);
+        let usage = Usage::new(&[held("train", &["GPU-a::3"])], &Allocations::default());
+        let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
+        assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
+        assert_eq!(decision.steps[0].message, "in use by ns/train");
+        assert!(!decision.applied);
+        assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
+        assert_eq!(decision.layouts["GPU-b"].pools[0].count, 5);
+        let freed = decide(&hardware, Some(&new), &decision.layouts, Some(&nobody()));
+        assert_eq!(results(&freed), [("GPU-a", "Done")]);
+        assert!(freed.applied);
+    }
+
+    #[test]
+    fn a_pod_that_is_being_admitted_holds_its_slices() {
+        let hardware = hardware(&["GPU-a"]);
+        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let allocations = Allocations::remembering([allocation(&["GPU-a::3"])], Instant::now());
+        let decision = decide(&hardware, Some(&spec(vec![])), &old.layouts, Some(&Usage::new(&[], &allocations)));
+        assert_eq!(results(&decision), [("GPU-a", "Waiting")]);
+        assert!(decision.steps[0].message.contains("being admitted"));
+    }
+
+    #[test]
+    fn without_the_kubelets_word_nothing_that_is_served_goes() {
+        let hardware = hardware(&["GPU-a", "GPU-b"]);
+        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let mut only_a = old.layouts.clone();
+        only_a.remove("GPU-b");
+        let decision = decide(&hardware, Some(&spec(vec![])), &only_a, None);
+        assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
+        assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
+    }
+
+    #[test]
+    fn before_the_first_spec_only_what_was_served_is() {
+        let hardware = hardware(&["GPU-a", "GPU-b"]);
+        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let only_a = BTreeMap::from([("GPU-a".to_owned(), old.layouts["GPU-a"].clone())]);
+        let decision = decide(&hardware, None, &only_a, Some(&nobody()));
+        assert_eq!(decision.layouts, only_a);
+        assert!(decision.steps.is_empty());
+    }
+
+    #[test]
+    fn slices_of_a_lost_checkpoint_stay_if_the_spec_still_has_them_and_block_if_not() {
+        let hardware = hardware(&["GPU-a"]);
+        let usage = Usage::new(&[held("p", &["GPU-a::3"])], &Allocations::default());
+        let same = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
+        assert_eq!(results(&same), [("GPU-a", "Done")]);
+        let other = decide(&hardware, Some(&spec(vec![])), &BTreeMap::new(), Some(&usage));
+        assert_eq!(results(&other), [("GPU-a", "Waiting")]);
+        assert!(other.layouts.is_empty());
+    }
+
+    #[test]
+    fn more_slices_of_another_resource_disturb_nobody() {
+        let hardware = hardware(&["GPU-a"]);
+        let mut part = mps_spec("GPU-a", 4);
+        let old = decide(&hardware, Some(&spec(vec![part.clone()])), &BTreeMap::new(), None);
+        let slices = &mut part.partition.mps.as_mut().unwrap().slices;
+        let mut more = slices[0].clone();
+        more.resource = "nvidia.com/gpu-10gb".into();
+        slices.push(more);
+        let usage = Usage::new(&[held("p", &["GPU-a::3"])], &Allocations::default());
+        let decision = decide(&hardware, Some(&spec(vec![part])), &old.layouts, Some(&usage));
+        assert_eq!(results(&decision), [("GPU-a", "Done")]);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_and_what_was_served_stays() {
+        let hardware = hardware(&["GPU-a"]);
+        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let bad = spec(vec![mps_spec("GPU-a", 49), mps_spec("GPU-x", 10)]);
+        let decision = decide(&hardware, Some(&bad), &old.layouts, Some(&nobody()));
+        assert_eq!(results(&decision), [("GPU-a", "Refused")], "GPU-x is not this node's");
+        assert_eq!(decision.layouts, old.layouts);
+        let twice = spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-a", 5)]);
+        assert!(decide(&hardware, Some(&twice), &old.layouts, Some(&nobody())).steps[0].message.contains("twice"));
+    }
+
+    proptest! {
+        /// Whatever the spec becomes: a slice in use stays itself, and a second look changes
+        /// nothing.
+        #[test]
+        fn a_slice_in_use_is_never_taken(
+            units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,
+        ) {
+            let hardware = hardware(&["GPU-a"]);
+            let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", units)])), &BTreeMap::new(), None).layouts;
+            let ids: Vec<String> = used.iter().filter(|&&n| n < units).map(|n| format!("GPU-a::{n}")).collect();
+            let row = held("p", &ids.iter().map(String::as_str).collect::<Vec<_>>());
+            let usage = Usage::new(&[row], &Allocations::default());
+            let new = spec(vec![if sliced { sliced_spec("GPU-a", next) } else { mps_spec("GPU-a", next) }]);
+            let decision = decide(&hardware, Some(&new), &old, Some(&usage));
+            if !ids.is_empty() {
+                prop_assert_eq!(&decision.layouts, &old);
+            }
+            let again = decide(&hardware, Some(&new), &decision.layouts, Some(&usage));
+            prop_assert_eq!(&again.layouts, &decision.layouts);
+            prop_assert!(again.steps.iter().all(|step| step.result != "Done"));
+        }
+    }
+}

@@ -1,0 +1,532 @@
+//! The API server: the node's own `GpuNode` is read, its status and events are written. Nothing
+//! here holds up what the kubelet is answered.
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_api::gpunode::GpuNodeStatus;
+use cleave_api::names::AGENT_MANAGER;
+use cleave_api::{GpuNode, GpuNodeSpec};
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::core::DeserializeGuard;
+use kube::runtime::WatchStreamExt;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::runtime::watcher::Event as WatchEvent;
+use kube::runtime::watcher::{Config, watcher};
+use kube::{Client, Resource};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::connect;
+use super::input::Input;
+use super::pods::{self, NodePods};
+use super::shutdown;
+use crate::args::AgentArgs;
+use crate::event::{NodeEvent, PodEvent, PodRef};
+use crate::metrics::Metrics;
+use crate::node::status::{only_more_is_given, with_times};
+use crate::object::Object;
+use crate::termination::shutdown::Periods;
+
+/// Least time between two status writes: a burst of changes is one.
+const BETWEEN: Duration = Duration::from_millis(200);
+/// How long it is waited for more where all the news is that more has been given out: pods come in
+/// bursts to the same node, and the operator keeps what they were promised until it hears of it.
+const GATHER: Duration = Duration::from_millis(500);
+/// First and longest pause after a write that failed.
+const BACK_OFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
+/// Longest event note that the API server takes, with room.
+const NOTE: usize = 1000;
+
+/// What is known of the object on the server.
+#[derive(Debug, Clone, Default)]
+struct Server {
+    /// It is there.
+    present: bool,
+    /// Its uid, for events.
+    uid: Option<String>,
+    /// Its status as it was last seen.
+    status: Option<GpuNodeStatus>,
+    /// Its resource version.
+    version: Option<String>,
+}
+
+/// A client, as soon as there is a configuration for one.
+async fn connect(metrics: &Metrics) -> Client {
+    let mut pause = BACK_OFF.0;
+    loop {
+        match connect::in_cluster() {
+            Ok(client) => return client,
+            Err(error) => {
+                metrics.error("api-configuration");
+                tracing::warn!(error = &error as &dyn std::error::Error, "there is no way to the API server yet");
+            }
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(BACK_OFF.1);
+    }
+}
+
+/// Follows the node's object for ever.
+async fn follow(
+    client: Client,
+    name: String,
+    objects: mpsc::Sender<Object>,
+    server: watch::Sender<Server>,
+    metrics: Metrics,
+) {
+    let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
+    let config = Config::default().fields(&format!("metadata.name={name}"));
+    let mut events = std::pin::pin!(watcher(api, config).default_backoff());
+    let mut listed = false;
+    while let Some(event) = events.next().await {
+        let object = match event {
+            Ok(WatchEvent::Init) => {
+                listed = false;
+                continue;
+            }
+            Ok(WatchEvent::InitApply(object) | WatchEvent::Apply(object)) => {
+                listed = true;
+                read(object, &server)
+            }
+            Ok(WatchEvent::InitDone) if listed => continue,
+            Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
+                server.send_replace(Server::default());
+                tracing::info!(name, "there is no GpuNode yet; the operator makes it");
+                Object::Missing
+            }
+            Err(error) => {
+                metrics.error("api-watch");
+                tracing::warn!(error = &error as &dyn std::error::Error, "following the GpuNode failed");
+                continue;
+            }
+        };
+        if objects.send(object).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<Server>) -> Object {
+    match object {
+        Ok(object) => {
+            let ObjectMeta { uid, resource_version, generation, .. } = object.metadata;
+            server.send_replace(Server { present: true, uid, status: object.status, version: resource_version });
+            Object::Present(generation.unwrap_or_default(), object.spec)
+        }
+        Err(invalid) => {
+            tracing::warn!(error = invalid.error, "the GpuNode is malformed; the last sound spec stays in force");
+            server.send_replace(Server { present: true, uid: invalid.metadata.uid, ..Server::default() });
+            Object::Malformed(invalid.error)
+        }
+    }
+}
+
+/// Writes the status where it differs, for ever.
+async fn write_status(
+    client: Client,
+    name: String,
+    mut wanted: watch::Receiver<Option<GpuNodeStatus>>,
+    mut server: watch::Receiver<Server>,
+    metrics: Metrics,
+) {
+    let api: Api<GpuNode> = Api::all(client);
+    let mut pause = BACK_OFF.0;
+    // What was written last, and as what version, until the watch says something newer.
+    let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
+    let mut believed = false;
+    let mut gathering: Option<Instant> = None;
+    loop {
+        let Server { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
+        let status = wanted.borrow_and_update().clone();
+        let mut more_until = None;
+        if let Some(status) = status.filter(|_| present) {
+            let (on_server, version) = match written.as_ref().filter(|_| believed) {
+                Some((status, version)) => (Some(status), version.clone()),
+                None => (seen.as_ref(), seen_version),
+            };
+            let before = written.as_ref().map(|(status, _)| status).or(seen.as_ref());
+            let before = before.map(|status| status.conditions.as_slice()).unwrap_or_default();
+            let status = with_times(status, before, Timestamp::now());
+            if on_server == Some(&status) {
+                gathering = None;
+            } else {
+                let since = *gathering.get_or_insert_with(Instant::now);
+                more_until = on_server
+                    .filter(|told| only_more_is_given(told, &status))
+                    .map(|_| since + GATHER)
+                    .filter(|until| *until > Instant::now());
+                if more_until.is_none() {
+                    let version = match write(&api, &name, version, &status).await {
+                        Ok(version) => version,
+                        Err(error) => {
+                            metrics.error("api-status");
+                            tracing::warn!(
+                                error = &error as &dyn std::error::Error,
+                                "writing the GpuNode's status failed"
+                            );
+                            sleep(pause).await;
+                            pause = (pause * 2).min(BACK_OFF.1);
+                            continue;
+                        }
+                    };
+                    pause = BACK_OFF.0;
+                    written = Some((status, version));
+                    (believed, gathering) = (true, None);
+                    sleep(BETWEEN).await;
+                }
+            }
+        } else {
+            (written, gathering) = (None, None);
+        }
+        tokio::select! {
+            // All are cancel-safe: a change that is not taken is seen by the next call, and a time
+            // comes again.
+            changed = wanted.changed() => if changed.is_err() { return },
+            changed = server.changed() => {
+                believed = false;
+                if changed.is_err() { return }
+            }
+            () = async { sleep_until(more_until.unwrap_or_else(Instant::now)).await }, if more_until.is_some() => {}
+        }
+    }
+}
+
+/// Writes a status, and says as what version. It takes the place of the version that is known,
+/// which costs the API server a third less than a patch of it does; where none is known, or another
+/// was written since (a spec), it is patched in.
+async fn write(
+    api: &Api<GpuNode>,
+    name: &str,
+    version: Option<String>,
+    status: &GpuNodeStatus,
+) -> kube::Result<Option<String>> {
+    if version.is_some() {
+        // What is not status is not looked at: the API server keeps what there is.
+        let mut object = GpuNode::new(name, GpuNodeSpec::default());
+        object.metadata.resource_version = version;
+        object.status = Some(status.clone());
+        let params = PostParams { field_manager: Some(AGENT_MANAGER.into()), ..PostParams::default() };
+        match api.replace_status(name, &params, &object).await {
+            Err(kube::Error::Api(refused)) if refused.code == 409 => {}
+            outcome => return outcome.map(|object| object.metadata.resource_version),
+        }
+    }
+    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &patch(status)).await;
+    patched.map(|object| object.metadata.resource_version)
+}
+
+/// A merge patch: every list is replaced, and every top-level field is there.
+fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
+    Patch::Merge(serde_json::json!({ "status": status }))
+}
+
+/// Writes events on the `GpuNode`, on the Node and on the pod that they are about, for ever. They
+/// are a courtesy: one that cannot be written is not tried for ever.
+async fn write_events(
+    client: Client,
+    name: String,
+    mut events: mpsc::Receiver<NodeEvent>,
+    server: watch::Receiver<Server>,
+    metrics: Metrics,
+) {
+    let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
+    while let Some(NodeEvent { warning, reason, note, regarding, related }) = events.recv().await {
+        let pod = regarding.map(reference_to_pod);
+        let related = pod.clone().or_else(|| related.map(reference_to_pod));
+        // Events of one reason on one object are told as one that was seen again, with the words of
+        // the first: those of two pods are two.
+        let event = |related| Event {
+            type_: if warning { EventType::Warning } else { EventType::Normal },
+            reason: reason.to_owned(),
+            note: Some(note.chars().take(NOTE).collect()),
+            action: "Serve".into(),
+            secondary: related,
+        };
+        let uid = server.borrow().uid.clone();
+        // The kubelet's own events name the Node by its name as uid, and `kubectl describe node`
+        // looks for that.
+        let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
+        let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
+        let on_pod = pod.iter().map(|pod| (None, pod));
+        for (related, object) in on_pod.chain([(related.clone(), &of_node), (related.clone(), &node)]) {
+            if let Err(error) = recorder.publish(&event(related), object).await {
+                metrics.error("api-event");
+                tracing::warn!(error = &error as &dyn std::error::Error, reason, "writing an event failed");
+            }
+        }
+    }
+}
+
+fn reference_to_pod(PodRef { namespace, name, uid }: PodRef) -> ObjectReference {
+    let uid = (!uid.is_empty()).then_some(uid);
+    ObjectReference { namespace: Some(namespace), ..reference("v1".into(), "Pod".into(), &name, uid) }
+}
+
+fn reference(api_version: String, kind: String, name: &str, uid: Option<String>) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(api_version),
+        kind: Some(kind),
+        name: Some(name.to_owned()),
+        uid,
+        ..ObjectReference::default()
+    }
+}
+
+/// Reads and writes at the API server, for ever.
+pub(super) async fn run(
+    args: Arc<AgentArgs>,
+    node_pods: NodePods,
+    inputs: mpsc::Sender<Input>,
+    statuses: watch::Receiver<Option<cleave_api::GpuNodeStatus>>,
+    (events, pod_events): (mpsc::Receiver<NodeEvent>, mpsc::Receiver<PodEvent>),
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let name = args.node_name.clone();
+    let client = connect(&metrics).await;
+    let (server, seen) = watch::channel(Server::default());
+    let (objects, read) = mpsc::channel(4);
+    let (note, began) = watch::channel(None);
+    let periods = Periods::new(args.shutdown_grace.clone());
+    tokio::join!(
+        shutdown::watch(&args, periods.clone(), note),
+        follow(client.clone(), name.clone(), objects, server, metrics.clone()),
+        pods::follow(client.clone(), name.clone(), node_pods, (periods, began), metrics.clone()),
+        write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
+        write_pod_events(client.clone(), name.clone(), pod_events, metrics.clone()),
+        write_events(client, name, events, seen, metrics),
+        forward_objects(read, inputs),
+    );
+    Ok(())
+}
+
+/// Hands objects on to the main loop.
+pub(super) async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs: mpsc::Sender<Input>) {
+    while let Some(object) = objects.recv().await {
+        if inputs.send(Input::Object(object)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Writes events on pods, for ever. They are a courtesy: one that cannot be written is not tried
+/// for ever.
+async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiver<PodEvent>, metrics: Metrics) {
+    let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(node) });
+    while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
+        let regarding = ObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some("Pod".into()),
+            namespace: Some(namespace),
+            name: Some(pod),
+            uid: Some(uid),
+            ..ObjectReference::default()
+        };
+        let note = note.chars().take(NOTE).collect();
+        let event =
+            Event { type_: EventType::Warning, reason, note: Some(note), action: "Watch".into(), secondary: None };
+        if let Err(error) = recorder.publish(&event, &regarding).await {
+            metrics.error("api-event");
+            tracing::warn!(error = &error as &dyn std::error::Error, "writing an event of a pod failed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use cleave_api::gpunode::{AllocationStatus, GpuStatus};
+    use kube::client::Body;
+    use serde_json::{Value, json};
+    use tokio::time::timeout;
+    use tower_test::mock;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
+
+    fn client() -> (Client, Server) {
+        let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
+        (Client::new(service, "default"), server)
+    }
+
+    /// Takes the next request and answers it.
+    async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+        let (request, reply) = timeout(PATIENCE, server.next_request()).await.unwrap().unwrap();
+        let asked = format!("{} {}", request.method(), request.uri());
+        let sent = request.into_body().collect_bytes().await.unwrap();
+        reply.send_response(
+            http::Response::builder().status(status).body(Body::from(body.to_string().into_bytes())).unwrap(),
+        );
+        (asked, serde_json::from_slice(&sent).unwrap_or_default())
+    }
+
+    fn object(status: &GpuNodeStatus) -> Value {
+        json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {}, "status": status })
+    }
+
+    fn status(driver: &str) -> GpuNodeStatus {
+        GpuNodeStatus { driver: driver.into(), ..GpuNodeStatus::default() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_status_is_written_where_it_differs_and_again_after_an_error_and_not_without_an_object() {
+        let (client, mut api) = client();
+        let (wanted, wants) = watch::channel(Some(status("1")));
+        let (server, seen) = watch::channel(super::Server::default());
+        tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
+        assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "there is no object");
+
+        let present = |status| super::Server { present: true, status, ..super::Server::default() };
+        server.send_replace(present(None));
+        let failed = answer(
+            &mut api,
+            500,
+            &json!({ "kind": "Status", "status": "Failure", "code": 500, "message": "", "reason": "" }),
+        )
+        .await;
+        assert_eq!(failed.0, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
+        let (_, sent) = answer(&mut api, 200, &object(&status("1"))).await;
+        assert_eq!(sent["status"]["driver"], "1");
+
+        server.send_replace(present(Some(status("1"))));
+        assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is there");
+        wanted.send_replace(Some(status("2")));
+        assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2");
+        server.send_replace(present(Some(status("someone's"))));
+        assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2", "the agent's word");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_status_takes_the_place_of_the_version_that_is_known_and_is_patched_in_where_that_is_old() {
+        let (client, mut api) = client();
+        let (wanted, wants) = watch::channel(Some(status("1")));
+        let known = super::Server { present: true, version: Some("7".into()), ..super::Server::default() };
+        let (_server, seen) = watch::channel(known);
+        tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
+        let with = |version: &str, status: &GpuNodeStatus| {
+            let mut object = object(status);
+            object["metadata"]["resourceVersion"] = version.into();
+            object
+        };
+        let (asked, sent) = answer(&mut api, 200, &with("8", &status("1"))).await;
+        assert_eq!(asked, "PUT /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
+        assert_eq!((&sent["metadata"]["resourceVersion"], &sent["status"]["driver"]), (&json!("7"), &json!("1")));
+
+        wanted.send_replace(Some(status("2")));
+        let conflict =
+            json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "", "reason": "Conflict" });
+        let (asked, sent) = answer(&mut api, 409, &conflict).await;
+        assert!(asked.starts_with("PUT "), "{asked}");
+        assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version that its own write made");
+        let (asked, sent) = answer(&mut api, 200, &with("10", &status("2"))).await;
+        assert_eq!((asked.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{asked}");
+
+        wanted.send_replace(Some(status("3")));
+        assert_eq!(answer(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"], "10");
+    }
+
+    fn giving(pods: &[&str]) -> GpuNodeStatus {
+        let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
+        let gpu = GpuStatus { allocations: pods.iter().map(row).collect(), ..GpuStatus::default() };
+        GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_given_out_is_gathered_and_what_is_given_back_is_told_at_once() {
+        let (client, mut api) = client();
+        let (wanted, wants) = watch::channel(Some(giving(&[])));
+        let present = super::Server { present: true, status: Some(giving(&[])), ..super::Server::default() };
+        let (_server, seen) = watch::channel(present);
+        tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
+        let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
+
+        // Each is news, and none of it is told before the time that runs from the first.
+        let began = Instant::now();
+        let mut given: Vec<&str> = Vec::new();
+        for pod in ["a", "b", "c", "d"] {
+            given.push(pod);
+            wanted.send_replace(Some(giving(&given)));
+            assert!(timeout(GATHER / 5, api.next_request()).await.is_err(), "{pod}");
+        }
+        let (_, sent) = answer(&mut api, 200, &object(&giving(&given))).await;
+        assert_eq!((pods(&sent), began.elapsed() <= GATHER + Duration::from_millis(2)), (4, true));
+
+        // One more, and then one less: that another pod may have.
+        tokio::time::sleep(BETWEEN).await;
+        let began = Instant::now();
+        wanted.send_replace(Some(giving(&["a", "b", "c", "d", "e"])));
+        assert!(timeout(GATHER / 5, api.next_request()).await.is_err());
+        wanted.send_replace(Some(giving(&["a", "b", "c", "e"])));
+        assert_eq!(pods(&answer(&mut api, 200, &object(&giving(&["a"]))).await.1), 4);
+        assert!(began.elapsed() < GATHER / 2, "{:?}", began.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_about_a_pod_is_told_on_it_and_on_the_node_for_each_pod_apart() {
+        let (client, mut api) = client();
+        let (events, to_tell) = mpsc::channel(4);
+        let (_server, seen) = watch::channel(super::Server::default());
+        tokio::spawn(write_events(client, "n".into(), to_tell, seen, Metrics::new()));
+        for name in ["a", "b"] {
+            let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
+            let note = format!("of {name}");
+            events
+                .send(NodeEvent { warning: true, reason: "R", note, regarding: Some(pod), related: None })
+                .await
+                .unwrap();
+            let mut told = Vec::new();
+            for _ in 0..3 {
+                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
+                assert_eq!((&sent["note"], &sent["type"]), (&json!(format!("of {name}")), &json!("Warning")));
+                told.push((asked, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
+                let related = if told.len() == 1 { Value::Null } else { json!(name) };
+                assert_eq!(sent["related"]["name"], related);
+            }
+            let path = |namespace: &str| format!("POST /apis/events.k8s.io/v1/namespaces/{namespace}/events?");
+            assert_eq!(
+                told,
+                [
+                    (path("ns"), json!("Pod"), json!(format!("uid-{name}"))),
+                    (path("default"), json!("GpuNode"), Value::Null),
+                    (path("default"), json!("Node"), json!("n")),
+                ]
+            );
+        }
+        // What is the node's alone, and comes from two pods, is two as well.
+        for name in ["a", "b"] {
+            let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
+            let note = format!("from {name}");
+            let told = NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
+            events.send(told).await.unwrap();
+            for kind in ["GpuNode", "Node"] {
+                let (asked, sent) = answer(&mut api, 201, &json!({})).await;
+                assert_eq!(asked, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
+                assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_malformed_object_is_told_and_the_watch_goes_on() {
+        let (client, mut api) = client();
+        let (objects, mut read) = mpsc::channel(4);
+        let (server, _seen) = watch::channel(super::Server::default());
+        tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
+        let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
+        let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });
+        let (asked, _) = answer(&mut api, 200, &list).await;
+        assert!(asked.contains("fieldSelector=metadata.name%3Dn"), "{asked}");
+        assert!(matches!(timeout(PATIENCE, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
+        let good = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "resourceVersion": "2", "generation": 2 }, "spec": { "planId": "p" } });
+        answer(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;
+        let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
+        assert_eq!(timeout(PATIENCE, read.recv()).await.unwrap(), Some(Object::Present(2, spec)));
+    }
+}

@@ -1,0 +1,103 @@
+//! Writes the files that the MPS host, container runtimes and the next agent read.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use cleave_gpu::mps::wire::Desired;
+use tokio::sync::watch;
+
+use crate::args::{AgentArgs, DeviceListStrategy};
+use crate::cdi;
+use crate::checkpoint::Store;
+use crate::metrics::Metrics;
+use crate::mps::link::Link;
+
+/// Pause between attempts to write.
+const WRITE_AGAIN: Duration = Duration::from_secs(1);
+
+/// The contents of the files.
+#[derive(Clone, Default)]
+pub(super) struct Written {
+    pub(super) desired: Desired,
+    pub(super) checkpoint: Vec<u8>,
+    pub(super) nodes: BTreeMap<String, Vec<String>>,
+    /// Remove the directories of allocations that are over. False until it is known which are.
+    pub(super) sweep: bool,
+}
+
+/// Writes files on a thread of its own, since a disk may take its time. Retries what fails.
+pub(super) async fn write(
+    args: Arc<AgentArgs>,
+    store: Store,
+    link: Link,
+    mut wanted: watch::Receiver<Written>,
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let mut done = Written::default();
+    loop {
+        let next = wanted.borrow_and_update().clone();
+        let (args, store, link, before) = (Arc::clone(&args), store.clone(), link.clone(), done.clone());
+        let written =
+            tokio::task::spawn_blocking(move || write_once(&args, &store, &link, &before, &next).map(|()| next));
+        match written.await.context("the writer failed")? {
+            Ok(written) => done = written,
+            Err(error) => {
+                metrics.error("files");
+                tracing::error!(%error, "failed to write files; trying again");
+                tokio::time::sleep(WRITE_AGAIN).await;
+                continue;
+            }
+        }
+        if wanted.changed().await.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+fn write_once(args: &AgentArgs, store: &Store, link: &Link, before: &Written, next: &Written) -> std::io::Result<()> {
+    // Checkpoint first: should this agent be killed in between, the next one must not close a door
+    // for want of it. A full disk keeps no door shut.
+    let saved = if next.checkpoint == before.checkpoint { Ok(()) } else { store.save(&next.checkpoint) };
+    if next.desired != before.desired {
+        link.write_desired(&next.desired)?;
+    }
+    saved?;
+    if next.sweep {
+        link.sweep_folders(|id| next.desired.allocations.contains_key(id));
+    }
+    if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
+        cdi::write(args, &next.nodes)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use cleave_gpu::mps::wire::Paths;
+
+    use super::*;
+    use crate::args::tests::parse;
+
+    #[test]
+    fn the_next_agent_knows_of_a_door_before_it_opens_and_a_full_disk_keeps_none_shut() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let args = parse(&[]).unwrap();
+        let next = Written {
+            desired: Desired { version: cleave_gpu::mps::wire::VERSION, ..Desired::default() },
+            checkpoint: b"{}".to_vec(),
+            ..Written::default()
+        };
+        // A file stands where the folder would be.
+        std::fs::write(path("broken"), "").unwrap();
+        let write = |state: &str, run: &str| {
+            let (store, link) = (Store::new(&path(state)), Link::new(Paths::new(path(run))));
+            let done = write_once(&args, &store, &link, &Written::default(), &next);
+            (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
+        };
+        assert_eq!(write("state", "broken"), (false, true, false));
+        assert_eq!(write("broken", "run"), (false, false, true));
+        assert_eq!(write("state", "run"), (true, true, true));
+    }
+}

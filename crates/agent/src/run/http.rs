@@ -1,0 +1,120 @@
+//! `/metrics`, `/healthz` and `/readyz`.
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use axum::Router;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::IntoResponse;
+use axum::routing::get;
+use cleave_kubelet::PluginsState;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::metrics::Metrics;
+
+/// How long the main loop may be silent before the agent counts as dead. It reports every few
+/// seconds.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// A sign of life of the main loop.
+#[derive(Debug, Clone)]
+pub(super) struct Heartbeat {
+    /// When it last decided.
+    pub(super) turned: Instant,
+    /// Why the agent is not ready, if so.
+    pub(super) unready: Option<String>,
+}
+
+#[derive(Debug)]
+struct Probes {
+    metrics: Metrics,
+    heartbeat: watch::Receiver<Heartbeat>,
+    plugins: watch::Receiver<PluginsState>,
+}
+
+/// Serves until that fails.
+pub(super) async fn serve(
+    addr: SocketAddr,
+    metrics: Metrics,
+    heartbeat: watch::Receiver<Heartbeat>,
+    plugins: watch::Receiver<PluginsState>,
+) -> anyhow::Result<()> {
+    let listener = TcpListener::bind(addr).await.with_context(|| format!("cannot serve metrics at {addr}"))?;
+    let router = Router::new()
+        .route("/metrics", get(metrics_text))
+        .route("/healthz", get(healthz))
+        .route("/readyz", get(readyz))
+        .with_state(Arc::new(Probes { metrics, heartbeat, plugins }));
+    axum::serve(listener, router).await.context("the metrics server ended")
+}
+
+async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
+    match probes.metrics.encode() {
+        Ok(text) => {
+            ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()
+        }
+        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    }
+}
+
+async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str) {
+    if probes.heartbeat.borrow().turned.elapsed() < SILENCE {
+        (StatusCode::OK, "ok\n")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "the main loop is stuck\n")
+    }
+}
+
+async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
+    let why = unready(&probes.heartbeat.borrow(), &probes.plugins.borrow());
+    match why {
+        None => (StatusCode::OK, "ok\n".into()),
+        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+    }
+}
+
+/// Why the agent is not ready, if so: the first thing that it waits for.
+fn unready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
+    if let Some(why) = &heartbeat.unready {
+        return Some(why.clone());
+    }
+    if plugins.is_ready() {
+        return None;
+    }
+    let waiting = plugins.resources.iter().find(|(_, state)| state.phase != cleave_kubelet::Phase::Streaming);
+    Some(match waiting {
+        Some((name, state)) => {
+            format!("{name}: {:?}{}", state.phase, state.error.as_ref().map(|e| format!(": {e}")).unwrap_or_default())
+        }
+        None => format!("the device plugin directory: {:?}", plugins.directory),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use cleave_kubelet::{DirectoryState, Phase, ResourceName, ResourceState};
+
+    use super::*;
+
+    #[test]
+    fn ready_is_when_everything_streams_and_nothing_is_waited_for() {
+        let ready = Heartbeat { turned: Instant::now(), unready: None };
+        let resource = |phase| {
+            let name = ResourceName::parse("nvidia.com/gpu").unwrap();
+            BTreeMap::from([(name, ResourceState { phase, error: Some("refused".into()), ..ResourceState::default() })])
+        };
+        let state = |phase| PluginsState { directory: DirectoryState::Held, resources: resource(phase) };
+        assert_eq!(unready(&ready, &state(Phase::Streaming)), None);
+        assert_eq!(unready(&ready, &state(Phase::Registered)).unwrap(), "nvidia.com/gpu: Registered: refused");
+        let held = PluginsState { directory: DirectoryState::HeldByAnother, resources: BTreeMap::new() };
+        assert_eq!(unready(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
+        let waiting = Heartbeat { unready: Some("NVML has not answered yet".into()), ..ready };
+        assert_eq!(unready(&waiting, &state(Phase::Streaming)).unwrap(), "NVML has not answered yet");
+    }
+}

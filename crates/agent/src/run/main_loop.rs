@@ -1,0 +1,291 @@
+//! The main loop: the only task that decides.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cleave_api::gpunode::GpuNodeStatus;
+use cleave_gpu::nvml::{Gpu, GpuEvent, Library};
+use cleave_kubelet::{Plugins, Resource, ResourceName};
+use k8s_openapi::jiff::Timestamp;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::files::Written;
+use super::http::Heartbeat;
+use super::input::Input;
+use super::kubelet::Listing;
+use super::mig;
+use super::pods::NodePods;
+use crate::args::{AgentArgs, DeviceListStrategy};
+use crate::cdi;
+use crate::device_plugin::Served;
+use crate::event::NodeEvent;
+use crate::gpu::mig::{Ended, Order};
+use crate::gpu::xid;
+use crate::metrics::Metrics;
+use crate::node::{Actions, Node};
+use crate::tenants::snapshot::TenantSnapshot;
+
+/// How long files and status may lag behind an allocation.
+const SOON: Duration = Duration::from_millis(30);
+/// Longest pause between two decisions: time matters without an input, too.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// The state of the main loop.
+pub(super) struct Main {
+    pub(super) node: Node,
+    pub(super) pods: NodePods,
+    pub(super) plugins: Plugins,
+    pub(super) served: BTreeMap<ResourceName, Arc<Served>>,
+    pub(super) args: Arc<AgentArgs>,
+    pub(super) metrics: Metrics,
+    pub(super) heartbeat: watch::Sender<Heartbeat>,
+    pub(super) written: watch::Sender<Written>,
+    pub(super) status: watch::Sender<Option<cleave_api::GpuNodeStatus>>,
+    pub(super) events: mpsc::Sender<NodeEvent>,
+    pub(super) listing: watch::Sender<Listing>,
+    pub(super) look: watch::Sender<()>,
+    pub(super) snapshot: watch::Sender<Arc<TenantSnapshot>>,
+    pub(super) library: Library,
+    pub(super) inputs: mpsc::WeakSender<Input>,
+    /// Steps that were logged.
+    pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
+    pub(super) kubelet_answers: bool,
+    /// Cancelled when the agent has received SIGTERM: tasks that end now end for that.
+    pub(super) stopping: CancellationToken,
+}
+
+impl Main {
+    pub(super) async fn run(mut self, mut inputs: mpsc::Receiver<Input>) -> anyhow::Result<()> {
+        let allocator = Arc::clone(&self.pods.allocator);
+        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+        loop {
+            let pause = self.reconcile().unwrap_or(LONGEST_PAUSE);
+            tokio::select! {
+                // Cancel-safe: a message that is not taken stays in the channel.
+                input = inputs.recv() => match input {
+                    Some(input) => self.take(input),
+                    None => anyhow::bail!("the main loop has no inputs any more"),
+                },
+                // Cancel-safe: a notification that is not taken stays.
+                () = allocator.allocated.notified() => {
+                    // The kubelet gets its answer first, and a burst is handled at once. A
+                    // container that starts is not kept waiting.
+                    let _ = tokio::time::timeout(SOON, allocator.starting.notified()).await;
+                    self.listing.send_modify(|listing| listing.given += 1);
+                }
+                // Cancel-safe: a signal that is not taken is seen by the next call.
+                _ = terminate.recv() => {
+                    tracing::info!("received SIGTERM");
+                    self.stopping.cancel();
+                    self.plugins.shutdown().await;
+                    return Ok(());
+                }
+                () = tokio::time::sleep(pause) => {}
+            }
+            // What came meanwhile is handled at once.
+            while let Ok(input) = inputs.try_recv() {
+                self.take(input);
+            }
+        }
+    }
+
+    fn take(&mut self, input: Input) {
+        // On each input: the time of day may have been set.
+        self.node.set_time(Instant::now(), Timestamp::now());
+        match input {
+            Input::Ended(ended) => {
+                let Ended { order, outcome, .. } = &ended;
+                tracing::info!(gpu = order.gpu, change = %order.change, ?outcome, "changed a GPU");
+                self.metrics.change(&order.change, outcome);
+                self.node.ended(ended, Instant::now());
+            }
+            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.take(input)),
+            Input::Census(answer, asked) => {
+                if let Err(error) = &answer {
+                    self.metrics.error("nvml");
+                    tracing::warn!(error = error as &dyn std::error::Error, "failed to list the GPUs");
+                }
+                self.node.census(answer, asked);
+            }
+            Input::Gpu(index, answer, asked) => {
+                if answer.is_err() {
+                    self.metrics.error("gpu");
+                }
+                self.node.gpu(index, answer, asked);
+            }
+            Input::Event(GpuEvent::Xid { uuid, xid, gpu_instance }) => {
+                let class = self.node.xid(&uuid, xid, gpu_instance, &self.args.ignore_xids, Instant::now());
+                tracing::warn!(
+                    gpu = uuid,
+                    xid,
+                    gpu_instance,
+                    class = class.as_str(),
+                    meaning = xid::describe(xid),
+                    "XID"
+                );
+                self.metrics.xid(&uuid, xid, class);
+                self.look.send_replace(());
+            }
+            Input::Vitals(uuid, vitals, asked) => self.node.vitals(&uuid, vitals, asked),
+            Input::Event(GpuEvent::Look) => self.look.send_replace(()),
+            Input::Object(object) => self.node.object(object),
+            Input::Mps(view) => self.node.mps(view),
+            Input::Held(answer, asked, on_disk) => {
+                self.node.on_disk(on_disk);
+                if answer.is_ok() != std::mem::replace(&mut self.kubelet_answers, answer.is_ok()) {
+                    match &answer {
+                        Ok(_) => tracing::info!("the kubelet lists pods again"),
+                        Err(error) => tracing::warn!(
+                            error,
+                            "failed to list the kubelet's pods; nothing that is served is withdrawn"
+                        ),
+                    }
+                }
+                if let Ok(rows) = &answer {
+                    self.pods.terminating.send_if_modified(|pods| pods.held(rows));
+                }
+                let mut table = self.pods.allocator.table();
+                if let Ok(rows) = &answer {
+                    table.pending.listed(rows, asked);
+                }
+                let over = self.node.held(answer, asked, &mut table.allocations);
+                drop(table);
+                if over > 0 {
+                    tracing::info!(over, "freed allocations that no pod holds any more");
+                }
+            }
+            Input::KubeletStarted => self.node.kubelet_started(Instant::now()),
+            Input::Findings(findings) => self.node.findings(findings),
+        }
+    }
+
+    /// Reconciles, and hands on what follows. Returns when to do so again, if soon.
+    fn reconcile(&mut self) -> Option<Duration> {
+        let now = Instant::now();
+        // Before the lock: this reads and writes files, and the kubelet's calls wait for the table.
+        let nodes = self.device_nodes();
+        let mut table = self.pods.allocator.table();
+        let actions = self.node.reconcile(&mut table, now);
+        table.nodes.clone_from(&nodes);
+        let news = std::mem::take(&mut table.events);
+        drop(table);
+        let Actions { lists, renew, desired, checkpoint, status, events, faults, .. } = actions;
+        // The kubelet learns of what goes first.
+        self.serve(lists);
+        let renewed = renew.iter().filter_map(|name| self.served.get(name.as_str()));
+        if renewed.map(|served| served.renew()).count() > 0 {
+            self.listing.send_modify(|listing| listing.renewed += 1);
+        }
+        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep });
+        for (device, faults) in &faults {
+            self.metrics.faults(device, *faults);
+        }
+        self.report(status, events.into_iter().chain(news));
+        self.snapshot.send_if_modified(|last| {
+            let changed = **last != actions.snapshot;
+            if changed {
+                *last = Arc::new(actions.snapshot);
+            }
+            changed
+        });
+        let every = actions.list_every;
+        self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, every) != every);
+        for order in actions.orders {
+            self.start(order);
+        }
+        if actions.look {
+            self.look.send_replace(());
+        }
+        self.heartbeat.send_replace(Heartbeat { turned: now, unready: actions.unready });
+        actions.again
+    }
+
+    /// Paths of the device nodes of each device, where containers are given such. Creates those of
+    /// MIG instances that are missing.
+    fn device_nodes(&self) -> BTreeMap<String, Vec<String>> {
+        if self.args.device_list_strategy == DeviceListStrategy::Envvar {
+            return BTreeMap::new();
+        }
+        let gpus = self.node.gpus();
+        let gpus: Vec<&Gpu> = gpus.iter().collect();
+        if let Err(error) = cdi::make_capability_nodes(&gpus, &self.args.host_root) {
+            self.metrics.error("capability-nodes");
+            tracing::warn!(%error, "failed to create the device nodes of MIG instances");
+        }
+        cdi::device_nodes(&gpus, &self.args.host_root)
+    }
+
+    /// Publishes the status and events, and logs what is new in them.
+    fn report(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
+        self.metrics.node(&status);
+        for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
+            tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
+        }
+        self.steps.clone_from(&status.steps);
+        self.status.send_if_modified(|last| {
+            let changed = last.as_ref() != Some(&status);
+            if changed {
+                *last = Some(status);
+            }
+            changed
+        });
+        for event in events {
+            tracing::info!(warning = event.warning, reason = event.reason, note = event.note, "event");
+            if self.events.try_send(event).is_err() {
+                self.metrics.error("event-dropped");
+            }
+        }
+    }
+
+    /// Starts a change of a GPU; its end comes back as an input.
+    fn start(&self, order: Order) {
+        let inputs = self.inputs.clone();
+        let tell = async move |ended| {
+            if let Some(inputs) = inputs.upgrade() {
+                // Nobody listens any more when the agent ends.
+                let _ = inputs.send(Input::Ended(ended)).await;
+            }
+        };
+        tokio::spawn(mig::carry_out(self.library.clone(), order, tell));
+    }
+
+    /// Brings the lists to the open streams; the set of resources changes only where a name comes
+    /// or goes.
+    fn serve(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
+        let before: Vec<ResourceName> = self.served.keys().cloned().collect();
+        self.served.retain(|name, _| lists.contains_key(name));
+        for (name, devices) in lists {
+            if let Some(served) = self.served.get(&name) {
+                served.update(devices);
+            } else {
+                let served = Served::new(
+                    name.as_str().to_owned(),
+                    Arc::clone(&self.pods.allocator),
+                    self.metrics.clone(),
+                    devices,
+                );
+                self.served.insert(name, Arc::new(served));
+            }
+        }
+        if !self.served.keys().eq(before.iter()) {
+            let resources =
+                self.served.iter().map(|(name, served)| (name.clone(), Arc::clone(served) as Arc<dyn Resource>));
+            self.plugins.set(resources.collect());
+        }
+    }
+
+    fn write(&self, next: Written) {
+        self.written.send_if_modified(|last| {
+            let Written { desired, checkpoint, nodes, sweep } = &next;
+            let changed = last.desired != *desired
+                || last.checkpoint != *checkpoint
+                || last.nodes != *nodes
+                || last.sweep != *sweep;
+            if changed {
+                *last = next;
+            }
+            changed
+        });
+    }
+}

@@ -1,0 +1,214 @@
+//! The tasks of the agent: everything that waits. [`main_loop`] alone decides.
+mod api;
+mod connect;
+mod files;
+mod hardware;
+mod http;
+mod input;
+mod kubelet;
+mod main_loop;
+pub(crate) mod mig;
+mod mps;
+mod offline;
+mod pods;
+mod shutdown;
+mod tenant_processes;
+mod tenants;
+mod termination;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use cleave_gpu::mps::wire::Paths;
+use cleave_gpu::nvml::{Library, Search};
+use cleave_kubelet::{Config, Plugins};
+use k8s_openapi::jiff::Timestamp;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use self::files::Written;
+use self::http::Heartbeat;
+use self::kubelet::Listing;
+use self::main_loop::Main;
+use self::pods::NodePods;
+use crate::allocation::pending::PendingAllocations;
+use crate::allocation::table::AllocationTable;
+use crate::allocation::usage::Allocations;
+use crate::allocator::Allocator;
+use crate::args::{AgentArgs, MigMode};
+use crate::checkpoint::{Lock, Store};
+use crate::container_edits::ContainerSettings;
+use crate::metrics::Metrics;
+use crate::mps::link::Link;
+use crate::node::Node;
+use crate::object::Object;
+use crate::tenants::snapshot::TenantSnapshot;
+
+/// Pause between checks whether another agent has ended.
+const LOCK: Duration = Duration::from_millis(50);
+
+/// Runs the agent until it receives SIGTERM.
+///
+/// # Errors
+/// A path cannot work, or a task that must not end has ended.
+pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
+    // The caller may have installed another provider; the first one stays.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let args = Arc::new(args);
+    let store = Store::new(&args.state_dir);
+    let _only = alone(&store).await;
+    let now = Instant::now();
+    let metrics = Metrics::new();
+    let link = Link::new(Paths::new(&args.run_dir));
+    let offline = args.offline.clone().map(offline::Folder::new);
+    let source = offline.map(|folder| (folder.read(1), folder));
+    let (node, table) = restore(&args, &store, &link, source.as_ref(), now);
+    let settings = ContainerSettings::new(&args);
+    let allocator = Arc::new(Allocator::new(table, settings, link.clone(), metrics.clone()));
+    let pods = NodePods::new(allocator);
+
+    let (inputs, received) = mpsc::channel(64);
+    let (heartbeat, heartbeats) = watch::channel(Heartbeat { turned: now, unready: Some("starting".into()) });
+    let (written, to_write) = watch::channel(Written::default());
+    let (status, statuses) = watch::channel(None);
+    let (events, to_publish) = mpsc::channel(64);
+    let termination_events = events.clone();
+    let (listing, lists) = watch::channel(Listing { every: kubelet::LISTED, given: 0, renewed: 0 });
+    let (look, looks) = watch::channel(());
+    let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
+    let (pod_events, pod_events_to_publish) = mpsc::channel(64);
+    let library = Library::find(search(&args));
+    let main = Main {
+        node,
+        pods: pods.clone(),
+        plugins: Plugins::start(&Config::new(&args.device_plugin_dir))?,
+        served: BTreeMap::new(),
+        args: Arc::clone(&args),
+        metrics: metrics.clone(),
+        heartbeat,
+        written,
+        status,
+        events,
+        listing,
+        look,
+        snapshot,
+        library: library.clone(),
+        inputs: inputs.downgrade(),
+        steps: Vec::new(),
+        kubelet_answers: true,
+        stopping: CancellationToken::new(),
+    };
+    let (plugin_states, stopping) = (main.plugins.state(), main.stopping.clone());
+
+    let mut tasks = JoinSet::new();
+    // Polled first: it serves what the checkpoint says before anything else is awaited.
+    tasks.spawn(main.run(received));
+    tasks.spawn(hardware::watch(library.clone(), inputs.clone(), looks));
+    let view = watch::Sender::new(link.look());
+    let terminating = (pods.terminating.subscribe(), view.subscribe());
+    tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
+    tasks.spawn(mps::watch(link.clone(), view, inputs.clone()));
+    let of_tenants = (link.clone(), pods.names.clone(), metrics.clone());
+    tasks.spawn(tenants::watch((library, args.proc.clone()), of_tenants, snapshots, pod_events, inputs.clone()));
+    tasks.spawn(kubelet::list(Arc::clone(&args), inputs.clone(), lists, metrics.clone()));
+    tasks.spawn(kubelet::watch_starts(plugin_states.clone(), inputs.clone(), stopping));
+    tasks.spawn(files::write(Arc::clone(&args), store, link, to_write, metrics.clone()));
+    tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
+    let events = (to_publish, pod_events_to_publish);
+    match source {
+        Some(source) => tasks.spawn(offline::stay(source, args.node_name.clone(), pods, inputs, statuses, events)),
+        None => tasks.spawn(api::run(args, pods, inputs, statuses, events, metrics)),
+    };
+    // None of them ends: the first that does says why the agent does.
+    match tasks.join_next().await {
+        Some(Ok(result)) => result,
+        Some(Err(error)) => Err(error).context("a task of the agent failed"),
+        None => Ok(()),
+    }
+}
+
+/// Restores the node and the table as the last agent left them, with what is known at once of the
+/// MPS host and, without an API server, of the spec.
+fn restore(
+    args: &AgentArgs,
+    store: &Store,
+    link: &Link,
+    source: Option<&(Object, offline::Folder)>,
+    now: Instant,
+) -> (Node, AllocationTable) {
+    let (node, allocations) = remember(args, store, link, now);
+    let mut node = node.keeping_mig_mode(args.mig_mode == MigMode::Never);
+    node.mps(link.look());
+    node.object(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
+    for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
+        // After a reboot the run directory is empty, and the kubelet restarts its containers
+        // without calling Allocate again.
+        if let Err(error) = link.make_folder(id) {
+            tracing::warn!(%error, ids = ?allocation.ids, "failed to create an allocation's directory");
+        }
+    }
+    let pending = match source {
+        Some((_, folder)) if !folder.has_pods() => PendingAllocations::default(),
+        _ => PendingAllocations::watched(),
+    };
+    (node, AllocationTable { pending, allocations, ..AllocationTable::default() })
+}
+
+/// Waits until this is the only agent of the node. During an upgrade, or by mistake, two may run:
+/// each would write the MPS host's desired file without the allocations of the other, and so close
+/// doors of running pods.
+///
+/// Without a directory that can be locked the agent goes on, as it does without one that can be
+/// written.
+async fn alone(store: &Store) -> Option<Lock> {
+    let mut told = false;
+    loop {
+        match store.try_lock() {
+            Ok(Some(lock)) => return Some(lock),
+            Ok(None) if told => {}
+            Ok(None) => {
+                told = true;
+                tracing::warn!("waiting for another agent of this node to end");
+            }
+            Err(error) => {
+                tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent would not be noticed");
+                return None;
+            }
+        }
+        tokio::time::sleep(LOCK).await;
+    }
+}
+
+/// Restores the node as the last agent left it.
+fn remember(args: &AgentArgs, store: &Store, link: &Link, now: Instant) -> (Node, Allocations) {
+    let boot_id =
+        std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default();
+    let checkpoint = store.load().unwrap_or_else(|error| {
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "failed to read the checkpoint; learning from the kubelet what runs"
+        );
+        match store.put_aside() {
+            Ok(path) => tracing::info!(path = %path.display(), "kept the unreadable checkpoint"),
+            Err(error) => tracing::warn!(%error, "failed to keep the unreadable checkpoint"),
+        }
+        None
+    });
+    let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
+    let (mut node, allocations) =
+        Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
+    node.quiet_for(Duration::from_secs(args.suspect_quiet));
+    node.set_time(now, Timestamp::now());
+    (node, allocations)
+}
+
+fn search(args: &AgentArgs) -> Search {
+    Search {
+        library: args.nvml_library.clone(),
+        host_root: args.host_root.clone(),
+        driver_root: args.driver_root.clone(),
+    }
+}

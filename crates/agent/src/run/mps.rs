@@ -1,0 +1,25 @@
+//! Follows the MPS host.
+use tokio::sync::{mpsc, watch};
+
+use super::input::Input;
+use crate::mps::View;
+use crate::mps::link::Link;
+
+/// Follows the MPS host, forever.
+pub(super) async fn watch(link: Link, sender: watch::Sender<View>, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
+    let mut views = sender.subscribe();
+    let forward = async {
+        while views.changed().await.is_ok() {
+            let view = views.borrow_and_update().clone();
+            if inputs.send(Input::Mps(view)).await.is_err() {
+                break;
+            }
+        }
+    };
+    tokio::select! {
+        // Neither ends before the agent does.
+        () = link.follow(&sender) => {}
+        () = forward => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,176 @@
+//! Files that stand in for the API server: for benchmarks, tests, and nodes without a cluster.
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use cleave_api::gpunode::GpuNodeStatus;
+use tokio::sync::{mpsc, watch};
+use tokio::time::sleep;
+
+use super::api::forward_objects;
+use super::input::Input;
+use super::pods::NodePods;
+use crate::event::{NodeEvent, PodEvent};
+use crate::files::write_atomically;
+use crate::object::Object;
+use crate::pods::PodObject;
+use crate::termination::shutdown::Shutdown;
+
+/// Pause between reads of the spec and the pods.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A folder with a spec, a status and events.
+#[derive(Debug, Clone)]
+pub(super) struct Folder(PathBuf);
+
+impl Folder {
+    /// Uses this folder, which must exist.
+    pub(super) fn new(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// Reads the spec. Its generation counts changes.
+    pub(super) fn read(&self, generation: i64) -> Object {
+        match fs::read(self.0.join("spec.json")) {
+            Err(_) => Object::Missing,
+            Ok(text) => match serde_json::from_slice(&text) {
+                Ok(spec) => Object::Present(generation, spec),
+                Err(error) => Object::Malformed(error.to_string()),
+            },
+        }
+    }
+
+    /// Whether the folder lists pods. Without, none come.
+    pub(super) fn has_pods(&self) -> bool {
+        self.pods().exists()
+    }
+
+    fn pods(&self) -> PathBuf {
+        self.0.join("pods.json")
+    }
+
+    /// Follows the pods, forever: a list of objects as the API server has them.
+    pub(super) async fn follow_pods(&self, node: &str, to: &NodePods) {
+        let mut last = Vec::new();
+        // Pods do not end one group after the other here.
+        let mut shutdown = Shutdown::default();
+        loop {
+            let text = fs::read(self.pods()).unwrap_or_default();
+            if text != last {
+                match serde_json::from_slice::<Vec<PodObject>>(&text) {
+                    Ok(pods) => {
+                        to.terminating.send_if_modified(|terminating| {
+                            let there = pods.iter().filter_map(PodObject::uid).cloned().collect();
+                            let gone = terminating.only(&there, Instant::now());
+                            pods.iter().fold(gone, |changed, pod| {
+                                pod.note_departure(node, terminating, &mut shutdown) || changed
+                            })
+                        });
+                        let mut names = to.names.lock();
+                        names.begin();
+                        pods.iter().filter_map(PodObject::named).for_each(|(uid, pod)| names.put(uid, pod));
+                        names.end();
+                        drop(names);
+                        to.allocator.update_pending(|pending| {
+                            let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
+                            pending.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
+                            bound.into_iter().for_each(|pod| pending.pod(pod, Instant::now()));
+                        });
+                    }
+                    Err(error) => tracing::warn!(%error, "failed to read pods.json"),
+                }
+                last = text;
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    /// Follows the spec, forever.
+    pub(super) async fn follow(&self, first: Object, objects: mpsc::Sender<Object>) {
+        let (mut last, mut generation) = (first, 1);
+        loop {
+            sleep(LOOK).await;
+            let next = match (self.read(generation), &last) {
+                (Object::Present(_, spec), Object::Present(_, before)) if spec != *before => {
+                    Object::Present(generation + 1, spec)
+                }
+                (next, _) => next,
+            };
+            if next != last {
+                if let Object::Present(of, _) = &next {
+                    generation = *of;
+                }
+                if objects.send(next.clone()).await.is_err() {
+                    return;
+                }
+                last = next;
+            }
+        }
+    }
+
+    /// Writes events of pods as they come, forever.
+    pub(super) async fn write_pod_events(&self, mut events: mpsc::Receiver<PodEvent>) {
+        while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
+            let line =
+                serde_json::json!({ "pod": format!("{namespace}/{pod}"), "uid": uid, "reason": reason, "note": note });
+            let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("pod-events.jsonl"));
+            if let Err(error) = file.and_then(|mut file| writeln!(file, "{line}")) {
+                tracing::warn!(%error, folder = %self.0.display(), "failed to write to the offline folder");
+            }
+        }
+    }
+
+    /// Writes the status as it changes and events as they come, forever.
+    pub(super) async fn write(
+        &self,
+        mut statuses: watch::Receiver<Option<GpuNodeStatus>>,
+        mut events: mpsc::Receiver<NodeEvent>,
+    ) {
+        loop {
+            let written = tokio::select! {
+                // Cancel-safe: a change that is not taken is seen by the next call.
+                changed = statuses.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
+                    write_atomically(&self.0.join("status.json"), &text)
+                }
+                // Cancel-safe: a message that is not taken stays in the channel.
+                event = events.recv() => match event {
+                    Some(NodeEvent { warning, reason, note, regarding, related: _ }) => {
+                        let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));
+                        let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note, "pod": pod });
+                        let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("events.jsonl"));
+                        file.and_then(|mut file| writeln!(file, "{line}"))
+                    }
+                    None => return,
+                },
+            };
+            if let Err(error) = written {
+                tracing::warn!(%error, folder = %self.0.display(), "failed to write to the offline folder");
+            }
+        }
+    }
+}
+
+/// Reads and writes files in place of the API server, forever.
+pub(super) async fn stay(
+    (spec, folder): (Object, Folder),
+    node: String,
+    pods: NodePods,
+    inputs: mpsc::Sender<Input>,
+    statuses: watch::Receiver<Option<GpuNodeStatus>>,
+    (events, pod_events): (mpsc::Receiver<NodeEvent>, mpsc::Receiver<PodEvent>),
+) -> anyhow::Result<()> {
+    let (objects, read) = mpsc::channel(4);
+    tokio::join!(
+        folder.follow(spec, objects),
+        folder.follow_pods(&node, &pods),
+        folder.write(statuses, events),
+        folder.write_pod_events(pod_events),
+        forward_objects(read, inputs),
+    );
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! Terminates MPS clients of pods that end. Woken by what is known of pods and of the MPS host,
+//! never by polling.
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use cleave_gpu::mps::wire::{Reply, Request};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
+use crate::event::NodeEvent;
+use crate::metrics::{Metrics, Termination};
+use crate::mps;
+use crate::termination::pods::TerminatingPods;
+use crate::termination::process::{self, Process};
+use crate::termination::{Client, Key, Outcome, Terminations};
+
+/// The MPS host answers within 8 s: it waits up to 4 s until its daemon is free.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// Terminates clients of pods that end, forever.
+pub(super) async fn run(
+    link: mps::link::Link,
+    (mut pods, mut views): (watch::Receiver<TerminatingPods>, watch::Receiver<mps::View>),
+    events: mpsc::Sender<NodeEvent>,
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let (mut terminations, mut known) = (Terminations::default(), BTreeMap::new());
+    let mut asked = JoinSet::new();
+    loop {
+        let clients = clients(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
+        let decision = terminations.decide(clients, Instant::now());
+        for (client, why) in decision.report {
+            report_late(&client, &why, &events, &metrics);
+        }
+        for client in decision.terminate {
+            asked.spawn(terminate(link.clone(), client));
+        }
+        let again = decision.again.map(tokio::time::Instant::from_std);
+        tokio::select! {
+            // All are cancel-safe: what is not taken is seen by the next call.
+            changed = pods.changed() => changed.context("the watch of pods has ended")?,
+            changed = views.changed() => changed.context("the watch of the MPS host has ended")?,
+            Some(answer) = asked.join_next() => {
+                let (client, outcome, began) = answer.context("the task that terminates a client failed")?;
+                log_outcome(&client, &outcome, began, &metrics);
+                terminations.answered(&client.key, &outcome, Instant::now());
+            }
+            () = async {
+                match again {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            } => {}
+        }
+    }
+}
+
+/// The clients of pods that end. Reads `/proc` only if there is such a pod, and the cgroup of each
+/// client only once: `known` caches the pods.
+fn clients(pods: &TerminatingPods, view: &mps::View, known: &mut BTreeMap<Key, Vec<String>>) -> Vec<Client> {
+    if !pods.any_leaves() {
+        known.clear();
+        return Vec::new();
+    }
+    let mut before = std::mem::take(known);
+    let mut found = Vec::new();
+    for (device, daemon) in &view.status.daemons {
+        for client in &daemon.clients {
+            let key = Key { device: device.clone(), pid: client.pid };
+            let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
+            if let Some((pod, leaving)) = pods.leaving(&uids, client.allocation.as_deref())
+                && let Some(Process { survives, stopped }) = Process::look(client.pid)
+            {
+                found.push(Client { key: key.clone(), pod: pod.to_owned(), leaving, survives, stopped });
+            }
+            known.insert(key, uids);
+        }
+    }
+    found
+}
+
+async fn terminate(link: mps::link::Link, client: Client) -> (Client, Outcome, Instant) {
+    let began = Instant::now();
+    let Key { device, pid } = client.key.clone();
+    let outcome = match link.ask(&Request::Terminate { device, pid }, ANSWER).await {
+        Ok(Reply::Done) => Outcome::Terminated,
+        Ok(Reply::NoContext) => Outcome::Idle,
+        Ok(Reply::Error { message }) | Err(message) => Outcome::Failed(message),
+        Ok(Reply::Status(_)) => Outcome::Failed("the MPS host answered something else".into()),
+    };
+    (client, outcome, began)
+}
+
+fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Metrics) {
+    let Client { key: Key { device, pid }, pod, leaving, survives, .. } = client;
+    let took_ms = began.elapsed().as_millis();
+    let since_deletion_ms = leaving.since.elapsed().as_millis();
+    match outcome {
+        Outcome::Terminated => {
+            metrics.terminated(Termination::Done);
+            tracing::info!(
+                pod,
+                pid,
+                device,
+                survives,
+                took_ms,
+                since_deletion_ms,
+                "terminated a client of a pod that ends"
+            );
+        }
+        Outcome::Idle => {
+            tracing::debug!(pod, pid, device, "a client of a pod that ends has no context");
+        }
+        Outcome::Failed(why) => {
+            metrics.terminated(Termination::Failed);
+            tracing::warn!(
+                pod,
+                pid,
+                device,
+                took_ms,
+                since_deletion_ms,
+                why,
+                "failed to terminate a client; trying again"
+            );
+        }
+    }
+}
+
+fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
+    let Client { key: Key { device, pid }, pod, .. } = client;
+    metrics.terminated(Termination::Late);
+    tracing::warn!(pod, pid, device, why, "a client is not terminated in time");
+    let note = format!(
+        "pod {pod} leaves, and its process {pid} is not ended through MPS: {why}. Killed with work in flight, it may break the other \
+         programs on {device}"
+    );
+    let event = NodeEvent { warning: true, reason: "ClientNotEnded", note, regarding: None, related: None };
+    if events.try_send(event).is_err() {
+        metrics.error("event-dropped");
+    }
+}

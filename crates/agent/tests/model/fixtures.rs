@@ -1,0 +1,117 @@
+//! What the tests of this folder share.
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use cleave_agent::allocation::Allocation;
+use cleave_agent::node::Node;
+use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, MpsSlices, Partition, Whole};
+use cleave_api::names::mig_resource;
+use cleave_api::sharingpolicy::ComputeMode;
+use cleave_gpu::nvml::{Census, Gpu, NvmlError, Observation, Process};
+use cleave_kubelet::HeldDevices;
+use cleave_plan::mps::{Threads, memory, threads};
+use cleave_plan::units::{Mebibytes, Percent, Sms};
+
+pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
+
+pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
+    Gpu {
+        uuid: uuid.into(),
+        index,
+        minor: index,
+        model: "NVIDIA H200".into(),
+        memory: Mebibytes(143_155),
+        sms: Sms(132),
+        pci: format!("0000:{index:02x}:00.0"),
+        numa: Some(index / 4),
+        compute_capability: (9, 0),
+        mig: None,
+    }
+}
+
+/// Instances, each whole or of some shares.
+pub(crate) fn mig_spec(uuid: &str, instances: &[(&str, u32, u32)]) -> GpuSpec {
+    let instance = |&(profile, start, units): &(&str, u32, u32)| MigInstanceSpec {
+        profile: profile.into(),
+        start,
+        partition: match units {
+            0 => MigPartition { whole: Some(Whole { resource: mig_resource(profile) }), ..MigPartition::default() },
+            units => MigPartition { mps: Some(mps_partition(units)), ..MigPartition::default() },
+        },
+    };
+    let mig = Some(instances.iter().map(instance).collect());
+    GpuSpec { partition: Partition { mig, ..Partition::default() }, ..mps_spec(uuid, 1) }
+}
+
+pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
+    GpuSpec {
+        uuid: uuid.into(),
+        partition: Partition { mps: Some(mps_partition(units)), ..Partition::default() },
+        ..GpuSpec::default()
+    }
+}
+
+pub(crate) fn mps_partition(units: u32) -> MpsPartition {
+    MpsPartition {
+        multi_user: true,
+        compute_mode: ComputeMode::ExclusiveProcess,
+        slices: vec![MpsSlices {
+            resource: "nvidia.com/gpu-mps".into(),
+            count: units,
+            first: 0,
+            memory_mib: (1..=units).map(|k| memory(k, units, Mebibytes(143_155)).0).collect(),
+            threads: (1..=units).filter_map(|k| threads(k, units, Threads::Burst)).map(Percent::get).collect(),
+            max_clients: None,
+        }],
+    }
+}
+
+pub(crate) fn held(pod: &str, ids: &[&str]) -> HeldDevices {
+    HeldDevices {
+        namespace: "ns".into(),
+        pod: pod.into(),
+        container: "c".into(),
+        resource: MPS.into(),
+        ids: ids.iter().map(|&id| id.to_owned()).collect(),
+    }
+}
+
+pub(crate) fn allocation(ids: &[&str]) -> Allocation {
+    Allocation {
+        resource: MPS.into(),
+        ids: ids.iter().map(|&id| id.to_owned()).collect(),
+        devices: vec!["GPU-a".into()],
+        mps: None,
+    }
+}
+
+/// What the driver and all of its GPUs answer, asked at one time.
+#[derive(Debug)]
+pub(crate) struct Inventory {
+    pub(crate) driver: String,
+    pub(crate) gpus: BTreeMap<u32, Result<Gpu, NvmlError>>,
+    pub(crate) processes: BTreeMap<String, Vec<Process>>,
+}
+
+impl Inventory {
+    /// As it comes: the driver's answer first.
+    pub(crate) fn answers(self) -> (Census, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
+        let Self { driver, gpus, mut processes } = self;
+        let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);
+        let of = move |gpu: Gpu| Observation { processes: processes.remove(&gpu.uuid).unwrap_or_default(), gpu };
+        let mut of = Box::new(of);
+        (Census { driver, count }, gpus.into_iter().map(move |(index, gpu)| (index, gpu.map(&mut of))))
+    }
+}
+
+/// The driver and all of its GPUs answer, asked at `asked`.
+pub(crate) fn answer(node: &mut Node, answer: Result<Inventory, NvmlError>, asked: Instant) {
+    match answer {
+        Ok(inventory) => {
+            let (census, gpus) = inventory.answers();
+            node.census(Ok(census), asked);
+            gpus.for_each(|(index, answer)| node.gpu(index, answer, asked));
+        }
+        Err(error) => node.census(Err(error), asked),
+    }
+}

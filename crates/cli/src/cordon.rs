@@ -1,0 +1,201 @@
+//! `cleave cordon` and `cleave uncordon`: take one GPU out of service, and back.
+//!
+//! The state is in annotations of the `GpuNode`, which the operator reads. Each write is
+//! conditional on the version of the object it was computed from, so that concurrent administrators
+//! cannot overwrite each other.
+use anyhow::{Context as _, Result, bail};
+use cleave_api::GpuNode;
+use cleave_api::cordon::{Cleared, check_reason};
+use cleave_api::gpunode::{GpuStatus, Health};
+use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::api::{Patch, PatchParams};
+use kube::core::DeserializeGuard;
+use kube::{Api, Client};
+use serde_json::json;
+
+use crate::gpu::{GpuArgs, Target, annotation, cordons, find, read, reported};
+
+/// How often a write is attempted when others change the object at the same time.
+const ATTEMPTS: u32 = 5;
+/// The field manager of the annotations.
+const MANAGER: &str = "cleave";
+
+/// Examples in the help of `cleave cordon`.
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  cleave cordon gpu-17 3 --reason \"replace the fan\"
+  cleave uncordon gpu-17 3";
+
+/// Options of `cleave cordon`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct CordonArgs {
+    /// The GPU.
+    #[command(flatten)]
+    gpu: GpuArgs,
+    /// Why, for other administrators. Must not contain commas.
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    reason: String,
+}
+
+/// Options of `cleave uncordon`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct UncordonArgs {
+    /// The GPU.
+    #[command(flatten)]
+    gpu: GpuArgs,
+}
+
+/// Annotations and their new values. `None` removes an annotation.
+type Annotations = Vec<(&'static str, Option<String>)>;
+
+/// Runs `cleave cordon`.
+pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
+    let client = args.gpu.cluster.connect().await?;
+    cordon(&client, &args.gpu, &args.reason).await.map(drop)
+}
+
+/// Runs `cleave uncordon`.
+pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
+    let client = args.gpu.cluster.connect().await?;
+    let (target, changed) = change(&client, &args.gpu, uncordoned).await?;
+    println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
+    Ok(())
+}
+
+/// Cordons a GPU and prints what changed.
+///
+/// # Errors
+/// The reason is not valid, there is no such GPU, or the API server refused the write.
+pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Target> {
+    check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
+    let (target, changed) = change(client, gpu, |object, uuid| cordoned(object, uuid, reason.trim())).await?;
+    println!("{target} is {}", if changed { "cordoned" } else { "already cordoned" });
+    Ok(target)
+}
+
+/// Writes the annotations that `wanted` computes from the current object. Returns whether anything
+/// had to be written.
+async fn change(
+    client: &Client,
+    args: &GpuArgs,
+    wanted: impl Fn(&GpuNode, &str) -> Annotations,
+) -> Result<(Target, bool)> {
+    let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
+    let manager = PatchParams { field_manager: Some(MANAGER.into()), ..PatchParams::default() };
+    for _ in 0..ATTEMPTS {
+        let object = read(client, &args.node).await?;
+        let target = find(&object, &args.node, &args.gpu)?;
+        let annotations = wanted(&object, &target.uuid);
+        if annotations.is_empty() {
+            return Ok((target, false));
+        }
+        let annotations: serde_json::Map<_, _> =
+            annotations.into_iter().map(|(name, value)| (name.to_owned(), json!(value))).collect();
+        let patch =
+            json!({"metadata": {"resourceVersion": object.metadata.resource_version, "annotations": annotations}});
+        match api.patch(&args.node, &manager, &Patch::Merge(patch)).await {
+            Ok(_) => return Ok((target, true)),
+            // The object changed after it was read.
+            Err(kube::Error::Api(status)) if status.code == 409 => {}
+            Err(error) => return Err(error).with_context(|| format!("failed to update GpuNode {}", args.node)),
+        }
+    }
+    bail!("failed to update GpuNode {}: it changed {ATTEMPTS} times meanwhile. Try again.", args.node)
+}
+
+/// The annotations that cordon a GPU. An empty reason keeps an existing one.
+fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
+    let mut cordons = cordons(object);
+    let before = cordons.0.get(uuid);
+    if before.is_some_and(|before| reason.is_empty() || before == reason) {
+        return Annotations::new();
+    }
+    cordons.0.insert(uuid.to_owned(), reason.to_owned());
+    vec![(CORDON_ANNOTATION, Some(cordons.to_string()))]
+}
+
+/// The annotations that uncordon a GPU and clear the faults recorded so far.
+fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
+    let mut annotations = Annotations::new();
+    let value = |text: String| (!text.is_empty()).then_some(text);
+    let mut cordons = cordons(object);
+    if cordons.0.remove(uuid).is_some() {
+        annotations.push((CORDON_ANNOTATION, value(cordons.to_string())));
+    }
+    let mut cleared = Cleared::read(annotation(object, CLEARED_ANNOTATION));
+    let gpus = reported(object);
+    if let Some(last) = gpus.iter().find(|gpu| gpu.uuid == uuid).and_then(last_fault)
+        && cleared.0.get(uuid).is_none_or(|before| *before < last)
+    {
+        cleared.0.insert(uuid.to_owned(), last);
+        // Entries of GPUs that left the node are of no use to anyone.
+        cleared.0.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
+        annotations.push((CLEARED_ANNOTATION, value(cleared.to_string())));
+    }
+    annotations
+}
+
+/// The time of the last fault of a GPU or its MIG devices that still makes one of them unhealthy.
+fn last_fault(gpu: &GpuStatus) -> Option<Time> {
+    let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
+    let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);
+    instances.chain([&gpu.health]).filter_map(last).max()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A node whose GPU `GPU-a` has a fault, and whose `GPU-b` has a MIG device with a later one.
+    fn node() -> GpuNode {
+        let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1,
+            "health": {"healthy": false, "last": "2026-11-21T20:00:05Z"}});
+        serde_json::from_value(json!({
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "GpuNode",
+            "metadata": {"name": "n", "annotations": {"other": "x"}},
+            "spec": {},
+            "status": {"gpus": [
+                {"uuid": "GPU-a", "index": 0, "model": "H100", "memoryMib": 1, "sms": 1,
+                 "health": {"healthy": false, "class": "NeedsReset", "last": "2026-11-21T20:00:00Z"}},
+                {"uuid": "GPU-b", "index": 1, "model": "H100", "memoryMib": 1, "sms": 1, "health": {"healthy": true},
+                 "mig": {"enabled": true, "profiles": [], "instances": [instance]}},
+            ]},
+        }))
+        .unwrap()
+    }
+
+    fn apply(annotations: &Annotations, mut object: GpuNode) -> GpuNode {
+        let all = object.metadata.annotations.get_or_insert_default();
+        for (name, value) in annotations {
+            match value {
+                Some(value) => drop(all.insert((*name).to_owned(), value.clone())),
+                None => drop(all.remove(*name)),
+            }
+        }
+        object
+    }
+
+    #[test]
+    fn cordon_writes_once_and_keeps_other_gpus_and_reasons() {
+        let first = apply(&cordoned(&node(), "GPU-a", "new fan"), node());
+        assert!(cordoned(&first, "GPU-a", "new fan").is_empty());
+        assert!(cordoned(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
+        let both = apply(&cordoned(&first, "GPU-b", ""), first);
+        assert_eq!(annotation(&both, CORDON_ANNOTATION).unwrap(), "GPU-a=new fan,GPU-b");
+        assert_eq!(cordoned(&both, "GPU-b", "x"), [(CORDON_ANNOTATION, Some("GPU-a=new fan,GPU-b=x".to_owned()))]);
+    }
+
+    #[test]
+    fn uncordon_keeps_other_gpus_and_clears_faults_once() {
+        let both = apply(&cordoned(&node(), "GPU-a", "new fan"), node());
+        let both = apply(&cordoned(&both, "GPU-b", ""), both);
+        let after = uncordoned(&both, "GPU-a");
+        assert_eq!(after[0], (CORDON_ANNOTATION, Some("GPU-b".to_owned())));
+        assert_eq!(after[1], (CLEARED_ANNOTATION, Some("GPU-a=2026-11-21T20:00:00Z".to_owned())));
+        assert!(uncordoned(&apply(&after, both), "GPU-a").is_empty());
+        let instance = uncordoned(&node(), "GPU-b");
+        assert_eq!(instance, [(CLEARED_ANNOTATION, Some("GPU-b=2026-11-21T20:00:05Z".to_owned()))]);
+    }
+}

@@ -1,0 +1,212 @@
+//! `cleave drain`: cordons one GPU, evicts its pods, and waits until it is free.
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cleave_api::GpuNode;
+use cleave_operator::evict::{Evicted, Options, evict_with};
+use k8s_openapi::api::core::v1::Pod;
+use kube::core::PartialObjectMeta;
+use kube::{Api, Client, ResourceExt as _};
+use tokio::time::Instant;
+
+use crate::cordon::cordon;
+use crate::gpu::{GpuArgs, Target, read, reported};
+
+/// Time between two reads of the `GpuNode`.
+const POLL: Duration = Duration::from_secs(1);
+/// Time between two evictions of a pod that its disruption budget protects.
+const RETRY: Duration = Duration::from_secs(5);
+/// Time limit of one eviction. Admission webhooks may take 30 s each.
+const EVICTION: Duration = Duration::from_secs(60);
+/// The exit code of a timeout.
+const TIMED_OUT: u8 = 3;
+
+/// Examples in the help of `cleave drain`.
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  cleave drain gpu-17 3
+  cleave drain gpu-17 3 --force --grace 30 --timeout 0";
+
+/// Options of `cleave drain`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DrainArgs {
+    /// The GPU.
+    #[command(flatten)]
+    pub gpu: GpuArgs,
+    /// Why, for other administrators. Must not contain commas.
+    #[arg(long, value_name = "TEXT", default_value = "draining")]
+    pub reason: String,
+    /// Seconds each pod has to terminate [default: the pod's own grace period].
+    #[arg(long, value_name = "SECONDS")]
+    pub grace: Option<u32>,
+    /// Seconds to wait until the GPU is free. 0 waits forever.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
+    /// Also evict pods that no controller recreates.
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// The result of a drain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// No pod uses the GPU.
+    Free,
+    /// Pods still use the GPU.
+    TimedOut,
+}
+
+/// Runs `cleave drain`.
+pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
+    let config = args.gpu.cluster.config().await?;
+    let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
+    // A disruption budget refuses with 429. A client that retries would repeat that for minutes,
+    // while other pods could be evicted.
+    let mut no_retry = config;
+    no_retry.default_retry = false;
+    let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
+    Ok(match drain(&client, &evictor, &args).await? {
+        Outcome::Free => ExitCode::SUCCESS,
+        Outcome::TimedOut => ExitCode::from(TIMED_OUT),
+    })
+}
+
+/// Drains a GPU and prints the progress. `evictor` is a client that does not retry requests.
+///
+/// # Errors
+/// There is no such GPU, a pod needs `--force`, or the API server refused a request. The GPU stays
+/// cordoned.
+pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<Outcome> {
+    let started = Instant::now();
+    let target = cordon(client, &args.gpu, &args.reason).await?;
+    let mut evictions = BTreeMap::new();
+    let mut printed = Usage::default();
+    loop {
+        let object = read(client, &args.gpu.node).await?;
+        let usage = usage(&object, &target.uuid).unwrap_or_default();
+        if usage == Usage::default() {
+            println!("{target} is free");
+            return Ok(Outcome::Free);
+        }
+        evict_due(client, evictor, args, &target, &usage, &mut evictions).await?;
+        if printed != usage {
+            println!("{target}: {usage}");
+            printed = usage;
+        }
+        if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
+            eprintln!("cleave: {target} is not free after {} s and stays cordoned", args.timeout);
+            return Ok(Outcome::TimedOut);
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// The pods that use a GPU, and how many of its devices are in use.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Usage {
+    /// `namespace/name` of each pod.
+    pods: BTreeSet<String>,
+    /// Shares, replicas, MIG devices or whole GPUs in use.
+    devices: u32,
+}
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let pods: Vec<&str> = self.pods.iter().map(String::as_str).collect();
+        // The kubelet allocates before it lists the pod.
+        let pods = if pods.is_empty() { "pods that are starting".to_owned() } else { pods.join(", ") };
+        write!(formatter, "{} in use by {pods}", self.devices)
+    }
+}
+
+/// The usage of a GPU; `None` if the node does not report the GPU.
+fn usage(object: &GpuNode, uuid: &str) -> Option<Usage> {
+    let gpu = reported(object).iter().find(|gpu| gpu.uuid == uuid)?;
+    Some(Usage {
+        pods: gpu.allocations.iter().map(|allocation| allocation.pod.clone()).collect(),
+        devices: gpu.slices.iter().map(|slice| slice.in_use).sum(),
+    })
+}
+
+/// The state of a pod's eviction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Eviction {
+    /// The pod terminates or is gone.
+    Accepted,
+    /// A disruption budget refused the eviction at this time.
+    Refused(Instant),
+}
+
+/// The pods to evict now.
+fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instant) -> Vec<&'a str> {
+    let due = |pod: &&String| match evictions.get(*pod) {
+        None => true,
+        Some(Eviction::Accepted) => false,
+        Some(Eviction::Refused(at)) => now.saturating_duration_since(*at) >= RETRY,
+    };
+    usage.pods.iter().filter(due).map(String::as_str).collect()
+}
+
+/// The pods that no controller recreates, except those that terminate already.
+fn bare<'a>(pods: impl IntoIterator<Item = (&'a str, &'a PartialObjectMeta<Pod>)>) -> Vec<&'a str> {
+    let controlled =
+        |pod: &PartialObjectMeta<Pod>| pod.owner_references().iter().any(|owner| owner.controller == Some(true));
+    let terminates = |pod: &PartialObjectMeta<Pod>| pod.metadata.deletion_timestamp.is_some();
+    pods.into_iter().filter(|(_, pod)| !controlled(pod) && !terminates(pod)).map(|(name, _)| name).collect()
+}
+
+/// Evicts the pods that are due, and records the results. Evicts none of them if one needs
+/// `--force`.
+async fn evict_due(
+    client: &Client,
+    evictor: &Client,
+    args: &DrainArgs,
+    target: &Target,
+    usage: &Usage,
+    evictions: &mut BTreeMap<String, Eviction>,
+) -> Result<()> {
+    let mut metas = BTreeMap::new();
+    for pod in due(usage, evictions, Instant::now()) {
+        metas.extend(metadata(client, pod).await?.map(|meta| (pod, meta)));
+    }
+    let bare = bare(metas.iter().map(|(pod, meta)| (*pod, meta)));
+    ensure!(
+        args.force || bare.is_empty(),
+        "no controller recreates these pods: {}. Pass --force to evict them. {target} stays cordoned.",
+        bare.join(", ")
+    );
+    for (pod, meta) in &metas {
+        let eviction = evict(evictor, pod, meta, args.grace).await?;
+        match eviction {
+            Eviction::Accepted => println!("pod {pod} is terminating"),
+            Eviction::Refused(_) if !evictions.contains_key(*pod) => {
+                println!("pod {pod} is protected by a disruption budget; retrying every {} s", RETRY.as_secs());
+            }
+            Eviction::Refused(_) => {}
+        }
+        evictions.insert((*pod).to_owned(), eviction);
+    }
+    Ok(())
+}
+
+/// A pod's metadata; `None` if the pod is gone.
+async fn metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
+    let (namespace, name) = pod.split_once('/').with_context(|| format!("{pod:?} is not a pod name"))?;
+    let api = Api::<Pod>::namespaced(client.clone(), namespace);
+    api.get_metadata_opt(name).await.with_context(|| format!("failed to read pod {pod}"))
+}
+
+/// Evicts a pod, unless it terminates already.
+async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace: Option<u32>) -> Result<Eviction> {
+    if meta.metadata.deletion_timestamp.is_some() {
+        return Ok(Eviction::Accepted);
+    }
+    let uid = meta.uid().unwrap_or_default();
+    match evict_with(client, pod, &uid, Options { grace, timeout: EVICTION }).await {
+        Evicted::Done | Evicted::Gone => Ok(Eviction::Accepted),
+        Evicted::Protected(_) => Ok(Eviction::Refused(Instant::now())),
+        Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
+    }
+}

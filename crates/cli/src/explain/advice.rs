@@ -1,0 +1,165 @@
+//! What would let a waiting pod run.
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::gpunode::GpuStatus;
+use cleave_operator::pods::full_name;
+use cleave_operator::read::Node;
+use cleave_plan::ledger::{Holder, Moment, NoFit, Preemption, Tightest, Waiting};
+
+use super::nodes::unable;
+use super::report::NodeView;
+use super::view::View;
+
+/// Maximum number of nodes that one line names.
+const MOST_NAMED: usize = 5;
+
+impl View<'_> {
+    /// What would let the pod run, one sentence each.
+    pub(super) fn help(&self, nodes: &[NodeView]) -> Vec<String> {
+        if self.asks.is_empty() {
+            return Vec::new();
+        }
+        let open: BTreeSet<&str> =
+            nodes.iter().filter(|node| node.refusal.is_none()).map(|node| node.name.as_str()).collect();
+        let mut help: Vec<String> = self.departures(&open).into_iter().collect();
+        let closed = self.closed(nodes);
+        help.extend(closed.iter().map(|(refusal, nodes)| closed_line(refusal, nodes)));
+        if open.is_empty() && !closed.is_empty() {
+            return help;
+        }
+        help.extend(self.missing_resources(nodes, &open));
+        if matches!(self.ledger.fit(self.asks, open.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
+            let advice = "The containers together request more than any node has, even an empty one. Use a node with \
+                          more GPUs, or fewer containers per pod.";
+            help.push(advice.to_owned());
+        }
+        help
+    }
+
+    /// The nodes that have room but refuse the pod, by the reason.
+    fn closed<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
+        let mut closed: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for node in nodes {
+            if let Some(refusal) = &node.refusal
+                && self.ledger.fit(self.asks, [node.name.as_str()], 1, &Tightest).is_ok()
+            {
+                closed.entry(refusal).or_default().push(&node.name);
+            }
+        }
+        closed
+    }
+
+    /// Which pods would have to go, of any priority: a person can delete them, and some end on
+    /// their own.
+    fn departures(&self, open: &BTreeSet<&str>) -> Option<String> {
+        let holders = self.holders();
+        let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
+        let lower = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
+        let waiting = Waiting { pod: self.name, priority: i32::MAX, asks: self.asks };
+        let found = self.ledger.preempt(waiting, open.iter().copied(), &lower)?;
+        let gpus: BTreeSet<String> = found.takes.iter().map(|take| self.gpu_of(&found.node, &take.device)).collect();
+        let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");
+        Some(self.departures_line(&found, &gpus, &holders))
+    }
+
+    fn departures_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder>) -> String {
+        let node = &found.node;
+        if found.victims.is_empty() {
+            let fits = self.ledger.fit(self.asks, [node.as_str()], 1, &Tightest).is_ok();
+            let when = if fits { "has room now" } else { "will have room when pods that are being deleted are gone" };
+            return format!("{gpus} on {node} {when}.");
+        }
+        let priority = self.pod.spec.priority.unwrap_or(0);
+        let describe = |victim: &String| {
+            let of = holders.get(victim).map_or(0, |holder| holder.priority);
+            let order = match of.cmp(&priority) {
+                Ordering::Less => "lower",
+                Ordering::Equal => "same",
+                Ordering::Greater => "higher",
+            };
+            format!("{victim} ({order} priority)")
+        };
+        let victims: Vec<String> = found.victims.iter().map(describe).collect();
+        format!("The pod would fit on {gpus} on {node} without these pods: {}.", victims.join(", "))
+    }
+
+    /// The pods on nodes whose departure frees something. A pod on a cordoned or unhealthy GPU
+    /// frees nothing.
+    fn holders(&self) -> BTreeMap<String, Holder> {
+        let is_unable = |node: &str, gpu: &GpuStatus| {
+            let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
+            unable(gpu, &cordons.unwrap_or_default()).is_some()
+        };
+        let useless: BTreeSet<(&str, &str)> = self
+            .gpus()
+            .filter(|(node, gpu)| is_unable(node, gpu))
+            .flat_map(|(node, gpu)| gpu.allocations.iter().map(move |held| (node, held.pod.as_str())))
+            .collect();
+        let mut holders = BTreeMap::new();
+        for pod in &self.live.cluster.pods {
+            let Some(node) = pod.node() else { continue };
+            let name = full_name(&pod.metadata);
+            if useless.contains(&(node, name.as_str())) {
+                continue;
+            }
+            let started = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
+            let holder = Holder {
+                priority: pod.spec.priority.unwrap_or(0),
+                started: Moment(u64::try_from(started).unwrap_or(0)),
+                protected: false,
+                ending: pod.metadata.deletion_timestamp.is_some(),
+            };
+            holders.insert(name, holder);
+        }
+        holders
+    }
+
+    /// Requested resources that no open node offers, or not as many of one GPU.
+    fn missing_resources(&self, nodes: &[NodeView], open: &BTreeSet<&str>) -> Vec<String> {
+        let resources: BTreeSet<&str> = self.asks.iter().map(|ask| ask.resource.as_str()).collect();
+        resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, open)).collect()
+    }
+
+    fn missing_resource(&self, resource: &str, nodes: &[NodeView], open: &BTreeSet<&str>) -> Option<String> {
+        let totals = |node: &NodeView| -> Vec<u32> {
+            let devices = node.gpus.iter().flat_map(|gpu| &gpu.devices);
+            devices.filter(|device| device.resource == resource).map(|device| device.total).collect()
+        };
+        let here = nodes.iter().filter(|node| open.contains(node.name.as_str())).flat_map(totals);
+        let Some(largest) = here.max() else {
+            let elsewhere = nodes.iter().any(|node| !totals(node).is_empty());
+            return Some(if elsewhere {
+                format!(
+                    "{resource} is offered only on nodes that refuse the pod. A SharingPolicy can offer it on others."
+                )
+            } else {
+                format!("No GPU offers {resource}. A SharingPolicy can offer it.")
+            });
+        };
+        let of_resource = self.asks.iter().filter(|ask| ask.resource == resource);
+        let most = of_resource.map(|ask| ask.units.get()).max().unwrap_or(0);
+        (most > largest).then(|| {
+            format!(
+                "A container requests {most} {resource} of one GPU, and the largest has {largest}. Request at most \
+                 {largest}, or apply a SharingPolicy that offers more of them on each GPU."
+            )
+        })
+    }
+
+    /// A device as people name it.
+    fn gpu_of(&self, node: &str, device: &str) -> String {
+        let has = |gpu: &GpuStatus| gpu.uuid == device || gpu.slices.iter().any(|slice| slice.device == device);
+        let found = self.gpus().find(|(on, gpu)| *on == node && has(gpu));
+        found.map_or_else(|| device.to_owned(), |(_, gpu)| format!("GPU {}", gpu.index))
+    }
+}
+
+/// Names the nodes that have room but refuse the pod for this reason.
+fn closed_line(refusal: &str, nodes: &[&str]) -> String {
+    let named = nodes.iter().take(MOST_NAMED).copied().collect::<Vec<_>>().join(", ");
+    let more = nodes.len().saturating_sub(MOST_NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let have = if nodes.len() == 1 { "has" } else { "have" };
+    format!("{named}{more} {have} room, but: {refusal}.")
+}

@@ -1,0 +1,100 @@
+//! The cluster at the time of the question.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, Result};
+use cleave_operator::dry::Objects;
+use cleave_operator::placement::{Cluster, Gatekeeper, Now, Why};
+use cleave_operator::pods::{PodObject, full_name};
+use cleave_operator::policies::demand::Waiting;
+use cleave_operator::read::Observed;
+use kube::api::ListParams;
+use kube::{Api, Client};
+
+use crate::client::InstallArgs;
+
+/// The cluster at one time, as the two parts of the operator see it.
+#[derive(Debug, Default)]
+pub struct Live {
+    /// The view of the placement gate.
+    pub(super) cluster: Cluster,
+    /// The view of planning.
+    pub(super) observed: Observed,
+    /// Seconds since the Unix epoch.
+    pub(super) now: u64,
+}
+
+impl Live {
+    /// Lists the objects of a cluster, and the pod `namespace/name` even if it has ended.
+    ///
+    /// # Errors
+    /// The API server refused a list.
+    pub(super) async fn observe(client: &Client, install: &InstallArgs, pod: &str) -> Result<Self> {
+        let mut objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
+        if !objects.pods.iter().any(|one| full_name(&one.metadata) == pod)
+            && let Some((namespace, name)) = pod.split_once('/')
+        {
+            // The list has no pods that ended.
+            let named = ListParams::default().fields(&format!("metadata.name={name}"));
+            let ended = Api::<PodObject>::namespaced(client.clone(), namespace).list(&named).await;
+            objects.pods.extend(ended.with_context(|| format!("failed to read pod {pod}"))?.items);
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Ok(Self::new(objects, now))
+    }
+
+    /// Builds both views from the objects. `now` is in seconds since the Unix epoch.
+    pub fn new(mut objects: Objects, now: u64) -> Self {
+        objects.pods.iter_mut().for_each(PodObject::trim);
+        let observed = objects.observed();
+        let cluster = Cluster {
+            pods: objects.pods.into_iter().map(Arc::new).collect(),
+            nodes: objects.nodes.into_iter().map(Arc::new).collect(),
+            gpu_nodes: objects.gpu_nodes.into_iter().map(Arc::new).collect(),
+            agents: objects.agents.into_iter().map(Arc::new).collect(),
+            // Only the operator knows which MPS hosts it replaces. It says so in Events of the pods
+            // that wait for one.
+            hosts: None,
+            ..Cluster::default()
+        };
+        Self { cluster, observed, now }
+    }
+
+    /// The cluster without the pods that still have the placement gate: they have no reservation
+    /// yet.
+    pub(super) fn without_gated(&self) -> Cluster {
+        let pods = self.cluster.pods.iter().filter(|pod| !pod.is_ours_to_open());
+        Cluster { pods: pods.cloned().collect(), ..self.cluster.clone() }
+    }
+}
+
+/// The decisions of the placement gate, by pod.
+#[derive(Debug, Default)]
+pub(super) struct Decisions {
+    /// The pods that are released, and why.
+    pub(super) released: BTreeMap<String, Why>,
+    /// What the other pods wait for, for their owners.
+    pub(super) waiting: BTreeMap<String, String>,
+}
+
+/// Runs the placement gate until it releases no more pods, as the operator does within moments.
+/// `up` is how long the operator has been running.
+pub(super) fn decide(
+    keeper: &mut Gatekeeper,
+    cluster: &Cluster,
+    demand: &BTreeMap<String, Waiting>,
+    up: Duration,
+    epoch: u64,
+) -> Decisions {
+    let mut decisions = Decisions::default();
+    loop {
+        let turn = keeper.look(cluster, demand, Now { up, epoch });
+        let more = turn.more && !turn.openings.is_empty();
+        decisions.released.extend(turn.openings.into_iter().map(|opening| (opening.pod, opening.why)));
+        if !more {
+            decisions.waiting = turn.waiting.into_iter().map(|(pod, waiting)| (pod, waiting.message)).collect();
+            return decisions;
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! `cleave explain pod`: what a pod requests, what each GPU has, why the pod waits, and what would
+//! let it run.
+//!
+//! It reads what the operator reads and calls the operator's code on it. It writes nothing. The
+//! answer differs from the operator's if the cluster changed in between.
+//!
+//! ```text
+//!  cluster ──[live]──▶ Live ──[view]──▶ verdict, allocations ─┐
+//!                        └──[nodes]──▶ nodes and GPUs ────────┼─▶ Explanation ──[text]──▶ terminal
+//!                                          └──[advice]────────┘
+//! ```
+mod advice;
+mod live;
+mod nodes;
+pub mod report;
+mod text;
+mod view;
+
+use anyhow::{Context as _, Result, bail};
+use kube::Client;
+
+use crate::client::{ClusterArgs, InstallArgs};
+use crate::output::{Output, json, print};
+
+pub use live::Live;
+pub use text::render;
+pub use view::explain;
+
+/// Options of `cleave explain`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ExplainArgs {
+    /// What to explain.
+    #[command(subcommand)]
+    what: What,
+}
+
+/// What can be explained.
+#[derive(Debug, Clone, clap::Subcommand)]
+enum What {
+    /// Explain why a pod waits, or which GPU it has.
+    ///
+    /// Shows what the pod requests, what each GPU has free, why the pod waits, and what would let
+    /// it run.
+    #[command(after_long_help = EXAMPLES)]
+    Pod(PodArgs),
+}
+
+/// Examples in the help of `cleave explain pod`.
+const EXAMPLES: &str = "\
+Examples:
+  cleave explain pod trainer
+  cleave explain pod team-a/trainer -o json";
+
+/// Options of `cleave explain pod`.
+#[derive(Debug, Clone, clap::Args)]
+struct PodArgs {
+    /// NAME or NAMESPACE/NAME of the pod.
+    #[arg(value_name = "POD")]
+    pod: String,
+    /// Namespace of the pod [default: that of the kubeconfig's context].
+    #[arg(short, long, value_name = "NAME")]
+    namespace: Option<String>,
+    /// Output format.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+    /// The cluster.
+    #[command(flatten)]
+    cluster: ClusterArgs,
+    /// Cleave in the cluster.
+    #[command(flatten)]
+    install: InstallArgs,
+}
+
+/// Runs `cleave explain`.
+pub(crate) async fn run(args: ExplainArgs) -> Result<()> {
+    let What::Pod(args) = args.what;
+    let config = args.cluster.config().await?;
+    let name = pod_name(&args.pod, args.namespace.as_deref(), &config.default_namespace)?;
+    let client = Client::try_from(config).context("failed to create the Kubernetes client")?;
+    let live = Live::observe(&client, &args.install, &name).await?;
+    let Some(explanation) = explain(&live, &name) else {
+        bail!("pod {name} not found. Run `kubectl get pods --all-namespaces` to list pods.");
+    };
+    print(&match args.output {
+        Output::Text => render(&explanation),
+        Output::Json => json(&explanation)?,
+    })
+}
+
+/// The full name of a pod, `namespace/name`.
+fn pod_name(pod: &str, namespace: Option<&str>, default: &str) -> Result<String> {
+    let (prefix, name) = match pod.split_once('/') {
+        Some((prefix, name)) => (Some(prefix), name),
+        None => (None, pod),
+    };
+    if let (Some(prefix), Some(namespace)) = (prefix, namespace)
+        && prefix != namespace
+    {
+        bail!("{pod} is not in namespace {namespace}. Name the namespace once.");
+    }
+    let namespace = prefix.or(namespace).unwrap_or(default);
+    if namespace.is_empty() || name.is_empty() || name.contains('/') {
+        bail!("{pod:?} is not a pod name. Use NAME or NAMESPACE/NAME.");
+    }
+    Ok(format!("{namespace}/{name}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pod_name;
+
+    #[test]
+    fn a_pod_name_has_a_namespace_or_gets_one() {
+        assert_eq!(pod_name("team/p", None, "mine").unwrap(), "team/p");
+        assert_eq!(pod_name("p", None, "mine").unwrap(), "mine/p");
+        assert_eq!(pod_name("p", Some("team"), "mine").unwrap(), "team/p");
+        assert_eq!(pod_name("team/p", Some("team"), "mine").unwrap(), "team/p");
+    }
+
+    #[test]
+    fn a_malformed_pod_name_is_refused() {
+        for (pod, namespace) in [("team/p", Some("other")), ("", None), ("team/", None), ("/p", None), ("a/b/c", None)]
+        {
+            assert!(pod_name(pod, namespace, "mine").is_err(), "{pod} {namespace:?}");
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! What each node and GPU has for one pod.
+use std::collections::BTreeMap;
+
+use cleave_api::cordon::Cordons;
+use cleave_api::gpunode::GpuStatus;
+use cleave_api::names::is_served;
+use cleave_operator::pods::full_name;
+use cleave_operator::read::Node;
+use cleave_plan::Quantity;
+use cleave_plan::ledger::Room;
+use cleave_plan::scheduling::refusal;
+use cleave_plan::snapshot::Node as PlanNode;
+
+use super::report::{DeviceView, Given, GpuView, NodeView, State};
+use super::view::View;
+
+/// Free amounts by resource, in thousandths.
+type Free<'a> = BTreeMap<&'a str, u64>;
+
+impl View<'_> {
+    /// The nodes on which Cleave manages GPUs.
+    pub(super) fn nodes(&self, holds: &[Given], state: State) -> Vec<NodeView> {
+        let wanted = self.wanted();
+        let free = self.free();
+        let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
+        ours.map(|(name, node)| {
+            let refusal = match node.gpu_node.as_ref().map(|object| &object.0) {
+                Some(Err(invalid)) => Some(format!("its GpuNode is malformed: {}", invalid.error)),
+                _ => refusal(&wanted, &plan_node(name, node))
+                    .or_else(|| shortage(free.get(name.as_str()), &wanted.requests))
+                    .or_else(|| not_serving(node)),
+            };
+            NodeView { name: name.clone(), refusal, gpus: self.gpu_views(name, node, holds, state) }
+        })
+        .collect()
+    }
+
+    fn gpu_views(&self, name: &str, node: &Node, holds: &[Given], state: State) -> Vec<GpuView> {
+        let cordons = node.cordons();
+        let rooms = self.ledger.rooms(name);
+        let specs = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
+        let view = |gpu: &GpuStatus| {
+            let unable = unable(gpu, &cordons);
+            let here = || holds.iter().filter(|held| held.node == name);
+            let device = |room| self.device_view(room, unable.as_deref(), here(), state);
+            let devices = rooms.iter().filter(|room| is_part_of(room, gpu)).map(device).collect();
+            let spec = specs.iter().find(|spec| spec.uuid == gpu.uuid);
+            GpuView {
+                index: gpu.index,
+                uuid: gpu.uuid.clone(),
+                model: gpu.model.clone(),
+                mode: gpu.mode.clone(),
+                policy: spec.and_then(|spec| spec.policy.clone()),
+                unable,
+                devices,
+            }
+        };
+        node.reported().unwrap_or_default().iter().map(view).collect()
+    }
+
+    fn device_view<'h>(
+        &self,
+        room: &Room,
+        unable: Option<&str>,
+        holds: impl Iterator<Item = &'h Given>,
+        state: State,
+    ) -> DeviceView {
+        let largest = self.asks.iter().filter(|ask| ask.resource == room.resource).map(|ask| ask.units.get()).max();
+        let own = holds.filter(|held| held.device == room.device && held.resource == room.resource);
+        let own: u32 = own.map(|held| held.units).sum();
+        let note = match (largest, unable) {
+            (Some(_), _) if own > 0 => format!("{own} for this pod"),
+            (_, Some(unable)) => unable.to_owned(),
+            (None, _) => "not requested".to_owned(),
+            _ if !state.needs_room() => String::new(),
+            (Some(most), _) if most > room.capacity => format!("too small for {most}"),
+            (Some(most), _) if most > room.free => format!("{} short of {most}", most - room.free),
+            (Some(_), _) => "has room".to_owned(),
+        };
+        DeviceView {
+            device: room.device.clone(),
+            resource: room.resource.clone(),
+            total: room.capacity,
+            used: room.used,
+            held: room.reserved,
+            free: room.free,
+            note,
+        }
+    }
+
+    /// What each node has free of resources that Cleave does not serve. The pod's own use counts as
+    /// free.
+    fn free(&self) -> BTreeMap<&str, Free<'_>> {
+        let mut free: BTreeMap<&str, Free> = BTreeMap::new();
+        for (name, node) in &self.live.observed.nodes {
+            let amounts = node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
+            let amounts = amounts.map(|(resource, amount)| (resource.as_str(), amount.milli().unwrap_or(0)));
+            free.insert(name, amounts.collect());
+        }
+        let one = [("pods".to_owned(), Quantity::whole(1))];
+        for pod in self.live.cluster.pods.iter().filter(|pod| full_name(&pod.metadata) != self.name) {
+            let runs = !matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
+            let Some(amounts) = pod.node().filter(|_| runs).and_then(|node| free.get_mut(node)) else { continue };
+            for (resource, amount) in pod.spec.requests.iter().chain(one.iter().map(|(name, amount)| (name, amount))) {
+                if let Some(left) = amounts.get_mut(resource.as_str()) {
+                    *left = left.saturating_sub(amount.milli().unwrap_or(0));
+                }
+            }
+        }
+        free
+    }
+}
+
+/// Why no pod can get anything of a GPU now.
+pub(super) fn unable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
+    if let Some(reason) = cordons.0.get(&gpu.uuid) {
+        return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });
+    }
+    let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
+    (!gpu.health.healthy).then(|| if why.is_empty() { "unhealthy".to_owned() } else { format!("unhealthy: {why}") })
+}
+
+/// Why Cleave serves no GPUs on a node.
+fn not_serving(node: &Node) -> Option<String> {
+    match node.agent {
+        None => Some("the Cleave agent does not run on it".to_owned()),
+        Some(agent) if !agent.ready => Some("its agent is not ready".to_owned()),
+        Some(_) if node.reported().is_none() => Some("its agent has not reported its GPUs".to_owned()),
+        Some(_) => None,
+    }
+}
+
+/// A node as planning sees it, without its GPUs.
+fn plan_node(name: &str, node: &Node) -> PlanNode {
+    PlanNode {
+        name: name.to_owned(),
+        labels: node.labels.clone(),
+        taints: node.taints.clone(),
+        unschedulable: node.unschedulable,
+        allocatable: node.allocatable.clone(),
+        ..PlanNode::default()
+    }
+}
+
+/// The first resource besides GPUs of which a node has too little.
+fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
+    let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
+    let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
+    if free("pods").is_some_and(|left| left < 1000) {
+        return Some("it runs its maximum number of pods".to_owned());
+    }
+    requests.iter().filter(|(resource, _)| !is_served(resource)).find_map(|(resource, wanted)| {
+        let (wanted, left) = (wanted.milli().unwrap_or(0), free(resource).unwrap_or(0));
+        (wanted > left).then(|| format!("not enough {resource}: {} requested, {} free", amount(wanted), amount(left)))
+    })
+}
+
+/// Whether a device is the GPU, a part of it now, or one that it is to be partitioned into.
+fn is_part_of(room: &Room, gpu: &GpuStatus) -> bool {
+    room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
+}

@@ -1,0 +1,196 @@
+//! The state of one pod.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use cleave_api::gpunode::GpuStatus;
+use cleave_api::names::GATE;
+use cleave_operator::dry;
+use cleave_operator::placement::{Gatekeeper, PATIENCE, Why};
+use cleave_operator::pods::{PodObject, claimant, full_name};
+use cleave_plan::ledger::{Ask, Ledger};
+use cleave_plan::snapshot::Pod as PlanPod;
+
+use super::live::{Live, decide};
+use super::report::{Explanation, Given, Part, State, Verdict};
+
+/// The cluster as one pod sees it.
+pub(super) struct View<'a> {
+    pub(super) live: &'a Live,
+    /// What is allocated and reserved. Pods that still have the placement gate have nothing in it.
+    pub(super) ledger: &'a Ledger,
+    pub(super) pod: &'a PodObject,
+    /// `namespace/name` of the pod.
+    pub(super) name: &'a str,
+    /// What the pod requests of single devices.
+    pub(super) asks: &'a [Ask],
+}
+
+/// Explains the state of the pod `namespace/name`. Returns `None` if the cluster has no such pod.
+pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
+    let pod = live.cluster.pods.iter().find(|pod| full_name(&pod.metadata) == name)?;
+    let asks = pod.asks();
+    let mut others = Gatekeeper::default();
+    decide(&mut others, &live.without_gated(), &BTreeMap::new(), Duration::ZERO, live.now);
+    let empty = Ledger::default();
+    let ledger = others.ledger().unwrap_or(&empty);
+    let view = View { live, ledger, pod, name, asks: &asks };
+    let verdict = view.verdict();
+    let holds = view.holds();
+    let nodes = view.nodes(&holds, verdict.state);
+    let help = if verdict.state.needs_help() { view.help(&nodes) } else { Vec::new() };
+    Some(Explanation {
+        pod: name.to_owned(),
+        priority: pod.spec.priority.unwrap_or(0),
+        gates: pod.spec.scheduling_gates.iter().map(|gate| gate.name.clone()).collect(),
+        asks: asks.iter().map(|ask| Part { resource: ask.resource.clone(), units: ask.units.get() }).collect(),
+        holds,
+        verdict,
+        other_nodes: live.cluster.nodes.len().saturating_sub(nodes.len()),
+        nodes,
+        help,
+    })
+}
+
+fn verdict(state: State, message: impl Into<String>) -> Verdict {
+    Verdict { state, message: message.into() }
+}
+
+impl View<'_> {
+    fn verdict(&self) -> Verdict {
+        let pod = self.pod;
+        if self.has_ended() {
+            return verdict(State::Ended, format!("The pod has ended: {}.", pod.status.phase));
+        }
+        let deleted = pod.metadata.deletion_timestamp.is_some();
+        if let Some(node) = pod.node() {
+            let deleted = if deleted { " It is being deleted, and keeps its GPUs until it is gone." } else { "" };
+            return verdict(State::Bound, format!("The pod is on node {node}.{deleted}"));
+        }
+        if deleted {
+            return verdict(State::Ended, "The pod is being deleted. It was on no node.");
+        }
+        let gates = pod.spec.scheduling_gates.iter().map(|gate| gate.name.as_str());
+        let others: Vec<&str> = gates.filter(|&gate| gate != GATE).collect();
+        if !others.is_empty() {
+            let others = others.join(", ");
+            let message =
+                format!("The pod waits for {others}. Cleave places it when its own gate is the only one left.");
+            return verdict(State::OtherGate, message);
+        }
+        if pod.spec.scheduling_gates.is_empty() { self.released_verdict() } else { self.gated_verdict() }
+    }
+
+    /// The verdict on a pod that only the placement gate keeps.
+    fn gated_verdict(&self) -> Verdict {
+        let demand = dry::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
+        let mut keeper = Gatekeeper::default();
+        let mut decide = |up| decide(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
+        let mut decisions = decide(Duration::ZERO);
+        if !decisions.released.contains_key(self.name) {
+            // The gate is patient with pods that nothing can hold: a policy may just have been
+            // applied.
+            decisions = decide(PATIENCE);
+        }
+        match decisions.released.get(self.name) {
+            Some(Why::Held(placement)) => {
+                let nodes: Vec<&str> = placement.nodes.keys().map(String::as_str).collect();
+                let nodes = nodes.join(", ");
+                verdict(State::Fits, format!("There is room on {nodes}. The operator will release the pod."))
+            }
+            Some(Why::NotOurs) => {
+                verdict(State::NotOurs, "The pod requests nothing that Cleave serves. The operator will release it.")
+            }
+            Some(Why::Never(message)) => verdict(State::Never, format!("No GPU can hold the pod: {}.", bare(message))),
+            None => {
+                let message = decisions.waiting.get(self.name).map_or("no GPU has room now", String::as_str);
+                verdict(State::Waits, format!("The pod waits: {}.", bare(message)))
+            }
+        }
+    }
+
+    /// The verdict on a pod that has no gate and no node.
+    fn released_verdict(&self) -> Verdict {
+        match self.pod.placement.as_ref() {
+            Some(placement) if placement.until > self.live.now => {
+                let nodes: Vec<&str> = placement.nodes.keys().map(String::as_str).collect();
+                let (nodes, left) = (nodes.join(", "), placement.until - self.live.now);
+                let message =
+                    format!("The pod has a reservation on {nodes} for another {left} s and waits for the scheduler.");
+                verdict(State::Held, message)
+            }
+            Some(_) => verdict(
+                State::Scheduler,
+                "The reservation expired before the scheduler bound the pod. The scheduler still tries, without a reservation.",
+            ),
+            None if self.asks.is_empty() => verdict(State::NotOurs, "The pod requests nothing that Cleave serves."),
+            None => verdict(
+                State::Scheduler,
+                "The pod waits for the scheduler. It has no placement gate and no reservation.",
+            ),
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        matches!(self.pod.status.phase.as_str(), "Succeeded" | "Failed")
+    }
+
+    /// The allocations of the pod, or its reservation.
+    fn holds(&self) -> Vec<Given> {
+        let allocations = self.allocations();
+        if allocations.is_empty() && !self.has_ended() { self.reservation() } else { allocations }
+    }
+
+    fn allocations(&self) -> Vec<Given> {
+        let allocations = self.gpus().flat_map(|(node, gpu)| gpu.allocations.iter().map(move |held| (node, gpu, held)));
+        let own = allocations.filter(|(_, _, held)| held.pod == self.name);
+        own.map(|(node, gpu, held)| Given {
+            node: node.to_owned(),
+            gpu: Some(gpu.index),
+            device: held.device.clone(),
+            resource: held.resource.clone(),
+            units: u32::try_from(held.ids.len()).unwrap_or(u32::MAX),
+            container: Some(held.container.clone()),
+        })
+        .collect()
+    }
+
+    fn reservation(&self) -> Vec<Given> {
+        let mut indices: BTreeMap<(&str, &str), u32> = BTreeMap::new();
+        for (node, gpu) in self.gpus() {
+            indices.insert((node, &gpu.uuid), gpu.index);
+            indices.extend(gpu.slices.iter().map(|slice| ((node, slice.device.as_str()), gpu.index)));
+        }
+        let mut holds = Vec::new();
+        let Some(placement) = self.pod.placement.as_ref() else { return holds };
+        // A reservation ends when it expires, or on all nodes but the one that the pod is bound to.
+        let valid = |node: &str| self.pod.node().map_or(placement.until > self.live.now, |bound| bound == node);
+        for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
+            holds.extend(reserved.iter().map(|reserved| Given {
+                node: node.clone(),
+                gpu: indices.get(&(node.as_str(), reserved.device.as_str())).copied(),
+                device: reserved.device.clone(),
+                resource: reserved.resource.clone(),
+                units: reserved.units,
+                container: None,
+            }));
+        }
+        holds
+    }
+
+    /// The GPUs that agents report, with their nodes.
+    pub(super) fn gpus(&self) -> impl Iterator<Item = (&str, &GpuStatus)> {
+        let nodes = self.live.observed.nodes.iter();
+        nodes.flat_map(|(name, node)| node.reported().unwrap_or_default().iter().map(move |gpu| (name.as_str(), gpu)))
+    }
+
+    /// The pod as planning sees it.
+    pub(super) fn wanted(&self) -> PlanPod {
+        let plain = || PlanPod { requests: self.pod.spec.requests.clone(), ..PlanPod::default() };
+        claimant(self.pod).map_or_else(plain, |claimant| claimant.pod)
+    }
+}
+
+/// A message without its full stop, for use within a sentence.
+fn bare(message: &str) -> &str {
+    message.trim_end().trim_end_matches('.')
+}

@@ -1,0 +1,147 @@
+//! Finds one GPU of a node.
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
+use cleave_api::GpuNode;
+use cleave_api::cordon::Cordons;
+use cleave_api::gpunode::GpuStatus;
+use cleave_api::names::CORDON_ANNOTATION;
+use kube::core::DeserializeGuard;
+use kube::{Api, Client};
+
+use crate::client::ClusterArgs;
+
+/// Options that name a GPU.
+#[derive(Debug, Clone, clap::Args)]
+pub struct GpuArgs {
+    /// Name of the node.
+    #[arg(value_name = "NODE")]
+    pub node: String,
+    /// Index or UUID of the GPU.
+    #[arg(value_name = "GPU")]
+    pub gpu: String,
+    /// The cluster of the node.
+    #[command(flatten)]
+    pub cluster: ClusterArgs,
+}
+
+/// A GPU of a node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Target {
+    /// The node.
+    pub node: String,
+    /// The GPU's index. `None` if the GPU was removed from the node.
+    pub index: Option<u32>,
+    /// The GPU's UUID.
+    pub uuid: String,
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.index {
+            Some(index) => write!(formatter, "GPU {index} ({}) on node {}", self.uuid, self.node),
+            None => write!(formatter, "GPU {} (removed) on node {}", self.uuid, self.node),
+        }
+    }
+}
+
+/// Reads the `GpuNode` of a node.
+pub(crate) async fn read(client: &Client, node: &str) -> Result<GpuNode> {
+    let found = Api::<DeserializeGuard<GpuNode>>::all(client.clone()).get_opt(node).await;
+    let Some(found) = found.with_context(|| format!("failed to read GpuNode {node}"))? else {
+        return Err(not_found(node));
+    };
+    found.0.map_err(|invalid| anyhow!("GpuNode {node} is malformed: {}", invalid.error))
+}
+
+/// The error for a node that has no `GpuNode`.
+pub(crate) fn not_found(node: &str) -> anyhow::Error {
+    anyhow!("GpuNode {node} not found. Run `kubectl get gpunodes` to list them.")
+}
+
+/// The GPUs that a node's agent reported.
+pub(crate) fn reported(object: &GpuNode) -> &[GpuStatus] {
+    object.status.as_ref().map_or(&[], |status| status.gpus.as_slice())
+}
+
+/// Finds a GPU of a node by its index or UUID.
+pub(crate) fn find(object: &GpuNode, node: &str, name: &str) -> Result<Target> {
+    let gpus = reported(object);
+    if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {
+        return Ok(Target { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
+    }
+    // The cordon of a GPU that was removed can still be cleared.
+    if cordons(object).0.contains_key(name) {
+        return Ok(Target { node: node.to_owned(), index: None, uuid: name.to_owned() });
+    }
+    let has_instance = |gpu: &&GpuStatus| {
+        gpu.mig.iter().flat_map(|mig| &mig.instances).any(|instance| !name.is_empty() && instance.uuid == name)
+    };
+    if let Some(gpu) = gpus.iter().find(has_instance) {
+        bail!("{name} is a MIG device of GPU {} ({}). Name the GPU instead.", gpu.index, gpu.uuid);
+    }
+    let all: Vec<String> = gpus.iter().map(|gpu| format!("{} ({})", gpu.index, gpu.uuid)).collect();
+    ensure!(!all.is_empty(), "the agent on node {node} has not reported its GPUs");
+    bail!("node {node} has no GPU {name:?}. It has GPUs {}.", all.join(", "))
+}
+
+/// An annotation of an object.
+pub(crate) fn annotation<'a>(object: &'a GpuNode, name: &str) -> Option<&'a String> {
+    object.metadata.annotations.as_ref()?.get(name)
+}
+
+/// The cordoned GPUs of a node.
+pub(crate) fn cordons(object: &GpuNode) -> Cordons {
+    Cordons::read(annotation(object, CORDON_ANNOTATION))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn node() -> GpuNode {
+        let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1});
+        serde_json::from_value(json!({
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "GpuNode",
+            "metadata": {"name": "n"},
+            "spec": {},
+            "status": {"gpus": [
+                {"uuid": "GPU-a", "index": 0, "model": "H100", "memoryMib": 1, "sms": 1, "health": {"healthy": true}},
+                {"uuid": "GPU-b", "index": 1, "model": "H100", "memoryMib": 1, "sms": 1, "health": {"healthy": true},
+                 "mig": {"enabled": true, "profiles": [], "instances": [instance]}},
+            ]},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn finds_a_gpu_by_index_and_by_uuid() {
+        for name in ["1", "GPU-b"] {
+            assert_eq!(find(&node(), "n", name).unwrap().to_string(), "GPU 1 (GPU-b) on node n");
+        }
+    }
+
+    #[test]
+    fn explains_an_unknown_gpu() {
+        for (name, message) in [
+            ("2", "node n has no GPU \"2\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),
+            ("", "node n has no GPU \"\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),
+            ("MIG-b", "MIG-b is a MIG device of GPU 1 (GPU-b). Name the GPU instead."),
+        ] {
+            assert_eq!(find(&node(), "n", name).unwrap_err().to_string(), message);
+        }
+        let mut unreported = node();
+        unreported.status = None;
+        let error = find(&unreported, "n", "0").unwrap_err().to_string();
+        assert_eq!(error, "the agent on node n has not reported its GPUs");
+    }
+
+    #[test]
+    fn finds_a_removed_gpu_that_is_still_cordoned() {
+        let mut object = node();
+        let annotations = object.metadata.annotations.get_or_insert_default();
+        annotations.insert(CORDON_ANNOTATION.to_owned(), "GPU-gone".to_owned());
+        assert_eq!(find(&object, "n", "GPU-gone").unwrap().to_string(), "GPU GPU-gone (removed) on node n");
+    }
+}

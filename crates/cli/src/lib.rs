@@ -1,0 +1,130 @@
+//! The commands of `cleave` that people run.
+//!
+//! | module | commands | reads | writes |
+//! |---|---|---|---|
+//! | [`status`] | `status` | `GpuNode`s, `SharingPolicy`s | |
+//! | [`explain`] | `explain pod` | what the operator reads | |
+//! | [`plan`] | `plan` | a snapshot, or what the operator reads | |
+//! | [`simulate`] | `simulate` | YAML files | |
+//! | [`cordon`] | `cordon`, `uncordon` | one `GpuNode` | its annotations |
+//! | [`drain`] | `drain` | one `GpuNode`, its pods | its annotations, evictions |
+//! | [`crds`] | `crds` | | files |
+//!
+//! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
+//! `output` and `table` print.
+//!
+//! No command makes decisions of its own. Those that predict the operator call its code:
+//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
+mod client;
+pub mod cordon;
+pub mod crds;
+pub mod drain;
+pub mod explain;
+mod gpu;
+mod output;
+pub mod plan;
+pub mod simulate;
+pub mod status;
+mod table;
+
+use std::process::ExitCode;
+
+use cleave_gpu::mps::doctor::{self, DoctorArgs};
+
+pub use client::{ClusterArgs, InstallArgs};
+pub use gpu::{GpuArgs, Target};
+pub use output::Output;
+
+/// A command and its options. The doc comment of a variant is the command's help.
+#[derive(Debug, clap::Subcommand)]
+pub enum Command {
+    /// Show nodes, GPUs, policies, and the pods that use them.
+    ///
+    /// Reads every GpuNode and SharingPolicy, and shows what the agents and the operator reported.
+    Status(status::StatusArgs),
+
+    /// Explain why a pod waits, or which GPU it has.
+    ///
+    /// Asks the operator's code about one pod, and writes nothing. The answer can differ from the
+    /// operator's if the cluster changed in between.
+    Explain(explain::ExplainArgs),
+
+    /// Show what the operator would do now, and why.
+    ///
+    /// Shows how GPUs would be partitioned and where pending pods would run, for the cluster as it
+    /// is (--live) or for a snapshot in a file (--snapshot). Writes nothing.
+    #[command(after_long_help = plan::EXAMPLES)]
+    Plan(plan::PlanArgs),
+
+    /// Try policies and pods on nodes described in YAML files.
+    ///
+    /// Shows how GPUs would be partitioned, which pods would run where, and why others would not.
+    /// Connects to no cluster.
+    #[command(after_long_help = simulate::FORMAT)]
+    Simulate(simulate::SimulateArgs),
+
+    /// Stop new pods from using one GPU.
+    ///
+    /// Pods that already use the GPU keep running. Its free shares are reported to the kubelet as
+    /// Unhealthy.
+    #[command(after_long_help = cordon::EXAMPLES)]
+    Cordon(cordon::CordonArgs),
+
+    /// Make a GPU schedulable again and clear its recorded faults.
+    Uncordon(cordon::UncordonArgs),
+
+    /// Cordon one GPU, evict its pods, and wait until it is free.
+    ///
+    /// Evictions respect disruption budgets. The GPU stays cordoned, also when the drain fails or
+    /// times out.
+    ///
+    /// Exit codes: 0 if the GPU is free, 1 on an error, 3 on a timeout.
+    #[command(after_long_help = drain::EXAMPLES)]
+    Drain(drain::DrainArgs),
+
+    /// Print the custom resource definitions.
+    #[command(after_long_help = crds::EXAMPLES)]
+    Crds(crds::CrdsArgs),
+
+    /// Check that this node's GPU driver enforces limits as Cleave expects.
+    ///
+    /// Run it on the node as root, with the host's process IDs. It starts an MPS daemon of its own
+    /// on an idle GPU. On a GPU that is in use it only reads.
+    ///
+    /// Exit codes: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
+    Doctor(DoctorArgs),
+}
+
+impl Command {
+    /// Runs the command. The exit code is part of the answer; see the help of each command.
+    ///
+    /// # Errors
+    /// The command could not do its work.
+    pub async fn run(self) -> anyhow::Result<ExitCode> {
+        let done = match self {
+            Self::Status(args) => status::run(args).await,
+            Self::Explain(args) => explain::run(args).await,
+            Self::Plan(args) => plan::run(args).await,
+            Self::Simulate(args) => simulate::run(&args),
+            Self::Cordon(args) => cordon::run_cordon(args).await,
+            Self::Uncordon(args) => cordon::run_uncordon(args).await,
+            Self::Drain(args) => return drain::run(args).await,
+            Self::Crds(args) => crds::run(&args),
+            Self::Doctor(args) => return Ok(run_doctor(args).await),
+        };
+        done.map(|()| ExitCode::SUCCESS)
+    }
+}
+
+/// Runs `cleave doctor`. An error has an exit code of its own: it is neither a pass nor a failed
+/// check.
+async fn run_doctor(args: DoctorArgs) -> ExitCode {
+    match doctor::run(args).await {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("cleave: {:#}", anyhow::Error::from(error));
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! `cleave simulate`: tries policies and pods on nodes described in YAML.
+use std::collections::BTreeMap;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, SliceStatus};
+use cleave_api::names::{MODE_WHOLE, RESOURCE_GPU};
+use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
+use cleave_operator::dry;
+use cleave_operator::pods::{PodObject, claimant};
+use cleave_operator::read::{Agent, NodeObject, Observed};
+use cleave_plan::Quantity;
+use cleave_plan::mig::built_in;
+use kube::ResourceExt as _;
+use kube::core::DeserializeGuard;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::output::{Output, print};
+use crate::plan::render;
+
+/// The input format, in the help of `cleave simulate`.
+pub(crate) const FORMAT: &str = "\
+Input:
+  The files hold SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet, Job,
+  PriorityClass, Node and GpuNode objects and Lists of them, as printed by
+  `kubectl get -o yaml`. Other kinds are ignored. Pods wait in the order of the
+  files. A node has the GPUs of the GpuNode with its name, or whole GPUs that
+  its Node describes:
+
+    kind: Node
+    metadata: {name: n1, labels: {zone: a}}
+    gpus:
+    - {model: NVIDIA A100-SXM4-40GB, memory: 40Gi, count: 4}
+
+Examples:
+  cleave simulate policy.yaml pods.yaml nodes.yaml
+  kubectl get nodes,gpunodes -o yaml | cleave simulate policy.yaml -";
+
+/// Options of `cleave simulate`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct SimulateArgs {
+    /// YAML files; `-` reads standard input.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Output format.
+    #[arg(short, long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+}
+
+/// Runs `cleave simulate`.
+pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
+    let mut world = World::default();
+    for path in &args.files {
+        let name = path.display();
+        let text = read(path).with_context(|| format!("failed to read {name}"))?;
+        world.add_text(&text).with_context(|| name.to_string())?;
+    }
+    print(&world.simulate(args.output)?)
+}
+
+/// Simulates one YAML document stream and renders the result.
+///
+/// # Errors
+/// The text is not valid YAML, or an object is malformed.
+pub fn simulate(text: &str, output: Output) -> Result<String> {
+    let mut world = World::default();
+    world.add_text(text)?;
+    world.simulate(output)
+}
+
+fn read(path: &Path) -> std::io::Result<String> {
+    if path == Path::new("-") {
+        let mut text = String::new();
+        return std::io::stdin().read_to_string(&mut text).map(|_| text);
+    }
+    std::fs::read_to_string(path)
+}
+
+/// GPUs that a Node describes.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Gpus {
+    model: String,
+    memory: Quantity,
+    #[serde(default = "one")]
+    count: u32,
+    #[serde(default)]
+    sms: u32,
+}
+
+const fn one() -> u32 {
+    1
+}
+
+/// Maximum number of GPUs of a described node.
+const MAX_GPUS: u32 = 64;
+/// Maximum number of pods of one workload.
+const MAX_PODS: u64 = 100_000;
+
+/// The objects read so far.
+#[derive(Default)]
+struct World {
+    observed: Observed,
+    nodes: Vec<(NodeObject, Vec<Gpus>)>,
+    gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
+    pods: Vec<Value>,
+    priorities: BTreeMap<String, i32>,
+}
+
+impl World {
+    fn simulate(self, output: Output) -> Result<String> {
+        render(&dry::dry_run(&self.observed()?)?, output)
+    }
+
+    fn add_text(&mut self, text: &str) -> Result<()> {
+        // YAML 1.1 would read a node named `n` as a boolean.
+        let options = serde_saphyr::options! { strict_booleans: true };
+        let documents: Vec<Value> =
+            serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
+        documents.into_iter().filter(|document| !document.is_null()).try_for_each(|document| self.add(document))
+    }
+
+    fn add(&mut self, object: Value) -> Result<()> {
+        let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let (kind, name) = (text("/kind"), text("/metadata/name"));
+        let here = || format!("{kind} {name}");
+        match kind.as_str() {
+            "SharingPolicy" => {
+                let policy: DeserializeGuard<SharingPolicy> = serde_json::from_value(object).with_context(here)?;
+                self.observed.add_policy(&policy);
+            }
+            "Node" => {
+                let gpus = object.get("gpus").cloned().unwrap_or_else(|| json!([]));
+                let gpus = serde_json::from_value(gpus).context("gpus").with_context(here)?;
+                self.nodes.push((serde_json::from_value(object).with_context(here)?, gpus));
+            }
+            "GpuNode" => self.gpu_nodes.push(serde_json::from_value(object).with_context(here)?),
+            "PriorityClass" => {
+                let value = object.get("value").and_then(Value::as_i64).and_then(|value| i32::try_from(value).ok());
+                self.priorities.insert(name.clone(), value.with_context(|| format!("{} has no value", here()))?);
+            }
+            "Pod" => self.pods.push(object),
+            "Deployment" | "ReplicaSet" | "StatefulSet" => {
+                self.add_workload(&object, &name, "/spec/replicas").with_context(here)?;
+            }
+            "Job" => self.add_workload(&object, &name, "/spec/parallelism").with_context(here)?,
+            _ if object.get("items").is_some_and(Value::is_array) => {
+                let items = object.get("items").and_then(Value::as_array).cloned().unwrap_or_default();
+                items.into_iter().try_for_each(|item| self.add(item))?;
+            }
+            "" => bail!("an object has no kind"),
+            // Other kinds in manifests do not affect where a pod runs.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Adds the pods of a workload. `count` is the JSON pointer to their number.
+    fn add_workload(&mut self, object: &Value, name: &str, count: &str) -> Result<()> {
+        let count = object.pointer(count).and_then(Value::as_u64).unwrap_or(1);
+        ensure!(count <= MAX_PODS, "{count} pods exceed the limit of {MAX_PODS}");
+        let template = object.pointer("/spec/template").cloned().context("no spec.template")?;
+        for index in 0..count {
+            let mut pod = template.clone();
+            let meta = json!({"name": format!("{name}-{index}"), "namespace": object.pointer("/metadata/namespace")});
+            if let Some(fields) = pod.as_object_mut() {
+                fields.insert("metadata".to_owned(), meta);
+            }
+            self.pods.push(pod);
+        }
+        Ok(())
+    }
+
+    /// The cluster that the objects describe. All agents are ready.
+    fn observed(self) -> Result<Observed> {
+        let Self { mut observed, nodes, gpu_nodes, pods, priorities } = self;
+        for (node, gpus) in nodes {
+            let name = node.name_any();
+            ensure!(!observed.nodes.contains_key(&name), "two Nodes are named {name}");
+            observed.add_node(&node);
+            if gpus.is_empty() {
+                continue;
+            }
+            let status = GpuNodeStatus {
+                observed_generation: 1,
+                agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+                gpus: listed(&name, &gpus).with_context(|| format!("Node {name}"))?,
+                ..GpuNodeStatus::default()
+            };
+            let mut object = GpuNode::new(&name, GpuNodeSpec::default());
+            object.status = Some(status);
+            observed.add_gpu_node(&DeserializeGuard(Ok(object)));
+        }
+        for object in gpu_nodes {
+            let name = object.name_any();
+            if !observed.nodes.contains_key(&name) {
+                let mut node = NodeObject::default();
+                node.metadata.name = Some(name);
+                observed.add_node(&node);
+            }
+            observed.add_gpu_node(&object);
+        }
+        for node in observed.nodes.values_mut().filter(|node| node.has_object()) {
+            node.agent = Some(Agent { ready: true });
+        }
+        for value in pods {
+            let class = value.pointer("/spec/priorityClassName").and_then(Value::as_str);
+            let priority = class.and_then(|class| priorities.get(class)).copied();
+            let mut pod: PodObject = serde_json::from_value(value).context("malformed Pod")?;
+            pod.spec.priority = pod.spec.priority.or(priority);
+            pod.trim();
+            observed.pods.extend(claimant(&pod));
+        }
+        Ok(observed)
+    }
+}
+
+/// The GPUs of a node as its agent would report them.
+fn listed(node: &str, gpus: &[Gpus]) -> Result<Vec<GpuStatus>> {
+    let mut all = Vec::new();
+    for Gpus { model, memory, count, sms } in gpus {
+        let memory_mib = memory
+            .as_mebibytes()
+            .filter(|&memory| memory > 0)
+            .with_context(|| format!("{memory} is not a memory size (GPU {model})"))?;
+        let profile = |profile: cleave_plan::mig::Profile| MigProfileStatus {
+            name: profile.name,
+            memory_mib: profile.memory_mib,
+            sms: profile.sms,
+            size: profile.size,
+            starts: profile.starts,
+        };
+        let mig = built_in(model, memory_mib)
+            .map(|known| MigStatus { profiles: known.into_iter().map(profile).collect(), ..MigStatus::default() });
+        for _ in 0..*count {
+            let index = u32::try_from(all.len()).unwrap_or(u32::MAX);
+            ensure!(index < MAX_GPUS, "more than {MAX_GPUS} GPUs");
+            let uuid = format!("GPU-{node}-{index}");
+            let slice = SliceStatus {
+                device: uuid.clone(),
+                resource: RESOURCE_GPU.to_owned(),
+                total: 1,
+                ..SliceStatus::default()
+            };
+            all.push(GpuStatus {
+                uuid,
+                index,
+                model: model.clone(),
+                memory_mib,
+                sms: *sms,
+                mig: mig.clone(),
+                mode: MODE_WHOLE.to_owned(),
+                slices: vec![slice],
+                health: Health { healthy: true, ..Health::default() },
+                ..GpuStatus::default()
+            });
+        }
+    }
+    Ok(all)
+}

@@ -1,0 +1,66 @@
+//! `cleave status`: nodes, GPUs, policies, and the pods that use them.
+//!
+//! It reads `GpuNode`s and `SharingPolicy`s only: what the agents and the operator reported is all
+//! it shows.
+pub mod report;
+mod text;
+
+use anyhow::{Context as _, Result};
+use clap::ValueEnum;
+use cleave_api::gpunode::GpuNode;
+use cleave_api::sharingpolicy::SharingPolicy;
+use kube::Api;
+use kube::api::ListParams;
+use kube::core::DeserializeGuard;
+
+use crate::client::ClusterArgs;
+use crate::gpu::not_found;
+use crate::output::{json, print};
+use report::Report;
+
+pub(crate) use text::NO_GPU_NODES;
+pub use text::render;
+
+/// Options of `cleave status`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct StatusArgs {
+    /// Output format.
+    #[arg(short, long, value_enum, default_value_t = Format::Table)]
+    output: Format,
+    /// Show this node only.
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+    /// The cluster.
+    #[command(flatten)]
+    cluster: ClusterArgs,
+}
+
+/// The format of the status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// Tables.
+    Table,
+    /// Tables with all columns.
+    Wide,
+    /// One JSON object.
+    Json,
+}
+
+/// Runs `cleave status`.
+pub(crate) async fn run(args: StatusArgs) -> Result<()> {
+    let client = args.cluster.connect().await?;
+    let all = ListParams::default();
+    let nodes = Api::<DeserializeGuard<GpuNode>>::all(client.clone()).list(&all).await;
+    let nodes = nodes.context("failed to list GpuNodes")?;
+    let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client).list(&all).await;
+    let policies = policies.context("failed to list SharingPolicies")?;
+    let report = Report::new(nodes.items, policies.items, args.node.as_deref());
+    if let Some(node) = args.node.filter(|_| report.nodes.is_empty()) {
+        return Err(not_found(&node));
+    }
+    print(&match args.output {
+        Format::Table => render(&report, false),
+        Format::Wide => render(&report, true),
+        Format::Json => json(&report)?,
+    })
+}

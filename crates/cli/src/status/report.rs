@@ -1,0 +1,368 @@
+//! The content of `cleave status`. The fields are those of `--output json`.
+use std::collections::BTreeMap;
+
+use cleave_api::gpunode::{AllocationStatus, GpuNode, GpuNodeStatus, GpuStatus, SliceStatus};
+use cleave_api::names::{CONDITION_APPLIED, CONDITION_CONFLICT, CONDITION_GPUS_HEALTHY, CONDITION_READY};
+use cleave_api::sharingpolicy::SharingPolicy;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::ResourceExt as _;
+use kube::core::DeserializeGuard;
+use serde::Serialize;
+
+/// The status of a cluster, or of one node of it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// Nodes by name.
+    pub nodes: Vec<Node>,
+    /// Policies by name.
+    pub policies: Vec<Policy>,
+    /// Allocations by pod, container and device.
+    pub allocations: Vec<Allocation>,
+}
+
+/// A node with GPUs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Node {
+    /// Name of the node.
+    pub name: String,
+    /// Version of the GPU driver.
+    pub driver: String,
+    /// Version of the agent.
+    pub agent_version: String,
+    /// Whether the agent serves the node's GPUs.
+    pub ready: Verdict,
+    /// Whether the GPUs are partitioned as the spec says.
+    pub applied: Verdict,
+    /// Whether all GPUs are healthy. `None` from agents that do not report it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpus_healthy: Option<Verdict>,
+    /// GPUs by index.
+    pub gpus: Vec<Gpu>,
+}
+
+/// The value of a condition.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Verdict {
+    /// `True`, `False` or `Unknown`.
+    pub status: String,
+    /// Why, in one word.
+    pub reason: String,
+    /// Why, for people.
+    pub message: String,
+}
+
+/// A GPU.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Gpu {
+    /// Index on its node.
+    pub index: u32,
+    /// UUID of the GPU.
+    pub uuid: String,
+    /// Product name.
+    pub model: String,
+    /// Total memory.
+    pub memory_mib: u64,
+    /// Number of streaming multiprocessors.
+    pub sms: u32,
+    /// Sharing mode now.
+    pub mode: String,
+    /// The policy that applies to it.
+    pub policy: Option<String>,
+    /// Whether it can run pods.
+    pub healthy: bool,
+    /// Class of the fault.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub class: String,
+    /// Why it is unhealthy, in one word.
+    pub reason: String,
+    /// Why it is unhealthy, for people.
+    pub message: String,
+    /// The reason of its cordon, possibly empty. `None` if it is not cordoned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cordoned: Option<String>,
+    /// What it offers, by resource.
+    pub slices: Vec<Slices>,
+    /// Its MPS daemons.
+    pub mps: Vec<Daemon>,
+}
+
+/// What a GPU offers of one resource. `free` is neither in use nor unhealthy.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Slices {
+    /// Name of the resource.
+    pub resource: String,
+    /// How many there are.
+    pub total: u32,
+    /// How many pods use.
+    pub in_use: u32,
+    /// How many a pod can get.
+    pub free: u32,
+    /// How many are unhealthy.
+    pub unhealthy: u32,
+}
+
+/// An MPS daemon.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Daemon {
+    /// The GPU or MIG device that it serves.
+    pub device: String,
+    /// State of the daemon.
+    pub state: String,
+    /// Process ID, while it runs.
+    pub pid: Option<u32>,
+    /// How its doors enforce limits.
+    pub door: String,
+    /// How often it was restarted.
+    pub restarts: u32,
+    /// Why it is not active.
+    pub message: String,
+}
+
+/// A policy.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Policy {
+    /// Name of the policy.
+    pub name: String,
+    /// Sharing mode that it asks for; empty if it is malformed.
+    pub mode: String,
+    /// GPUs that follow it.
+    pub gpus: u32,
+    /// Nodes of these GPUs.
+    pub nodes: u32,
+    /// Devices that these GPUs offer.
+    pub total: u32,
+    /// Devices that pods use.
+    pub in_use: u32,
+    /// Whether its GPUs are as it says.
+    pub ready: Verdict,
+    /// Which other policies took GPUs that it selects.
+    pub conflict: Option<String>,
+}
+
+/// What one container uses of one device.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Allocation {
+    /// `namespace/name` of the pod.
+    pub pod: String,
+    /// Name of the container.
+    pub container: String,
+    /// The node.
+    pub node: String,
+    /// Index of the GPU.
+    pub gpu: u32,
+    /// UUID of the GPU or MIG device.
+    pub device: String,
+    /// Name of the resource.
+    pub resource: String,
+    /// How many of the resource.
+    pub shares: usize,
+    /// The limit of threads in percent.
+    pub threads: Option<u8>,
+    /// The limit of SMs.
+    pub sms: Option<u32>,
+    /// The limit of memory.
+    pub memory_mib: Option<u64>,
+    /// How much of the memory limit one program can allocate, next to its CUDA context. `None` if
+    /// that is not known.
+    pub usable_mib: Option<u64>,
+    /// Number of MPS clients now.
+    pub clients: u32,
+    /// IDs of the devices that the kubelet allocated.
+    pub ids: Vec<String>,
+}
+
+impl Report {
+    /// Builds the report from the objects, of the node `only` or of all. A malformed object is
+    /// reported as such.
+    pub fn new(
+        nodes: Vec<DeserializeGuard<GpuNode>>,
+        policies: Vec<DeserializeGuard<SharingPolicy>>,
+        only: Option<&str>,
+    ) -> Self {
+        let mut report = Self { nodes: Vec::new(), policies: Vec::new(), allocations: Vec::new() };
+        for node in nodes.into_iter().filter(|node| only.is_none_or(|only| node.name_any() == only)) {
+            report.add(node);
+        }
+        report.policies = policies.into_iter().map(Policy::new).collect();
+        report.nodes.sort_by(|a, b| a.name.cmp(&b.name));
+        report.policies.sort_by(|a, b| a.name.cmp(&b.name));
+        report.allocations.sort_by(|a, b| (&a.pod, &a.container, &a.device).cmp(&(&b.pod, &b.container, &b.device)));
+        report
+    }
+
+    fn add(&mut self, node: DeserializeGuard<GpuNode>) {
+        let name = node.name_any();
+        let object = match node.0 {
+            Ok(object) => object,
+            Err(invalid) => {
+                self.nodes.push(Node::malformed(name, &invalid.error));
+                return;
+            }
+        };
+        for gpu in object.status.iter().flat_map(|status| &status.gpus) {
+            self.allocations.extend(gpu.allocations.iter().map(|held| Allocation::new(&name, gpu, held)));
+        }
+        self.nodes.push(Node::new(name, object));
+    }
+}
+
+impl Node {
+    fn new(name: String, object: GpuNode) -> Self {
+        let cordons = crate::gpu::cordons(&object);
+        let policies: BTreeMap<&str, &String> =
+            object.spec.gpus.iter().filter_map(|gpu| Some((gpu.uuid.as_str(), gpu.policy.as_ref()?))).collect();
+        let GpuNodeStatus { driver, agent_version, conditions, gpus, .. } = object.status.unwrap_or_default();
+        let condition = |type_: &str| conditions.iter().find(|condition| condition.type_ == type_);
+        let reported = |type_| {
+            let unknown = || Verdict::new("Unknown", "NotReported", "no agent has reported yet");
+            condition(type_).map_or_else(unknown, Verdict::of)
+        };
+        let gpus = gpus.into_iter().map(|gpu| {
+            let policy = policies.get(gpu.uuid.as_str()).map(|&policy| policy.clone());
+            let cordoned = cordons.0.get(&gpu.uuid).cloned();
+            Gpu::new(gpu, policy, cordoned)
+        });
+        Self {
+            name,
+            driver,
+            agent_version,
+            ready: reported(CONDITION_READY),
+            applied: reported(CONDITION_APPLIED),
+            gpus_healthy: condition(CONDITION_GPUS_HEALTHY).map(Verdict::of),
+            gpus: gpus.collect(),
+        }
+    }
+
+    fn malformed(name: String, error: &str) -> Self {
+        let malformed = Verdict::new("False", "Malformed", error);
+        Self {
+            name,
+            driver: String::new(),
+            agent_version: String::new(),
+            ready: malformed.clone(),
+            applied: malformed,
+            gpus_healthy: None,
+            gpus: Vec::new(),
+        }
+    }
+}
+
+impl Verdict {
+    fn new(status: &str, reason: &str, message: &str) -> Self {
+        Self { status: status.to_owned(), reason: reason.to_owned(), message: message.to_owned() }
+    }
+
+    fn of(condition: &Condition) -> Self {
+        Self::new(&condition.status, &condition.reason, &condition.message)
+    }
+}
+
+impl Gpu {
+    fn new(gpu: GpuStatus, policy: Option<String>, cordoned: Option<String>) -> Self {
+        let mps = gpu.mps.into_iter().map(|daemon| Daemon {
+            device: daemon.device,
+            state: daemon.state,
+            pid: daemon.pid,
+            door: daemon.door,
+            restarts: daemon.restarts,
+            message: daemon.message,
+        });
+        Self {
+            index: gpu.index,
+            uuid: gpu.uuid,
+            model: gpu.model,
+            memory_mib: gpu.memory_mib,
+            sms: gpu.sms,
+            mode: gpu.mode,
+            policy,
+            healthy: gpu.health.healthy,
+            class: gpu.health.class,
+            cordoned,
+            reason: gpu.health.reason,
+            message: gpu.health.message,
+            slices: by_resource(gpu.slices),
+            mps: mps.collect(),
+        }
+    }
+}
+
+/// Adds up the slices of a GPU's devices by resource.
+fn by_resource(slices: Vec<SliceStatus>) -> Vec<Slices> {
+    let mut by_resource: BTreeMap<String, Slices> = BTreeMap::new();
+    for slice in slices {
+        let sum = by_resource.entry(slice.resource.clone()).or_insert_with(|| Slices {
+            resource: slice.resource,
+            total: 0,
+            in_use: 0,
+            free: 0,
+            unhealthy: 0,
+        });
+        sum.total = sum.total.saturating_add(slice.total);
+        sum.in_use = sum.in_use.saturating_add(slice.in_use);
+        sum.unhealthy = sum.unhealthy.saturating_add(slice.unhealthy);
+        sum.free = sum.total.saturating_sub(sum.in_use).saturating_sub(sum.unhealthy);
+    }
+    by_resource.into_values().collect()
+}
+
+impl Policy {
+    fn new(policy: DeserializeGuard<SharingPolicy>) -> Self {
+        let name = policy.name_any();
+        let object = match policy.0 {
+            Ok(object) => object,
+            Err(invalid) => return Self::malformed(name, &invalid.error),
+        };
+        let status = object.status.unwrap_or_default();
+        let condition = |type_: &str| status.conditions.iter().find(|condition| condition.type_ == type_);
+        let unknown = || Verdict::new("Unknown", "NotReported", "the operator has not processed the policy yet");
+        let conflict = condition(CONDITION_CONFLICT).filter(|condition| condition.status == "True");
+        Self {
+            name,
+            mode: format!("{:?}", object.spec.mode),
+            gpus: status.gpus,
+            nodes: status.nodes,
+            total: status.total,
+            in_use: status.in_use,
+            ready: condition(CONDITION_READY).map_or_else(unknown, Verdict::of),
+            conflict: conflict.map(|condition| condition.message.clone()),
+        }
+    }
+
+    fn malformed(name: String, error: &str) -> Self {
+        Self {
+            name,
+            mode: String::new(),
+            gpus: 0,
+            nodes: 0,
+            total: 0,
+            in_use: 0,
+            ready: Verdict::new("False", "Malformed", error),
+            conflict: None,
+        }
+    }
+}
+
+impl Allocation {
+    fn new(node: &str, gpu: &GpuStatus, held: &AllocationStatus) -> Self {
+        Self {
+            pod: held.pod.clone(),
+            container: held.container.clone(),
+            node: node.to_owned(),
+            gpu: gpu.index,
+            device: held.device.clone(),
+            resource: held.resource.clone(),
+            shares: held.ids.len(),
+            threads: held.threads,
+            sms: held.sms,
+            memory_mib: held.memory_mib,
+            usable_mib: held.memory_mib.zip(held.context_mib).map(|(limit, context)| limit.saturating_sub(context)),
+            clients: held.clients,
+            ids: held.ids.clone(),
+        }
+    }
+}

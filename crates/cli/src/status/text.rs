@@ -1,0 +1,142 @@
+//! The report of `cleave status` as tables.
+use super::report::{Allocation, Gpu, Report, Verdict};
+use crate::table::Table;
+
+/// Shown where no agent runs.
+pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for each node that runs an agent.\n";
+
+/// Renders tables of GPUs, policies and allocations, and below them what needs attention. `wide`
+/// adds columns.
+pub fn render(report: &Report, wide: bool) -> String {
+    let tables = [gpu_table(report, wide), policy_table(report, wide), allocation_table(report, wide)];
+    let mut text = tables.join("\n");
+    let remarks = remarks(report);
+    if !remarks.is_empty() {
+        text.push('\n');
+        text.push_str(&remarks.join("\n"));
+        text.push('\n');
+    }
+    text
+}
+
+fn gpu_table(report: &Report, wide: bool) -> String {
+    if report.nodes.is_empty() {
+        return NO_GPU_NODES.to_owned();
+    }
+    let mut table = Table::new(&["NODE", "GPU", "MODEL", "MODE", "RESOURCE", "IN USE", "FREE", "HEALTH"])
+        .wide(wide, &["MEMORY MIB", "SMS", "POLICY", "MPS", "DOOR", "UUID"]);
+    for node in &report.nodes {
+        if node.gpus.is_empty() {
+            let why = if node.ready.reason.is_empty() { &node.ready.status } else { &node.ready.reason };
+            table.wide_row(&[&node.name, "-", "-", "-", "-", "-", "-", why], &["-"; 6]);
+        }
+        for gpu in &node.gpus {
+            add_gpu(&mut table, &node.name, gpu);
+        }
+    }
+    table.render()
+}
+
+/// Adds a row for each resource of a GPU, or one if it has none.
+fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
+    let health = health(gpu);
+    let (index, memory, sms) = (gpu.index.to_string(), gpu.memory_mib.to_string(), gpu.sms.to_string());
+    let policy = gpu.policy.as_deref().unwrap_or_default();
+    let states = distinct(gpu.mps.iter().map(|daemon| daemon.state.as_str()).collect());
+    let doors = distinct(gpu.mps.iter().map(|daemon| daemon.door.as_str()).collect());
+    let wide = [memory.as_str(), &sms, policy, &states, &doors, &gpu.uuid];
+    if gpu.slices.is_empty() {
+        table.wide_row(&[node, &index, &gpu.model, &gpu.mode, "", "", "", &health], &wide);
+    }
+    for slices in &gpu.slices {
+        let (in_use, free) = (slices.in_use.to_string(), slices.free.to_string());
+        table.wide_row(&[node, &index, &gpu.model, &gpu.mode, &slices.resource, &in_use, &free, &health], &wide);
+    }
+}
+
+/// The health of a GPU in one word, and whether it is cordoned.
+fn health(gpu: &Gpu) -> String {
+    let health = match (gpu.healthy, gpu.reason.is_empty()) {
+        (true, _) => "Healthy",
+        (false, true) => "Unhealthy",
+        (false, false) => &gpu.reason,
+    };
+    if gpu.cordoned.is_some() { format!("{health},Cordoned") } else { health.to_owned() }
+}
+
+fn policy_table(report: &Report, wide: bool) -> String {
+    if report.policies.is_empty() {
+        return "No SharingPolicies. Every GPU is whole.\n".to_owned();
+    }
+    let mut table =
+        Table::new(&["POLICY", "MODE", "GPUS", "NODES", "IN USE", "TOTAL", "READY", "REASON"]).wide(wide, &["MESSAGE"]);
+    for policy in &report.policies {
+        let numbers = [policy.gpus, policy.nodes, policy.in_use, policy.total].map(|number| number.to_string());
+        let [gpus, nodes, in_use, total] = &numbers;
+        let Verdict { status, reason, message } = &policy.ready;
+        table.wide_row(&[&policy.name, &policy.mode, gpus, nodes, in_use, total, status, reason], &[message]);
+    }
+    table.render()
+}
+
+fn allocation_table(report: &Report, wide: bool) -> String {
+    if report.allocations.is_empty() {
+        return "No pod uses a GPU.\n".to_owned();
+    }
+    let mut table = Table::new(&["POD", "NODE", "GPU", "RESOURCE", "SHARES", "SMS", "MIB", "CLIENTS"])
+        .wide(wide, &["USABLE MIB", "CONTAINER", "THREADS %", "DEVICE", "IDS"]);
+    for allocation in &report.allocations {
+        add_allocation(&mut table, allocation);
+    }
+    table.render()
+}
+
+fn add_allocation(table: &mut Table, held: &Allocation) {
+    let optional = |number: Option<u64>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
+    let (gpu, shares, clients) = (held.gpu.to_string(), held.shares.to_string(), held.clients.to_string());
+    let (sms, memory) = (optional(held.sms.map(u64::from)), optional(held.memory_mib));
+    let (usable, threads) = (optional(held.usable_mib), optional(held.threads.map(u64::from)));
+    let prefix = format!("{}::", held.device);
+    let ids: Vec<&str> = held.ids.iter().map(|id| id.strip_prefix(&prefix).unwrap_or(id)).collect();
+    table.wide_row(
+        &[&held.pod, &held.node, &gpu, &held.resource, &shares, &sms, &memory, &clients],
+        &[&usable, &held.container, &threads, &held.device, &ids.join(",")],
+    );
+}
+
+/// What needs attention, one line each.
+fn remarks(report: &Report) -> Vec<String> {
+    let mut remarks = Vec::new();
+    for node in &report.nodes {
+        let not_true = |verdict: &&Verdict| verdict.status != "True";
+        // GpusHealthy has a message also while it is True: a GPU that should be reset at some
+        // point.
+        for verdict in [&node.ready, &node.applied].into_iter().filter(not_true).chain(&node.gpus_healthy) {
+            let remark = format!("node {}: {}: {}", node.name, verdict.reason, verdict.message);
+            if !verdict.message.is_empty() && !remarks.contains(&remark) {
+                remarks.push(remark);
+            }
+        }
+        for gpu in &node.gpus {
+            if let Some(reason) = gpu.cordoned.as_ref().filter(|reason| !reason.is_empty()) {
+                remarks.push(format!("node {}: GPU {} is cordoned: {reason}", node.name, gpu.index));
+            }
+        }
+    }
+    for policy in &report.policies {
+        if policy.ready.status != "True" && !policy.ready.message.is_empty() {
+            remarks.push(format!("policy {}: {}: {}", policy.name, policy.ready.reason, policy.ready.message));
+        }
+        if let Some(conflict) = &policy.conflict {
+            remarks.push(format!("policy {}: {conflict}", policy.name));
+        }
+    }
+    remarks
+}
+
+/// The distinct words, sorted, with commas in between.
+fn distinct(mut words: Vec<&str>) -> String {
+    words.sort_unstable();
+    words.dedup();
+    words.join(",")
+}

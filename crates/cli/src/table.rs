@@ -1,0 +1,54 @@
+//! Text tables in the style of `kubectl get`.
+
+/// A table whose columns are as wide as their widest cell, with three spaces in between.
+pub(crate) struct Table {
+    wide: bool,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// Starts a table with these column headings.
+    pub(crate) fn new(headings: &[&str]) -> Self {
+        Self { wide: false, rows: vec![headings.iter().map(|&cell| cell.to_owned()).collect()] }
+    }
+
+    /// Adds columns, if the table is `wide`. Without it the last cells of [`Table::wide_row`] are
+    /// dropped.
+    pub(crate) fn wide(mut self, wide: bool, headings: &[&str]) -> Self {
+        self.wide = wide;
+        if let Some(first) = self.rows.first_mut().filter(|_| wide) {
+            first.extend(headings.iter().map(|&cell| cell.to_owned()));
+        }
+        self
+    }
+
+    /// Adds a row. An empty cell is shown as `-`.
+    pub(crate) fn row(&mut self, cells: &[&str]) {
+        self.wide_row(cells, &[]);
+    }
+
+    /// Adds a row with cells for the columns of a wide table.
+    pub(crate) fn wide_row(&mut self, cells: &[&str], wide: &[&str]) {
+        let wide = if self.wide { wide } else { &[] };
+        let cell = |&cell: &&str| if cell.is_empty() { "-".to_owned() } else { cell.to_owned() };
+        self.rows.push(cells.iter().chain(wide).map(cell).collect());
+    }
+
+    /// Renders the table. Lines have no trailing spaces.
+    pub(crate) fn render(&self) -> String {
+        let mut widths: Vec<usize> = Vec::new();
+        for row in &self.rows {
+            widths.resize(widths.len().max(row.len()), 0);
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
+            }
+        }
+        let mut text = String::new();
+        for row in &self.rows {
+            let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
+            text.push_str(cells.join("   ").trim_end());
+            text.push('\n');
+        }
+        text
+    }
+}

@@ -1,0 +1,150 @@
+//! `cleave cordon` and `cleave drain` against a mock API server.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+use std::time::Duration;
+
+use cleave_api::names::CORDON_ANNOTATION;
+use cleave_cli::cordon::cordon;
+use cleave_cli::drain::{DrainArgs, Outcome, drain};
+use cleave_cli::{ClusterArgs, GpuArgs};
+use kube::Client;
+use kube::client::Body;
+use serde_json::{Value, json};
+use tokio::time::timeout;
+use tower_test::mock;
+
+/// More than any test takes. Tests run with paused time.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
+
+fn client() -> (Client, Server) {
+    let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
+    (Client::new(service, "default"), server)
+}
+
+/// Answers the next request. Returns its method and path, and its body.
+async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+    let (request, reply) = timeout(DEADLINE, server.next_request()).await.unwrap().unwrap();
+    let line = format!("{} {}", request.method(), request.uri().path());
+    let sent = request.into_body().collect_bytes().await.unwrap();
+    let body = Body::from(body.to_string().into_bytes());
+    reply.send_response(http::Response::builder().status(status).body(body).unwrap());
+    (line, serde_json::from_slice(&sent).unwrap_or_default())
+}
+
+fn refusal(code: u16) -> Value {
+    json!({"kind": "Status", "status": "Failure", "code": code, "message": "no", "reason": ""})
+}
+
+/// The `GpuNode` of a node whose GPU 0 is used by these pods.
+fn node(pods: &[&str]) -> Value {
+    let allocation = |pod: &&str| json!({"pod": pod, "container": "c", "resource": "nvidia.com/gpu-mps", "device": "GPU-a", "ids": ["GPU-a::0"]});
+    let slice = json!({"device": "GPU-a", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": pods.len(),
+        "unhealthy": 0});
+    json!({
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "GpuNode",
+        "metadata": {"name": "n", "resourceVersion": "7", "annotations": {"other": "x"}},
+        "spec": {},
+        "status": {"gpus": [{"uuid": "GPU-a", "index": 0, "model": "H100", "memoryMib": 1, "sms": 1,
+            "health": {"healthy": true}, "slices": [slice],
+            "allocations": pods.iter().map(allocation).collect::<Vec<_>>()}]},
+    })
+}
+
+fn gpu() -> GpuArgs {
+    GpuArgs { node: "n".into(), gpu: "0".into(), cluster: ClusterArgs::default() }
+}
+
+fn args(force: bool, timeout: u64) -> DrainArgs {
+    DrainArgs { gpu: gpu(), reason: "fan".into(), grace: Some(5), timeout, force }
+}
+
+fn pod(controlled: bool) -> Value {
+    let owner = json!([{"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "j", "controller": true}]);
+    json!({"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", "metadata": {
+        "name": "p", "namespace": "ns", "uid": "u", "ownerReferences": if controlled { owner } else { json!([]) }}})
+}
+
+/// Answers the requests that cordon the GPU.
+async fn cordoned(server: &mut Server, pods: &[&str]) {
+    answer(server, 200, &node(pods)).await;
+    answer(server, 200, &node(pods)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn cordon_retries_on_a_conflict_and_keeps_the_other_change() {
+    let (client, mut server) = client();
+    let cordoning = tokio::spawn(async move { cordon(&client, &gpu(), "fan").await });
+    answer(&mut server, 200, &node(&[])).await;
+    let (line, sent) = answer(&mut server, 409, &refusal(409)).await;
+    assert_eq!(line, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n");
+    assert_eq!(sent["metadata"], json!({"resourceVersion": "7", "annotations": {CORDON_ANNOTATION: "GPU-a=fan"}}));
+    let mut other = node(&[]);
+    other["metadata"]["annotations"] = json!({CORDON_ANNOTATION: "GPU-b"});
+    other["metadata"]["resourceVersion"] = json!("8");
+    answer(&mut server, 200, &other).await;
+    let (_, sent) = answer(&mut server, 200, &other).await;
+    let both = json!({CORDON_ANNOTATION: "GPU-a=fan,GPU-b"});
+    assert_eq!(sent["metadata"], json!({"resourceVersion": "8", "annotations": both}));
+    assert_eq!(cordoning.await.unwrap().unwrap().uuid, "GPU-a");
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
+    let (client, mut server) = client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
+    cordoned(&mut server, &["ns/p"]).await;
+    answer(&mut server, 200, &node(&["ns/p"])).await;
+    assert_eq!(answer(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
+    let (line, sent) = answer(&mut server, 429, &refusal(429)).await;
+    assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
+    assert_eq!(sent["deleteOptions"], json!({"preconditions": {"uid": "u"}, "gracePeriodSeconds": 5}));
+    // It polls the GPU until the retry is due.
+    let retry = loop {
+        let (line, _) = answer(&mut server, 200, &node(&["ns/p"])).await;
+        if !line.starts_with("GET /apis/cleave.dev") {
+            break line;
+        }
+    };
+    assert_eq!(retry, "GET /api/v1/namespaces/ns/pods/p");
+    drop(draining);
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_evicts_no_bare_pod_without_force() {
+    let (client, mut server) = client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
+    cordoned(&mut server, &["ns/p"]).await;
+    answer(&mut server, 200, &node(&["ns/p"])).await;
+    answer(&mut server, 200, &pod(false)).await;
+    let error = draining.await.unwrap().unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "no controller recreates these pods: ns/p. Pass --force to evict them. GPU 0 (GPU-a) on node n stays cordoned."
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
+    let (client, mut server) = client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &args(true, 3)).await });
+    cordoned(&mut server, &["ns/p"]).await;
+    answer(&mut server, 200, &node(&["ns/p"])).await;
+    answer(&mut server, 200, &pod(false)).await;
+    let (line, _) = answer(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
+    assert!(line.ends_with("/eviction"), "{line}");
+    for _ in 0..3 {
+        answer(&mut server, 200, &node(&["ns/p"])).await;
+    }
+    assert_eq!(draining.await.unwrap().unwrap(), Outcome::TimedOut);
+}
+
+#[tokio::test(start_paused = true)]
+async fn drain_of_a_free_gpu_ends_at_once() {
+    let (client, mut server) = client();
+    let draining = tokio::spawn(async move { drain(&client, &client, &args(false, 0)).await });
+    cordoned(&mut server, &[]).await;
+    answer(&mut server, 200, &node(&[])).await;
+    assert_eq!(draining.await.unwrap().unwrap(), Outcome::Free);
+}

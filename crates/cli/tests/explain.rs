@@ -1,0 +1,88 @@
+//! `cleave explain pod` for pods in every state.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+mod golden;
+
+use cleave_api::{GpuNode, SharingPolicy};
+use cleave_cli::explain::report::{Explanation, NodeView, State};
+use cleave_cli::explain::{Live, explain, render};
+use cleave_operator::dry::Objects;
+use cleave_operator::pods::PodObject;
+use cleave_operator::read::{AgentPod, NodeObject};
+use golden::expect;
+use kube::core::DeserializeGuard;
+use serde::Deserialize;
+
+/// The form of `explain/cluster.yaml`.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Fixture {
+    nodes: Vec<NodeObject>,
+    agents: Vec<AgentPod>,
+    gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
+    policies: Vec<DeserializeGuard<SharingPolicy>>,
+    pods: Vec<PodObject>,
+}
+
+fn live() -> Live {
+    let Fixture { nodes, agents, gpu_nodes, policies, pods } =
+        serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
+    Live::new(Objects { nodes, agents, gpu_nodes, policies, pods }, 1000)
+}
+
+fn of(name: &str) -> Explanation {
+    explain(&live(), &format!("demo/{name}")).unwrap()
+}
+
+#[test]
+fn output_matches_the_committed_files() {
+    for name in ["five", "twelve", "two", "replica", "picky", "queued", "soon", "a", "plain", "done"] {
+        expect(&format!("explain/{name}.txt"), &render(&of(name)));
+    }
+    expect("explain/five.json", &(serde_json::to_string_pretty(&of("five")).unwrap() + "\n"));
+}
+
+#[test]
+fn each_pod_has_the_state_it_is_in() {
+    for (name, state) in [
+        ("a", State::Bound),
+        ("soon", State::Held),
+        ("two", State::Fits),
+        ("five", State::Waits),
+        ("twelve", State::Never),
+        ("replica", State::Never),
+        ("picky", State::Never),
+        ("queued", State::OtherGate),
+        ("plain", State::NotOurs),
+        ("done", State::Ended),
+    ] {
+        assert_eq!(of(name).verdict.state, state, "{name}");
+    }
+    assert_eq!(explain(&live(), "demo/nobody"), None);
+}
+
+#[test]
+fn help_names_the_pods_to_delete_from_one_gpu() {
+    let help = of("five").help;
+    // Two GPUs have 3 shares free each. The reservation of another pod is not available.
+    assert_eq!(help[0], "The pod would fit on GPU 0 on node1 without these pods: demo/a (lower priority).");
+    assert!(help.iter().any(|line| line.starts_with("node2 has room, but")), "{help:?}");
+}
+
+#[test]
+fn gated_pods_reserve_nothing() {
+    // demo/two fits on node1, but has no reservation yet.
+    let reserved = |name: &str| of(name).nodes[0].gpus.iter().map(|gpu| gpu.devices[0].held).collect::<Vec<u32>>();
+    assert_eq!((reserved("five"), reserved("two"), reserved("soon")), (vec![0, 4], vec![0, 4], vec![0, 4]));
+}
+
+#[test]
+fn the_table_shows_the_nodes_closest_to_holding_the_pod() {
+    let mut explanation = of("five");
+    let far = explanation.nodes[0].clone();
+    explanation.nodes.extend((0..40).map(|number| NodeView { name: format!("z{number:02}"), ..far.clone() }));
+    explanation.nodes[30].gpus[0].devices[0].free = 9;
+    let text = render(&explanation);
+    assert!(text.contains(&explanation.nodes[30].name), "{text}");
+    assert!(text.contains("\n28 more nodes with GPUs have no more room than these"), "{text}");
+    assert!(!text.contains("node2   0"), "a node that refuses the pod is further away: {text}");
+}

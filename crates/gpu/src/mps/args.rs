@@ -1,0 +1,55 @@
+//! Command line of the MPS host.
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use super::compute_mode::Mode;
+
+/// Keep one MPS control daemon per GPU running and enforce each allocation's limits at its door.
+#[derive(Debug, Clone, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct HostArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<HostCommand>,
+
+    #[command(flatten)]
+    pub(crate) paths: PathArgs,
+}
+
+// Where a node has what MPS needs. Not a doc comment: clap would use it as the command's help.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct PathArgs {
+    /// Directory that the agent and the MPS host share. The node and both pods need it at the same
+    /// path. It may be a tmpfs.
+    #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
+    pub(crate) run_dir: PathBuf,
+
+    /// The MPS control daemon's program. The server program is searched for in the same directory
+    /// first.
+    #[arg(long, env = "CLEAVE_MPS_CONTROL", value_name = "PATH", default_value = "nvidia-cuda-mps-control")]
+    pub(crate) mps_control: PathBuf,
+
+    /// Directories of the driver's libraries: `LD_LIBRARY_PATH` of MPS control daemons and CUDA
+    /// programs. Default: this process's own.
+    #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
+    pub(crate) mps_library_path: Option<OsString>,
+
+    /// The NVML library. Default: search the usual driver directories.
+    #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
+    pub(crate) nvml_library: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, clap::Subcommand)]
+pub(crate) enum HostCommand {
+    /// Sets a GPU's compute mode and prints the former one. The MPS host runs this in a process of
+    /// its own, to keep NVML out of its memory.
+    #[command(hide = true)]
+    ComputeMode {
+        /// UUID of the GPU.
+        #[arg(long)]
+        device: String,
+        #[arg(long, value_enum)]
+        mode: Mode,
+        #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
+        nvml_library: Option<PathBuf>,
+    },
+}

@@ -1,0 +1,62 @@
+//! What all parts of the MPS host share. It knows no device and no door.
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::sync::{Semaphore, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::process::Children;
+use super::wire::Paths;
+
+/// Programs and libraries of the driver.
+#[derive(Debug)]
+pub(crate) struct Options {
+    /// The MPS control daemon's program.
+    pub(crate) mps_control: PathBuf,
+    /// `LD_LIBRARY_PATH` for it.
+    pub(crate) library_path: Option<OsString>,
+    /// Program and first arguments of the process that sets a compute mode.
+    pub(crate) compute_mode: Vec<OsString>,
+}
+
+/// Shared by all parts of the MPS host.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub(crate) paths: Paths,
+    pub(crate) options: Options,
+    pub(crate) children: Rc<Children>,
+    /// Cancelled when the MPS host stops: daemons quit even if they have clients.
+    pub(crate) stopping: CancellationToken,
+    /// Limits the connections of all doors, so that descriptors remain to admit each of them.
+    pub(crate) connections: Arc<Semaphore>,
+    /// Limits the connections of all doors to servers: each takes two descriptors.
+    pub(crate) server_connections: Arc<Semaphore>,
+    status_changes: watch::Sender<u64>,
+}
+
+impl Context {
+    /// `max_descriptors` is the number of descriptors that this process may open.
+    pub(crate) fn new(paths: Paths, options: Options, children: Rc<Children>, max_descriptors: usize) -> Self {
+        Self {
+            paths,
+            options,
+            children,
+            stopping: CancellationToken::new(),
+            connections: Arc::new(Semaphore::new(max_descriptors / 6)),
+            server_connections: Arc::new(Semaphore::new(max_descriptors / 6)),
+            status_changes: watch::Sender::new(0),
+        }
+    }
+
+    /// Announces a change of something that the status contains.
+    pub(crate) fn status_changed(&self) {
+        self.status_changes.send_modify(|changes| *changes = changes.wrapping_add(1));
+    }
+
+    /// Subscribes to [`Context::status_changed`].
+    pub(crate) fn status_changes(&self) -> watch::Receiver<u64> {
+        self.status_changes.subscribe()
+    }
+}

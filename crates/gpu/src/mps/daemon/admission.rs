@@ -1,0 +1,122 @@
+//! What doors need of a device to admit a client.
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::{ControlLock, Device, Limits};
+use crate::mps::control::ControlError;
+use crate::mps::error::DaemonError;
+use crate::mps::process::PidFd;
+use crate::mps::procfs;
+use crate::mps::protocol::{self, Command, Unexpected};
+use crate::mps::wire::{DaemonState, Enforcement};
+
+/// How often exited clients are checked for.
+const EXIT_POLL: Duration = Duration::from_millis(5);
+
+impl Device {
+    /// Sets the limits of the clients that connect next, and reads them back.
+    pub(crate) async fn set_limits(
+        &self,
+        control: &mut ControlLock,
+        server: u32,
+        limits: Limits,
+    ) -> Result<(), ControlError> {
+        if control.applied == Some((server, limits)) {
+            return Ok(());
+        }
+        // Unknown until they are read back, also if this is cancelled in between.
+        control.applied = None;
+        let Limits { threads: percent, memory_mib } = limits;
+        let actual = self.ask(&Command::SetThreads { server, percent }).await?;
+        if !protocol::is_percentage(&actual, percent) {
+            return Err(Unexpected::new(&actual).into());
+        }
+        let output = self.ask(&Command::SetMemory { server, mib: memory_mib }).await?;
+        if !output.trim().is_empty() {
+            return Err(Unexpected::new(&output).into());
+        }
+        let actual = self.ask(&Command::GetMemory { server }).await?;
+        if !protocol::is_memory(&actual, memory_mib) {
+            return Err(Unexpected::new(&actual).into());
+        }
+        control.applied = Some((server, limits));
+        Ok(())
+    }
+
+    /// The server for a user. `None` if the user has to wait.
+    pub(crate) async fn server_for(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
+        let phase = *self.phase.borrow();
+        if phase.multi_user {
+            return Ok(phase.server);
+        }
+        let servers = protocol::pids(&self.ask(&Command::ServerList).await?)?;
+        match servers.first() {
+            None => self.start_server(uid).await.map(Some),
+            Some(&server) if procfs::owner(server) == Some(uid) => Ok(Some(server)),
+            // Another user's server: it is shut down once it has no clients.
+            Some(&server) => {
+                if protocol::pids(&self.ask(&Command::Clients(server)).await?)?.is_empty() {
+                    self.ask(&Command::ShutdownServer { server, force: false }).await?;
+                }
+                Ok(None)
+            }
+        }
+    }
+
+    /// Registers a client that a door admitted. The next probe compares with MPS's own list; one
+    /// for each client is not needed.
+    pub(crate) fn admitted(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
+        self.clients.borrow_mut().admit(client, allocation, pidfd);
+        self.handshake_known.set(true);
+        self.context.status_changed();
+    }
+
+    /// Whether one more client would exceed the allocation's maximum.
+    pub(crate) fn is_full(&self, allocation: &str, max_clients: u32, client: u32) -> bool {
+        let mut clients = self.clients.borrow_mut();
+        clients.forget_exited(Instant::now());
+        clients.others_of(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
+    }
+
+    /// Waits until MPS has logged how exited clients exited, or has had time to. Before that,
+    /// nobody knows whether the server may break the next client.
+    pub(crate) async fn exits_logged(&self) {
+        loop {
+            self.clients.borrow_mut().forget_exited(Instant::now());
+            if !self.clients.borrow().awaits_log() {
+                return;
+            }
+            sleep(EXIT_POLL).await;
+        }
+    }
+
+    /// Handles an unknown reply to a client's handshake. If none has succeeded before, it is a
+    /// driver with another protocol, and limits are advisory.
+    pub(crate) fn unknown_handshake(&self) {
+        if self.handshake_known.get() {
+            tracing::error!(device = self.name, "unexpected reply to a client's handshake");
+        } else {
+            tracing::warn!(device = self.name, "unknown MPS handshake, limits are advisory");
+            self.phase.send_modify(|phase| phase.enforcement = Enforcement::Advisory);
+            self.context.status_changed();
+        }
+    }
+
+    /// Handles an error of a door with the daemon.
+    pub(crate) fn door_failed(&self, error: &DaemonError) {
+        if matches!(error, DaemonError::Control(ControlError::Timeout { .. })) {
+            self.unanswered.set(true);
+        }
+        self.probe_soon();
+    }
+
+    /// Handles a server that refuses clients because it is in FAULT.
+    pub(crate) fn server_in_fault(&self) {
+        if self.phase.borrow().is_open() {
+            self.fault_confirmed();
+            self.set_state(DaemonState::Fault, None);
+        }
+        self.probe_soon();
+    }
+}

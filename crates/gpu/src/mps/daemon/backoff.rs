@@ -1,0 +1,65 @@
+//! When a daemon that failed is restarted. Pure.
+use std::time::Duration;
+
+use crate::mps::wire::DaemonState;
+
+/// A daemon that ran this long was not failing.
+const STABLE: Duration = Duration::from_secs(60);
+/// Delay after the second failure in a row.
+const FIRST_DELAY: Duration = Duration::from_millis(250);
+/// Maximum delay: the GPU may have been repaired meanwhile.
+const MAX_DELAY: Duration = Duration::from_secs(30);
+/// From this many failures in a row the state is [`DaemonState::BackOff`].
+const BACK_OFF_FAILURES: u32 = 4;
+
+/// Counts failures in a row.
+#[derive(Debug, Default)]
+pub(super) struct Backoff {
+    failures: u32,
+}
+
+impl Backoff {
+    /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart: none
+    /// after the first failure, because tenants wait.
+    pub(super) fn failed(&mut self, ran: Duration) -> Duration {
+        if ran >= STABLE {
+            self.failures = 0;
+        }
+        self.failures = self.failures.saturating_add(1);
+        match self.failures {
+            1 => Duration::ZERO,
+            n => FIRST_DELAY.saturating_mul(1 << (n - 2).min(16)).min(MAX_DELAY),
+        }
+    }
+
+    /// The state to report during the delay.
+    pub(super) fn state(&self) -> DaemonState {
+        if self.failures < BACK_OFF_FAILURES { DaemonState::Restarting } else { DaemonState::BackOff }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_failure_is_retried_at_once_and_later_ones_ever_more_slowly() {
+        let mut backoff = Backoff::default();
+        let waits: Vec<u128> = (0..10).map(|_| backoff.failed(Duration::ZERO).as_millis()).collect();
+        assert_eq!(waits, [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);
+        assert_eq!(backoff.state(), DaemonState::BackOff);
+        for _ in 0..1000 {
+            assert!(backoff.failed(Duration::ZERO) <= MAX_DELAY);
+        }
+    }
+
+    #[test]
+    fn a_daemon_that_ran_long_enough_resets_the_backoff() {
+        let mut backoff = Backoff::default();
+        for _ in 0..5 {
+            backoff.failed(Duration::ZERO);
+        }
+        assert_eq!(backoff.failed(STABLE), Duration::ZERO);
+        assert_eq!(backoff.state(), DaemonState::Restarting);
+    }
+}

@@ -1,0 +1,167 @@
+//! The clients of one server: those that MPS lists, and those that a door admitted.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::mps::process::PidFd;
+use crate::mps::wire::Client;
+
+/// MPS logs a client's exit within this time, or never.
+const LOG_DELAY: Duration = Duration::from_millis(500);
+
+/// A client that a door admitted.
+#[derive(Debug)]
+struct Admitted {
+    allocation: String,
+    pidfd: Option<PidFd>,
+    identity: Identity,
+    /// When its exit was noticed; it is kept until MPS has logged the exit too.
+    exited_at: Option<Instant>,
+}
+
+/// Whether the pidfd certainly refers to the client. The pid may have been reused between the
+/// client's first packet at the door and the opening of the pidfd. But the kernel attests the pid
+/// to the server too, later than that. So a pid that MPS lists only afterwards is the client's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Identity {
+    /// MPS had listed the pid already, so its list proves nothing.
+    Unprovable,
+    /// MPS has not listed the pid yet.
+    Unproven,
+    /// MPS has listed the pid since.
+    Proven,
+}
+
+impl Admitted {
+    fn has_exited(&self) -> bool {
+        self.pidfd.as_ref().is_none_or(PidFd::has_exited)
+    }
+}
+
+/// The registry of a server's clients.
+#[derive(Debug, Default)]
+pub(super) struct Clients {
+    /// Pids that MPS listed last, and those admitted since.
+    listed: BTreeSet<u32>,
+    admitted: BTreeMap<u32, Admitted>,
+    /// Clients whose contexts MPS has terminated. However they exit, it breaks nobody.
+    terminated: BTreeSet<u32>,
+}
+
+impl Clients {
+    /// Registers a client of an allocation. A program connects several times.
+    pub(super) fn admit(&mut self, pid: u32, allocation: &str, pidfd: Option<PidFd>) {
+        let is_new = self.listed.insert(pid);
+        if let Some(admitted) = self.admitted.get_mut(&pid).filter(|admitted| !admitted.has_exited()) {
+            // Keeps the pidfd of its first connection.
+            allocation.clone_into(&mut admitted.allocation);
+        } else {
+            let identity = if is_new { Identity::Unproven } else { Identity::Unprovable };
+            let allocation = allocation.to_owned();
+            self.admitted.insert(pid, Admitted { allocation, pidfd, identity, exited_at: None });
+        }
+    }
+
+    /// Records the pids that MPS lists. Returns whether they differ from before.
+    pub(super) fn set_listed(&mut self, pids: BTreeSet<u32>) -> bool {
+        for (pid, admitted) in &mut self.admitted {
+            if admitted.identity == Identity::Unproven && pids.contains(pid) {
+                admitted.identity = Identity::Proven;
+            }
+        }
+        let changed = self.listed != pids;
+        self.listed = pids;
+        changed
+    }
+
+    /// Removes a client whose exit MPS has logged.
+    pub(super) fn disconnected(&mut self, pid: u32) {
+        self.admitted.remove(&pid);
+        self.terminated.remove(&pid);
+    }
+
+    /// Forgets all clients: their server is gone. Returns whether MPS had listed any.
+    pub(super) fn clear(&mut self) -> bool {
+        let had_listed = !self.listed.is_empty();
+        *self = Self::default();
+        had_listed
+    }
+
+    /// Marks a client whose contexts MPS terminates.
+    pub(super) fn set_terminated(&mut self, pid: u32) {
+        self.terminated.insert(pid);
+    }
+
+    /// Reverts [`Clients::set_terminated`].
+    pub(super) fn unset_terminated(&mut self, pid: u32) {
+        self.terminated.remove(&pid);
+    }
+
+    /// Whether MPS terminated the client's contexts.
+    pub(super) fn is_terminated(&self, pid: u32) -> bool {
+        self.terminated.contains(&pid)
+    }
+
+    /// The allocation whose door admitted a client.
+    pub(super) fn allocation_of(&self, pid: u32) -> Option<String> {
+        self.admitted.get(&pid).map(|admitted| admitted.allocation.clone())
+    }
+
+    /// A client with its allocation.
+    pub(super) fn client(&self, pid: u32) -> Client {
+        Client { pid, allocation: self.allocation_of(pid) }
+    }
+
+    /// The clients that MPS lists.
+    pub(super) fn listed(&self) -> Vec<Client> {
+        self.listed.iter().map(|&pid| self.client(pid)).collect()
+    }
+
+    /// All clients, including those that MPS does not list yet or no longer lists.
+    pub(super) fn all(&self) -> Vec<Client> {
+        self.pids().into_iter().map(|pid| self.client(pid)).collect()
+    }
+
+    /// The number of all clients.
+    pub(super) fn count(&self) -> usize {
+        self.pids().len()
+    }
+
+    fn pids(&self) -> BTreeSet<u32> {
+        self.listed.iter().chain(self.admitted.keys()).copied().collect()
+    }
+
+    /// The running clients that may be signalled: a door admitted them, MPS lists them, and their
+    /// identity is proven.
+    pub(super) fn signalable(&self) -> impl Iterator<Item = (Client, &PidFd)> {
+        self.admitted.iter().filter_map(|(&pid, admitted)| {
+            let pidfd = admitted.pidfd.as_ref().filter(|pidfd| {
+                admitted.identity == Identity::Proven && self.listed.contains(&pid) && !pidfd.has_exited()
+            })?;
+            Some((Client { pid, allocation: Some(admitted.allocation.clone()) }, pidfd))
+        })
+    }
+
+    /// The number of an allocation's running clients other than `pid`.
+    pub(super) fn others_of(&self, allocation: &str, pid: u32) -> usize {
+        let is_other = |&(&other, admitted): &(&u32, &Admitted)| {
+            other != pid && admitted.allocation == allocation && admitted.exited_at.is_none()
+        };
+        self.admitted.iter().filter(is_other).count()
+    }
+
+    /// Forgets exited clients whose exit MPS has had time to log.
+    pub(super) fn forget_exited(&mut self, now: Instant) {
+        self.admitted.retain(|_, admitted| {
+            !admitted.has_exited()
+                || (admitted.pidfd.is_some()
+                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < LOG_DELAY)
+        });
+    }
+
+    /// Whether a client has exited and MPS may still log how.
+    pub(super) fn awaits_log(&self) -> bool {
+        self.admitted.values().any(|admitted| admitted.exited_at.is_some())
+    }
+}

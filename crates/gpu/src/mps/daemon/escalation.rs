@@ -1,0 +1,158 @@
+//! The steps that end a FAULT, from waiting to another daemon. Pure.
+use std::time::Duration;
+
+/// What is done about a server in FAULT. Each step is taken once, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Step {
+    /// Nothing. A program that checks for errors exits by itself, and the server is ACTIVE again
+    /// once the last of them has exited.
+    Wait,
+    /// SIGTERM to the remaining clients.
+    SignalTerm,
+    /// SIGKILL to the remaining clients.
+    SignalKill,
+    /// `shutdown_server -f`.
+    ShutDownServer,
+    /// `quit`.
+    QuitDaemon,
+    /// SIGKILL to the daemon. Another daemon starts and receives its limits.
+    KillDaemon,
+}
+
+impl Step {
+    /// How long the step may take.
+    pub(super) fn deadline(self) -> Duration {
+        let seconds = match self {
+            // Programs that exit by themselves did so within 0.3 s (measured).
+            Self::Wait => 1,
+            // Long enough for what most programs do at SIGTERM. Everybody else waits for them.
+            Self::SignalTerm | Self::SignalKill => 2,
+            Self::ShutDownServer => 3,
+            Self::QuitDaemon => 5,
+            Self::KillDaemon => return Duration::MAX,
+        };
+        Duration::from_secs(seconds)
+    }
+
+    fn next(self) -> Self {
+        match self {
+            Self::Wait => Self::SignalTerm,
+            Self::SignalTerm => Self::SignalKill,
+            Self::SignalKill => Self::ShutDownServer,
+            Self::ShutDownServer => Self::QuitDaemon,
+            Self::QuitDaemon | Self::KillDaemon => Self::KillDaemon,
+        }
+    }
+}
+
+/// How long a server without clients has to recover. Measured: 0.03 s; others measured up to 1.4 s
+/// until its contexts were recreated.
+const RECOVERY: Duration = Duration::from_secs(3);
+
+/// Progress through the steps. Times count from the start of the fault.
+#[derive(Debug)]
+pub(super) struct Escalation {
+    step: Step,
+    /// When the step was taken.
+    since: Duration,
+    /// Since when the server has had no clients.
+    without_clients_since: Option<Duration>,
+}
+
+impl Default for Escalation {
+    fn default() -> Self {
+        Self { step: Step::Wait, since: Duration::ZERO, without_clients_since: None }
+    }
+}
+
+impl Escalation {
+    /// The current step.
+    pub(super) fn step(&self) -> Step {
+        self.step
+    }
+
+    /// Records that the server is still in FAULT with this number of clients. Returns the step to
+    /// take now, if any.
+    pub(super) fn advance(&mut self, at: Duration, clients: usize) -> Option<Step> {
+        if clients > 0 {
+            self.without_clients_since = None;
+        }
+        let next = match (self.step, clients) {
+            (Step::KillDaemon, _) => return None,
+            // There is nobody to signal, so it is up to the server.
+            (Step::Wait | Step::SignalTerm | Step::SignalKill, 0) => {
+                let since = *self.without_clients_since.get_or_insert(at);
+                (at.saturating_sub(since) >= RECOVERY).then_some(Step::ShutDownServer)
+            }
+            (step, _) => (at.saturating_sub(self.since) >= step.deadline()).then(|| step.next()),
+        }?;
+        (self.step, self.since) = (next, at);
+        Some(next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The steps and their times in ms when probed every 25 ms. `clients` returns the number of
+    /// clients at a time.
+    fn steps(mut clients: impl FnMut(u64) -> usize) -> Vec<(u64, Step)> {
+        let mut escalation = Escalation::default();
+        let probe = |ms| Some((ms, escalation.advance(Duration::from_millis(ms), clients(ms))?));
+        (0..60_000).step_by(25).filter_map(probe).collect()
+    }
+
+    #[test]
+    fn clients_are_signalled_then_the_server_shut_down_then_the_daemon_replaced() {
+        assert_eq!(
+            steps(|_| 2),
+            [
+                (1000, Step::SignalTerm),
+                (3000, Step::SignalKill),
+                (5000, Step::ShutDownServer),
+                (8000, Step::QuitDaemon),
+                (13000, Step::KillDaemon),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_server_without_clients_gets_time_to_recover_and_nobody_is_signalled() {
+        let rest = |at| [(at, Step::ShutDownServer), (at + 3000, Step::QuitDaemon), (at + 8000, Step::KillDaemon)];
+        assert_eq!(steps(|_| 0), rest(3000));
+        assert_eq!(steps(|ms| usize::from(ms < 500)), rest(3500));
+        let killed = steps(|ms| usize::from(ms < 3100));
+        assert_eq!(killed[..2], [(1000, Step::SignalTerm), (3000, Step::SignalKill)]);
+        assert_eq!(killed[2..], rest(6100));
+    }
+
+    proptest! {
+        #[test]
+        fn steps_follow_in_order_and_always_reach_the_last(probes in prop::collection::vec((1_u64..400, 0_usize..3), 400)) {
+            let mut escalation = Escalation::default();
+            let mut now = Duration::ZERO;
+            let mut last = (Step::Wait, Duration::ZERO);
+            for (ms, clients) in probes {
+                now += Duration::from_millis(ms);
+                let Some(step) = escalation.advance(now, clients) else { continue };
+                prop_assert_eq!(step, escalation.step());
+                prop_assert!(step > last.0, "{:?} after {:?}", step, last.0);
+                let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY) } else { last.0.deadline() };
+                let given = now.saturating_sub(last.1);
+                prop_assert!(given >= least, "{:?} was given {:?}", last.0, given);
+                // Signals need clients, and a server with clients is not shut down before they were
+                // signalled.
+                prop_assert!(clients > 0 || step >= Step::ShutDownServer);
+                prop_assert!(clients == 0 || step == last.0.next());
+                last = (step, now);
+            }
+            // Whenever it is probed, and whoever connects and exits.
+            let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY).iter().sum::<Duration>();
+            let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
+            prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Records fault events and reports them in the daemon's status.
+use tokio::time::Instant;
+
+use super::Device;
+
+impl Device {
+    /// Handles a log line about a fatal error, which may name a client. Returns whether there is a
+    /// fault now.
+    pub(super) fn fault_logged(&self, client: Option<u32>) -> bool {
+        let now = Instant::now();
+        if client.is_none() && self.faults.borrow().is_echo(now) {
+            return false;
+        }
+        self.begin_fault(now);
+        if let Some(pid) = client {
+            let allocation = self.clients.borrow().allocation_of(pid);
+            let allocation_text = allocation.as_deref().unwrap_or("none").to_owned();
+            self.faults.borrow_mut().name(pid, allocation);
+            if self.faults.borrow().last().is_some_and(|fault| !fault.killed) {
+                self.set_message(&format!(
+                    "a fatal GPU error: the log names client {pid} of allocation {allocation_text}"
+                ));
+            }
+        }
+        self.context.status_changed();
+        true
+    }
+
+    /// Handles a server that reports FAULT.
+    pub(super) fn fault_confirmed(&self) {
+        self.begin_fault(Instant::now());
+        self.faults.borrow_mut().confirm();
+    }
+
+    fn begin_fault(&self, now: Instant) {
+        if self.faults.borrow().is_current() {
+            return;
+        }
+        let clients = self.clients.borrow().all();
+        if !self.faults.borrow_mut().begin(clients, now) {
+            return;
+        }
+        let fault = self.faults.borrow().last().cloned().unwrap_or_default();
+        let pids: Vec<u32> = fault.affected.iter().map(|client| client.pid).collect();
+        tracing::error!(device = self.name, number = fault.number, clients = ?pids, "fatal GPU error");
+        match &fault.culprit {
+            Some(client) => self.set_message(&format!(
+                "client {} was killed while its kernels ran, which broke all other clients",
+                client.pid
+            )),
+            None => self.set_message("a fatal GPU error broke all clients"),
+        }
+        self.context.status_changed();
+    }
+
+    /// Handles a server that reports ACTIVE. Returns whether it serves; then a fault is over.
+    pub(super) fn server_recovered(&self) -> bool {
+        let clients = self.clients.borrow().count();
+        if !self.faults.borrow().has_recovered(clients, Instant::now()) {
+            return false;
+        }
+        self.end_fault("server recovered");
+        true
+    }
+
+    /// Ends the current fault, if any.
+    pub(super) fn end_fault(&self, reason: &'static str) {
+        let lasted = self.faults.borrow_mut().end(Instant::now());
+        if let Some(lasted) = lasted {
+            tracing::info!(device = self.name, ?lasted, reason, "fault is over");
+            self.context.status_changed();
+        }
+    }
+
+    /// Handles a client that exited with an open context.
+    pub(super) fn client_lost(&self, pid: u32) {
+        // In a fault all clients exit like this.
+        if self.faults.borrow().is_current() {
+            return;
+        }
+        let client = self.clients.borrow().client(pid);
+        tracing::info!(device = self.name, pid, allocation = client.allocation, "client exited with an open context");
+        self.faults.borrow_mut().client_lost(client, Instant::now());
+    }
+}

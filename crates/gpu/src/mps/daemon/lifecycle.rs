@@ -1,0 +1,293 @@
+//! Starts, watches, restarts and stops the daemon of a device.
+use std::cell::RefCell;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::net::unix::pipe;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::backoff::Backoff;
+use super::probe::End;
+use super::{ControlLock, DAEMON_START_DEADLINE, Device};
+use crate::mps::compute_mode;
+use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT, QUIT_DEADLINE};
+use crate::mps::error::DaemonError;
+use crate::mps::process::Child;
+use crate::mps::procfs;
+use crate::mps::protocol::{self, Command};
+use crate::mps::wire::{Daemon, DaemonState, Enforcement};
+
+/// Interval of probes. A probe takes the daemon a tenth of a millisecond.
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval while the daemon does not serve: clients are waiting.
+const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
+/// After this many fast probes without a fault the interval is ten times as long.
+const FAST_PROBES: u32 = 400;
+/// How often a starting daemon is tried.
+const START_POLL: Duration = Duration::from_millis(5);
+/// How long the last lines of a daemon that exited may take to arrive.
+const LAST_LINES: Duration = Duration::from_millis(200);
+/// How long a killed daemon may take to exit: the driver may hold it.
+const KILL_DEADLINE: Duration = Duration::from_secs(10);
+
+impl Device {
+    /// Keeps the daemon running while it is desired. Returns when the MPS host stops.
+    pub(crate) async fn supervise(self: Rc<Self>) {
+        let mut desired = self.desired.subscribe();
+        while !self.context.stopping.is_cancelled() {
+            tokio::select! {
+                () = self.context.stopping.cancelled() => return,
+                // Cannot fail: this device owns the sender.
+                _ = desired.wait_for(Option::is_some) => {}
+            }
+            self.present.set(true);
+            self.keep_running(&mut desired).await;
+            self.set_state(DaemonState::Stopping, None);
+            if let Err(error) = compute_mode::restore(&self.context, &self.name).await {
+                tracing::error!(device = self.name, %error, "failed to restore compute mode");
+            }
+            self.present.set(false);
+            self.context.status_changed();
+        }
+    }
+
+    async fn keep_running(self: &Rc<Self>, desired: &mut watch::Receiver<Option<Daemon>>) {
+        let mut backoff = Backoff::default();
+        loop {
+            let Some(settings) = desired.borrow_and_update().clone() else { return };
+            let start = Instant::now();
+            match self.run_once(&settings, desired).await {
+                End::NotDesired => return,
+                End::NewSettings => self.set_state(DaemonState::Restarting, Some("restarting with new settings")),
+                End::Failed(error) => {
+                    let delay = backoff.failed(start.elapsed());
+                    tracing::error!(device = self.name, %error, ?delay, "MPS daemon failed");
+                    self.set_state(backoff.state(), Some(&error.to_string()));
+                    self.report.borrow_mut().restarts += 1;
+                    self.context.status_changed();
+                    tokio::select! {
+                        () = self.context.stopping.cancelled() => return,
+                        () = sleep(delay) => {}
+                        // New settings may fix the failure, and a removal need not wait.
+                        _ = desired.changed() => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// One life of the daemon, from its start until nothing of it is left.
+    async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> End {
+        let mut child = None;
+        let end = match self.start(settings, &mut child).await {
+            Ok(()) => self.watch(settings, desired, child.as_ref()).await,
+            Err(DaemonError::HostStopping) => End::NotDesired,
+            Err(error) => End::Failed(error),
+        };
+        let state = if matches!(end, End::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
+        self.set_state(state, None);
+        // An admission under way either finishes first or finds the daemon gone.
+        let mut control = self.control.lock().await;
+        *control = ControlLock::default();
+        if let Some(child) = &child {
+            if !matches!(end, End::Failed(_)) {
+                self.quit(child).await;
+            }
+            child.kill();
+            if timeout(KILL_DEADLINE, child.exited()).await.is_err() {
+                tracing::error!(device = self.name, pid = child.pid, "MPS daemon survives SIGKILL");
+            }
+        }
+        procfs::clear(&self.pipe).await;
+        self.clients.borrow_mut().clear();
+        self.end_fault("daemon is gone");
+        self.faults.borrow_mut().fresh_server();
+        self.report.borrow_mut().pid = None;
+        self.set_server(None);
+        self.context.status_changed();
+        end
+    }
+
+    async fn quit(&self, child: &Child) {
+        if let Err(error) = self.ask_within(&QUIT, QUIT_DEADLINE).await {
+            tracing::warn!(device = self.name, %error, "MPS daemon refuses to quit");
+        }
+        if let Ok(exit) = timeout(ANSWER_DEADLINE, child.exited()).await {
+            tracing::info!(device = self.name, %exit, "MPS daemon quit");
+        } else {
+            tracing::warn!(device = self.name, "MPS daemon did not quit, killing it");
+        }
+    }
+
+    /// Starts the daemon, from nothing to a server with confirmed limits. No client is admitted
+    /// before this returns.
+    async fn start(self: &Rc<Self>, settings: &Daemon, started: &mut Option<Child>) -> Result<(), DaemonError> {
+        let is_first = self.report.borrow().restarts == 0;
+        let state = if is_first { DaemonState::Starting } else { self.phase.borrow().state };
+        self.phase.send_modify(|phase| phase.multi_user = settings.multi_user);
+        self.set_state(state, None);
+        self.prepare(settings).await?;
+        if settings.exclusive {
+            compute_mode::set_exclusive(&self.context, &self.name).await?;
+        } else {
+            compute_mode::restore(&self.context, &self.name).await?;
+        }
+        let (child, output) = self.spawn(settings)?;
+        let last_line = Rc::new(RefCell::new(String::new()));
+        let log = tokio::task::spawn_local(Rc::clone(self).read_log(output, Rc::clone(&last_line)));
+        self.report.borrow_mut().pid = Some(child.pid);
+        self.context.status_changed();
+        let child = started.insert(child);
+        let exited = async {
+            let exit = child.exited().await;
+            // Its last lines may still be in the pipe.
+            let _ = timeout(LAST_LINES, log).await;
+            exit
+        };
+        tokio::select! {
+            exit = exited => Err(DaemonError::Exited { exit, last_line: last_line.borrow().clone() }),
+            () = self.context.stopping.cancelled() => Err(DaemonError::HostStopping),
+            result = self.set_up(settings) => result,
+        }
+    }
+
+    /// Prepares the pipe directory and stops what an earlier MPS host left in it.
+    async fn prepare(&self, settings: &Daemon) -> Result<(), DaemonError> {
+        let failed = |source| DaemonError::Prepare { path: self.pipe.clone(), source };
+        std::fs::create_dir_all(&self.pipe).map_err(failed)?;
+        // Servers of users other than root need to enter it.
+        let mode = if settings.multi_user { 0o700 } else { 0o711 };
+        std::fs::set_permissions(&self.pipe, std::fs::Permissions::from_mode(mode)).map_err(failed)?;
+        if !settings.multi_user {
+            std::fs::set_permissions(self.context.paths.mps(), std::fs::Permissions::from_mode(0o711))
+                .map_err(failed)?;
+        }
+        if !procfs::of_pipe(&self.pipe).await.is_empty() {
+            tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
+            if let Err(error) = control::ask(&self.pipe, &QUIT, QUIT_DEADLINE).await {
+                tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host refuses to quit");
+            }
+            procfs::clear(&self.pipe).await;
+        }
+        for name in ["control", "control_privileged"] {
+            match std::fs::remove_file(self.pipe.join(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn spawn(&self, settings: &Daemon) -> Result<(Child, pipe::Receiver), DaemonError> {
+        let mut command = self.tool();
+        command.arg("-f");
+        if settings.multi_user {
+            command.arg("-multiuser-server");
+        }
+        let program = &self.context.options.mps_control;
+        let failed = |source| DaemonError::Spawn { program: program.display().to_string(), source };
+        self.context.children.spawn(&mut command, &[]).map_err(failed)
+    }
+
+    async fn set_up(&self, settings: &Daemon) -> Result<(), DaemonError> {
+        let mut control = self.control.lock().await;
+        self.first_answer().await?;
+        self.set_defaults(settings).await?;
+        if settings.multi_user {
+            let server = self.start_server(0).await?;
+            self.set_server(Some(server));
+        }
+        control.applied = None;
+        self.set_state(DaemonState::Active, None);
+        tracing::info!(device = self.name, server = self.phase.borrow().server, "MPS daemon is serving");
+        Ok(())
+    }
+
+    /// Waits for the daemon's first answer and sets the enforcement by its greeting.
+    async fn first_answer(&self) -> Result<(), DaemonError> {
+        let deadline = Instant::now() + DAEMON_START_DEADLINE;
+        loop {
+            match control::greets_as_known(&self.pipe).await {
+                Ok(known) => {
+                    if !known {
+                        tracing::warn!(device = self.name, "unknown MPS handshake, limits are advisory");
+                    }
+                    let enforcement = if known { Enforcement::Hard } else { Enforcement::Advisory };
+                    self.phase.send_modify(|phase| phase.enforcement = enforcement);
+                    return Ok(());
+                }
+                Err(ControlError::Io(_) | ControlError::Closed) if Instant::now() < deadline => {
+                    sleep(START_POLL).await;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Sets the default limits and reads them back.
+    async fn set_defaults(&self, settings: &Daemon) -> Result<(), DaemonError> {
+        if let Some(percent) = settings.default_threads {
+            self.ask(&Command::SetDefaultThreads(percent)).await?;
+            let actual = self.ask(&Command::GetDefaultThreads).await?;
+            if !protocol::is_percentage(&actual, percent) {
+                let setting = format!("the default active thread percentage {percent}");
+                return Err(DaemonError::NotAccepted { setting, actual });
+            }
+        }
+        if let Some(mib) = settings.default_memory_mib {
+            self.ask(&Command::SetDefaultMemory(mib)).await?;
+            let actual = self.ask(&Command::GetDefaultMemory).await?;
+            if !protocol::is_memory(&actual, Some(mib)) {
+                let setting = format!("the default memory limit of {mib} MiB");
+                return Err(DaemonError::NotAccepted { setting, actual });
+            }
+        }
+        Ok(())
+    }
+
+    /// Probes the daemon until it exits, hangs, or has to stop.
+    async fn watch(
+        &self,
+        settings: &Daemon,
+        desired: &mut watch::Receiver<Option<Daemon>>,
+        child: Option<&Child>,
+    ) -> End {
+        let Some(child) = child else { return End::NewSettings };
+        let mut fast_probes = 0_u32;
+        loop {
+            fast_probes = if self.phase.borrow().is_open() { 0 } else { fast_probes.saturating_add(1) };
+            let pause = match fast_probes {
+                0 => PROBE_INTERVAL,
+                // A fault cannot last: the escalation ends with another daemon.
+                _ if self.faults.borrow().is_current() => FAST_PROBE_INTERVAL,
+                1..=FAST_PROBES => FAST_PROBE_INTERVAL,
+                _ => FAST_PROBE_INTERVAL * 10,
+            };
+            tokio::select! {
+                biased;
+                exit = child.exited() => return End::Failed(if self.faults.borrow().is_replacing_daemon() {
+                    DaemonError::StuckInFault(exit)
+                } else {
+                    DaemonError::Exited { exit, last_line: String::new() }
+                }),
+                () = self.context.stopping.cancelled() => return End::NotDesired,
+                // Cancel-safe: a cancelled probe leaves only unanswered questions behind.
+                result = async {
+                    tokio::select! {
+                        () = sleep(pause) => {}
+                        () = self.probe_soon.notified() => {}
+                        _ = desired.changed() => {}
+                    }
+                    self.probe(settings, desired, child).await
+                } => match result {
+                    Ok(None) => {}
+                    Ok(Some(end)) => return end,
+                    Err(error) => return End::Failed(error),
+                },
+            }
+        }
+    }
+}

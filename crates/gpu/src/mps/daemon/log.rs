@@ -1,0 +1,104 @@
+//! Reads a daemon's output and reacts to its events before the next probe does.
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::net::unix::pipe;
+
+use super::Device;
+use crate::mps::log::{LogEvent, LogLine, log_line};
+use crate::mps::wire::DaemonState;
+
+/// Longer lines are split.
+const MAX_LINE: usize = 4096;
+
+impl Device {
+    /// Reads until the output ends. Keeps the last line that may explain an exit in `last_line`.
+    pub(super) async fn read_log(self: Rc<Self>, output: pipe::Receiver, last_line: Rc<RefCell<String>>) {
+        let mut output = BufReader::new(output);
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            match read_line(&mut output, &mut line).await {
+                Ok(true) => {
+                    let text = String::from_utf8_lossy(&line);
+                    let line = log_line(&text);
+                    if line.event != LogEvent::Chatter {
+                        line.text.clone_into(&mut last_line.borrow_mut());
+                    }
+                    self.handle_log_line(&line);
+                }
+                Ok(false) => return,
+                Err(error) => {
+                    tracing::warn!(device = self.name, %error, "failed to read MPS daemon output");
+                    return;
+                }
+            }
+        }
+    }
+
+    fn handle_log_line(&self, line: &LogLine<'_>) {
+        let (device, source, pid, text) = (&self.name, line.source, line.pid, line.text);
+        match line.event {
+            LogEvent::Chatter => tracing::trace!(device, source, pid, "{text}"),
+            LogEvent::Routine => tracing::debug!(device, source, pid, "{text}"),
+            LogEvent::ClientConnected(_) => {
+                tracing::debug!(device, source, pid, "{text}");
+                self.probe_soon();
+            }
+            LogEvent::ClientDisconnected(client) => {
+                tracing::debug!(device, source, pid, "{text}");
+                self.clients.borrow_mut().disconnected(client);
+                self.probe_soon();
+            }
+            LogEvent::ClientLost(client) => {
+                tracing::debug!(device, source, pid, "{text}");
+                let is_terminated = self.clients.borrow().is_terminated(client);
+                if !is_terminated {
+                    self.client_lost(client);
+                }
+                self.probe_soon();
+            }
+            LogEvent::Fault { client } => {
+                tracing::error!(device, source, pid, "{text}");
+                // In other states the server has no clients that could break.
+                let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
+                if serves && self.fault_logged(client) {
+                    self.set_state(DaemonState::Fault, None);
+                }
+                self.probe_soon();
+            }
+            LogEvent::ServerExited { server, .. } => {
+                tracing::warn!(device, source, pid, "{text}");
+                let phase = *self.phase.borrow();
+                if phase.server == Some(server) && phase.is_open() {
+                    // At once, not at the next probe: clients that connect now have to wait.
+                    self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
+                }
+                self.probe_soon();
+            }
+            LogEvent::ServerReady(_) | LogEvent::Version(_) | LogEvent::Other => {
+                tracing::info!(device, source, pid, "{text}");
+            }
+        }
+    }
+}
+
+/// Reads a line, or a part of [`MAX_LINE`] bytes. Returns false at the end.
+async fn read_line(output: &mut BufReader<pipe::Receiver>, line: &mut Vec<u8>) -> io::Result<bool> {
+    loop {
+        let buffer = output.fill_buf().await?;
+        if buffer.is_empty() {
+            return Ok(!line.is_empty());
+        }
+        let room = MAX_LINE.saturating_sub(line.len());
+        let end = buffer.iter().take(room).position(|&byte| byte == b'\n');
+        let taken = end.unwrap_or(buffer.len().min(room));
+        line.extend(buffer.iter().take(taken));
+        output.consume(taken + usize::from(end.is_some()));
+        if end.is_some() || line.len() >= MAX_LINE {
+            return Ok(true);
+        }
+    }
+}

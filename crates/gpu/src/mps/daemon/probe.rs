@@ -1,0 +1,157 @@
+//! Asks a daemon how it is, and reacts.
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::Device;
+use crate::mps::control::ControlError;
+use crate::mps::error::DaemonError;
+use crate::mps::process::Child;
+use crate::mps::protocol::{self, Command, ServerState};
+use crate::mps::wire::{Daemon, DaemonState};
+
+/// `terminate_client` on a stopped client blocks the daemon. For this long that is no sign that the
+/// daemon hangs.
+const TERMINATE_BLOCKS: Duration = Duration::from_secs(30);
+
+/// Why one life of a daemon ends.
+pub(super) enum End {
+    NotDesired,
+    NewSettings,
+    Failed(DaemonError),
+}
+
+impl Device {
+    /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
+    /// end of this life, if it is reached.
+    pub(super) async fn probe(
+        &self,
+        settings: &Daemon,
+        desired: &watch::Receiver<Option<Daemon>>,
+        child: &Child,
+    ) -> Result<Option<End>, DaemonError> {
+        let mut control = self.control.lock().await;
+        // An administrator may have changed the server's limits meanwhile. Set them again.
+        control.applied = None;
+        let examined = match self.examine(settings).await {
+            Err(DaemonError::Control(ControlError::Timeout { .. })) if self.is_terminating() => {
+                self.set_message("waiting for a client that is being terminated");
+                self.escalate(child).await;
+                return Ok(None);
+            }
+            // One retry: an answer may be late on a busy node.
+            Err(DaemonError::Control(ControlError::Timeout { .. })) if !self.unanswered.get() => {
+                self.examine(settings).await
+            }
+            other => other,
+        };
+        self.unanswered.set(false);
+        examined?;
+        self.escalate(child).await;
+        self.replace_unclean_server().await?;
+        let desired = desired.borrow().clone();
+        let end = self.compare_settings(settings, desired.as_ref());
+        if end.is_some() {
+            // Before the lock is released, so that no client is admitted any more.
+            self.set_state(DaemonState::Restarting, None);
+        }
+        Ok(end)
+    }
+
+    /// Whether this life ends because other settings are desired, or none.
+    fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<End> {
+        let clients = self.clients.borrow().count();
+        match desired {
+            Some(desired) if desired == settings => {
+                if self.phase.borrow().state == DaemonState::Stopping {
+                    // It waited for its clients to exit and is desired again.
+                    self.set_state(DaemonState::Active, Some(""));
+                }
+                None
+            }
+            None if clients == 0 => Some(End::NotDesired),
+            None => {
+                // Its doors are closed, so nobody connects any more. Running clients may finish.
+                let message = format!("no longer desired, waiting for clients to exit: {clients}");
+                self.set_state(DaemonState::Stopping, Some(&message));
+                None
+            }
+            Some(_) if clients == 0 => Some(End::NewSettings),
+            Some(_) => {
+                self.set_message(&format!("new settings are waiting for clients to exit: {clients}"));
+                None
+            }
+        }
+    }
+
+    /// Reads the server, its state and its clients.
+    async fn examine(&self, settings: &Daemon) -> Result<(), DaemonError> {
+        self.clients.borrow_mut().forget_exited(tokio::time::Instant::now());
+        let servers = protocol::pids(&self.ask(&Command::ServerList).await?)?;
+        let known = self.phase.borrow().server;
+        let Some(server) = self.find_server(servers.first().copied(), settings).await? else { return Ok(()) };
+        if known.is_some_and(|known| known != server) {
+            self.server_gone();
+        }
+        let state = protocol::server_state(&self.ask(&Command::ServerStatus(server)).await?)?;
+        let clients = self.ask(&Command::Clients(server)).await?;
+        let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::pids(&clients)? };
+        if self.clients.borrow_mut().set_listed(clients.into_iter().collect::<BTreeSet<u32>>()) {
+            self.context.status_changed();
+        }
+        if self.phase.borrow().server != Some(server) {
+            self.set_server(Some(server));
+            self.context.status_changed();
+        }
+        self.server_reports(state);
+        Ok(())
+    }
+
+    /// The server that the daemon lists. If it lists none, starts one where all users share it.
+    async fn find_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
+        if listed.is_some() {
+            return Ok(listed);
+        }
+        let (was, state) = {
+            let phase = self.phase.borrow();
+            (phase.server, phase.state)
+        };
+        self.server_gone();
+        if state == DaemonState::Stopping {
+            return Ok(None);
+        }
+        if !settings.multi_user {
+            self.set_state(DaemonState::Active, None);
+            return Ok(None);
+        }
+        tracing::warn!(device = self.name, server = was, "MPS server is gone, starting another");
+        self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
+        self.start_server(0).await.map(Some)
+    }
+
+    fn server_reports(&self, state: ServerState) {
+        if state == ServerState::Fault {
+            self.fault_confirmed();
+        }
+        match state {
+            // The daemon stops, whatever state its server is in.
+            _ if self.phase.borrow().state == DaemonState::Stopping => {
+                if state == ServerState::Active {
+                    self.server_recovered();
+                }
+            }
+            ServerState::Active if self.server_recovered() => self.set_state(DaemonState::Active, None),
+            // The log has just reported a fault.
+            ServerState::Active => {}
+            ServerState::Fault => self.set_state(DaemonState::Fault, None),
+            ServerState::Initializing => self.set_state(DaemonState::Restarting, None),
+            // It exited after it was listed. The next probe starts another.
+            ServerState::Gone => self.probe_soon(),
+        }
+    }
+
+    fn is_terminating(&self) -> bool {
+        self.terminating_since.get().is_some_and(|since| since.elapsed() < TERMINATE_BLOCKS)
+    }
+}

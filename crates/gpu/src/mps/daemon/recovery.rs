@@ -1,0 +1,100 @@
+//! Brings a device back to service: escalates a FAULT, and replaces a server that may break a
+//! client.
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::time::{Instant, sleep};
+
+use super::Device;
+use super::escalation::Step;
+use crate::mps::error::DaemonError;
+use crate::mps::process::Child;
+use crate::mps::protocol::{self, Command};
+use crate::mps::wire::Client;
+
+/// How long a server without clients may take to shut down.
+const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
+/// How often a server that shuts down is polled.
+const SHUTDOWN_POLL: Duration = Duration::from_millis(10);
+
+impl Device {
+    /// Takes the next step against a fault if it is due. The caller holds the
+    /// [`super::ControlLock`]. Takes no longer than the step's deadline.
+    pub(super) async fn escalate(&self, daemon: &Child) {
+        let clients = self.clients.borrow().count();
+        let Some((step, at)) = self.faults.borrow_mut().escalate(clients, Instant::now()) else { return };
+        tracing::warn!(device = self.name, ?step, ?at, clients, "MPS server stays in FAULT");
+        let message = match step {
+            Step::Wait => return,
+            Step::SignalTerm => {
+                self.signal_clients(Signal::TERM);
+                format!("in FAULT until all clients have exited ({clients} remain): SIGTERM sent")
+            }
+            Step::SignalKill => {
+                self.signal_clients(Signal::KILL);
+                format!("in FAULT until all clients have exited ({clients} remain): SIGKILL sent")
+            }
+            Step::ShutDownServer => "in FAULT for too long: shutting the server down".to_owned(),
+            Step::QuitDaemon => "in FAULT for too long: stopping the daemon".to_owned(),
+            Step::KillDaemon => {
+                daemon.kill();
+                "in FAULT for too long: the daemon was killed".to_owned()
+            }
+        };
+        self.set_message(&message);
+        let server = self.phase.borrow().server;
+        let command = match (step, server) {
+            (Step::ShutDownServer, Some(server)) => Command::ShutdownServer { server, force: true },
+            (Step::QuitDaemon, _) => Command::Quit { seconds: 0 },
+            _ => return,
+        };
+        if let Err(error) = self.ask_within(&command, step.deadline()).await {
+            tracing::warn!(device = self.name, %error, ?step, "step against FAULT failed, the next one follows");
+        }
+    }
+
+    /// Signals the clients that came through a door and are still running.
+    fn signal_clients(&self, signal: Signal) {
+        let signalled: Vec<Client> = {
+            let clients = self.clients.borrow();
+            let send = |(client, pidfd): (Client, &crate::mps::process::PidFd)| {
+                pidfd.signal(signal);
+                client
+            };
+            clients.signalable().map(send).collect()
+        };
+        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "signalling clients that keep the server in FAULT");
+        self.faults.borrow_mut().signalled(signalled);
+        self.context.status_changed();
+    }
+
+    /// Whether the server may break a client and now has none.
+    pub(crate) fn must_replace_server(&self) -> bool {
+        self.faults.borrow().is_unclean() && self.phase.borrow().is_open() && self.clients.borrow().count() == 0
+    }
+
+    /// Replaces a server that may break a client, if it has none. The caller holds the
+    /// [`super::ControlLock`], so doors wait. Shares stay healthy: this takes no longer than the
+    /// start of a program.
+    pub(super) async fn replace_unclean_server(&self) -> Result<(), DaemonError> {
+        let phase = *self.phase.borrow();
+        let Some(server) = phase.server.filter(|_| self.must_replace_server()) else { return Ok(()) };
+        tracing::info!(device = self.name, server, "replacing MPS server in which a client died with an open context");
+        // Its exit is expected from here on.
+        self.server_gone();
+        self.ask_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;
+        let deadline = Instant::now() + SHUTDOWN_DEADLINE;
+        while protocol::pids(&self.ask(&Command::ServerList).await?)?.contains(&server) {
+            if Instant::now() > deadline {
+                return Err(DaemonError::ServerNotStopped { server, after: SHUTDOWN_DEADLINE });
+            }
+            sleep(SHUTDOWN_POLL).await;
+        }
+        if phase.multi_user {
+            let server = self.start_server(0).await?;
+            self.set_server(Some(server));
+            self.context.status_changed();
+        }
+        Ok(())
+    }
+}

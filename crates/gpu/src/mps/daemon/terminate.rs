@@ -1,0 +1,38 @@
+//! Terminates a client's contexts.
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+
+use super::Device;
+use crate::mps::control::ANSWER_DEADLINE;
+use crate::mps::error::TerminateError;
+use crate::mps::procfs;
+use crate::mps::protocol::{self, Command, Terminated};
+
+/// How long to wait for the control lock, and then for the answer.
+const DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
+
+impl Device {
+    /// Terminates a client's contexts through MPS.
+    pub(crate) async fn terminate(&self, client: u32) -> Result<Terminated, TerminateError> {
+        if procfs::is_stopped(client) {
+            // It would block the daemon, and so all other clients, until it continues.
+            return Err(TerminateError::ClientStopped(client));
+        }
+        let control = timeout(DEADLINE, self.control.lock()).await.map_err(|_| TerminateError::Busy)?;
+        let server = self.phase.borrow().server.ok_or(TerminateError::NoServer)?;
+        self.terminating_since.set(Some(Instant::now()));
+        // Before the command: MPS may log the client's exit before it answers.
+        self.clients.borrow_mut().set_terminated(client);
+        let output = self.ask_within(&Command::Terminate { server, client }, DEADLINE).await;
+        drop(control);
+        self.probe_soon();
+        let output = output?;
+        self.terminating_since.set(None);
+        let terminated = protocol::terminated(&output);
+        if terminated.is_err() {
+            self.clients.borrow_mut().unset_terminated(client);
+        }
+        Ok(terminated?)
+    }
+}

@@ -1,0 +1,28 @@
+//! The command line of `nvidia-cuda-mps-control`.
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::Command;
+
+/// `nvidia-cuda-mps-control` for a device: the daemon itself, or the tool that sends it commands.
+pub(crate) fn command(program: &Path, library_path: Option<&OsStr>, pipe: &Path, device: &str) -> Command {
+    let mut command = Command::new(program);
+    command
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
+        .env("CUDA_MPS_LOG_DIRECTORY", pipe)
+        .env("CUDA_VISIBLE_DEVICES", device)
+        .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+        .current_dir("/");
+    if let Some(path) = library_path {
+        command.env("LD_LIBRARY_PATH", path);
+    }
+    // The daemon finds the server program through PATH. It is in the daemon's directory.
+    if let Some(directory) = program.parent().filter(|directory| !directory.as_os_str().is_empty()) {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let directories = std::iter::once(directory.to_owned()).chain(std::env::split_paths(&path));
+        if let Ok(path) = std::env::join_paths(directories) {
+            command.env("PATH", path);
+        }
+    }
+    command
+}

@@ -1,0 +1,161 @@
+//! What the tests of the doctor observed. Data only.
+use crate::mps::protocol::Command;
+use crate::nvml::ComputeMode;
+
+/// Result of one test of the driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Outcome<T> {
+    /// The test was skipped, for this reason.
+    NotTested(String),
+    /// The driver made the test fail, for this reason.
+    Failed(String),
+    /// The test observed this.
+    Observed(T),
+}
+
+impl<T> Outcome<T> {
+    /// The outcome of a part of the observation.
+    pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> Outcome<U> {
+        match self {
+            Self::NotTested(why) => Outcome::NotTested(why.clone()),
+            Self::Failed(why) => Outcome::Failed(why.clone()),
+            Self::Observed(observed) => Outcome::Observed(part(observed)),
+        }
+    }
+}
+
+fn skipped<T>(why: &str) -> Outcome<T> {
+    Outcome::NotTested(why.to_owned())
+}
+
+/// What a program sees of its GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct GpuView {
+    pub(super) sms: u32,
+    pub(super) free_mib: u64,
+}
+
+/// What the daemon logged.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Log {
+    pub(super) version: Option<u32>,
+    pub(super) server_ready: bool,
+    /// None if there was no client.
+    pub(super) client_connected: Option<bool>,
+    pub(super) client_disconnected: Option<bool>,
+}
+
+/// A command and its answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Asked {
+    pub(super) command: Command,
+    pub(super) answer: String,
+    /// For a command that reads a setting: the percentage or MiB set before.
+    pub(super) set: Option<u64>,
+}
+
+/// Limits, and what a program saw that connected under them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Bound {
+    pub(super) percent: u8,
+    pub(super) limit_mib: u64,
+    pub(super) view: GpuView,
+}
+
+/// What programs saw that asked for other limits than the server's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lowered {
+    pub(super) set: Bound,
+    /// With higher limits in its environment.
+    pub(super) asked_more: GpuView,
+    /// With these lower limits in its environment.
+    pub(super) asked_less: Bound,
+}
+
+/// Result of a CUDA call: the error code of a failure.
+pub(super) type Allocated = Result<(), i64>;
+
+/// Allocations under a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Memory {
+    pub(super) limit_mib: u64,
+    pub(super) half: Allocated,
+    pub(super) all: Allocated,
+}
+
+/// A client terminated by MPS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Termination {
+    pub(super) answer: String,
+    /// Result of the client's next call.
+    pub(super) client: Allocated,
+    /// Result of a neighbour's next call.
+    pub(super) neighbour: Allocated,
+}
+
+/// The outcomes of all tests.
+#[derive(Debug)]
+pub(super) struct Observations {
+    /// Milliseconds until the daemon answered.
+    pub(super) start: Outcome<u128>,
+    /// Whether its greeting is that of driver 580.
+    pub(super) greeting: Outcome<bool>,
+    pub(super) commands: Outcome<Vec<Asked>>,
+    /// Administrators' commands over the socket that every user can reach.
+    pub(super) unprivileged: Outcome<Vec<Asked>>,
+    pub(super) log: Outcome<Log>,
+    /// Whether MPS lists a client by its pid.
+    pub(super) listed_by_mps: Outcome<bool>,
+    /// Whether NVML lists it as an MPS client. None if this driver does not distinguish clients
+    /// from other processes.
+    pub(super) listed_by_nvml: Outcome<Option<bool>>,
+    /// Two programs that connected one after the other and ran side by side.
+    pub(super) bound: Outcome<[Bound; 2]>,
+    /// Percentages and the SMs that programs saw under them.
+    pub(super) rounding: Outcome<Vec<(u8, u32)>>,
+    pub(super) lowered: Outcome<Lowered>,
+    pub(super) memory: Outcome<Memory>,
+    /// What a program saw whose environment contains an invalid memory limit.
+    pub(super) escape: Outcome<Bound>,
+    /// What another user's program saw while root's was running.
+    pub(super) users: Outcome<Bound>,
+    /// What a program saw whose pipe directory contains only a link to `control`.
+    pub(super) link: Outcome<Bound>,
+    pub(super) terminated: Outcome<Termination>,
+    /// What the first program of a new server saw under the daemon's defaults.
+    pub(super) defaults: Outcome<Bound>,
+    /// What a program saw without a `control` socket, or its CUDA error.
+    pub(super) no_control: Outcome<Result<GpuView, i64>>,
+}
+
+impl Observations {
+    /// Nothing was tested, for this reason.
+    pub(super) fn none(why: &str) -> Self {
+        Self {
+            start: skipped(why),
+            greeting: skipped(why),
+            commands: skipped(why),
+            unprivileged: skipped(why),
+            log: skipped(why),
+            listed_by_mps: skipped(why),
+            listed_by_nvml: skipped(why),
+            bound: skipped(why),
+            rounding: skipped(why),
+            lowered: skipped(why),
+            memory: skipped(why),
+            escape: skipped(why),
+            users: skipped(why),
+            link: skipped(why),
+            terminated: skipped(why),
+            defaults: skipped(why),
+            no_control: skipped(why),
+        }
+    }
+}
+
+/// The GPU that the tests ran on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TestedGpu {
+    pub(super) sms: u32,
+    pub(super) compute_mode: Option<ComputeMode>,
+}

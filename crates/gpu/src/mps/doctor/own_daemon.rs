@@ -1,0 +1,159 @@
+//! The doctor's own MPS daemon on an idle GPU.
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
+use tokio::process::{Child, Command as Process};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::setup::Setup;
+use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT, QUIT_DEADLINE};
+use crate::mps::daemon::{DAEMON_START_DEADLINE, tool};
+use crate::mps::log::{LogEvent, log_line};
+use crate::mps::procfs;
+use crate::mps::text::shorten;
+
+/// How often the daemon is polled.
+const POLL: Duration = Duration::from_millis(20);
+
+/// What the daemon has logged.
+#[derive(Debug, Default)]
+pub(super) struct DaemonLog {
+    pub(super) version: Option<u32>,
+    /// Servers that became ready.
+    pub(super) ready: BTreeSet<u32>,
+    /// Clients that connected.
+    pub(super) connected: BTreeSet<u32>,
+    /// Clients that exited.
+    pub(super) disconnected: BTreeSet<u32>,
+    last_line: String,
+}
+
+/// Why the daemon does not answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OwnDaemonError {
+    #[error("it cannot be started: {0}")]
+    Start(io::Error),
+    #[error("it exited ({status}): {last_line}")]
+    Exited { status: ExitStatus, last_line: String },
+    #[error("{0}")]
+    Control(#[from] ControlError),
+}
+
+/// What the daemon said first.
+pub(super) struct FirstAnswer {
+    /// Milliseconds after the start.
+    pub(super) after_ms: u128,
+    /// Whether its greeting is the known one.
+    pub(super) is_known: bool,
+}
+
+/// A running daemon with its own directory.
+pub(super) struct OwnDaemon {
+    pub(super) directory: PathBuf,
+    child: Child,
+    pub(super) log: Arc<Mutex<DaemonLog>>,
+}
+
+impl OwnDaemon {
+    /// Starts a daemon with the options that the MPS host uses.
+    pub(super) fn start(setup: &Setup) -> Result<Self, OwnDaemonError> {
+        Self::try_start(setup).map_err(OwnDaemonError::Start)
+    }
+
+    fn try_start(setup: &Setup) -> io::Result<Self> {
+        let directory = std::env::temp_dir().join(format!("cleave-doctor-{}", std::process::id()));
+        // Programs of other users can enter it but not list it.
+        fs::DirBuilder::new().mode(0o711).create(&directory)?;
+        fs::set_permissions(&directory, fs::Permissions::from_mode(0o711))?;
+        match Self::start_in(&directory, setup) {
+            Ok((child, log)) => Ok(Self { directory, child, log }),
+            Err(error) => {
+                let _ = fs::remove_dir_all(&directory);
+                Err(error)
+            }
+        }
+    }
+
+    fn start_in(directory: &Path, setup: &Setup) -> io::Result<(Child, Arc<Mutex<DaemonLog>>)> {
+        for name in ["pipe", "link", "empty"] {
+            fs::DirBuilder::new().mode(0o711).create(directory.join(name))?;
+            fs::set_permissions(directory.join(name), fs::Permissions::from_mode(0o711))?;
+        }
+        let tool = tool::command(&setup.control, setup.library_path.as_deref(), &directory.join("pipe"), &setup.uuid);
+        let mut command = Process::from(tool);
+        command.args(["-f", "-multiuser-server"]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn()?;
+        let log = Arc::default();
+        if let Some(output) = child.stdout.take() {
+            tokio::spawn(read_log(output, Arc::clone(&log)));
+        }
+        if let Some(output) = child.stderr.take() {
+            tokio::spawn(read_log(output, Arc::clone(&log)));
+        }
+        Ok((child, log))
+    }
+
+    /// The daemon's pipe directory.
+    pub(super) fn pipe(&self) -> PathBuf {
+        self.directory.join("pipe")
+    }
+
+    /// Waits for its first answer.
+    pub(super) async fn first_answer(&mut self) -> Result<FirstAnswer, OwnDaemonError> {
+        let begun = Instant::now();
+        loop {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                // Its last lines may still be in the pipe.
+                sleep(POLL * 5).await;
+                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+                return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });
+            }
+            match control::greets_as_known(&self.pipe()).await {
+                Ok(is_known) => return Ok(FirstAnswer { after_ms: begun.elapsed().as_millis(), is_known }),
+                Err(ControlError::Io(_) | ControlError::Closed) if begun.elapsed() < DAEMON_START_DEADLINE => {
+                    sleep(POLL).await;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Stops the daemon and removes everything it left.
+    pub(super) async fn stop(mut self) {
+        if control::ask(&self.pipe(), &QUIT, QUIT_DEADLINE).await.is_err()
+            || timeout(ANSWER_DEADLINE, self.child.wait()).await.is_err()
+        {
+            let _ = self.child.kill().await;
+        }
+        procfs::clear(&self.pipe()).await;
+        if let Err(error) = fs::remove_dir_all(&self.directory) {
+            tracing::warn!(directory = %self.directory.display(), %error, "failed to remove the doctor's directory");
+        }
+    }
+}
+
+async fn read_log(output: impl AsyncRead + Unpin, log: Arc<Mutex<DaemonLog>>) {
+    let mut lines = BufReader::new(output).lines();
+    while let Ok(Some(line)) = lines.next_line().await {
+        let line = log_line(&line);
+        tracing::debug!(source = line.source, pid = line.pid, "{}", line.text);
+        let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+        match line.event {
+            LogEvent::Version(version) => log.version = Some(version),
+            LogEvent::ServerReady(server) => drop(log.ready.insert(server)),
+            LogEvent::ClientConnected(client) => drop(log.connected.insert(client)),
+            LogEvent::ClientDisconnected(client) => drop(log.disconnected.insert(client)),
+            LogEvent::Chatter => continue,
+            _ => {}
+        }
+        log.last_line = shorten(line.text);
+    }
+}

@@ -1,0 +1,161 @@
+//! Whether the doctor may start a daemon on the GPU without disturbing anybody.
+use std::io;
+use std::path::Path;
+
+use super::facts::Facts;
+use crate::mps::procfs;
+use crate::mps::wire::{Desired, Paths};
+use crate::nvml::{ComputeMode, Gpu};
+
+/// The node's initial pid namespace (`PROC_PID_INIT_INO` of the kernel). Only there all processes
+/// are visible.
+const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
+
+/// What decides whether the doctor may start a daemon.
+#[derive(Debug, Clone)]
+pub(super) struct Preconditions {
+    control: bool,
+    root: bool,
+    mig: bool,
+    compute_mode: Option<ComputeMode>,
+    /// Why the GPU may belong to Cleave.
+    cleave: Option<String>,
+    /// Pids of MPS processes that may serve the GPU. None if they cannot be found out.
+    mps: Option<Vec<u32>>,
+    /// Number of processes on the GPU. None if NVML does not report it.
+    processes: Option<usize>,
+    pub(super) others: Others,
+}
+
+/// Whether processes of other pid namespaces are visible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Others {
+    Visible,
+    Hidden,
+    /// They are hidden, but `--idle` says that there are none.
+    AssumedNone,
+}
+
+impl Preconditions {
+    /// Why nothing may be started.
+    pub(super) fn skip_reason(&self) -> Option<String> {
+        let why = match self {
+            Self { control: false, .. } => "the MPS control program was not found (--mps-control)",
+            Self { root: false, .. } => "an MPS daemon for all users needs root",
+            Self { mig: true, .. } => "MIG is enabled on the GPU, and MIG devices are not tested",
+            Self { compute_mode: Some(ComputeMode::Prohibited), .. } => "the compute mode is Prohibited",
+            Self { cleave: Some(why), .. } => why,
+            Self { mps: None, .. } => "the search for MPS daemons that may serve the GPU failed",
+            Self { mps: Some(pids), .. } if !pids.is_empty() => {
+                let pids: Vec<String> = pids.iter().map(ToString::to_string).collect();
+                return Some(format!(
+                    "an MPS daemon that may serve the GPU is already running (process {})",
+                    pids.join(", ")
+                ));
+            }
+            Self { processes: None, .. } => "NVML does not report who uses the GPU",
+            Self { processes: Some(1..), .. } => "the GPU is in use",
+            Self { others: Others::Hidden, .. } => {
+                "processes of other pid namespaces are not visible; pass --idle if nobody uses the GPU"
+            }
+            _ => return None,
+        };
+        Some(why.to_owned())
+    }
+}
+
+/// Checks the preconditions. `assume_idle` is `--idle`.
+pub(super) async fn check(
+    run_dir: &Path,
+    assume_idle: bool,
+    facts: &Facts,
+    gpu: &Gpu,
+    compute_mode: Option<ComputeMode>,
+) -> Preconditions {
+    let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    Preconditions {
+        control: facts.control.is_some(),
+        root: rustix::process::geteuid().is_root(),
+        mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
+        compute_mode,
+        cleave: reserved_by_cleave(run_dir, &gpu.uuid),
+        mps: procfs::of_gpu(&gpu.uuid).await,
+        processes: facts.gpu.processes,
+        others: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
+            true => Others::Visible,
+            false if assume_idle => Others::AssumedNone,
+            false => Others::Hidden,
+        },
+    }
+}
+
+/// Why the GPU may belong to Cleave, if it may.
+fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
+    let path = Paths::new(run).desired();
+    let desired = match std::fs::read(&path) {
+        Ok(bytes) => Desired::parse(&bytes),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+        Err(error) => return Some(format!("cannot tell whether Cleave uses the GPU: {}: {error}", path.display())),
+    };
+    match desired {
+        Ok(desired) if !desired.daemons.contains_key(uuid) => None,
+        Ok(_) => Some(format!("Cleave shares the GPU with MPS ({})", path.display())),
+        Err(invalid) => Some(format!("cannot tell whether Cleave uses the GPU: {invalid}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn free() -> Preconditions {
+        Preconditions {
+            control: true,
+            root: true,
+            mig: false,
+            compute_mode: Some(ComputeMode::Default),
+            cleave: None,
+            mps: Some(Vec::new()),
+            processes: Some(0),
+            others: Others::Visible,
+        }
+    }
+
+    #[test]
+    fn a_daemon_is_started_only_if_it_disturbs_nobody() {
+        assert_eq!(free().skip_reason(), None);
+        assert_eq!(Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free() }.skip_reason(), None);
+        assert_eq!(Preconditions { others: Others::AssumedNone, ..free() }.skip_reason(), None);
+        for (preconditions, why) in [
+            (Preconditions { control: false, ..free() }, "control program was not found"),
+            (Preconditions { root: false, ..free() }, "root"),
+            (Preconditions { mig: true, ..free() }, "MIG"),
+            (Preconditions { compute_mode: Some(ComputeMode::Prohibited), ..free() }, "compute mode"),
+            (Preconditions { cleave: Some("Cleave shares it".to_owned()), ..free() }, "Cleave shares it"),
+            (Preconditions { mps: None, ..free() }, "search for MPS daemons"),
+            (Preconditions { mps: Some(vec![7, 8]), ..free() }, "process 7, 8"),
+            (Preconditions { processes: None, ..free() }, "NVML does not report"),
+            (Preconditions { processes: Some(1), ..free() }, "in use"),
+            (Preconditions { processes: Some(1), others: Others::AssumedNone, ..free() }, "in use"),
+            (Preconditions { others: Others::Hidden, ..free() }, "--idle"),
+        ] {
+            let reason = preconditions.skip_reason().unwrap_or_default();
+            assert!(reason.contains(why), "{preconditions:?}: {reason:?}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_belongs_to_cleave_if_the_desired_file_lists_it_or_is_unreadable() {
+        let run = tempfile::tempdir().unwrap();
+        assert_eq!(reserved_by_cleave(run.path(), "GPU-1"), None);
+        std::fs::create_dir(run.path().join("mps")).unwrap();
+        let path = Paths::new(run.path()).desired();
+        let daemon = r#"{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}"#;
+        let desired = format!(r#"{{"version":1,"daemons":{{"GPU-1":{daemon}}},"allocations":{{}}}}"#);
+        std::fs::write(&path, desired).unwrap();
+        assert!(reserved_by_cleave(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
+        assert_eq!(reserved_by_cleave(run.path(), "GPU-2"), None);
+        std::fs::write(&path, "junk").unwrap();
+        assert!(reserved_by_cleave(run.path(), "GPU-2").unwrap().contains("cannot tell"));
+    }
+}

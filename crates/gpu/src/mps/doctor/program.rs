@@ -1,0 +1,186 @@
+//! Runs the CUDA program that shows how the driver behaves. The user of the doctor provides it.
+//!
+//! Once it has a context it prints a line of JSON, `{"sms": 26, "freeMiB": 8069}`, or `{"error":
+//! 2}` with the code of the driver API, and exits. With `--allocate MIB` it then allocates that
+//! much and prints a second line, an error or anything else. With `--read-line` it first waits for
+//! a line on its standard input, or the end of it.
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde::Deserialize;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::time::timeout;
+
+use super::observed::{Allocated, GpuView};
+use crate::mps::text::shorten;
+
+/// How long a line may take. A context takes 0.1 s, and much longer if the driver initializes the
+/// GPU first.
+const LINE_DEADLINE: Duration = Duration::from_secs(30);
+/// How long a program may take to exit after its last line.
+const EXIT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// The program, and what every run of it needs.
+#[derive(Debug, Clone)]
+pub(super) struct Program {
+    /// The program and its first arguments.
+    pub(super) words: Vec<OsString>,
+    pub(super) library_path: Option<OsString>,
+    pub(super) device: String,
+}
+
+/// Options of one run.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Start {
+    /// `CUDA_MPS_PIPE_DIRECTORY`.
+    pub(super) pipe: PathBuf,
+    pub(super) environment: BTreeMap<&'static str, String>,
+    /// Run as this user instead of this process's.
+    pub(super) uid: Option<u32>,
+    /// Wait for a line before the allocation.
+    pub(super) waits: bool,
+    pub(super) allocate_mib: Option<u64>,
+}
+
+/// Why a program gave no usable result.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ProgramError {
+    /// The program does not work, which says nothing about the driver.
+    #[error("the CUDA program {0}")]
+    Broken(String),
+    /// A CUDA call failed.
+    #[error("the program got CUDA error {0}")]
+    Cuda(i64),
+    /// It printed nothing: it waits for CUDA.
+    #[error("the program printed nothing for {} s", LINE_DEADLINE.as_secs())]
+    Timeout,
+}
+
+/// A line that the program printed.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Line {
+    error: Option<i64>,
+    sms: Option<u32>,
+    #[serde(rename = "freeMiB")]
+    free_mib: Option<u64>,
+}
+
+/// A running program with a context.
+pub(super) struct Running {
+    child: Child,
+    input: Option<ChildStdin>,
+    lines: Lines<BufReader<ChildStdout>>,
+    pub(super) pid: u32,
+    pub(super) view: GpuView,
+}
+
+impl Program {
+    /// Starts the program and waits until it has a context.
+    pub(super) async fn start(&self, start: &Start) -> Result<Running, ProgramError> {
+        let broken = |what: &str| ProgramError::Broken(what.to_owned());
+        let (program, arguments) = self.words.split_first().ok_or_else(|| broken("is not named"))?;
+        let mut command = Command::new(program);
+        command.args(arguments);
+        if start.waits {
+            command.arg("--read-line");
+        }
+        if let Some(mib) = start.allocate_mib {
+            command.args(["--allocate", &mib.to_string()]);
+        }
+        command
+            .env("CUDA_MPS_PIPE_DIRECTORY", &start.pipe)
+            .env("CUDA_VISIBLE_DEVICES", &self.device)
+            .env_remove("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+            .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+            .envs(&start.environment)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .kill_on_drop(true);
+        if let Some(path) = &self.library_path {
+            command.env("LD_LIBRARY_PATH", path);
+        }
+        if let Some(uid) = start.uid {
+            command.uid(uid).gid(uid);
+        }
+        let mut child = command.spawn().map_err(|error| broken(&format!("cannot be started: {error}")))?;
+        let (Some(output), Some(pid)) = (child.stdout.take(), child.id()) else { return Err(broken("has no output")) };
+        let mut running = Running {
+            input: child.stdin.take(),
+            lines: BufReader::new(output).lines(),
+            child,
+            pid,
+            view: GpuView { sms: 0, free_mib: 0 },
+        };
+        let line = running.line().await?;
+        let (Some(sms), Some(free_mib)) = (line.sms, line.free_mib) else {
+            return Err(broken("does not print `sms` and `freeMiB`"));
+        };
+        running.view = GpuView { sms, free_mib };
+        Ok(running)
+    }
+
+    /// Runs the program to its end. Returns what it saw.
+    pub(super) async fn view(&self, start: &Start) -> Result<GpuView, ProgramError> {
+        let running = self.start(start).await?;
+        let view = running.view;
+        running.finish().await;
+        Ok(view)
+    }
+
+    /// Runs the program with an allocation. Returns the result of that.
+    pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<Allocated, ProgramError> {
+        let start = Start { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..Start::default() };
+        let mut running = self.start(&start).await?;
+        let allocated = running.allocated().await?;
+        running.finish().await;
+        Ok(allocated)
+    }
+}
+
+impl Running {
+    async fn line(&mut self) -> Result<Line, ProgramError> {
+        let broken = |what: String| Err(ProgramError::Broken(what));
+        match timeout(LINE_DEADLINE, self.lines.next_line()).await {
+            Err(_) => Err(ProgramError::Timeout),
+            Ok(Err(error)) => broken(format!("prints unreadable output: {error}")),
+            Ok(Ok(None)) => broken("exits without output".to_owned()),
+            Ok(Ok(Some(line))) => match serde_json::from_str::<Line>(&line) {
+                Ok(Line { error: Some(code), .. }) => Err(ProgramError::Cuda(code)),
+                Ok(line) => Ok(line),
+                Err(_) => broken(format!("prints {:?}", shorten(&line))),
+            },
+        }
+    }
+
+    /// Result of the allocation.
+    async fn allocated(&mut self) -> Result<Allocated, ProgramError> {
+        match self.line().await {
+            Ok(_) => Ok(Ok(())),
+            Err(ProgramError::Cuda(code)) => Ok(Err(code)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Lets a waiting program allocate. Returns the result.
+    pub(super) async fn resume(&mut self) -> Result<Allocated, ProgramError> {
+        if let Some(mut input) = self.input.take() {
+            // If it has exited, the missing line shows that.
+            let _ = input.write_all(b"\n").await;
+        }
+        self.allocated().await
+    }
+
+    /// Lets the program exit and waits for it.
+    pub(super) async fn finish(mut self) {
+        drop(self.input.take());
+        if timeout(EXIT_DEADLINE, self.child.wait()).await.is_err() {
+            let _ = self.child.kill().await;
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The report of the doctor, as JSON or as text of at most 100 columns.
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::facts::Facts;
+use super::judge::{Finding, Verdict};
+
+/// The report. Serialized, it is the JSON output.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Report {
+    #[serde(flatten)]
+    pub(super) facts: Facts,
+    /// Why nothing was tested, if so.
+    pub(super) skip_reason: Option<String>,
+    /// Whether no check differs.
+    pub(super) as_expected: bool,
+    pub(super) findings: Vec<Finding>,
+}
+
+/// Widths of the table's columns: check, verdict, expected, observed.
+const WIDTHS: [usize; 4] = [10, 8, 39, 37];
+const BETWEEN: &str = "  ";
+/// Width of a line.
+const WIDTH: usize = 100;
+
+/// The report as text.
+pub(super) fn text(report: &Report) -> String {
+    let mut text = facts(&report.facts);
+    if let Some(why) = &report.skip_reason {
+        paragraph(&mut text, &format!("Nothing was started on the GPU: {why}. No check below was tested."));
+    }
+    text.push('\n');
+    row(&mut text, ["CHECK", "", "CLEAVE EXPECTS", "OBSERVED"]);
+    for finding in &report.findings {
+        let verdict = match finding.verdict {
+            Verdict::AsExpected => "ok",
+            Verdict::Differs => "DIFFERS",
+            Verdict::NotTested => "-",
+        };
+        // A reason that all checks have in common is stated once, above the table.
+        let observed = match (&report.skip_reason, finding.verdict) {
+            (Some(why), Verdict::NotTested) if *why == finding.observed => "not tested".to_owned(),
+            (_, Verdict::NotTested) => format!("not tested: {}", finding.observed),
+            _ => finding.observed.clone(),
+        };
+        row(&mut text, [finding.check, verdict, finding.expected, &observed]);
+    }
+    text.push('\n');
+    let count = |verdict| report.findings.iter().filter(|finding| finding.verdict == verdict).count();
+    let (good, differ, left) = (count(Verdict::AsExpected), count(Verdict::Differs), count(Verdict::NotTested));
+    let _ = writeln!(
+        text,
+        "{good} as expected, {differ} {}, {left} not tested.",
+        if differ == 1 { "differs" } else { "differ" }
+    );
+    if differ > 0 {
+        text.push_str("\nWhat that means:\n");
+    }
+    for finding in report.findings.iter().filter(|finding| finding.verdict == Verdict::Differs) {
+        paragraph(&mut text, &format!("- {}: {}.", finding.check, finding.impact));
+    }
+    text
+}
+
+fn facts(facts: &Facts) -> String {
+    let gpu = &facts.gpu;
+    let unknown = || "unknown".to_owned();
+    let control = match (&facts.control, facts.control_version) {
+        (Some(path), Some(version)) => format!("{} (version {version})", path.display()),
+        (Some(path), None) => path.display().to_string(),
+        (None, _) => "not found".to_owned(),
+    };
+    let lines = [
+        ("GPU", format!("{}, {}, {}", gpu.index, gpu.model, gpu.uuid)),
+        ("", format!("{} SMs, {} MiB", gpu.sms, gpu.memory_mib)),
+        (
+            "",
+            format!(
+                "compute mode {}, MIG {}, {} processes",
+                gpu.compute_mode.unwrap_or("unknown"),
+                gpu.mig,
+                gpu.processes.map_or_else(unknown, |count| count.to_string())
+            ),
+        ),
+        ("Driver", format!("{}, CUDA {}", facts.driver, facts.cuda.clone().unwrap_or_else(unknown))),
+        ("MPS", control),
+        ("Kernel", format!("{}, control groups {}", facts.kernel, facts.cgroups)),
+    ];
+    lines.iter().map(|(name, value)| format!("{name:8}{value}").trim_end().to_owned() + "\n").collect()
+}
+
+fn paragraph(text: &mut String, words: &str) {
+    for (number, line) in wrapped(words, WIDTH - 2).iter().enumerate() {
+        let indent = if number > 0 && words.starts_with("- ") { "  " } else { "" };
+        let _ = writeln!(text, "{indent}{line}");
+    }
+}
+
+fn row(text: &mut String, cells: [&str; 4]) {
+    let mut columns = Vec::new();
+    for (cell, width) in cells.iter().zip(WIDTHS) {
+        columns.push(wrapped(cell, width));
+    }
+    let height = columns.iter().map(Vec::len).max().unwrap_or_default();
+    for number in 0..height {
+        let line: Vec<String> = columns
+            .iter()
+            .zip(WIDTHS)
+            .map(|(lines, width)| format!("{:width$}", lines.get(number).map_or("", String::as_str)))
+            .collect();
+        text.push_str(line.join(BETWEEN).trim_end());
+        text.push('\n');
+    }
+}
+
+/// Wraps text to lines of at most `width` characters. Splits longer words.
+fn wrapped(words: &str, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in words.split_whitespace() {
+        let mut rest: Vec<char> = word.chars().collect();
+        while !rest.is_empty() {
+            let piece: String = rest.drain(..rest.len().min(width)).collect();
+            match lines.last_mut() {
+                Some(line) if line.chars().count() + 1 + piece.chars().count() <= width => {
+                    line.push(' ');
+                    line.push_str(&piece);
+                }
+                _ => lines.push(piece),
+            }
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::super::facts::GpuFacts;
+    use super::super::judge::findings;
+    use super::super::observed::{Observations, Outcome, TestedGpu};
+    use super::*;
+
+    fn report(seen: &Observations, skip_reason: Option<&str>) -> Report {
+        let gpu = GpuFacts {
+            index: 0,
+            uuid: "GPU-8a511988-43b7-5835-93fb-f2df4bbf83bc".to_owned(),
+            model: "NVIDIA H200".to_owned(),
+            sms: 132,
+            memory_mib: 143_155,
+            compute_mode: Some("Default"),
+            mig: "off",
+            processes: Some(0),
+        };
+        let facts = Facts {
+            kernel: "6.12.0".to_owned(),
+            cgroups: "v2",
+            driver: "580.159".to_owned(),
+            cuda: Some("13.0".to_owned()),
+            control: Some(PathBuf::from("/usr/bin/nvidia-cuda-mps-control")),
+            control_version: None,
+            gpu,
+        };
+        let findings = findings(seen, TestedGpu { sms: 132, compute_mode: None });
+        let as_expected = findings.iter().all(|finding| finding.verdict != Verdict::Differs);
+        Report { facts, skip_reason: skip_reason.map(str::to_owned), as_expected, findings }
+    }
+
+    #[test]
+    fn lines_have_at_most_100_columns() {
+        let mut seen = Observations::none("none");
+        seen.start = Outcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
+        let text = text(&report(&seen, None));
+        let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!(longest <= WIDTH, "{longest}\n{text}");
+        assert!(text.contains(&"x".repeat(37)), "{text}");
+    }
+
+    #[test]
+    fn differences_are_counted_and_explained() {
+        let mut seen = Observations::none("none");
+        seen.start = Outcome::Observed(5);
+        seen.greeting = Outcome::Observed(false);
+        let text = text(&report(&seen, None));
+        assert!(text.contains("1 as expected, 1 differs, 17 not tested."), "{text}");
+        assert!(text.contains("\n- door: limits are advisory"), "{text}");
+        assert!(!text.contains("- start:"), "{text}");
+    }
+
+    #[test]
+    fn a_common_reason_for_skipping_is_stated_once() {
+        let text = text(&report(&Observations::none("the GPU is in use"), Some("the GPU is in use")));
+        assert_eq!(text.matches("the GPU is in use").count(), 1, "{text}");
+        assert!(text.contains("0 as expected, 0 differ, 19 not tested."), "{text}");
+    }
+}

@@ -1,0 +1,429 @@
+//! The tests that the doctor runs on a GPU, with commands and programs under its own daemon.
+use std::cell::{Cell, RefCell};
+use std::fs;
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::observed::{Asked, Bound, GpuView, Log, Lowered, Memory, Observations, Outcome, Termination};
+use super::own_daemon::{DaemonLog, OwnDaemon};
+use super::program::{Program, ProgramError, Running, Start};
+use super::setup::{NVML_DEADLINE, Setup};
+use crate::mps::control::{self, ANSWER_DEADLINE, ControlError};
+use crate::mps::daemon::SERVER_START_DEADLINE;
+use crate::mps::protocol::{self, Command, ServerState, Unexpected};
+use crate::nvml::NvmlError;
+
+/// Percentages whose SMs are compared.
+const PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
+/// The usual thread percentage of programs. Fewer SMs than the whole GPU show that they use MPS.
+const PERCENT: u8 = 50;
+/// A lower percentage.
+const LOW_PERCENT: u8 = 20;
+/// A user other than root, who may own nothing.
+const NOBODY: u32 = 65_534;
+/// How long MPS, its log or NVML may take to report that a client connected or exited.
+const REPORT_DEADLINE: Duration = Duration::from_secs(3);
+/// How often they are polled.
+const POLL: Duration = Duration::from_millis(20);
+/// `terminate_client` answers in milliseconds.
+const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
+/// Why tests with programs do not run.
+const NO_PROGRAM: &str = "needs a CUDA program (--client)";
+
+/// Why a test gave no observation.
+enum Stop {
+    NotTested(String),
+    Failed(String),
+}
+
+impl From<ProgramError> for Stop {
+    fn from(error: ProgramError) -> Self {
+        match &error {
+            ProgramError::Broken(_) => Self::NotTested(error.to_string()),
+            ProgramError::Cuda(_) | ProgramError::Timeout => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+impl From<ControlError> for Stop {
+    fn from(error: ControlError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+impl From<Unexpected> for Stop {
+    fn from(error: Unexpected) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+impl From<io::Error> for Stop {
+    fn from(error: io::Error) -> Self {
+        Self::NotTested(format!("cannot create a file: {error}"))
+    }
+}
+
+impl From<NvmlError> for Stop {
+    fn from(error: NvmlError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// Runs the tests under one daemon.
+struct Tests<'a> {
+    setup: &'a Setup,
+    directory: &'a Path,
+    log: &'a Mutex<DaemonLog>,
+    limit_mib: u64,
+    server: Cell<Option<u32>>,
+    /// The first client.
+    client: Cell<Option<u32>>,
+    /// Why no further test runs.
+    stopped: RefCell<Option<String>>,
+}
+
+/// Runs all tests and records their outcomes.
+pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Observations) {
+    let tests = Tests {
+        setup,
+        directory: &daemon.directory,
+        log: &daemon.log,
+        // Large enough that the context's own part does not matter, and available on every GPU.
+        limit_mib: (setup.memory_mib / 8).clamp(2048, 8192),
+        server: Cell::new(None),
+        client: Cell::new(None),
+        stopped: RefCell::new(None),
+    };
+    seen.commands = tests.run(tests.commands()).await;
+    seen.unprivileged = tests.run(tests.unprivileged()).await;
+    let listed = tests.run(tests.listed()).await;
+    seen.listed_by_mps = listed.map(|listed| listed.0);
+    seen.listed_by_nvml = if setup.sees_others {
+        listed.map(|listed| listed.1)
+    } else {
+        Outcome::NotTested("needs the node's pid namespace (hostPID)".to_owned())
+    };
+    seen.bound = tests.run(tests.bound()).await;
+    seen.rounding = tests.run(tests.rounding()).await;
+    seen.lowered = tests.run(tests.lowered()).await;
+    seen.memory = tests.run(tests.memory()).await;
+    seen.escape = tests.run(tests.escape()).await;
+    seen.users = tests.run(tests.users()).await;
+    seen.link = tests.run(tests.link()).await;
+    seen.no_control = tests.run(tests.no_control()).await;
+    seen.terminated = tests.run(tests.terminate()).await;
+    seen.defaults = tests.run(tests.defaults()).await;
+    // Last, because the log follows the clients.
+    seen.log = Outcome::Observed(tests.logged().await);
+}
+
+impl Tests<'_> {
+    /// Runs one test, unless somebody else uses the GPU.
+    async fn run<T>(&self, work: impl Future<Output = Result<T, Stop>>) -> Outcome<T> {
+        if self.stopped.borrow().is_none() {
+            *self.stopped.borrow_mut() = self.other_user().await;
+        }
+        if let Some(why) = &*self.stopped.borrow() {
+            return Outcome::NotTested(why.clone());
+        }
+        match work.await {
+            Ok(seen) => Outcome::Observed(seen),
+            Err(Stop::NotTested(why)) => Outcome::NotTested(why),
+            Err(Stop::Failed(why)) => Outcome::Failed(why),
+        }
+    }
+
+    /// Whether another process uses the GPU meanwhile, which must not be disturbed.
+    async fn other_user(&self) -> Option<String> {
+        if !self.setup.sees_others {
+            return None;
+        }
+        let deadline = Instant::now() + REPORT_DEADLINE;
+        loop {
+            let uuid = self.setup.uuid.clone();
+            match self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&uuid)).await {
+                Err(error) => return Some(format!("NVML no longer reports who uses the GPU: {error}")),
+                Ok(processes) => {
+                    let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
+                    // NVML may still list a process of ours that has just exited.
+                    if Instant::now() > deadline {
+                        return Some(format!("process {} uses the GPU meanwhile", other.pid));
+                    }
+                }
+            }
+            sleep(POLL).await;
+        }
+    }
+
+    fn is_ours(&self, pid: u32) -> bool {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        self.server.get() == Some(pid) || log.ready.contains(&pid)
+    }
+
+    fn pipe(&self) -> PathBuf {
+        self.directory.join("pipe")
+    }
+
+    async fn ask(&self, command: Command) -> Result<String, Stop> {
+        Ok(control::ask(&self.pipe(), &command, ANSWER_DEADLINE).await?)
+    }
+
+    /// Sends a command and records the answer.
+    async fn record(&self, asked: &mut Vec<Asked>, command: Command, set: Option<u64>) -> Result<(), Stop> {
+        let answer = self.ask(command.clone()).await?;
+        asked.push(Asked { command, answer, set });
+        Ok(())
+    }
+
+    fn server(&self) -> Result<u32, Stop> {
+        self.server.get().ok_or_else(|| Stop::NotTested("no MPS server is running".to_owned()))
+    }
+
+    fn program(&self) -> Result<&Program, Stop> {
+        self.setup.program.as_ref().ok_or_else(|| Stop::NotTested(NO_PROGRAM.to_owned()))
+    }
+
+    fn start_here(&self) -> Start {
+        Start { pipe: self.pipe(), ..Start::default() }
+    }
+
+    /// What a program sees that only the server's limits bind.
+    async fn view(&self) -> Result<GpuView, Stop> {
+        Ok(self.program()?.view(&self.start_here()).await?)
+    }
+
+    /// Starts a program that runs until it is told to continue.
+    async fn running(&self, allocate_mib: Option<u64>) -> Result<Running, Stop> {
+        Ok(self.program()?.start(&Start { waits: true, allocate_mib, ..self.start_here() }).await?)
+    }
+
+    /// Sets the limits of the next program that connects.
+    async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), Stop> {
+        // First, because without a program the test is not possible.
+        self.program()?;
+        let server = self.server()?;
+        let actual = self.ask(Command::SetThreads { server, percent }).await?;
+        if !protocol::is_percentage(&actual, percent) {
+            return Err(Unexpected::new(&actual).into());
+        }
+        let actual = self.ask(Command::SetMemory { server, mib }).await?;
+        if actual.trim().is_empty() { Ok(()) } else { Err(Unexpected::new(&actual).into()) }
+    }
+
+    async fn set_usual_limits(&self) -> Result<(), Stop> {
+        self.set_limits(PERCENT, Some(self.limit_mib)).await
+    }
+
+    fn under_usual_limits(&self, view: GpuView) -> Bound {
+        Bound { percent: PERCENT, limit_mib: self.limit_mib, view }
+    }
+
+    async fn commands(&self) -> Result<Vec<Asked>, Stop> {
+        let mut asked = Vec::new();
+        let limit = Some(self.limit_mib);
+        self.record(&mut asked, Command::SetDefaultThreads(PERCENT), None).await?;
+        self.record(&mut asked, Command::GetDefaultThreads, Some(PERCENT.into())).await?;
+        self.record(&mut asked, Command::SetDefaultMemory(self.limit_mib), None).await?;
+        self.record(&mut asked, Command::GetDefaultMemory, limit).await?;
+        self.record(&mut asked, Command::StartServer { uid: 0 }, None).await?;
+        let server = self.ready().await?;
+        self.server.set(Some(server));
+        self.record(&mut asked, Command::ServerList, None).await?;
+        self.record(&mut asked, Command::ServerStatus(server), None).await?;
+        self.record(&mut asked, Command::SetThreads { server, percent: LOW_PERCENT }, None).await?;
+        self.record(&mut asked, Command::SetMemory { server, mib: limit }, None).await?;
+        self.record(&mut asked, Command::GetMemory { server }, limit).await?;
+        self.record(&mut asked, Command::SetMemory { server, mib: None }, None).await?;
+        self.record(&mut asked, Command::GetMemory { server }, None).await?;
+        self.record(&mut asked, Command::Clients(server), None).await?;
+        Ok(asked)
+    }
+
+    /// The server, once it serves.
+    async fn ready(&self) -> Result<u32, Stop> {
+        let deadline = Instant::now() + SERVER_START_DEADLINE;
+        while Instant::now() < deadline {
+            if let Some(&server) = protocol::pids(&self.ask(Command::ServerList).await?)?.first()
+                && protocol::server_state(&self.ask(Command::ServerStatus(server)).await?)? == ServerState::Active
+            {
+                return Ok(server);
+            }
+            sleep(POLL).await;
+        }
+        Err(Stop::Failed(format!("no MPS server became ready within {} s", SERVER_START_DEADLINE.as_secs())))
+    }
+
+    async fn unprivileged(&self) -> Result<Vec<Asked>, Stop> {
+        let server = self.server()?;
+        let mut asked = Vec::new();
+        for command in [
+            Command::SetDefaultThreads(PERCENT),
+            Command::SetDefaultMemory(self.limit_mib),
+            Command::SetThreads { server, percent: PERCENT },
+            Command::SetMemory { server, mib: Some(self.limit_mib) },
+            // No client has the server's pid.
+            Command::Terminate { server, client: server },
+        ] {
+            let answer = control::ask_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
+            asked.push(Asked { command, answer, set: None });
+        }
+        Ok(asked)
+    }
+
+    /// Whether MPS lists a client, and whether NVML lists it as an MPS client.
+    async fn listed(&self) -> Result<(bool, Option<bool>), Stop> {
+        self.set_limits(100, None).await?;
+        let server = self.server()?;
+        let client = self.running(None).await?;
+        self.client.set(Some(client.pid));
+        let deadline = Instant::now() + REPORT_DEADLINE;
+        let known = loop {
+            let by_mps = protocol::pids(&self.ask(Command::Clients(server)).await?)?.contains(&client.pid);
+            let uuid = self.setup.uuid.clone();
+            let tenants = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.tenants(&uuid)).await?;
+            let listed = tenants.processes.iter().any(|process| process.pid == client.pid && process.mps);
+            if (by_mps && listed) || Instant::now() > deadline {
+                break (by_mps, tenants.tells_clients.then_some(listed));
+            }
+            sleep(POLL).await;
+        };
+        client.finish().await;
+        Ok(known)
+    }
+
+    async fn bound(&self) -> Result<[Bound; 2], Stop> {
+        self.set_usual_limits().await?;
+        let first = self.running(None).await?;
+        let low = self.limit_mib / 2;
+        self.set_limits(LOW_PERCENT, Some(low)).await?;
+        let second = Bound { percent: LOW_PERCENT, limit_mib: low, view: self.view().await? };
+        let first_saw = self.under_usual_limits(first.view);
+        first.finish().await;
+        Ok([first_saw, second])
+    }
+
+    async fn rounding(&self) -> Result<Vec<(u8, u32)>, Stop> {
+        let mut seen = Vec::new();
+        for percent in PERCENTAGES {
+            self.set_limits(percent, None).await?;
+            seen.push((percent, self.view().await?.sms));
+        }
+        Ok(seen)
+    }
+
+    async fn asking(&self, percent: u8, mib: u64) -> Result<GpuView, Stop> {
+        let environment = [
+            ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()),
+            ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")),
+        ];
+        let start = Start { environment: environment.into(), ..self.start_here() };
+        Ok(self.program()?.view(&start).await?)
+    }
+
+    async fn lowered(&self) -> Result<Lowered, Stop> {
+        self.set_usual_limits().await?;
+        let set = self.under_usual_limits(self.view().await?);
+        let asked_more = self.asking(100, self.setup.memory_mib).await?;
+        let low = self.limit_mib / 2;
+        let view = self.asking(LOW_PERCENT, low).await?;
+        Ok(Lowered { set, asked_more, asked_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
+    }
+
+    async fn memory(&self) -> Result<Memory, Stop> {
+        self.set_usual_limits().await?;
+        let half = self.program()?.allocate(&self.pipe(), self.limit_mib / 2).await?;
+        let all = self.program()?.allocate(&self.pipe(), self.limit_mib).await?;
+        Ok(Memory { limit_mib: self.limit_mib, half, all })
+    }
+
+    async fn escape(&self) -> Result<Bound, Stop> {
+        self.set_usual_limits().await?;
+        let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
+        let view = self.program()?.view(&Start { environment, ..self.start_here() }).await?;
+        Ok(self.under_usual_limits(view))
+    }
+
+    async fn users(&self) -> Result<Bound, Stop> {
+        if !rustix::process::geteuid().is_root() {
+            return Err(Stop::NotTested("needs root".to_owned()));
+        }
+        self.set_usual_limits().await?;
+        let root = self.running(None).await?;
+        let view = self.program()?.view(&Start { uid: Some(NOBODY), ..self.start_here() }).await;
+        root.finish().await;
+        match view {
+            Err(error @ ProgramError::Broken(_)) => Err(Stop::NotTested(format!("as user {NOBODY}: {error}"))),
+            view => Ok(self.under_usual_limits(view?)),
+        }
+    }
+
+    async fn link(&self) -> Result<Bound, Stop> {
+        self.set_usual_limits().await?;
+        let pipe = self.directory.join("link");
+        fs::hard_link(self.pipe().join("control"), pipe.join("control"))?;
+        let view = self.program()?.view(&Start { pipe, ..Start::default() }).await?;
+        Ok(self.under_usual_limits(view))
+    }
+
+    async fn no_control(&self) -> Result<Result<GpuView, i64>, Stop> {
+        let start = Start { pipe: self.directory.join("empty"), ..Start::default() };
+        match self.program()?.view(&start).await {
+            Ok(view) => Ok(Ok(view)),
+            Err(ProgramError::Cuda(code)) => Ok(Err(code)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn terminate(&self) -> Result<Termination, Stop> {
+        self.set_usual_limits().await?;
+        let server = self.server()?;
+        let mut client = self.running(Some(1)).await?;
+        let mut neighbour = self.running(Some(1)).await?;
+        let terminate = Command::Terminate { server, client: client.pid };
+        let answer = control::ask(&self.pipe(), &terminate, TERMINATE_DEADLINE).await?;
+        let termination = Termination { answer, client: client.resume().await?, neighbour: neighbour.resume().await? };
+        client.finish().await;
+        neighbour.finish().await;
+        Ok(termination)
+    }
+
+    async fn defaults(&self) -> Result<Bound, Stop> {
+        self.set_usual_limits().await?;
+        let server = self.server()?;
+        self.ask(Command::ShutdownServer { server, force: false }).await?;
+        let deadline = Instant::now() + REPORT_DEADLINE;
+        while !protocol::pids(&self.ask(Command::ServerList).await?)?.is_empty() {
+            if Instant::now() > deadline {
+                return Err(Stop::Failed("the server does not shut down".to_owned()));
+            }
+            sleep(POLL).await;
+        }
+        Ok(self.under_usual_limits(self.view().await?))
+    }
+
+    async fn logged(&self) -> Log {
+        let deadline = Instant::now() + REPORT_DEADLINE;
+        loop {
+            let logged = {
+                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+                let client = self.client.get();
+                Log {
+                    version: log.version,
+                    server_ready: self.server.get().is_some_and(|server| log.ready.contains(&server)),
+                    client_connected: client.map(|client| log.connected.contains(&client)),
+                    client_disconnected: client.map(|client| log.disconnected.contains(&client)),
+                }
+            };
+            let complete = logged.version.is_some() && logged.server_ready && logged.client_disconnected != Some(false);
+            if complete || Instant::now() > deadline {
+                return logged;
+            }
+            sleep(POLL).await;
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Admits a client: sets its limits and connects it to the server.
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
+use super::relay::relay;
+use super::{Door, MAX_SERVER_CONNECTIONS, Waiting};
+use crate::mps::control::{self, ControlError, Introduced};
+use crate::mps::daemon::{ControlLock, Limits, Phase};
+use crate::mps::error::DaemonError;
+use crate::mps::process::PidFd;
+use crate::mps::protocol::{self, Command, ServerState};
+use crate::mps::seqpacket::{Credentials, Socket};
+use crate::mps::wire::Enforcement;
+
+/// How long a client may take to introduce itself to the door. It delays nobody else.
+const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
+/// How long a client may take to introduce itself to the server. Nobody else can connect to this
+/// GPU meanwhile. A client takes 1 ms, or 50 ms while the server recreates its contexts; a
+/// throttled container takes some of its periods of 100 ms.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
+/// The deadline is halved after each client of the allocation that stalls, down to this.
+const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);
+/// Pause before a client that could not be admitted is tried again.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// Result of one try to admit a client.
+#[derive(Debug)]
+enum Admission {
+    /// It is connected to the server, under its allocation's limits.
+    Admitted,
+    /// The server refused it with this `CUresult`.
+    Failed(u32),
+    /// It has to wait.
+    Held,
+    /// It closed the connection or exited.
+    Left,
+    Refused(Refusal),
+}
+
+/// A client's connection to the server.
+struct ServerLink {
+    server: OwnedFd,
+    relay: Option<JoinHandle<()>>,
+}
+
+impl ServerLink {
+    /// Starts to relay. Returns the client's end of the connection. If that fails, the link has no
+    /// relay and the client's introduction has to be made for it.
+    fn new(
+        server: OwnedFd,
+        permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+        allocation: &str,
+    ) -> (Self, Option<OwnedFd>) {
+        match server.try_clone().and_then(Socket::interpose) {
+            Ok((to_server, to_client, clients_end)) => {
+                let relay = tokio::task::spawn_local(async move {
+                    relay(&to_client, &to_server).await;
+                    drop(permits);
+                });
+                (Self { server, relay: Some(relay) }, Some(clients_end))
+            }
+            Err(error) => {
+                tracing::error!(allocation, %error, "failed to connect a client to its server");
+                (Self { server, relay: None }, None)
+            }
+        }
+    }
+
+    /// Stops the relay, so that nothing the client still sends reaches the server.
+    fn stop_relay(&self) {
+        if let Some(relay) = &self.relay {
+            relay.abort();
+        }
+    }
+
+    /// Introduces the client in its place. Afterwards the client cannot reach the server any more.
+    fn introduce_for(&self, who: Credentials) {
+        self.stop_relay();
+        introduce_for(&self.server, who);
+    }
+
+    fn disconnect(&self) {
+        self.stop_relay();
+        let _ = rustix::net::shutdown(&self.server, rustix::net::Shutdown::Both);
+    }
+
+    /// Hands the client its end. Returns the result that the client reports, if it does in time.
+    async fn hand_over(
+        &mut self,
+        client: &Socket,
+        clients_end: Option<OwnedFd>,
+        deadline: Duration,
+    ) -> Option<[u8; 4]> {
+        let result = async {
+            let (clients_end, relay) = (clients_end?, self.relay.as_mut()?);
+            client.send_descriptor(protocol::DESCRIPTOR, clients_end.as_fd()).await.ok()?;
+            // From here on only the client holds it: when the client exits, the connection closes.
+            drop(clients_end);
+            tokio::select! {
+                biased;
+                result = client.recv() => result.ok()?,
+                // The client closed its end; its result may still be on the way.
+                _ = relay => timeout(MIN_HANDSHAKE_DEADLINE, client.recv()).await.ok()?.ok()?,
+            }
+        };
+        let packet = timeout(deadline, result).await.ok().flatten()?;
+        packet.data.as_slice().try_into().ok()
+    }
+}
+
+impl Door {
+    /// Serves one connection.
+    pub(super) async fn serve(self: Rc<Self>, client: Socket) {
+        let Ok(peer) = client.peer() else { return };
+        if self.device.phase().borrow().enforcement == Enforcement::Advisory {
+            tokio::select! {
+                () = self.closed.cancelled() => {}
+                () = self.relay_to_daemon(&client) => {}
+            }
+            return;
+        }
+        let introduction = tokio::select! {
+            () = self.closed.cancelled() => return,
+            introduction = timeout(INTRODUCTION_DEADLINE, receive_introduction(&client, peer)) => introduction,
+        };
+        let refusal = match introduction {
+            Ok(Introduction::Client(who)) => self.admit_when_possible(&client, who).await,
+            Ok(Introduction::Closed) => None,
+            Ok(Introduction::Refused(refusal)) => Some(refusal),
+            Err(_) => Some(Refusal::TooSlow),
+        };
+        if let Some(reason) = refusal {
+            tracing::warn!(allocation = self.id, pid = peer.pid, uid = peer.uid, %reason, "refused connection");
+            self.count_refused();
+        }
+    }
+
+    /// Admits a client as soon as possible. Returns why it is refused, if it is.
+    async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
+        // From here on the pidfd refers to this process, even if it exits.
+        let mut pidfd = PidFd::open(who.pid);
+        let waiting = Waiting::new(self);
+        loop {
+            let mut phase = self.device.phase();
+            let is_open = phase.borrow().is_open();
+            if !is_open {
+                waiting.begin();
+                tokio::select! {
+                    () = self.closed.cancelled() => return None,
+                    () = client.closed_or_readable() => return None,
+                    open = phase.wait_for(Phase::is_open) => if open.is_err() { return None },
+                }
+            }
+            match self.admit(client, who, &mut pidfd).await {
+                Admission::Admitted => {
+                    tracing::debug!(allocation = self.id, pid = who.pid, uid = who.uid, "admitted client");
+                    self.count_admitted();
+                    return None;
+                }
+                Admission::Failed(code) => {
+                    tracing::warn!(allocation = self.id, pid = who.pid, code, "MPS server refused a client");
+                    return None;
+                }
+                Admission::Left => return None,
+                Admission::Refused(refusal) => return Some(refusal),
+                Admission::Held => {
+                    waiting.begin();
+                    tokio::select! {
+                        () = self.closed.cancelled() => return None,
+                        () = client.closed_or_readable() => return None,
+                        () = sleep(RETRY) => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tries to admit a client once. With the control lock it is not cancelled any more: the server
+    /// may be waiting for the client.
+    async fn admit(&self, client: &Socket, who: Credentials, pidfd: &mut Option<PidFd>) -> Admission {
+        let locks = async {
+            let turn = self.turn.lock().await;
+            (turn, self.device.control().await)
+        };
+        let (_turn, mut control) = tokio::select! {
+            () = self.closed.cancelled() => return Admission::Left,
+            () = client.closed_or_readable() => return Admission::Left,
+            locks = locks => locks,
+        };
+        self.device.exits_logged().await;
+        if self.device.must_replace_server() {
+            self.device.probe_soon();
+            return Admission::Held;
+        }
+        if !self.device.phase().borrow().is_open() {
+            return Admission::Held;
+        }
+        let max_clients = self.allocation.borrow().max_clients;
+        if let Some(max) = max_clients.filter(|&max| self.device.is_full(&self.id, max, who.pid)) {
+            return Admission::Refused(Refusal::TooManyClients(max));
+        }
+        let Ok(permit) = Arc::clone(&self.server_connections).try_acquire_owned() else {
+            return Admission::Refused(Refusal::TooManyConnections(MAX_SERVER_CONNECTIONS));
+        };
+        let Ok(shared_permit) = Arc::clone(&self.context.server_connections).try_acquire_owned() else {
+            return Admission::Held;
+        };
+        let server = match self.prepare_server(&mut control, who).await {
+            Ok(Some(server)) => server,
+            Ok(None) => return Admission::Held,
+            Err(error) => {
+                tracing::warn!(allocation = self.id, %error, "failed to set limits, client waits");
+                self.device.door_failed(&error);
+                return Admission::Held;
+            }
+        };
+        let introduced = match control::introduce(&self.device.pipe, who).await {
+            Ok(introduced) => introduced,
+            Err(ControlError::ClientGone) => return Admission::Left,
+            Err(ControlError::UnknownProtocol) => {
+                self.device.unknown_handshake();
+                return Admission::Refused(Refusal::UnknownReply);
+            }
+            Err(error) => {
+                tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon, it waits");
+                self.device.door_failed(&error.into());
+                return Admission::Held;
+            }
+        };
+        self.connect(client, who, pidfd, introduced, server, (permit, shared_permit)).await
+    }
+
+    /// Prepares the server for the next client of this allocation. `None` if the client has to
+    /// wait.
+    async fn prepare_server(&self, control: &mut ControlLock, who: Credentials) -> Result<Option<u32>, DaemonError> {
+        let Some(server) = self.device.server_for(who.uid).await? else { return Ok(None) };
+        match protocol::server_state(&self.device.ask(&Command::ServerStatus(server)).await?)? {
+            ServerState::Active => {}
+            ServerState::Fault => {
+                self.device.server_in_fault();
+                return Ok(None);
+            }
+            ServerState::Initializing | ServerState::Gone => {
+                self.device.probe_soon();
+                return Ok(None);
+            }
+        }
+        let limits = {
+            let allocation = self.allocation.borrow();
+            Limits { threads: allocation.threads.unwrap_or(100), memory_mib: allocation.memory_mib }
+        };
+        self.device.set_limits(control, server, limits).await?;
+        Ok(Some(server))
+    }
+
+    /// Connects a client to the server and makes sure that the server is done with its handshake.
+    async fn connect(
+        &self,
+        client: &Socket,
+        who: Credentials,
+        pidfd: &mut Option<PidFd>,
+        introduced: Introduced,
+        server: u32,
+        permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
+    ) -> Admission {
+        let Introduced { server: socket, daemon } = introduced;
+        let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
+        let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
+        let result = link.hand_over(client, clients_end, deadline).await;
+        if result.is_none() {
+            link.introduce_for(who);
+        }
+        daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
+        // The daemon answers only once its server has accepted the client, whatever the client
+        // reported. So the limits set next do not bind this client.
+        let mut answer = self.device.ask(&Command::ServerStatus(server)).await;
+        let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
+        if has_lied {
+            link.introduce_for(who);
+            answer = self.device.ask(&Command::ServerStatus(server)).await;
+        }
+        if let Err(error) = answer {
+            tracing::warn!(allocation = self.id, pid = who.pid, %error, "MPS server did not accept a client");
+            self.device.door_failed(&error.into());
+        }
+        match result.map(u32::from_le_bytes).filter(|_| !has_lied) {
+            Some(0) => {
+                self.stalled.set(0);
+                self.device.admitted(who.pid, &self.id, pidfd.take());
+                Admission::Admitted
+            }
+            Some(code) => {
+                // A client that only claims to be refused would be connected but not counted.
+                link.disconnect();
+                Admission::Failed(code)
+            }
+            None => {
+                // The door introduced it. Nothing the client still does may count.
+                link.disconnect();
+                if pidfd.as_ref().is_none_or(PidFd::has_exited) {
+                    Admission::Left
+                } else {
+                    self.stalled.set(self.stalled.get().saturating_add(1));
+                    Admission::Refused(Refusal::Stalled)
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! The handshake of a client with a door, and its introduction to the server.
+use std::os::fd::OwnedFd;
+
+use nix::sys::socket::MsgFlags;
+
+use crate::mps::protocol::{self, Kind};
+use crate::mps::seqpacket::{Credentials, Socket, send_now};
+
+/// Why a door refuses a connection.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    #[error("the handshake took too long")]
+    TooSlow,
+    #[error("it does not speak the handshake")]
+    NoHandshake,
+    #[error("it is in a pid namespace that the MPS host cannot see: the MPS host needs hostPID")]
+    ForeignNamespace,
+    #[error("it passes itself off as process {0}")]
+    Impostor(u32),
+    #[error("it sent no credentials")]
+    NoCredentials,
+    #[error("it is an administrator: doors accept no commands")]
+    Administrator,
+    #[error("it is neither a client nor an administrator")]
+    UnknownKind,
+    #[error("the allocation already has its maximum of {0} clients")]
+    TooManyClients(u32),
+    #[error("the allocation already has its maximum of {0} connections to the server")]
+    TooManyConnections(usize),
+    #[error("the MPS daemon gave an unknown reply to its handshake")]
+    UnknownReply,
+    #[error("it did not complete its handshake with the server")]
+    Stalled,
+}
+
+/// Who connected.
+pub(super) enum Introduction {
+    Client(Credentials),
+    /// The connection was closed. Each client does that once, to learn whether a daemon exists.
+    Closed,
+    Refused(Refusal),
+}
+
+/// Plays the daemon's part of the handshake, up to the kind.
+pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> Introduction {
+    if client.send(protocol::HELLO).await.is_err() {
+        return Introduction::Closed;
+    }
+    let Ok(Some(packet)) = client.recv_credentials().await else { return Introduction::Closed };
+    if packet.data != protocol::CREDENTIALS {
+        return Introduction::Refused(Refusal::NoHandshake);
+    }
+    let who = match packet.credentials {
+        Some(who) if who.pid == 0 => return Introduction::Refused(Refusal::ForeignNamespace),
+        // A process that is allowed to send another's credentials would be counted, and
+        // signalled, as that other process.
+        Some(who) if who.pid != peer.pid => return Introduction::Refused(Refusal::Impostor(who.pid)),
+        Some(who) => who,
+        None => return Introduction::Refused(Refusal::NoCredentials),
+    };
+    let Ok(Some(packet)) = client.recv_credentials().await else { return Introduction::Closed };
+    match Kind::parse(&packet.data) {
+        Kind::Client => Introduction::Client(who),
+        Kind::Administrator => Introduction::Refused(Refusal::Administrator),
+        Kind::Unknown => Introduction::Refused(Refusal::UnknownKind),
+    }
+}
+
+/// Introduces a client to its server in the client's place. Never waits.
+pub(super) fn introduce_for(server: &OwnedFd, who: Credentials) {
+    let send = |packet: &[u8], who| send_now(server, packet, who, MsgFlags::MSG_DONTWAIT);
+    let [first, rest @ ..] = protocol::INTRODUCTION;
+    // The kernel passes on only the credentials of a living process.
+    let sent = send(first, Some(who)).or_else(|_| send(first, Some(Credentials::own())));
+    if sent.is_ok() {
+        for packet in rest {
+            let _ = send(packet, None);
+        }
+    }
+}

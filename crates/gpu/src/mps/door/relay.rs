@@ -1,0 +1,85 @@
+//! Relays packets between a client and its server, or its daemon.
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use super::{Door, Waiting};
+use crate::mps::daemon::Phase;
+use crate::mps::seqpacket::{Packet, Socket};
+
+/// A relayed connection to a daemon with an unknown protocol is closed after this time without a
+/// packet.
+const IDLE: Duration = Duration::from_secs(600);
+
+/// Relays between a client and its server until one of them closes. The server receives the
+/// credentials that the kernel attests for each packet here. It never receives those of the
+/// handshake, nor this process's own where the kernel attests none.
+pub(super) async fn relay(client: &Socket, server: &Socket) {
+    let from_client = async {
+        while let Ok(Some(Packet { data, credentials: Some(who), .. })) = client.recv_any_length_credentials().await {
+            tokio::select! {
+                biased;
+                sent = server.send_credentials(&data, who) => if sent.is_err() { return },
+                // A server may never read again, and the client's close is the last thing queued.
+                () = client.closed() => return,
+            }
+        }
+    };
+    let from_server = async {
+        while let Ok(Some(Packet { data, descriptor, .. })) = server.recv_any_length_descriptor().await {
+            let sent = match descriptor {
+                Some(descriptor) => client.send_descriptor(&data, descriptor.as_fd()).await,
+                None => client.send(&data).await,
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        () = from_client => {}
+        () = from_server => {}
+    }
+}
+
+impl Door {
+    /// Relays everything unchanged between a client and a daemon with an unknown handshake.
+    pub(super) async fn relay_to_daemon(&self, client: &Socket) {
+        let waiting = Waiting::new(self);
+        let mut phase = self.device.phase();
+        if !phase.borrow().is_open() {
+            waiting.begin();
+        }
+        if phase.wait_for(Phase::is_open).await.is_err() {
+            return;
+        }
+        drop(waiting);
+        let Ok(daemon) = Socket::connect(&self.device.pipe.join("control")).await else { return };
+        loop {
+            let sent = tokio::select! {
+                packet = client.recv_credentials() => match packet {
+                    Ok(Some(packet)) => match packet.credentials {
+                        Some(who) => daemon.send_credentials(&packet.data, who).await,
+                        None => daemon.send(&packet.data).await,
+                    },
+                    _ => return,
+                },
+                packet = daemon.recv_descriptor() => match packet {
+                    Ok(Some(packet)) => match packet.descriptor {
+                        Some(descriptor) => {
+                            self.count_admitted();
+                            client.send_descriptor(&packet.data, descriptor.as_fd()).await
+                        }
+                        None => client.send(&packet.data).await,
+                    },
+                    _ => return,
+                },
+                () = sleep(IDLE) => return,
+            };
+            if sent.is_err() {
+                return;
+            }
+        }
+    }
+}

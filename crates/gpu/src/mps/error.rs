@@ -1,0 +1,165 @@
+//! Errors of the MPS host, one enum per step.
+//!
+//! [`HostError`] ends the process. [`DaemonError`] ends one life of a daemon, which is then
+//! restarted. [`DesiredError`] leaves everything as it is. [`TerminateError`] and [`NotReady`]
+//! answer a request of the agent. What goes wrong in one exchange with a daemon is a
+//! [`ControlError`].
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::control::ControlError;
+use super::process::Exit;
+use super::protocol::{ServerState, Unexpected};
+use super::seqpacket::MAX_PATH;
+use super::wire::{DaemonState, InvalidDesired};
+use crate::nvml;
+
+/// Why the MPS host cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// One of its directories or its socket could not be created.
+    #[error("cannot create {path}")]
+    Prepare {
+        /// The directory or socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The path of a door would be too long for a socket.
+    #[error(
+        "--run-dir {run} is too long: the door {door} would have {length} bytes, a socket path has at most {MAX_PATH}; choose a shorter --run-dir"
+    )]
+    PathTooLong {
+        /// `--run-dir`.
+        run: PathBuf,
+        /// The longest path below it.
+        door: PathBuf,
+        /// Length of that path in bytes.
+        length: usize,
+    },
+    /// Another MPS host holds the lock of this directory.
+    #[error("another MPS host is running in {0}")]
+    Taken(PathBuf),
+    /// Signals, inotify or standard output failed.
+    #[error("a system call that the MPS host needs failed")]
+    System(#[from] io::Error),
+    /// NVML refused.
+    #[error("cannot set the compute mode")]
+    ComputeMode(#[from] nvml::NvmlError),
+}
+
+/// Why a daemon that should run was stopped or has exited.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DaemonError {
+    #[error("cannot start {program}: {source}")]
+    Spawn { program: String, source: io::Error },
+    #[error("cannot prepare {path}: {source}")]
+    Prepare { path: PathBuf, source: io::Error },
+    #[error("the MPS control daemon exited with {exit}{}", after_colon(.last_line))]
+    Exited { exit: Exit, last_line: String },
+    #[error("the MPS server stayed in FAULT: its daemon was replaced and exited with {0}")]
+    StuckInFault(Exit),
+    #[error("{0}")]
+    Control(#[from] ControlError),
+    #[error("{setting} was not accepted: it reads back as {actual:?}")]
+    NotAccepted { setting: String, actual: String },
+    #[error("the MPS server was not ready within {} s: {last}", .after.as_secs())]
+    ServerNotReady { after: Duration, last: LastSeen },
+    #[error("MPS server {server} exited while it was {state:?}, before it was ready")]
+    ServerExited { server: u32, state: ServerState },
+    #[error("MPS server {server} did not shut down within {} s", .after.as_secs())]
+    ServerNotStopped { server: u32, after: Duration },
+    #[error("cannot set the compute mode: {0}")]
+    ComputeMode(#[from] ComputeModeError),
+    #[error("the MPS host is stopping")]
+    HostStopping,
+}
+
+impl From<Unexpected> for DaemonError {
+    fn from(unexpected: Unexpected) -> Self {
+        Self::Control(unexpected.into())
+    }
+}
+
+fn after_colon(line: &str) -> String {
+    if line.is_empty() { String::new() } else { format!(": {line}") }
+}
+
+/// What a daemon last reported about a server that was to start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LastSeen {
+    NoServer,
+    Server(u32, ServerState),
+}
+
+impl std::fmt::Display for LastSeen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::NoServer => f.write_str("no server was started"),
+            Self::Server(server, state) => write!(f, "server {server} is {state:?}"),
+        }
+    }
+}
+
+/// Why a compute mode was not set.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ComputeModeError {
+    #[error("cannot start the process that sets it: {0}")]
+    Spawn(io::Error),
+    #[error("cannot read the output of the process that sets it: {0}")]
+    Output(io::Error),
+    #[error("{output} ({exit})")]
+    Failed { output: String, exit: Exit },
+    #[error("the process that sets it printed no compute mode: {0:?}")]
+    UnknownOutput(String),
+    #[error("NVML did not answer within {} s", .after.as_secs())]
+    Timeout { after: Duration },
+    #[error("cannot {action} {path}: {source}")]
+    Record { action: &'static str, path: PathBuf, source: io::Error },
+    #[error("{path} contains no compute mode: {content:?}")]
+    UnknownRecord { path: PathBuf, content: String },
+}
+
+/// Why a client's contexts were not terminated.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TerminateError {
+    #[error("no MPS daemon is running for {0}")]
+    NoDaemon(String),
+    #[error("client {0} is stopped (SIGSTOP or a debugger): MPS would hang until it continues")]
+    ClientStopped(u32),
+    #[error("the MPS daemon is busy")]
+    Busy,
+    #[error("no MPS server is running")]
+    NoServer,
+    #[error("{0}")]
+    Control(#[from] ControlError),
+}
+
+impl From<Unexpected> for TerminateError {
+    fn from(unexpected: Unexpected) -> Self {
+        Self::Control(unexpected.into())
+    }
+}
+
+/// Why the desired file was not applied.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DesiredError {
+    #[error("cannot read {path}: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{0}")]
+    Invalid(#[from] InvalidDesired),
+}
+
+/// Why an allocation's clients have to wait.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NotReady {
+    #[error("the door of allocation {allocation} cannot be opened: {error}")]
+    DoorFailed { allocation: String, error: String },
+    #[error("allocation {0} is not in the desired file yet")]
+    Unknown(String),
+    #[error("allocation {allocation} is not in the desired file yet, which cannot be applied: {error}")]
+    DesiredFailed { allocation: String, error: String },
+    #[error("the MPS daemon of {device} is {state:?}")]
+    Daemon { device: String, state: DaemonState },
+}

@@ -1,0 +1,166 @@
+//! Finds MPS processes in `/proc` and reads their state. Kills what an earlier MPS host left.
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::process::PidFd;
+
+/// How long a search through all processes may take. 10,000 processes take 0.1 s.
+const SEARCH_DEADLINE: Duration = Duration::from_secs(5);
+/// Stack of the search thread.
+const SEARCH_STACK: usize = 128 * 1024;
+/// How long a killed process may take to exit.
+const KILL_DEADLINE: Duration = Duration::from_secs(5);
+/// How often, and at which interval, an empty environment is read again.
+const EMPTY_READS: u32 = 20;
+const EMPTY_READ_PAUSE: Duration = Duration::from_millis(5);
+
+/// Finds MPS daemons and servers whose pipe directory is `pipe`: this host's, or those that an
+/// earlier MPS host left.
+pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
+    let of = pipe.to_owned();
+    on_own_thread(move || search(&of)).await.unwrap_or_default()
+}
+
+/// Finds MPS daemons and servers that may serve a GPU, whoever started them. `None` if the search
+/// failed.
+pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
+    let uuid = uuid.to_owned();
+    on_own_thread(move || pids().filter(|&pid| is_mps(pid) && serves(pid, &uuid)).collect()).await
+}
+
+/// Runs a search on its own thread. Reading the environment of a process that hangs in the driver
+/// hangs too, and must not block other devices. Such a thread is abandoned.
+async fn on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (found, answer) = oneshot::channel();
+    let search = move || {
+        // The receiver may have given up.
+        let _ = found.send(search());
+    };
+    let started = std::thread::Builder::new().stack_size(SEARCH_STACK).spawn(search);
+    match (started, timeout(SEARCH_DEADLINE, answer).await) {
+        (Ok(_), Ok(Ok(found))) => return Some(found),
+        (Err(error), _) => tracing::error!(%error, "failed to start the search for MPS processes"),
+        _ => tracing::error!(deadline = ?SEARCH_DEADLINE, "search for MPS processes timed out"),
+    }
+    None
+}
+
+fn pids() -> impl Iterator<Item = u32> {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten();
+    processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+fn read(pid: u32, what: &str) -> Vec<u8> {
+    std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default()
+}
+
+fn is_mps(pid: u32) -> bool {
+    read(pid, "comm").starts_with(b"nvidia-cuda-mps")
+}
+
+fn serves(pid: u32, uuid: &str) -> bool {
+    // A process has no environment for a moment while it starts, and none once it has exited.
+    for _ in 0..EMPTY_READS {
+        let environment = read(pid, "environ");
+        if !environment.is_empty() {
+            return may_serve(&environment, uuid);
+        }
+        if state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+            return false;
+        }
+        std::thread::sleep(EMPTY_READ_PAUSE);
+    }
+    true
+}
+
+/// Whether a daemon with this environment may serve a GPU. It cannot if it names other devices by
+/// UUID and nothing else; an index may mean any GPU.
+fn may_serve(environment: &[u8], uuid: &str) -> bool {
+    let name = b"CUDA_VISIBLE_DEVICES=".as_slice();
+    let list = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(name));
+    let is_other = |entry: &[u8]| {
+        (entry.starts_with(b"GPU-") && !uuid.as_bytes().starts_with(entry)) || entry.starts_with(b"MIG-")
+    };
+    list.is_none_or(|list| !list.split(|&byte| byte == b',').all(is_other))
+}
+
+fn search(pipe: &Path) -> Vec<(u32, PidFd)> {
+    pids()
+        .filter(|&pid| is_of_pipe(pid, pipe))
+        // Check again once held: the pid may have been reused in between.
+        .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
+        .filter(|&(pid, _)| is_of_pipe(pid, pipe))
+        .collect()
+}
+
+fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
+    if !is_mps(pid) {
+        return false;
+    }
+    let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_encoded_bytes()].concat();
+    read(pid, "environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
+}
+
+/// Kills the MPS processes of a pipe directory. Returns their number.
+pub(crate) async fn clear(pipe: &Path) -> usize {
+    let left = of_pipe(pipe).await;
+    for (pid, hold) in &left {
+        tracing::warn!(pid, pipe = %pipe.display(), "killing leftover MPS process");
+        hold.signal(Signal::KILL);
+    }
+    for (pid, hold) in &left {
+        if !hold.exited(KILL_DEADLINE).await {
+            tracing::error!(pid, "leftover MPS process survives SIGKILL");
+        }
+    }
+    left.len()
+}
+
+/// Whether a process is stopped by a signal or a debugger. It answers nobody until it is continued.
+pub(crate) fn is_stopped(pid: u32) -> bool {
+    matches!(state(pid), Some('T' | 't'))
+}
+
+/// A process's state from `/proc/PID/stat`; none if it is gone.
+fn state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is the name in parentheses, which may contain anything.
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
+/// The user id of a process.
+pub(crate) fn owner(pid: u32) -> Option<u32> {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{may_serve, serves, state};
+
+    #[test]
+    fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
+        let serves = |list: &str| may_serve(format!("A=1\0CUDA_VISIBLE_DEVICES={list}\0B=2").as_bytes(), "GPU-12-34");
+        for list in ["GPU-12-34", "GPU-12", "0", "", "GPU-56,GPU-12-34", "GPU-56,1"] {
+            assert!(serves(list), "{list}");
+        }
+        for list in ["GPU-56", "GPU-56,GPU-78", "MIG-12-34"] {
+            assert!(!serves(list), "{list}");
+        }
+        assert!(may_serve(b"A=1\0", "GPU-12-34"), "without the variable it sees every GPU");
+    }
+
+    #[test]
+    fn an_exited_daemon_serves_no_gpu() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        while state(child.id()) != Some('Z') {
+            std::thread::yield_now();
+        }
+        assert!(!serves(child.id(), "GPU-1"), "its environment is gone");
+        child.wait().unwrap();
+    }
+}

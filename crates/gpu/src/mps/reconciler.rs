@@ -1,0 +1,282 @@
+//! Runs the daemons and doors that the agent desires, and reports how they are.
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::io;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
+
+use super::compute_mode;
+use super::context::Context;
+use super::daemon::Device;
+use super::diff::{self, Changes};
+use super::door::Door;
+use super::error::{DesiredError, NotReady, TerminateError};
+use super::files::replace;
+use super::protocol::Terminated;
+use super::wire::{Allocation, Desired, Status, VERSION};
+
+/// Changes within this time are written as one status.
+const STATUS_DELAY: Duration = Duration::from_millis(5);
+
+/// What runs on this node.
+pub(crate) struct Reconciler {
+    context: Rc<Context>,
+    desired: RefCell<Desired>,
+    /// Hash of the desired file that was applied last.
+    applied: RefCell<String>,
+    desired_error: RefCell<Option<DesiredError>>,
+    devices: RefCell<BTreeMap<String, Supervised>>,
+    doors: RefCell<BTreeMap<String, Rc<Door>>>,
+    /// Doors that could not be opened.
+    door_errors: RefCell<BTreeMap<String, io::Error>>,
+}
+
+/// A device and the task that supervises its daemon. The task is taken out to wait for its end.
+struct Supervised {
+    device: Rc<Device>,
+    task: Option<JoinHandle<()>>,
+}
+
+impl Reconciler {
+    pub(crate) fn new(context: Rc<Context>) -> Self {
+        Self {
+            context,
+            desired: RefCell::new(Desired { version: VERSION, ..Desired::default() }),
+            applied: RefCell::default(),
+            desired_error: RefCell::default(),
+            devices: RefCell::default(),
+            doors: RefCell::default(),
+            door_errors: RefCell::default(),
+        }
+    }
+
+    /// Reads the desired file and applies it. An invalid file changes nothing but the status.
+    pub(crate) fn apply_desired_file(&self) {
+        let path = self.context.paths.desired();
+        let read = match std::fs::read(&path) {
+            // The agent has not written the first file yet.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && self.applied.borrow().is_empty() => return,
+            Err(source) => Err(DesiredError::Read { path, source }),
+            Ok(bytes) => Desired::parse(&bytes).map_err(DesiredError::from),
+        };
+        let error = match read {
+            Ok(desired) => {
+                self.apply(desired);
+                None
+            }
+            Err(error) => {
+                tracing::error!(%error, "failed to apply desired file, nothing changes");
+                Some(error)
+            }
+        };
+        *self.desired_error.borrow_mut() = error;
+        self.context.status_changed();
+    }
+
+    fn apply(&self, new: Desired) {
+        let changes = diff::changes(&self.desired.borrow(), &new);
+        let hash = new.hash();
+        if changes != Changes::default() {
+            let Changes { close, stop, run, open, limit } = &changes;
+            tracing::info!(desired = hash, ?close, ?stop, ?run, ?open, ?limit, "applying desired file");
+        }
+        for id in &changes.close {
+            self.door_errors.borrow_mut().remove(id);
+            if let Some(door) = self.doors.borrow_mut().remove(id) {
+                door.close();
+            }
+        }
+        for device in &changes.stop {
+            if let Some(supervised) = self.devices.borrow().get(device) {
+                supervised.device.set_desired(None);
+            }
+        }
+        for device in &changes.run {
+            self.supervise(device).set_desired(new.daemons.get(device).cloned());
+        }
+        for id in changes.open.iter().chain(&changes.limit) {
+            if let Some(allocation) = new.allocations.get(id) {
+                self.open_or_limit(id, allocation);
+            }
+        }
+        *self.desired.borrow_mut() = new;
+        *self.applied.borrow_mut() = hash;
+    }
+
+    fn open_or_limit(&self, id: &str, allocation: &Allocation) {
+        let open = self.doors.borrow().get(id).cloned();
+        if let Some(door) = open {
+            door.set_limits(allocation);
+            return;
+        }
+        let device = self.supervise(&allocation.device);
+        match Door::open(id, allocation, device, &self.context) {
+            Ok(door) => {
+                self.door_errors.borrow_mut().remove(id);
+                self.doors.borrow_mut().insert(id.to_owned(), door);
+            }
+            Err(error) => {
+                tracing::error!(allocation = id, %error, "failed to open door");
+                self.door_errors.borrow_mut().insert(id.to_owned(), error);
+            }
+        }
+    }
+
+    /// The device, with a task that supervises its daemon. A door may exist before its daemon is
+    /// desired.
+    fn supervise(&self, name: &str) -> Rc<Device> {
+        if let Some(supervised) = self.devices.borrow().get(name)
+            && supervised.task.as_ref().is_some_and(|task| !task.is_finished())
+        {
+            return Rc::clone(&supervised.device);
+        }
+        let device = Device::new(name, Rc::clone(&self.context));
+        let task = Some(tokio::task::spawn_local(Rc::clone(&device).supervise()));
+        self.devices.borrow_mut().insert(name.to_owned(), Supervised { device: Rc::clone(&device), task });
+        device
+    }
+
+    /// Cleans up after an earlier MPS host: removes doors that are not desired and restores compute
+    /// modes.
+    pub(crate) async fn clean_up(&self) {
+        let allocations = std::fs::read_dir(self.context.paths.allocations()).into_iter().flatten().flatten();
+        for id in allocations.filter_map(|entry| entry.file_name().into_string().ok()) {
+            let is_desired = self.desired.borrow().allocations.contains_key(&id);
+            if !is_desired && std::fs::remove_file(self.context.paths.door(&id)).is_ok() {
+                tracing::info!(allocation = id, "removed door of an earlier MPS host");
+            }
+        }
+        for device in compute_mode::recorded(&self.context.paths.mps()) {
+            if self.devices.borrow().contains_key(&device) {
+                continue;
+            }
+            if let Err(error) = compute_mode::restore(&self.context, &device).await {
+                tracing::error!(device, %error, "failed to restore compute mode that an earlier MPS host set");
+            }
+        }
+    }
+
+    /// Restores door sockets that somebody removed, and drops devices without a daemon or door.
+    pub(crate) fn maintain(&self) {
+        for door in self.doors.borrow().values() {
+            door.restore_socket();
+        }
+        self.devices.borrow_mut().retain(|name, Supervised { device, task }| {
+            let is_used = device.is_present() || self.doors.borrow().values().any(|door| door.is_of(name));
+            if !is_used && let Some(task) = task {
+                task.abort();
+            }
+            is_used
+        });
+    }
+
+    /// Closes all doors and stops all daemons at once. Each has its own deadlines.
+    pub(crate) async fn stop(&self) {
+        for door in std::mem::take(&mut *self.doors.borrow_mut()).values() {
+            door.close();
+        }
+        self.context.stopping.cancel();
+        let tasks: Vec<(String, JoinHandle<()>)> = {
+            let mut devices = self.devices.borrow_mut();
+            let task = |(name, supervised): (&String, &mut Supervised)| Some((name.clone(), supervised.task.take()?));
+            devices.iter_mut().filter_map(task).collect()
+        };
+        for (device, task) in tasks {
+            if task.await.is_err() {
+                tracing::error!(device, "supervision of MPS daemon failed");
+            }
+        }
+        self.devices.borrow_mut().clear();
+    }
+
+    /// The current status. A host that stops reports no daemons.
+    pub(crate) fn status(&self) -> Status {
+        let desired_error = self.desired_error.borrow();
+        let door_errors = self.door_errors.borrow();
+        let door_errors = door_errors.iter().map(|(id, error)| door_failed(id, error).to_string());
+        let errors: Vec<String> = desired_error.iter().map(ToString::to_string).chain(door_errors).collect();
+        let is_stopping = self.context.stopping.is_cancelled();
+        Status {
+            version: VERSION,
+            pid: std::process::id(),
+            desired: self.applied.borrow().clone(),
+            daemons: self
+                .devices
+                .borrow()
+                .iter()
+                .filter(|(_, supervised)| !is_stopping && supervised.device.is_present())
+                .map(|(name, supervised)| (name.clone(), supervised.device.status()))
+                .collect(),
+            allocations: self.doors.borrow().iter().map(|(id, door)| (id.clone(), door.status())).collect(),
+            error: (!errors.is_empty()).then(|| errors.join("; ")),
+        }
+    }
+
+    /// Writes the status whenever it changes, forever.
+    pub(crate) async fn report(self: Rc<Self>) {
+        let mut changes = self.context.status_changes();
+        let mut written = None;
+        loop {
+            let status = self.status();
+            if written.as_ref() != Some(&status) {
+                written = self.write_status(&status).then_some(status);
+            }
+            if changes.changed().await.is_err() {
+                return;
+            }
+            sleep(STATUS_DELAY).await;
+            changes.mark_unchanged();
+        }
+    }
+
+    /// Writes the status of an MPS host that has stopped.
+    pub(crate) fn report_stopped(&self) {
+        let error = Some("the MPS host has stopped".to_owned());
+        self.write_status(&Status { pid: 0, error, ..self.status() });
+    }
+
+    /// Replaces the status file. Returns whether that succeeded; if not, the next change tries
+    /// again.
+    fn write_status(&self, status: &Status) -> bool {
+        let path = self.context.paths.status();
+        let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace(&path, &text));
+        if let Err(error) = &written {
+            tracing::error!(path = %path.display(), %error, "failed to write status");
+        }
+        written.is_ok()
+    }
+
+    /// Terminates a client's contexts through MPS.
+    pub(crate) async fn terminate(&self, device: &str, pid: u32) -> Result<Terminated, TerminateError> {
+        let supervised = self.devices.borrow().get(device).map(|supervised| Rc::clone(&supervised.device));
+        supervised.ok_or_else(|| TerminateError::NoDaemon(device.to_owned()))?.terminate(pid).await
+    }
+
+    /// Waits until clients of the allocation would be admitted.
+    pub(crate) async fn ready(&self, allocation: &str) {
+        let mut changes = self.context.status_changes();
+        while self.check_ready(allocation).is_err() && changes.changed().await.is_ok() {}
+    }
+
+    /// Whether clients of the allocation would be admitted now.
+    pub(crate) fn check_ready(&self, allocation: &str) -> Result<(), NotReady> {
+        if let Some(error) = self.door_errors.borrow().get(allocation) {
+            return Err(door_failed(allocation, error));
+        }
+        if let Some(door) = self.doors.borrow().get(allocation) {
+            return door.check_ready();
+        }
+        let allocation = allocation.to_owned();
+        Err(match self.desired_error.borrow().as_ref() {
+            Some(error) => NotReady::DesiredFailed { allocation, error: error.to_string() },
+            None => NotReady::Unknown(allocation),
+        })
+    }
+}
+
+fn door_failed(allocation: &str, error: &io::Error) -> NotReady {
+    NotReady::DoorFailed { allocation: allocation.to_owned(), error: error.to_string() }
+}

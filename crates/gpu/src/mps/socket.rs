@@ -1,0 +1,111 @@
+//! Answers the agent's requests on the MPS host's socket, which only root can reach.
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
+
+use super::error::HostError;
+use super::protocol::Terminated;
+use super::reconciler::Reconciler;
+use super::wire::{Reply, Request};
+
+/// Connections served at once.
+const MAX_CONNECTIONS: usize = 64;
+/// Bytes of a request, which is one line.
+const MAX_REQUEST: u64 = 64 * 1024;
+/// A connection without a request for this long is closed.
+const IDLE: Duration = Duration::from_secs(300);
+/// How long the peer may take to accept a reply.
+const REPLY_DEADLINE: Duration = Duration::from_secs(5);
+/// Pause after a failed `accept`.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// Creates the socket in place of one that an earlier MPS host left.
+pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
+    let failed = |source| HostError::Prepare { path: path.to_owned(), source };
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    Ok(listener)
+}
+
+/// Serves all connections, forever.
+pub(crate) async fn serve(reconciler: Rc<Reconciler>, listener: UnixListener) {
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let reconciler = Rc::clone(&reconciler);
+                tokio::task::spawn_local(async move {
+                    if let Err(error) = serve_connection(&reconciler, stream).await {
+                        tracing::debug!(%error, "connection to the MPS host's socket failed");
+                    }
+                    drop(permit);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "failed to accept a connection to the MPS host's socket");
+                sleep(ACCEPT_RETRY).await;
+            }
+        }
+    }
+}
+
+async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Result<()> {
+    let (reader, mut writer) = stream.into_split();
+    let mut reader = BufReader::new(reader);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let mut limited = (&mut reader).take(MAX_REQUEST);
+        match timeout(IDLE, limited.read_until(b'\n', &mut line)).await {
+            Ok(Ok(0)) | Err(_) => return Ok(()),
+            Ok(read) => read?,
+        };
+        let is_complete = line.ends_with(b"\n");
+        let reply = match serde_json::from_slice(&line) {
+            Ok(request) if is_complete => answer(reconciler, request).await,
+            Ok(_) => Reply::Error { message: "the request does not end with a newline".to_owned() },
+            Err(error) => Reply::Error { message: format!("invalid request: {error}") },
+        };
+        let mut text = serde_json::to_vec(&reply).map_err(io::Error::other)?;
+        text.push(b'\n');
+        timeout(REPLY_DEADLINE, writer.write_all(&text)).await.map_err(|_| io::ErrorKind::TimedOut)??;
+        if !is_complete {
+            // The rest is the remainder of a line that is too long.
+            return Ok(());
+        }
+    }
+}
+
+async fn answer(reconciler: &Reconciler, request: Request) -> Reply {
+    match request {
+        Request::Status => Reply::Status(reconciler.status()),
+        Request::Await { allocation, timeout_ms } => {
+            match timeout(Duration::from_millis(timeout_ms), reconciler.ready(&allocation)).await {
+                Ok(()) => Reply::Done,
+                Err(_) => match reconciler.check_ready(&allocation) {
+                    // It became ready just now.
+                    Ok(()) => Reply::Done,
+                    Err(reason) => Reply::Error { message: reason.to_string() },
+                },
+            }
+        }
+        Request::Terminate { device, pid } => match reconciler.terminate(&device, pid).await {
+            Ok(Terminated::Done) => Reply::Done,
+            Ok(Terminated::NoContext) => Reply::NoContext,
+            Err(error) => Reply::Error { message: error.to_string() },
+        },
+    }
+}

@@ -1,0 +1,63 @@
+//! Conditions of pods that the operator writes, beside those of the kubelet and the scheduler.
+use jiff::Timestamp;
+use kube::Client;
+use serde_json::json;
+
+use crate::pods::PodCondition;
+use crate::write::WRITE;
+
+/// Writes one of the operator's conditions of a pod, `namespace/name`, and says whether there is nothing left to do. `turned` says that the condition's
+/// status changes, and not its reason or message alone. The UID keeps the write from another pod of that name.
+pub(crate) async fn write(client: &Client, (pod, uid): (&str, &str), condition: &PodCondition, turned: bool) -> bool {
+    let Some((namespace, name)) = pod.split_once('/') else { return true };
+    let mut entry = json!({
+        "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,
+    });
+    if turned {
+        let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
+        entry["lastTransitionTime"] = json!(now.to_string());
+    }
+    let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
+    let request =
+        http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
+            // Conditions are merged by their type: the kubelet's stay.
+            .header(http::header::CONTENT_TYPE, "application/strategic-merge-patch+json")
+            .body(patch.to_string().into_bytes());
+    let request = match request {
+        Ok(request) => request,
+        Err(error) => {
+            tracing::error!(pod, error = &error as &dyn std::error::Error, "failed to build a request");
+            return true;
+        }
+    };
+    match tokio::time::timeout(WRITE, client.request_text(request)).await {
+        Ok(Ok(_)) => {
+            tracing::info!(
+                pod,
+                status = condition.status,
+                reason = condition.reason,
+                message = condition.message,
+                "wrote the pod's condition"
+            );
+            true
+        }
+        // It is gone, or another pod has its name.
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+            tracing::debug!(
+                pod,
+                code = status.code,
+                message = status.message,
+                "the pod has changed or is gone: its condition was not written"
+            );
+            true
+        }
+        Ok(Err(error)) => {
+            tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to write the pod's condition");
+            false
+        }
+        Err(_) => {
+            tracing::warn!(pod, "the API server did not answer within {} s", WRITE.as_secs());
+            false
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! Where the MIG instances of a fixed layout lie on one GPU. Pure.
+//!
+//! Places are those that NVML reports, never a table of counts. Instances that lie right already stay where they are.
+use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
+
+/// Why a layout cannot be had on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The GPU has no such profile.
+    #[error("it has no MIG profile {profile}; it has {}", .has.join(", "))]
+    NoSuchProfile {
+        /// The profile.
+        profile: String,
+        /// The profiles that it has.
+        has: Vec<String>,
+    },
+    /// All profiles are there, but not at once.
+    #[error("the MIG profiles {} do not fit on it together", .0.join(", "))]
+    DoesNotFit(Vec<String>),
+}
+
+/// Memory slices as bits; NVML counts 8 at most today.
+type Mask = u64;
+
+/// The start of each instance of `layout`, in its order.
+///
+/// Largest first; each where an `existing` instance of its profile lies, else where none lies, else as low as it can; the first arrangement
+/// in that order.
+pub(super) fn place(
+    layout: &[String],
+    profiles: &[MigProfileStatus],
+    existing: &[MigInstanceStatus],
+) -> Result<Vec<u32>, Error> {
+    let mut wanted: Vec<(usize, &MigProfileStatus)> = Vec::with_capacity(layout.len());
+    for (at, name) in layout.iter().enumerate() {
+        let profile = profiles.iter().find(|profile| &profile.name == name).ok_or_else(|| Error::NoSuchProfile {
+            profile: name.clone(),
+            has: profiles.iter().map(|profile| profile.name.clone()).collect(),
+        })?;
+        wanted.push((at, profile));
+    }
+    wanted.sort_by(|(a_at, a), (b_at, b)| (b.size, &a.name, a_at).cmp(&(a.size, &b.name, b_at)));
+    let old: Vec<(&str, u32, Mask)> = existing
+        .iter()
+        .filter_map(|instance| {
+            let profile = profiles.iter().find(|profile| profile.name == instance.profile)?;
+            Some((instance.profile.as_str(), instance.start, mask(instance.start, profile.size)?))
+        })
+        .collect();
+    let mut starts = vec![0; layout.len()];
+    if search(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
+}
+
+/// Places the first of `wanted` and then the others.
+fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], taken: Mask, starts: &mut [u32]) -> bool {
+    let Some(((at, profile), rest)) = wanted.split_first() else { return true };
+    let mut places: Vec<(u32, Mask)> =
+        profile.starts.iter().filter_map(|&start| Some((start, mask(start, profile.size)?))).collect();
+    places.sort_unstable_by_key(|&(start, place)| {
+        let lies = old.iter().any(|&(name, at, _)| name == profile.name && at == start);
+        let disturbs = old.iter().any(|&(_, _, mask)| mask & place != 0);
+        (!lies, disturbs, start)
+    });
+    for (start, place) in places {
+        if taken & place == 0 && search(rest, old, taken | place, starts) {
+            if let Some(slot) = starts.get_mut(*at) {
+                *slot = start;
+            }
+            return true;
+        }
+    }
+    false
+}
+
+fn mask(start: u32, size: u32) -> Option<Mask> {
+    let ones = 1_u64.checked_shl(size)?.checked_sub(1).filter(|&ones| ones > 0)?;
+    // Bits shifted out would make two far places look free of each other.
+    ones.checked_shl(start).filter(|mask| mask.count_ones() == size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An A100-40's profiles as NVML reports them.
+    fn a100() -> Vec<MigProfileStatus> {
+        let profile = |name: &str, size, starts: &[u32]| MigProfileStatus {
+            name: name.to_owned(),
+            size,
+            starts: starts.to_vec(),
+            ..MigProfileStatus::default()
+        };
+        vec![
+            profile("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
+            profile("1g.10gb", 2, &[0, 2, 4, 6]),
+            profile("2g.10gb", 2, &[0, 2, 4]),
+            profile("3g.20gb", 4, &[0, 4]),
+            profile("4g.20gb", 4, &[0]),
+            profile("7g.40gb", 8, &[0]),
+        ]
+    }
+
+    fn layout(names: &[&str]) -> Vec<String> {
+        names.iter().map(|&name| name.to_owned()).collect()
+    }
+
+    fn lying(profile: &str, start: u32) -> MigInstanceStatus {
+        MigInstanceStatus { profile: profile.to_owned(), start, ..MigInstanceStatus::default() }
+    }
+
+    #[test]
+    fn layouts_lie_where_nvml_allows() {
+        for (names, expected) in [
+            (&["7g.40gb"][..], &[0][..]),
+            (&["3g.20gb", "4g.20gb"], &[4, 0]),
+            (&["3g.20gb", "3g.20gb"], &[0, 4]),
+            (&["1g.5gb", "2g.10gb", "4g.20gb"], &[6, 4, 0]),
+            (&["1g.5gb"; 7], &[0, 1, 2, 3, 4, 5, 6]),
+        ] {
+            assert_eq!(place(&layout(names), &a100(), &[]), Ok(expected.to_vec()), "{names:?}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_said_with_names() {
+        let error = place(&layout(&["4g.20gb", "4g.20gb"]), &a100(), &[]).unwrap_err();
+        assert_eq!(error.to_string(), "the MIG profiles 4g.20gb, 4g.20gb do not fit on it together");
+        assert_eq!(place(&layout(&["1g.5gb"; 8]), &a100(), &[]), Err(Error::DoesNotFit(layout(&["1g.5gb"; 8]))));
+        let error = place(&layout(&["3g.40gb"]), &a100(), &[]).unwrap_err();
+        assert!(error.to_string().starts_with("it has no MIG profile 3g.40gb; it has 1g.5gb, "), "{error}");
+    }
+
+    #[test]
+    fn instances_that_lie_right_stay() {
+        let existing = [lying("1g.5gb", 5), lying("2g.10gb", 2)];
+        assert_eq!(place(&layout(&["1g.5gb", "2g.10gb"]), &a100(), &existing), Ok(vec![5, 2]));
+        assert_eq!(place(&layout(&["3g.20gb", "1g.5gb"]), &a100(), &[lying("1g.5gb", 0)]), Ok(vec![4, 0]));
+    }
+
+    #[test]
+    fn an_instance_in_the_way_does_not_make_the_layout_impossible() {
+        assert_eq!(place(&layout(&["3g.20gb", "4g.20gb"]), &a100(), &[lying("3g.20gb", 0)]), Ok(vec![4, 0]));
+    }
+
+    #[test]
+    fn a_place_beyond_all_slices_is_no_place() {
+        let strange = |size, start| {
+            [MigProfileStatus { name: "x".into(), size, starts: vec![start], ..MigProfileStatus::default() }]
+        };
+        for (size, start) in [(0, 0), (64, 0), (2, 63), (1, 64), (u32::MAX, u32::MAX)] {
+            assert!(place(&layout(&["x"]), &strange(size, start), &[]).is_err(), "{size} at {start}");
+        }
+        assert_eq!(place(&layout(&["x"]), &strange(1, 63), &[]), Ok(vec![63]));
+    }
+}

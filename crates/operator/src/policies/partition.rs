@@ -1,0 +1,504 @@
+//! Between what a `GpuNode` says of a GPU and the slices that plans are made of. Pure.
+//!
+//! What is in use keeps its device ids and its limits: the agent would otherwise have to take it away and make it anew. So the limits of a
+//! slice never depend on how many others there are, and ids that are held stay where they are while others come and go around them.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::gpunode::{
+    GpuStatus, MigInstanceSpec, MigPartition, MpsPartition, MpsSlices, Partition, TimeSlicedPartition, Whole,
+};
+use cleave_api::names::{RESOURCE_GPU, mig_resource};
+use cleave_plan::device::{Family, SHARED_SUFFIX, sized};
+use cleave_plan::mps::{self, MAX_CLIENTS};
+use cleave_plan::snapshot::Slice;
+use cleave_plan::units::Mebibytes;
+
+use crate::policies::plan::{mig_instance_partition, turns_partition};
+use crate::policies::validate::{Demand, InstanceShare, MpsRules, ShareSize, shared_instance_resource};
+
+/// MPS shares that a GPU can have under a policy; none where none fits, or the policy gives none.
+pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
+    match demand.shares? {
+        ShareSize::Units(units) => Some(units),
+        ShareSize::Memory(one) => {
+            let fit = mps::shareable(Mebibytes(gpu.memory_mib)).0.checked_div(one.0).filter(|&fit| fit > 0)?;
+            Some(u32::try_from(fit).unwrap_or(MAX_CLIENTS).min(MAX_CLIENTS))
+        }
+    }
+}
+
+/// What the kubelet is told of a GPU now; an empty list is a whole GPU that nobody uses.
+pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
+    let mut slices = Vec::new();
+    for told in &gpu.slices {
+        let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == told.device);
+        let placement = told.start.or(instance.map(|instance| instance.start)).filter(|_| told.device != gpu.uuid);
+        let profile = instance.filter(|_| placement.is_some()).map(|instance| instance.profile.as_str());
+        let one = |in_use, count| Slice { in_use, ..slice(placement, profile, &told.resource, count) };
+        let in_use = told.in_use;
+        let free = told.total.saturating_sub(in_use);
+        if in_use > 0 {
+            slices.push(one(true, in_use));
+        }
+        if free > 0 && told.resource != RESOURCE_GPU {
+            slices.push(one(false, free));
+        }
+    }
+    slices
+}
+
+/// What is on a GPU now: what is served, and MIG instances that are there and not served.
+pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
+    let mut slices = served(gpu);
+    for instance in gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances) {
+        if slices.iter().any(|slice| slice.placement == Some(instance.start)) {
+            continue;
+        }
+        let profile = instance.profile.as_str();
+        let (resource, count) = match each {
+            None | Some(InstanceShare::Whole) => (mig_resource(profile), 1),
+            Some(InstanceShare::Mps(share)) => {
+                let count = if let ShareSize::Units(units) = share.size { units } else { 1 };
+                (shared_instance_resource(profile, share.resource.as_deref()), count)
+            }
+            Some(InstanceShare::TimeSlicing(turns)) => {
+                (shared_instance_resource(profile, turns.resource.as_deref()), turns.replicas)
+            }
+        };
+        slices.push(slice(Some(instance.start), Some(profile), &resource, count));
+    }
+    slices
+}
+
+/// What a GPU will be when it is as its spec says; what is in use now is in use then.
+pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
+    let mut all: Vec<Slice> = Vec::new();
+    let Partition { whole, mps, time_slicing, mig } = partition;
+    let mut add = |placement,
+                   profile: Option<&str>,
+                   whole: Option<&Whole>,
+                   mps: Option<&MpsPartition>,
+                   turns: Option<&TimeSlicedPartition>| {
+        let equal = whole.map(|whole| (&whole.resource, 1));
+        let shares = mps.iter().flat_map(|mps| &mps.slices).map(|slices| (&slices.resource, slices.count));
+        let replicas = turns.map(|turns| (&turns.resource, turns.replicas));
+        for (resource, count) in equal.into_iter().chain(shares).chain(replicas) {
+            all.push(slice(placement, profile, resource, count));
+        }
+    };
+    add(None, None, whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
+    for instance in mig.iter().flatten() {
+        let MigPartition { whole, mps, time_slicing } = &instance.partition;
+        add(Some(instance.start), Some(&instance.profile), whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
+    }
+    let mut slices: Vec<Slice> = served(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    for held in &slices {
+        let mut left = held.count;
+        for slice in &mut all {
+            if (slice.placement, &slice.resource) == (held.placement, &held.resource) {
+                let taken = left.min(slice.count);
+                (slice.count, left) = (slice.count - taken, left - taken);
+            }
+        }
+    }
+    all.retain(|slice| slice.count > 0 && slice.resource != RESOURCE_GPU);
+    slices.append(&mut all);
+    slices
+}
+
+fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> Slice {
+    let said = |profile: &&str| {
+        let named = mig_resource(profile);
+        resource == named || resource.strip_suffix(SHARED_SUFFIX) == Some(&named)
+    };
+    Slice {
+        placement,
+        resource: resource.to_owned(),
+        in_use: false,
+        count,
+        profile: profile.filter(|profile| !said(profile)).map(str::to_owned),
+        pod: None,
+    }
+}
+
+/// Whether the kubelet is told just what a partition says.
+pub(crate) fn is_reached(partition: &Partition, gpu: &GpuStatus) -> bool {
+    if let Some(whole) = &partition.whole {
+        return gpu.slices.iter().all(|told| told.resource == whole.resource && told.device == gpu.uuid)
+            && gpu.slices.iter().any(|told| told.total > 0);
+    }
+    counted(&desired(partition, gpu)) == counted(&served(gpu))
+}
+
+fn counted(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
+    let mut counts = BTreeMap::new();
+    for slice in slices.iter().filter(|slice| slice.count > 0) {
+        *counts.entry((slice.placement, slice.resource.as_str())).or_default() += slice.count;
+    }
+    counts
+}
+
+/// Slices in use whose device ids nobody has told yet: while there are any, it is not known which may go.
+pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
+    gpu.slices
+        .iter()
+        .filter(|told| told.device == gpu.uuid && told.resource != RESOURCE_GPU)
+        .any(|told| u32::try_from(held_numbers(gpu, &told.resource).len()).is_ok_and(|known| known < told.in_use))
+}
+
+/// What a GPU is to be written as so that it has these slices.
+///
+/// # Errors
+/// A sentence: the slices are not such as the policy makes.
+pub(crate) fn partition(
+    slices: &[Slice],
+    family: Family,
+    demand: &Demand,
+    gpu: &GpuStatus,
+    current: Option<&Partition>,
+) -> Result<Partition, String> {
+    Ok(match family {
+        _ if slices.iter().all(|slice| slice.resource == RESOURCE_GPU) => {
+            Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() }
+        }
+        Family::Whole => return Err("its slices are of no way of cutting that the policy knows".to_owned()),
+        Family::Mps => Partition {
+            mps: Some(mps_partition(slices, demand, gpu, current.and_then(|current| current.mps.as_ref()))?),
+            ..Partition::default()
+        },
+        Family::TimeSlicing => {
+            let turns = demand.turns.as_ref().ok_or("the policy says nothing of time-slicing")?;
+            Partition { time_slicing: Some(turns_partition(turns, turns.resource())), ..Partition::default() }
+        }
+        Family::Mig => Partition {
+            mig: Some(instances(slices, demand, gpu, current.and_then(|current| current.mig.as_deref()))?),
+            ..Partition::default()
+        },
+    })
+}
+
+fn mps_partition(
+    slices: &[Slice],
+    demand: &Demand,
+    gpu: &GpuStatus,
+    current: Option<&MpsPartition>,
+) -> Result<MpsPartition, String> {
+    // Under a running client neither the server nor its limits change.
+    let kept = current.filter(|_| slices.iter().any(|slice| slice.in_use));
+    let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
+    for slice in slices {
+        *counts.entry(&slice.resource).or_default() += slice.count;
+    }
+    let mut all = Vec::new();
+    for (resource, count) in counts {
+        let known = kept.iter().flat_map(|kept| &kept.slices).find(|kept| kept.resource == resource);
+        let (memory_mib, threads, max_clients) = match known {
+            Some(known) => (known.memory_mib.clone(), known.threads.clone(), known.max_clients),
+            None => {
+                let (memory, threads) = limits(resource, demand, gpu)?;
+                (memory, threads, demand.mps.max_clients)
+            }
+        };
+        for (first, count) in ranges(&numbers(resource, count, gpu, current)) {
+            all.push(MpsSlices {
+                resource: resource.to_owned(),
+                count,
+                first,
+                memory_mib: memory_mib.clone(),
+                threads: threads.clone(),
+                max_clients,
+            });
+        }
+    }
+    Ok(MpsPartition {
+        multi_user: kept.map_or(demand.mps.multi_user, |kept| kept.multi_user),
+        compute_mode: kept.map_or(demand.mps.compute_mode, |kept| kept.compute_mode),
+        slices: all,
+    })
+}
+
+/// Memory and threads of k slices of a resource, for each k.
+///
+/// As many as the GPU could ever have, and as the last entry all of the GPU: a list that grew with the number of slices would change the
+/// limits of those in use, and the daemon's defaults, which are the last entries.
+fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
+    let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
+    let total = Mebibytes(gpu.memory_mib);
+    let all = mps::shareable(total);
+    // k slices, and of how many parts of the GPU they are how many.
+    let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized(resource) {
+        let one = Mebibytes::from_gib(gib);
+        let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
+        let row = |k: u64| {
+            let size = Mebibytes(one.0.saturating_mul(k).min(total.0));
+            (mps::sized(size, total), in_u32(size.0), in_u32(total.0))
+        };
+        (1..=most).map(row).collect()
+    } else {
+        let units = units(demand, gpu).ok_or_else(|| format!("the policy makes no {resource}"))?;
+        let row = |k: u32| {
+            let memory = match demand.shares {
+                Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
+                _ => mps::memory(k, units, total),
+            };
+            (memory, k, units)
+        };
+        (1..=units).map(row).collect()
+    };
+    let part = |memory: Mebibytes| (memory.0 / u64::from(memory_parts.max(1))).max(1);
+    let mut memory: Vec<u64> = Vec::new();
+    if limited {
+        memory = rows.iter().map(|(memory, ..)| part(*memory)).collect();
+        memory.extend((memory.last() != Some(&part(all))).then(|| part(all)));
+    }
+    let mut percents: Vec<u8> =
+        rows.iter().filter_map(|&(_, some, of)| mps::threads(some, of, threads).map(u8::from)).collect();
+    percents.extend((!percents.is_empty() && percents.last() != Some(&100)).then_some(100));
+    Ok((memory, percents))
+}
+
+fn in_u32(number: u64) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+/// The numbers of a resource's device ids: those that pods hold, then those that are there, then the lowest.
+fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
+    let mut numbers = held_numbers(gpu, resource);
+    let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);
+    let existing: BTreeSet<u32> =
+        existing.flat_map(|slices| slices.first..slices.first.saturating_add(slices.count.min(MAX_CLIENTS))).collect();
+    for number in existing.into_iter().chain(0..) {
+        if numbers.len() >= count as usize {
+            break;
+        }
+        numbers.insert(number);
+    }
+    numbers
+}
+
+fn held_numbers(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
+    let held = gpu.allocations.iter().filter(|held| held.device == gpu.uuid && held.resource == resource);
+    let number = |id: &String| id.rsplit_once("::").and_then(|(_, number)| number.parse().ok());
+    held.flat_map(|held| &held.ids).filter_map(number).collect()
+}
+
+/// Numbers as (first, count).
+fn ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for &number in numbers {
+        match ranges.last_mut() {
+            Some((first, count)) if first.checked_add(*count) == Some(number) => *count += 1,
+            _ => ranges.push((number, 1)),
+        }
+    }
+    ranges
+}
+
+fn instances(
+    slices: &[Slice],
+    demand: &Demand,
+    gpu: &GpuStatus,
+    current: Option<&[MigInstanceSpec]>,
+) -> Result<Vec<MigInstanceSpec>, String> {
+    let profiles = gpu.mig.as_ref().map_or(&[][..], |mig| mig.profiles.as_slice());
+    let mut by_place: BTreeMap<u32, (&str, bool)> = BTreeMap::new();
+    for slice in slices {
+        let start = slice.placement.ok_or_else(|| format!("{} has no place", slice.resource))?;
+        let name = match &slice.profile {
+            Some(profile) => profile.as_str(),
+            None => {
+                let named = slice.resource.strip_suffix(SHARED_SUFFIX).unwrap_or(&slice.resource);
+                let known = profiles.iter().find(|profile| mig_resource(&profile.name) == named);
+                known.map(|profile| profile.name.as_str()).ok_or_else(|| format!("it has no MIG profile of {named}"))?
+            }
+        };
+        by_place.entry(start).or_insert((name, false)).1 |= slice.in_use;
+    }
+    let mut all = Vec::with_capacity(by_place.len());
+    for (start, (profile, in_use)) in by_place {
+        let kept = current
+            .filter(|_| in_use)
+            .and_then(|current| current.iter().find(|kept| kept.start == start && kept.profile == profile));
+        let partition = match kept {
+            Some(kept) => kept.partition.clone(),
+            None => mig_instance_partition(profile, &demand.each, gpu).map_err(|cannot| cannot.to_string())?,
+        };
+        all.push(MigInstanceSpec { profile: profile.to_owned(), start, partition });
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use cleave_api::gpunode::{AllocationStatus, MigProfileStatus, MigStatus, SliceStatus};
+    use cleave_plan::mps::Threads;
+
+    use super::*;
+    use crate::policies::validate::MpsShare;
+
+    fn demand() -> Demand {
+        Demand {
+            words: "mode Auto",
+            mode: cleave_plan::device::Mode::Auto,
+            mps: MpsRules { threads: Threads::Strict, ..MpsRules::default() },
+            shares: None,
+            turns: None,
+            each: InstanceShare::Whole,
+        }
+    }
+
+    fn gpu() -> GpuStatus {
+        GpuStatus { uuid: "GPU-a".into(), memory_mib: 40 * 1024, ..GpuStatus::default() }
+    }
+
+    fn free(resource: &str, count: u32) -> Slice {
+        slice(None, None, resource, count)
+    }
+
+    fn held(resource: &str, count: u32) -> Slice {
+        Slice { in_use: true, ..free(resource, count) }
+    }
+
+    fn cut(slices: &[Slice], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
+        partition(slices, Family::Mps, &demand(), gpu, current).unwrap().mps.unwrap()
+    }
+
+    fn ids(mps: &MpsPartition, resource: &str) -> Vec<(u32, u32)> {
+        mps.slices
+            .iter()
+            .filter(|slices| slices.resource == resource)
+            .map(|slices| (slices.first, slices.count))
+            .collect()
+    }
+
+    const TEN: &str = "nvidia.com/gpu-10gb";
+    const TWENTY: &str = "nvidia.com/gpu-20gb";
+
+    #[test]
+    fn a_sized_slice_has_its_part_of_memory_and_threads() {
+        let mps = cut(&[free(TEN, 2), free(TWENTY, 1)], &gpu(), None);
+        let all = 40 * 1024 - 128;
+        assert_eq!(mps.slices[0].memory_mib, [all / 4, all / 2, all * 3 / 4, all]);
+        assert_eq!(mps.slices[0].threads, [25, 50, 75, 100]);
+        assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
+    }
+
+    /// The agent compares limits, and takes the last of each as the daemon's own: what would differ could not be changed under a client.
+    #[test]
+    fn the_limits_of_a_slice_do_not_depend_on_the_others() {
+        let small = cut(&[free(TEN, 1)], &gpu(), None);
+        let large = cut(&[free(TEN, 2), free("nvidia.com/gpu-7gb", 1)], &gpu(), None);
+        assert_eq!(small.slices[0].memory_mib, large.slices[0].memory_mib);
+        assert_eq!(small.slices[0].threads, large.slices[0].threads);
+        assert_eq!(small.slices[0].memory_mib.last(), large.slices[1].memory_mib.last(), "the daemon's default");
+        assert_eq!(large.slices[1].threads.last(), Some(&100));
+        let many = cut(&[free("nvidia.com/gpu-1gb", 40)], &GpuStatus { memory_mib: 81_559, ..gpu() }, None);
+        assert_eq!((many.slices[0].memory_mib.len(), many.slices[0].memory_mib.last()), (49, Some(&(81_559 - 128))));
+    }
+
+    #[test]
+    fn ids_that_are_held_stay_and_the_lowest_fill_up() {
+        let current = cut(&[free(TEN, 4)], &gpu(), None);
+        let mut busy = gpu();
+        busy.allocations = vec![AllocationStatus {
+            device: "GPU-a".into(),
+            resource: TEN.into(),
+            ids: vec!["GPU-a::1".into(), "GPU-a::3".into()],
+            ..AllocationStatus::default()
+        }];
+        let current = Partition { mps: Some(current), ..Partition::default() };
+        let fewer = cut(&[held(TEN, 2), free(TWENTY, 1)], &busy, Some(&current));
+        assert_eq!((ids(&fewer, TEN), ids(&fewer, TWENTY)), (vec![(1, 1), (3, 1)], vec![(0, 1)]));
+        let more =
+            cut(&[held(TEN, 2), free(TEN, 1)], &busy, Some(&Partition { mps: Some(fewer), ..Partition::default() }));
+        assert_eq!(ids(&more, TEN), [(0, 2), (3, 1)]);
+    }
+
+    #[test]
+    fn limits_in_use_are_kept_when_the_policy_has_others() {
+        let mut old = cut(&[free(TEN, 4)], &gpu(), None);
+        old.slices[0].threads = vec![50, 100];
+        old.multi_user = false;
+        let current = Partition { mps: Some(old), ..Partition::default() };
+        let kept = cut(&[held(TEN, 1), free(TEN, 1)], &gpu(), Some(&current));
+        assert_eq!((&kept.slices[0].threads[..], kept.multi_user), (&[50, 100][..], false));
+        let fresh = cut(&[free(TEN, 2)], &gpu(), Some(&current));
+        assert_eq!((&fresh.slices[0].threads[..], fresh.multi_user), (&[25, 50, 75, 100][..], true));
+    }
+
+    #[test]
+    fn what_is_reached_is_told_by_what_the_kubelet_is_told() {
+        let told = |resource: &str, total, in_use| SliceStatus {
+            device: "GPU-a".into(),
+            resource: resource.into(),
+            total,
+            in_use,
+            ..SliceStatus::default()
+        };
+        let mut gpu = gpu();
+        let spec = Partition { mps: Some(cut(&[free(TEN, 2), free(TWENTY, 1)], &gpu, None)), ..Partition::default() };
+        gpu.slices = vec![told(TEN, 4, 1)];
+        assert!(!is_reached(&spec, &gpu));
+        assert_eq!(desired(&spec, &gpu), [held(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
+        gpu.slices = vec![told(TEN, 2, 1), told(TWENTY, 1, 0)];
+        assert!(is_reached(&spec, &gpu));
+        let whole = Partition { whole: Some(Whole { resource: RESOURCE_GPU.into() }), ..Partition::default() };
+        assert!(!is_reached(&whole, &gpu));
+        gpu.slices = vec![told(RESOURCE_GPU, 1, 0)];
+        assert!(is_reached(&whole, &gpu) && served(&gpu).is_empty());
+        gpu.slices.clear();
+        assert!(!is_reached(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
+    }
+
+    #[test]
+    fn ids_nobody_has_told_are_known_to_be_unknown() {
+        let mut gpu = gpu();
+        gpu.slices = vec![SliceStatus {
+            device: "GPU-a".into(),
+            resource: TEN.into(),
+            total: 2,
+            in_use: 1,
+            ..SliceStatus::default()
+        }];
+        assert!(has_unknown_ids(&gpu));
+        gpu.allocations = vec![AllocationStatus {
+            device: "GPU-a".into(),
+            resource: TEN.into(),
+            ids: vec!["GPU-a::0".into()],
+            ..AllocationStatus::default()
+        }];
+        assert!(!has_unknown_ids(&gpu));
+    }
+
+    #[test]
+    fn instances_lie_where_the_plan_says_and_are_shared_as_the_policy_says() {
+        let mut a100 = gpu();
+        let profile = |name: &str, size, starts: &[u32]| MigProfileStatus {
+            name: name.into(),
+            size,
+            starts: starts.to_vec(),
+            memory_mib: 9728,
+            ..MigProfileStatus::default()
+        };
+        a100.mig = Some(MigStatus {
+            profiles: vec![profile("1g.5gb+me", 1, &[0, 1]), profile("2g.10gb", 2, &[0, 2, 4])],
+            ..MigStatus::default()
+        });
+        let slices =
+            [slice(Some(2), None, "nvidia.com/mig-2g.10gb", 1), slice(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1)];
+        let mig = partition(&slices, Family::Mig, &demand(), &a100, None).unwrap().mig.unwrap();
+        let told: Vec<(&str, u32)> = mig.iter().map(|one| (one.profile.as_str(), one.start)).collect();
+        assert_eq!(told, [("1g.5gb+me", 0), ("2g.10gb", 2)]);
+        let each =
+            InstanceShare::Mps(MpsShare { size: ShareSize::Units(4), rules: MpsRules::default(), resource: None });
+        let shared = Demand { each, ..demand() };
+        let slices = [
+            slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
+            Slice { in_use: true, ..slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
+        ];
+        let mig = partition(&slices, Family::Mig, &shared, &a100, None).unwrap().mig.unwrap();
+        assert_eq!((mig.len(), mig[0].partition.mps.as_ref().unwrap().slices[0].count), (1, 4));
+        let unknown = [slice(Some(2), None, "nvidia.com/mig-3g.20gb", 1)];
+        assert!(partition(&unknown, Family::Mig, &demand(), &a100, None).is_err());
+    }
+}

@@ -1,0 +1,252 @@
+//! A taint on nodes that can serve nobody: all of their GPUs are lost or need a reset, or their agent is away. Off unless asked for.
+//!
+//! [`Taints`] is pure and says which nodes get it or lose it; [`write`] does so, by a patch that touches no other taint.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, UNHEALTHY_TAINT};
+use http::Request;
+use kube::Client;
+use serde_json::{Value, json};
+
+use crate::read::{Node, Observed};
+
+/// How long an agent may be away: an upgrade takes a second, a node's start longer.
+pub(crate) const AWAY: Duration = Duration::from_secs(60);
+/// New pods stay away, and those that run are left alone.
+const EFFECT: &str = "NoSchedule";
+
+/// One node to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Change {
+    /// The node.
+    pub node: String,
+    /// Why it gets the taint; nothing where it loses it.
+    pub why: Option<&'static str>,
+    /// A JSON patch.
+    pub patch: Value,
+}
+
+/// What a node is to a pod that wants GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// It may serve, or nothing is known of it.
+    Well,
+    /// It cannot, and why.
+    Ill(&'static str),
+    /// Its agent is away, and has been for this long.
+    Away(Duration),
+}
+
+/// Which nodes' agents are away, and since when.
+#[derive(Debug, Default)]
+pub(crate) struct Taints {
+    away: BTreeMap<String, Duration>,
+}
+
+impl Taints {
+    /// Which nodes are to be written, and when to look again though nothing changes. `now` is since the process started.
+    pub(crate) fn look(&mut self, observed: &Observed, now: Duration) -> (Vec<Change>, Option<Duration>) {
+        self.away.retain(|name, _| observed.nodes.contains_key(name));
+        let mut next: Option<Duration> = None;
+        let mut changes = Vec::new();
+        for (name, node) in &observed.nodes {
+            let verdict = self.verdict(name, node, now);
+            let tainted = node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == EFFECT);
+            let (why, patch) = match (verdict, tainted) {
+                (Verdict::Away(since), _) if since < AWAY => {
+                    let left = AWAY.saturating_sub(since);
+                    next = Some(next.map_or(left, |next| next.min(left)));
+                    continue;
+                }
+                (Verdict::Away(_), None) => (Some("its agent is not ready"), add(node)),
+                (Verdict::Ill(why), None) => (Some(why), add(node)),
+                (Verdict::Well, Some(index)) => (None, remove(index)),
+                _ => continue,
+            };
+            changes.push(Change { node: name.clone(), why, patch });
+        }
+        (changes, next)
+    }
+
+    fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
+        // Of a node whose agent has not told of GPUs yet nobody expects any.
+        let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
+            self.away.remove(name);
+            return Verdict::Well;
+        };
+        if !node.agent.is_some_and(|agent| agent.ready) {
+            let since = *self.away.entry(name.to_owned()).or_insert(now);
+            return Verdict::Away(now.saturating_sub(since));
+        }
+        self.away.remove(name);
+        // What is suspect is healthy again by itself, in a minute; what else is in the way is no GPU's fault.
+        let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
+        if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
+            return Verdict::Ill("all of its GPUs are lost or need a reset");
+        }
+        Verdict::Well
+    }
+}
+
+/// A list of taints is replaced as a whole by other kinds of patches, and with it what others wrote meanwhile.
+fn add(node: &Node) -> Value {
+    let taint = json!({"key": UNHEALTHY_TAINT, "effect": EFFECT});
+    let change = if node.taints.is_empty() {
+        json!({"op": "add", "path": "/spec/taints", "value": [taint]})
+    } else {
+        json!({"op": "add", "path": "/spec/taints/-", "value": taint})
+    };
+    json!([{"op": "test", "path": "/metadata/resourceVersion", "value": node.version}, change])
+}
+
+fn remove(index: usize) -> Value {
+    json!([
+        {"op": "test", "path": format!("/spec/taints/{index}/key"), "value": UNHEALTHY_TAINT},
+        {"op": "test", "path": format!("/spec/taints/{index}/effect"), "value": EFFECT},
+        {"op": "remove", "path": format!("/spec/taints/{index}")},
+    ])
+}
+
+/// Writes one change. Where the node has changed meanwhile the API server refuses it, and the next pass sees what it is now.
+///
+/// # Errors
+/// What the API server, or the way there, said.
+pub(crate) async fn write(client: &Client, change: &Change) -> Result<(), kube::Error> {
+    let request = Request::patch(format!("/api/v1/nodes/{}?fieldManager=cleave-operator", change.node))
+        .header(http::header::CONTENT_TYPE, "application/json-patch+json")
+        .body(change.patch.to_string().into_bytes())
+        .map_err(kube::Error::HttpError)?;
+    client.request_text(request).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health};
+    use cleave_api::{GpuNode, GpuNodeSpec};
+    use cleave_plan::snapshot::Taint;
+    use kube::client::Body;
+    use kube::core::DeserializeGuard;
+
+    use super::*;
+    use crate::read::Agent;
+
+    const fn secs(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    /// A node with such GPUs, by their health's class.
+    fn node(classes: &[&str]) -> Node {
+        let gpu = |class: &&str| GpuStatus {
+            health: Health { healthy: class.is_empty(), class: (*class).to_owned(), ..Health::default() },
+            ..GpuStatus::default()
+        };
+        let status = GpuNodeStatus {
+            agent_version: "1".into(),
+            gpus: classes.iter().map(gpu).collect(),
+            ..GpuNodeStatus::default()
+        };
+        let object = GpuNode { status: Some(status), ..GpuNode::new("n", GpuNodeSpec::default()) };
+        Node {
+            version: "7".into(),
+            agent: Some(Agent { ready: true }),
+            gpu_node: Some(Arc::new(DeserializeGuard(Ok(object)))),
+            ..Node::default()
+        }
+    }
+
+    fn taint(key: &str, effect: &str) -> Taint {
+        Taint { key: key.into(), value: String::new(), effect: effect.into() }
+    }
+
+    fn look(taints: &mut Taints, node: Node, now: u64) -> (Option<bool>, Option<u64>) {
+        let observed = Observed { nodes: BTreeMap::from([("n".to_owned(), node)]), ..Observed::default() };
+        let (changes, next) = taints.look(&observed, secs(now));
+        assert!(changes.len() <= 1 && changes.iter().all(|change| change.node == "n"));
+        (changes.first().map(|change| change.why.is_some()), next.map(|next| next.as_secs()))
+    }
+
+    #[test]
+    fn a_node_is_tainted_when_all_of_its_gpus_are_out_and_untainted_when_one_is_back() {
+        let ours = || vec![taint("other", EFFECT), taint(UNHEALTHY_TAINT, EFFECT)];
+        for (classes, out) in [
+            (&["Lost", "NeedsReset"][..], true),
+            (&["Lost"], true),
+            (&["Lost", ""], false),
+            (&["Lost", "Suspect"], false),
+            (&["", ""], false),
+            (&[], false),
+        ] {
+            let mut taints = Taints::default();
+            assert_eq!(look(&mut taints, node(classes), 9), (out.then_some(true), None), "{classes:?}");
+            let tainted = Node { taints: ours(), ..node(classes) };
+            assert_eq!(look(&mut taints, tainted, 9), ((!out).then_some(false), None), "{classes:?}");
+        }
+        // Healthy or not, it is another part of the node that is in the way.
+        let mut stuck = node(&[""]);
+        if let Some(Ok(object)) = stuck.gpu_node.as_mut().and_then(Arc::get_mut).map(|guard| &mut guard.0)
+            && let Some(status) = &mut object.status
+        {
+            status.gpus[0].health.healthy = false;
+        }
+        assert_eq!(look(&mut Taints::default(), stuck, 9), (None, None));
+        assert_eq!(look(&mut Taints::default(), Node::default(), 9), (None, None), "a node without GPUs");
+    }
+
+    #[test]
+    fn an_agent_that_is_away_for_a_minute_is_one_that_is_gone() {
+        let mut taints = Taints::default();
+        let away = || Node { agent: Some(Agent { ready: false }), ..node(&[""]) };
+        let none = || Node { agent: None, ..node(&[""]) };
+        assert_eq!(look(&mut taints, away(), 10), (None, Some(60)));
+        assert_eq!(look(&mut taints, none(), 40), (None, Some(30)), "being replaced");
+        assert_eq!(look(&mut taints, node(&[""]), 50), (None, None));
+        assert_eq!(look(&mut taints, away(), 60), (None, Some(60)), "it starts anew");
+        assert_eq!(look(&mut taints, away(), 120), (Some(true), None));
+        let tainted = |node: Node| Node { taints: vec![taint(UNHEALTHY_TAINT, EFFECT)], ..node };
+        assert_eq!(look(&mut taints, tainted(away()), 121), (None, None));
+        assert_eq!(look(&mut taints, tainted(node(&[""])), 122), (Some(false), None));
+        assert_eq!(look(&mut taints, tainted(away()), 123), (None, Some(60)), "for so long it stays as it is");
+    }
+
+    #[test]
+    fn a_patch_touches_no_other_taint() {
+        let patched = |node: &Node, patch: &Value, before: Value| {
+            let mut object = json!({"metadata": {"resourceVersion": node.version}, "spec": before});
+            let patch: json_patch::Patch = serde_json::from_value(patch.clone()).unwrap();
+            json_patch::patch(&mut object, &patch).map(|()| object["spec"]["taints"].clone())
+        };
+        let ours = json!({"key": "cleave.dev/unhealthy", "effect": "NoSchedule"});
+        let other = json!({"key": "other", "effect": "NoExecute", "timeAdded": "2027-01-15T08:00:00Z"});
+        let bare = node(&["Lost"]);
+        assert_eq!(patched(&bare, &add(&bare), json!({})).unwrap(), json!([ours]));
+        let tainted = Node { taints: vec![taint("other", "NoExecute")], ..node(&["Lost"]) };
+        assert_eq!(patched(&tainted, &add(&tainted), json!({"taints": [other]})).unwrap(), json!([other, ours]));
+        assert_eq!(patched(&tainted, &remove(1), json!({"taints": [other, ours]})).unwrap(), json!([other]));
+        // Others were faster.
+        let another = json!({"key": "another", "effect": "NoSchedule"});
+        assert!(patched(&tainted, &remove(1), json!({"taints": [ours, another]})).is_err());
+        assert!(patched(&tainted, &remove(1), json!({"taints": [other]})).is_err());
+        let newer = Node { version: "8".into(), ..node(&["Lost"]) };
+        assert!(patched(&newer, &add(&bare), json!({"taints": [other]})).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_change_is_a_json_patch_of_the_node() {
+        let (service, mut server) = tower_test::mock::pair::<Request<Body>, http::Response<Body>>();
+        let client = Client::new(service, "default");
+        let change = Change { node: "n".into(), why: None, patch: remove(0) };
+        let answer = async {
+            let (request, reply) = server.next_request().await.unwrap();
+            reply.send_response(http::Response::new(Body::from(b"{}".to_vec())));
+            let kind = request.headers().get(http::header::CONTENT_TYPE).unwrap().to_str().unwrap().to_owned();
+            (format!("{} {}", request.method(), request.uri()), kind)
+        };
+        let (written, (line, kind)) = tokio::join!(write(&client, &change), answer);
+        written.unwrap();
+        assert_eq!(line, "PATCH /api/v1/nodes/n?fieldManager=cleave-operator");
+        assert_eq!(kind, "application/json-patch+json");
+    }
+}

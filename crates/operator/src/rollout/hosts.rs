@@ -1,0 +1,152 @@
+//! MPS hosts and the revisions of their `DaemonSet`, as the watches last reported them.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use k8s_openapi::api::apps::v1::ControllerRevision;
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::Resource;
+use kube::runtime::reflector::Store;
+use serde::Deserialize;
+
+use crate::pods::full_name;
+use crate::read::{self, AgentPod, AgentStore};
+
+/// The label by which a `DaemonSet`'s controller says of which revision a pod is; `ControllerRevision`s have it too.
+pub(super) const HASH: &str = "controller-revision-hash";
+
+/// What is kept of a `DaemonSet`'s revision: not the template that it was.
+#[derive(Debug, Clone, Default, Deserialize, Resource)]
+#[resource(inherit = "ControllerRevision")]
+pub struct Revision {
+    /// Labels and owner.
+    pub metadata: ObjectMeta,
+    /// The newest has the highest, also when that is an old template again.
+    #[serde(default)]
+    pub revision: i64,
+}
+
+/// MPS hosts as the watches last told of them.
+#[derive(Debug, Clone, Default)]
+pub struct Hosts {
+    /// Their pods.
+    pub pods: Vec<Arc<AgentPod>>,
+    /// Revisions of their `DaemonSet`, and of the agents'.
+    pub revisions: Vec<Arc<Revision>>,
+}
+
+/// What keeps [`Hosts`] up to date.
+#[derive(Clone)]
+pub(crate) struct Watched {
+    pub(crate) pods: AgentStore,
+    pub(crate) revisions: Store<Revision>,
+    /// The namespace that they are in.
+    pub(crate) namespace: String,
+}
+
+impl Watched {
+    /// Nothing before both lists were had: the gate does not wait for them.
+    pub(crate) fn state(&self) -> Option<Hosts> {
+        let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
+            && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));
+        listed.then(|| Hosts { pods: self.pods.state(), revisions: self.revisions.state() })
+    }
+}
+
+/// The newest revision of each `DaemonSet`, by its UID.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Newest(BTreeMap<String, (i64, String)>);
+
+impl Newest {
+    /// Of revisions. One that nobody owns, or without the label, says nothing.
+    pub(crate) fn of<'a>(revisions: impl IntoIterator<Item = &'a Revision>) -> Self {
+        let mut newest: BTreeMap<String, (i64, String)> = BTreeMap::new();
+        for Revision { metadata, revision } in revisions {
+            let (Some(owner), Some(hash)) = (controller(metadata), hash(metadata)) else { continue };
+            let entry = newest.entry(owner.uid.clone()).or_insert_with(|| (*revision, hash.to_owned()));
+            if entry.0 < *revision {
+                *entry = (*revision, hash.to_owned());
+            }
+        }
+        Self(newest)
+    }
+
+    /// Whether a pod of this `DaemonSet` and revision is to be replaced. Of a `DaemonSet` that nothing is known of none is.
+    pub(crate) fn is_outdated(&self, set: &str, hash: &str) -> bool {
+        self.0.get(set).is_some_and(|(_, newest)| newest != hash)
+    }
+
+    /// The same of a pod.
+    pub(crate) fn is_outdated_pod(&self, pod: &AgentPod) -> bool {
+        let set = controller(&pod.metadata).map_or("", |owner| &owner.uid);
+        self.is_outdated(set, hash(&pod.metadata).unwrap_or_default())
+    }
+}
+
+fn controller(metadata: &ObjectMeta) -> Option<&OwnerReference> {
+    metadata.owner_references.iter().flatten().find(|owner| owner.controller == Some(true) && owner.kind == "DaemonSet")
+}
+
+fn hash(metadata: &ObjectMeta) -> Option<&str> {
+    metadata.labels.as_ref()?.get(HASH).map(String::as_str)
+}
+
+/// A node's MPS host.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Host {
+    /// Its pod, `namespace/name`.
+    pub pod: String,
+    /// The pod's UID.
+    pub uid: String,
+    /// The revision that it is of.
+    pub hash: String,
+    /// Name and UID of its `DaemonSet`.
+    pub set: (String, String),
+    /// Its `DaemonSet` has a newer revision.
+    pub outdated: bool,
+    /// It is ready.
+    pub ready: bool,
+    /// It is being deleted.
+    pub leaving: bool,
+}
+
+impl Host {
+    fn of(pod: &AgentPod, newest: &Newest) -> Self {
+        let set = controller(&pod.metadata).map(|owner| (owner.name.clone(), owner.uid.clone())).unwrap_or_default();
+        let hash = hash(&pod.metadata).unwrap_or_default().to_owned();
+        Self {
+            pod: full_name(&pod.metadata),
+            uid: pod.metadata.uid.clone().unwrap_or_default(),
+            outdated: newest.is_outdated_pod(pod),
+            ready: read::is_ready(pod),
+            leaving: pod.metadata.deletion_timestamp.is_some(),
+            hash,
+            set,
+        }
+    }
+}
+
+/// MPS hosts by node. Where one goes and another is there, the other.
+pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
+    let mut found: BTreeMap<&str, Host> = BTreeMap::new();
+    for pod in &hosts.pods {
+        let Some(node) = pod.spec.node_name.as_deref() else { continue };
+        let host = Host::of(pod, newest);
+        if found.get(node).is_none_or(|known| (known.leaving, &known.pod) > (host.leaving, &host.pod)) {
+            found.insert(node, host);
+        }
+    }
+    found
+}
+
+pub(super) fn regarding(host: &Host) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("apps/v1".to_owned()),
+        kind: Some("DaemonSet".to_owned()),
+        namespace: host.pod.split_once('/').map(|(namespace, _)| namespace.to_owned()),
+        name: Some(host.set.0.clone()),
+        uid: Some(host.set.1.clone()),
+        ..ObjectReference::default()
+    }
+}

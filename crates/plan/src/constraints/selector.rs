@@ -1,0 +1,46 @@
+//! Label selectors.
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::{Labels, MOST_REQUIREMENTS};
+use crate::scheduling::matches;
+use crate::snapshot::{Operator, Requirement};
+
+/// A `metav1.LabelSelector`. All of its requirements must hold; a selector without any matches
+/// everything.
+///
+/// Where Kubernetes has no selector at all (`None` here), nothing matches.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct LabelSelector {
+    /// Labels that must have exactly these values.
+    pub match_labels: BTreeMap<String, String>,
+    /// Requirements on labels: `In`, `NotIn`, `Exists` or `DoesNotExist`. Any other operator
+    /// matches nothing.
+    pub match_expressions: Vec<Requirement>,
+}
+
+impl LabelSelector {
+    /// Whether labels satisfy every requirement.
+    pub fn matches(&self, labels: &Labels) -> bool {
+        let holds = |requirement: &Requirement| {
+            let known = !matches!(requirement.operator, Operator::Gt | Operator::Lt | Operator::Unknown);
+            known && matches(requirement, labels.get(&requirement.key).map(String::as_str))
+        };
+        self.match_labels.iter().all(|(key, value)| labels.get(key) == Some(value))
+            && self.match_expressions.iter().all(holds)
+    }
+
+    /// Whether it has no requirements.
+    pub(super) fn is_empty(&self) -> bool {
+        self.match_labels.is_empty() && self.match_expressions.is_empty()
+    }
+
+    /// How many comparisons [`Self::matches`] makes at most. Counting stops soon after
+    /// [`MOST_REQUIREMENTS`].
+    pub(super) fn weight(&self) -> usize {
+        let expressions = self.match_expressions.iter().take(MOST_REQUIREMENTS + 1);
+        self.match_labels.len() + expressions.map(|one| 1 + one.values.len()).sum::<usize>()
+    }
+}

@@ -1,0 +1,216 @@
+//! Topology spread constraints.
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::{Conflict, LabelSelector, Labels, Neighbour, Subject};
+use crate::scheduling;
+use crate::snapshot::Node;
+
+/// One `TopologySpreadConstraint`: how evenly the pods that it selects are spread over topology
+/// domains.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct SpreadConstraint {
+    /// How many more selected pods a domain may have than the domain with the fewest.
+    pub max_skew: i32,
+    /// The node label whose value is the same on nodes that are one domain.
+    pub topology_key: String,
+    /// Whether a node that breaks the constraint is refused, or only less preferred.
+    pub when_unsatisfiable: WhenUnsatisfiable,
+    /// The pods, which are of the pod's own namespace. None selects no pods.
+    pub label_selector: Option<LabelSelector>,
+    /// With fewer domains than this, the fewest pods of a domain count as 0. 1 where left out.
+    pub min_domains: Option<i32>,
+    /// Whether only nodes that match the pod's node selector and node affinity are domains; yes
+    /// where left out.
+    pub node_affinity_policy: Option<NodePolicy>,
+    /// Whether only nodes whose taints the pod tolerates are domains; no where left out.
+    pub node_taints_policy: Option<NodePolicy>,
+    /// Labels that selected pods must have in common with the pod. Those that the pod does not have
+    /// are ignored.
+    pub match_label_keys: Vec<String>,
+}
+
+/// What happens to a node that breaks a spread constraint.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+pub enum WhenUnsatisfiable {
+    /// The pod may not run there.
+    #[default]
+    DoNotSchedule,
+    /// The scheduler prefers other nodes. Nothing is refused.
+    ScheduleAnyway,
+    /// An action that this version does not know. Nothing is refused, as in the scheduler.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Whether a spread constraint leaves out nodes that the pod may not run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+pub enum NodePolicy {
+    /// Such nodes are left out.
+    Honor,
+    /// Such nodes count.
+    Ignore,
+    /// A policy that this version does not know. Such nodes count, as in the scheduler.
+    #[serde(other)]
+    Unknown,
+}
+
+impl SpreadConstraint {
+    /// Whether it can refuse a node.
+    pub fn is_hard(&self) -> bool {
+        self.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule
+    }
+
+    /// How many comparisons are made at most to see whether a pod is selected.
+    pub(super) fn weight(&self) -> usize {
+        1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::weight)
+    }
+
+    fn honors_affinity(&self) -> bool {
+        self.node_affinity_policy.unwrap_or(NodePolicy::Honor) == NodePolicy::Honor
+    }
+
+    fn honors_taints(&self) -> bool {
+        self.node_taints_policy == Some(NodePolicy::Honor)
+    }
+}
+
+/// One constraint with the pods of each of its domains.
+#[derive(Debug)]
+struct Count<'a> {
+    constraint: &'a SpreadConstraint,
+    /// Labels of the subject that selected pods must have: those of `matchLabelKeys`.
+    common: Vec<(&'a String, &'a String)>,
+    /// Selected pods by the value of the topology key.
+    domains: BTreeMap<&'a str, i64>,
+    /// 1 where the subject is selected itself, otherwise 0.
+    own: i64,
+    /// Pods of the domain with the fewest.
+    least: i64,
+}
+
+impl Count<'_> {
+    fn selects(&self, labels: &Labels) -> bool {
+        self.constraint.label_selector.as_ref().is_some_and(|selector| selector.matches(labels))
+            && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
+    }
+
+    /// kube-scheduler counts no pods for a selector without requirements.
+    fn counts_nothing(&self) -> bool {
+        self.common.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
+    }
+}
+
+/// How the pods that the subject's hard constraints select are spread.
+#[derive(Debug, Default)]
+pub(super) struct Spread<'a> {
+    counts: Vec<Count<'a>>,
+}
+
+impl<'a> Spread<'a> {
+    /// The constraints that can refuse a node, with nothing counted yet.
+    pub(super) fn new(subject: &Subject<'a>) -> Self {
+        let count = |constraint: &'a SpreadConstraint| {
+            let keys = constraint.match_label_keys.iter();
+            let common = keys.filter_map(|key| subject.labels.get_key_value(key)).collect();
+            let mut count = Count { constraint, common, domains: BTreeMap::new(), own: 0, least: 0 };
+            count.own = i64::from(count.selects(subject.labels));
+            count
+        };
+        Self { counts: subject.rules.spread.iter().filter(|one| one.is_hard()).map(count).collect() }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.counts.is_empty()
+    }
+
+    /// Finds the domains: those of nodes that have every topology key and that the policies do not
+    /// leave out. Returns the nodes, with whether the subject's node affinity selects them and
+    /// whether it tolerates their taints.
+    pub(super) fn domains(
+        &mut self,
+        subject: &Subject<'a>,
+        nodes: impl Iterator<Item = &'a Node>,
+    ) -> BTreeMap<&'a str, Eligible<'a>> {
+        let mut eligible = BTreeMap::new();
+        let constraints = scheduling::Constraints::of(subject.pod);
+        for node in nodes {
+            if self.missing(node).is_some() {
+                continue;
+            }
+            let found =
+                Eligible { node, selected: constraints.selects(node), tolerated: constraints.tolerates_all(node) };
+            for count in &mut self.counts {
+                if let Some(value) = found.domain(count.constraint) {
+                    count.domains.entry(value).or_default();
+                }
+            }
+            eligible.insert(node.name.as_str(), found);
+        }
+        eligible
+    }
+
+    /// Counts a neighbour.
+    pub(super) fn count(
+        &mut self,
+        subject: &Subject<'a>,
+        neighbour: &Neighbour<'a>,
+        eligible: &BTreeMap<&'a str, Eligible<'a>>,
+    ) {
+        if neighbour.terminating || neighbour.namespace != subject.namespace {
+            return;
+        }
+        let Some(node) = eligible.get(neighbour.node) else { return };
+        for count in self.counts.iter_mut().filter(|count| !count.counts_nothing() && count.selects(neighbour.labels)) {
+            if let Some(value) = node.domain(count.constraint) {
+                *count.domains.entry(value).or_default() += 1;
+            }
+        }
+    }
+
+    /// Finds the domains with the fewest pods, once all neighbours are counted.
+    pub(super) fn finish(&mut self) {
+        for count in &mut self.counts {
+            let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);
+            let enough = domains >= i64::from(count.constraint.min_domains.unwrap_or(1));
+            count.least = count.domains.values().copied().min().filter(|_| enough).unwrap_or(0);
+        }
+    }
+
+    /// A topology key that the node does not have.
+    pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
+        let mut keys = self.counts.iter().map(|count| count.constraint.topology_key.as_str());
+        keys.find(|key| !node.labels.contains_key(*key))
+    }
+
+    pub(super) fn refuse(&self, node: &Node) -> Result<(), Conflict> {
+        let skewed = |count: &&Count<'_>| {
+            let value = node.labels.get(&count.constraint.topology_key);
+            let there = value.and_then(|value| count.domains.get(value.as_str())).copied().unwrap_or(0);
+            there + count.own - count.least > i64::from(count.constraint.max_skew)
+        };
+        match self.counts.iter().find(skewed).map(|count| count.constraint) {
+            Some(one) => Err(Conflict::Spread { topology_key: one.topology_key.clone(), max_skew: one.max_skew }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A node that has every topology key of the subject's hard constraints.
+#[derive(Debug)]
+pub(super) struct Eligible<'a> {
+    node: &'a Node,
+    selected: bool,
+    tolerated: bool,
+}
+
+impl<'a> Eligible<'a> {
+    /// The domain of a constraint that the node is in; none where the constraint's policies leave
+    /// the node out.
+    fn domain(&self, constraint: &SpreadConstraint) -> Option<&'a str> {
+        let left_out = constraint.honors_affinity() && !self.selected || constraint.honors_taints() && !self.tolerated;
+        self.node.labels.get(&constraint.topology_key).filter(|_| !left_out).map(String::as_str)
+    }
+}

@@ -1,0 +1,409 @@
+//! Examples of the Kubernetes documentation, and edge cases of each rule.
+use std::cell::Cell;
+
+use cleave_plan::constraints::{Conflict, Judge, Labels, MOST_REQUIREMENTS, Neighbour, Rules, Subject};
+use cleave_plan::snapshot::{Node, Pod};
+
+use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
+
+/// A required term as JSON: pods with a value of the label `app`, on a topology key, and what else
+/// it says.
+fn term(app: &str, key: &str, more: &str) -> String {
+    let selector = format!(r#""labelSelector": {{"matchLabels": {{"app": "{app}"}}}}"#);
+    format!(r#"{{{selector}, "topologyKey": "{key}"{more}}}"#)
+}
+
+fn near(terms: &[String]) -> String {
+    format!(r#"{{"affinity": [{}]}}"#, terms.join(","))
+}
+
+fn apart(terms: &[String]) -> String {
+    format!(r#"{{"antiAffinity": [{}]}}"#, terms.join(","))
+}
+
+/// A spread constraint as JSON: pods with `foo: bar`, at most one more than elsewhere, and what
+/// else it says.
+fn spread(key: &str, more: &str) -> String {
+    let selector = r#""labelSelector": {"matchLabels": {"foo": "bar"}}"#;
+    format!(r#"{{"maxSkew": 1, "topologyKey": "{key}", "whenUnsatisfiable": "DoNotSchedule", {selector}{more}}}"#)
+}
+
+fn spreads(constraints: &[String]) -> String {
+    format!(r#"{{"spread": [{}]}}"#, constraints.join(","))
+}
+
+const HOST: &str = "kubernetes.io/hostname";
+const FOO: &[(&str, &str)] = &[("foo", "bar")];
+
+/// The documentation's cluster of two zones with two nodes each.
+fn two_zones() -> Cluster {
+    cluster(&[("node1", "zoneA"), ("node2", "zoneA"), ("node3", "zoneB"), ("node4", "zoneB")])
+}
+
+#[test]
+fn replicas_with_anti_affinity_on_the_hostname_land_on_a_node_each() {
+    let mut cluster = cluster(&[("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "b"), ("n5", "c"), ("n6", "c")]);
+    let replica = pod(&[("app", "db")], &apart(&[term("db", HOST, "")]));
+    let placed: Vec<_> = (0..7).map(|_| cluster.place(&replica)).collect();
+    let names = ["n1", "n2", "n3", "n4", "n5", "n6"].map(|name| Some(name.to_owned()));
+    assert_eq!(placed[..6], names);
+    assert_eq!(placed[6], None, "there is no seventh node");
+    let expected = Err(Conflict::PodAntiAffinity { topology_key: HOST.to_owned() });
+    assert!(cluster.verdicts(&replica).iter().all(|verdict| *verdict == expected));
+}
+
+#[test]
+fn each_web_server_runs_beside_a_cache() {
+    // "More practical use-cases": three caches, and three web servers that are co-located with
+    // them.
+    let mut cluster = cluster(&[("node-1", "a"), ("node-2", "a"), ("node-3", "a"), ("node-4", "a")]);
+    let cache = pod(&[("app", "store")], &apart(&[term("store", HOST, "")]));
+    let rules =
+        format!(r#"{{"antiAffinity": [{}], "affinity": [{}]}}"#, term("web-store", HOST, ""), term("store", HOST, ""));
+    let web = pod(&[("app", "web-store")], &rules);
+    assert_eq!(cluster.place(&web), None, "there is no cache yet");
+    for _ in 0..3 {
+        cluster.place(&cache);
+    }
+    assert_eq!((0..4).filter_map(|_| cluster.place(&web)).collect::<Vec<_>>(), ["node-1", "node-2", "node-3"]);
+    assert_eq!(cluster.verdicts(&web)[3], Err(Conflict::PodAffinity { topology_key: HOST.to_owned() }));
+}
+
+#[test]
+fn anti_affinity_of_a_pod_that_is_there_keeps_others_away() {
+    let mut cluster = two_zones();
+    cluster.pods.push(pod(&[], &apart(&[term("batch", "zone", "")])).on("node1"));
+    let batch = pod(&[("app", "batch")], "{}");
+    assert_eq!(cluster.allowed(&batch), ["node3", "node4"]);
+    assert_eq!(cluster.verdicts(&batch)[1], Err(Conflict::AntiAffinityOf { topology_key: "zone".to_owned() }));
+    assert_eq!(cluster.allowed(&pod(&[("app", "web")], "{}")).len(), 4);
+    assert_eq!(cluster.allowed(&batch.clone().of("other")).len(), 4, "the term is about the owner's namespace");
+    cluster.pods[0].terminating = true;
+    assert_eq!(cluster.allowed(&batch).len(), 2, "a pod that terminates is still there");
+}
+
+#[test]
+fn the_first_pod_of_a_group_may_go_wherever_the_topology_keys_are() {
+    let mut cluster = two_zones();
+    cluster.nodes[0].labels.remove("zone");
+    let member = pod(&[("app", "db")], &near(&[term("db", "zone", "")]));
+    assert_eq!(cluster.allowed(&member), ["node2", "node3", "node4"]);
+    assert_eq!(cluster.verdicts(&member)[0], Err(Conflict::NoTopologyKey { topology_key: "zone".to_owned() }));
+    assert!(cluster.allowed(&TestPod { labels: Labels::new(), ..member.clone() }).is_empty(), "it is no member");
+    assert_eq!(cluster.place(&member).as_deref(), Some("node2"));
+    assert_eq!(cluster.allowed(&member), ["node2"], "the others of the group follow");
+    cluster.pods[0].node = "gone".to_owned();
+    assert_eq!(cluster.allowed(&member).len(), 3, "a pod on a node that is gone is in no domain");
+}
+
+#[test]
+fn all_terms_of_affinity_must_hold_for_the_same_pod() {
+    let mut cluster = two_zones();
+    let both = pod(&[("app", "x")], &near(&[term("a", "zone", ""), term("b", "zone", "")]));
+    cluster.pods = vec![pod(&[("app", "a")], "{}").on("node1"), pod(&[("app", "b")], "{}").on("node1")];
+    assert!(cluster.allowed(&both).is_empty());
+    let either = r#"{"labelSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}, "topologyKey": "kubernetes.io/hostname"}"#;
+    let both = pod(&[("app", "x")], &near(&[term("a", "zone", ""), either.to_owned()]));
+    assert_eq!(cluster.allowed(&both), ["node1"]);
+}
+
+#[test]
+fn a_node_without_the_topology_key_never_breaks_anti_affinity() {
+    let mut cluster = two_zones();
+    let lone = pod(&[("app", "db")], &apart(&[term("db", "zone", "")]));
+    cluster.pods.push(lone.clone().on("node1"));
+    assert_eq!(cluster.allowed(&lone), ["node3", "node4"]);
+    cluster.nodes[0].labels.remove("zone");
+    assert_eq!(cluster.allowed(&lone).len(), 4);
+}
+
+#[test]
+fn terms_select_namespaces_as_kubernetes_does() {
+    let mut cluster = cluster(&[("n1", "a")]);
+    cluster.namespaces.insert("default".to_owned(), Labels::new());
+    cluster.namespaces.insert("red".to_owned(), labels(&[("team", "red")]));
+    cluster.namespaces.insert("blue".to_owned(), labels(&[("team", "blue")]));
+    let team = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
+    let blue_or_team = format!(r#"{team}, "namespaces": ["blue"]"#);
+    for (more, namespaces) in [
+        ("", ["default"].as_slice()),
+        (r#", "namespaces": ["blue"]"#, &["blue"]),
+        (r#", "namespaceSelector": {}"#, &["default", "red", "blue", "unknown"]),
+        (team, &["red"]),
+        (&blue_or_team, &["red", "blue"]),
+    ] {
+        for namespace in ["default", "red", "blue", "unknown"] {
+            cluster.pods = vec![pod(&[("app", "x")], "{}").of(namespace).on("n1")];
+            let selected = namespaces.contains(&namespace);
+            let beside = pod(&[], &near(&[term("x", "zone", more)]));
+            assert_eq!(!cluster.allowed(&beside).is_empty(), selected, "{namespace} by {more:?}");
+            // What is not known keeps a pod away from what it has anti-affinity to.
+            let unsure = namespace == "unknown" && more.contains("team");
+            let away = pod(&[], &apart(&[term("x", "zone", more)]));
+            assert_eq!(cluster.allowed(&away).is_empty(), selected || unsure, "{namespace} by {more:?}");
+        }
+    }
+}
+
+#[test]
+fn a_pod_is_not_first_where_another_may_be_of_its_group() {
+    let mut cluster = two_zones();
+    cluster.namespaces.insert("default".to_owned(), labels(&[("team", "red")]));
+    let more = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
+    let member = pod(&[("app", "x")], &near(&[term("x", "zone", more)]));
+    assert_eq!(cluster.allowed(&member).len(), 4);
+    cluster.pods.push(pod(&[("app", "x")], "{}").of("unknown").on("node1"));
+    assert!(cluster.allowed(&member).is_empty());
+}
+
+#[test]
+fn one_more_pod_goes_to_the_zone_with_fewer() {
+    // "Example: one topology spread constraint": three pods on node1, node2 and node3.
+    let mut cluster = two_zones();
+    cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
+    let mypod = pod(FOO, &spreads(&[spread("zone", "")]));
+    assert_eq!(cluster.allowed(&mypod), ["node3", "node4"]);
+    assert_eq!(cluster.verdicts(&mypod)[0], Err(Conflict::Spread { topology_key: "zone".to_owned(), max_skew: 1 }));
+    let two = spread("zone", "").replace(r#""maxSkew": 1"#, r#""maxSkew": 2"#);
+    assert_eq!(cluster.allowed(&pod(FOO, &spreads(&[two]))).len(), 4);
+    let soft = spread("zone", "").replace("DoNotSchedule", "ScheduleAnyway");
+    assert_eq!(cluster.allowed(&pod(FOO, &spreads(&[soft]))).len(), 4);
+    assert_eq!(cluster.allowed(&pod(&[], &spreads(&[spread("zone", "")]))).len(), 4, "it does not count itself");
+    // "Example: multiple topology spread constraints".
+    let mypod = pod(FOO, &spreads(&[spread("zone", ""), spread(HOST, "")]));
+    assert_eq!(cluster.allowed(&mypod), ["node4"]);
+}
+
+#[test]
+fn constraints_can_exclude_each_other() {
+    // "Example: conflicting topology spread constraints": two zones, three nodes.
+    let mut cluster = cluster(&[("node1", "zoneA"), ("node2", "zoneA"), ("node3", "zoneB")]);
+    cluster.pods = ["node1", "node1", "node2", "node3", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
+    let mypod = pod(FOO, &spreads(&[spread("zone", ""), spread(HOST, "")]));
+    assert!(cluster.allowed(&mypod).is_empty());
+}
+
+#[test]
+fn three_zones_fill_evenly() {
+    let mut cluster = cluster(&[("n1", "a"), ("n2", "b"), ("n3", "c")]);
+    let replica = pod(FOO, &spreads(&[spread("zone", "")]));
+    let placed: Vec<_> = (0..9).filter_map(|_| cluster.place(&replica)).collect();
+    assert_eq!(placed, ["n1", "n2", "n3", "n1", "n2", "n3", "n1", "n2", "n3"]);
+}
+
+#[test]
+fn node_affinity_leaves_zones_out_unless_the_policy_says_otherwise() {
+    // "Example: topology spread constraints with node affinity": zoneC is excluded, so it is not
+    // the emptiest zone.
+    let mut cluster = two_zones();
+    cluster.nodes.push(node("node5", "zoneC"));
+    cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
+    let not_c = r#"{"affinity": [{"matchExpressions": [{"key": "zone", "operator": "NotIn", "values": ["zoneC"]}]}]}"#;
+    let mut mypod = pod(FOO, &spreads(&[spread("zone", "")]));
+    mypod.pod = serde_json::from_str(not_c).expect("a pod");
+    assert_eq!(cluster.allowed(&mypod), ["node3", "node4", "node5"], "node affinity itself is not asked here");
+    mypod.rules = pod(FOO, &spreads(&[spread("zone", r#", "nodeAffinityPolicy": "Ignore""#)])).rules;
+    assert_eq!(cluster.allowed(&mypod), ["node5"]);
+    // A node selector is part of node affinity.
+    mypod.pod = Pod { node_selector: labels(&[("zone", "zoneA")]), ..Pod::default() };
+    mypod.rules = pod(FOO, &spreads(&[spread("zone", "")])).rules;
+    assert_eq!(cluster.allowed(&mypod), ["node1", "node2", "node3", "node4", "node5"]);
+}
+
+#[test]
+fn taints_leave_zones_out_where_the_policy_says_so() {
+    let mut cluster = two_zones();
+    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    for node in &mut cluster.nodes[2..] {
+        node.taints = vec![taint("gpu")];
+    }
+    let mut mypod = pod(FOO, &spreads(&[spread("zone", "")]));
+    assert_eq!(cluster.allowed(&mypod), ["node3", "node4"], "taints are ignored by default");
+    mypod.rules = pod(FOO, &spreads(&[spread("zone", r#", "nodeTaintsPolicy": "Honor""#)])).rules;
+    assert_eq!(cluster.allowed(&mypod).len(), 4);
+    mypod.pod = serde_json::from_str(r#"{"tolerations": [{"key": "gpu", "operator": "Exists"}]}"#).expect("a pod");
+    assert_eq!(cluster.allowed(&mypod), ["node3", "node4"]);
+}
+
+#[test]
+fn fewer_domains_than_the_minimum_count_as_empty_ones() {
+    let mut cluster = two_zones();
+    cluster.pods = ["node1", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
+    let with = |more: &str| pod(FOO, &spreads(&[spread("zone", more)]));
+    assert_eq!(cluster.allowed(&with("")).len(), 4);
+    assert_eq!(cluster.allowed(&with(r#", "minDomains": 2"#)).len(), 4);
+    assert!(cluster.allowed(&with(r#", "minDomains": 3"#)).is_empty());
+}
+
+#[test]
+fn spread_counts_only_living_pods_of_the_namespace_on_nodes_with_all_keys() {
+    let replica = pod(FOO, &spreads(&[spread("zone", ""), spread("rack", "")]));
+    let mut cluster = two_zones();
+    for node in &mut cluster.nodes {
+        node.labels.insert("rack".to_owned(), "r".to_owned() + &node.name);
+    }
+    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    assert_eq!(cluster.allowed(&replica), ["node3", "node4"]);
+    for (pod, why) in [
+        (pod(FOO, "{}").on("node1").terminating(), "it terminates"),
+        (pod(FOO, "{}").on("node1").of("other"), "another namespace"),
+        (pod(&[], "{}").on("node1"), "other labels"),
+        (pod(FOO, "{}").on("gone"), "no such node"),
+    ] {
+        cluster.pods = vec![pod];
+        assert_eq!(cluster.allowed(&replica).len(), 4, "{why}");
+    }
+    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    cluster.nodes[0].labels.remove("rack");
+    assert_eq!(cluster.allowed(&replica), ["node2", "node3", "node4"], "node1 is in no domain of either key");
+    assert_eq!(cluster.verdicts(&replica)[0], Err(Conflict::NoTopologyKey { topology_key: "rack".to_owned() }));
+}
+
+#[test]
+fn match_label_keys_tell_revisions_apart() {
+    let mut cluster = two_zones();
+    let revision = |hash: &'static str| [("foo", "bar"), ("pod-template-hash", hash)];
+    cluster.pods = vec![pod(&revision("old"), "{}").on("node1")];
+    let by_revision = spreads(&[spread("zone", r#", "matchLabelKeys": ["pod-template-hash"]"#)]);
+    assert_eq!(cluster.allowed(&pod(&revision("new"), &by_revision)).len(), 4);
+    assert_eq!(cluster.allowed(&pod(&revision("old"), &by_revision)), ["node3", "node4"]);
+    assert_eq!(cluster.allowed(&pod(FOO, &by_revision)), ["node3", "node4"], "a key that it does not have is ignored");
+}
+
+#[test]
+fn no_selector_selects_nothing_and_an_unknown_operator_neither() {
+    let mut cluster = two_zones();
+    cluster.pods = vec![pod(FOO, "{}").on("node1")];
+    let anti = |selector: &str| pod(FOO, &format!(r#"{{"antiAffinity": [{{{selector}"topologyKey": "zone"}}]}}"#));
+    let with = |one: &str| anti(&format!(r#""labelSelector": {{"matchExpressions": [{one}]}}, "#));
+    for (nodes, subject) in [
+        (4, anti("")),
+        (2, anti(r#""labelSelector": {}, "#)),
+        (2, with(r#"{"key": "foo", "operator": "In", "values": ["x", "bar"]}"#)),
+        (2, with(r#"{"key": "other", "operator": "NotIn", "values": ["x"]}"#)),
+        (2, with(r#"{"key": "foo", "operator": "Exists"}"#)),
+        (4, with(r#"{"key": "foo", "operator": "DoesNotExist"}"#)),
+        (4, with(r#"{"key": "foo", "operator": "Like", "values": ["bar"]}"#)),
+        (4, with(r#"{"key": "foo", "operator": "Lt", "values": ["9"]}"#)),
+    ] {
+        assert_eq!(cluster.allowed(&subject).len(), nodes, "{:?}", subject.rules);
+    }
+    // A number would be less than 9, were this a node selector.
+    cluster.pods[0].labels = labels(&[("foo", "3")]);
+    assert_eq!(cluster.allowed(&with(r#"{"key": "foo", "operator": "Lt", "values": ["9"]}"#)).len(), 4);
+    let none = r#"{"spread": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]}"#;
+    assert_eq!(cluster.allowed(&pod(FOO, none)).len(), 4);
+    let all = none.replace(r#""maxSkew""#, r#""labelSelector": {}, "maxSkew""#);
+    assert_eq!(cluster.allowed(&pod(FOO, &all)).len(), 4, "the scheduler counts no pods for an empty selector");
+}
+
+#[test]
+fn host_ports_conflict_on_one_address_or_on_all() {
+    let mut cluster = cluster(&[("n1", "a"), ("n2", "a")]);
+    let with = |ip: &str, protocol: &str, port: u16| {
+        pod(&[], &format!(r#"{{"ports": [{{"ip": "{ip}", "protocol": "{protocol}", "port": {port}}}]}}"#))
+    };
+    for (conflict, there, mine) in [
+        (true, with("", "", 8080), with("", "TCP", 8080)),
+        (true, with("0.0.0.0", "TCP", 8080), with("10.0.0.1", "TCP", 8080)),
+        (true, with("10.0.0.1", "TCP", 8080), with("", "TCP", 8080)),
+        (true, with("10.0.0.1", "TCP", 8080), with("10.0.0.1", "TCP", 8080)),
+        (false, with("10.0.0.1", "TCP", 8080), with("10.0.0.2", "TCP", 8080)),
+        (false, with("", "UDP", 8080), with("", "", 8080)),
+        (false, with("", "TCP", 8081), with("", "TCP", 8080)),
+        (false, with("", "TCP", 0), with("", "TCP", 0)),
+    ] {
+        cluster.pods = vec![there.terminating().on("n1")];
+        let expected = if conflict { Err(Conflict::HostPort(8080)) } else { Ok(()) };
+        assert_eq!(cluster.verdicts(&mine), [expected, Ok(())], "{:?} {:?}", cluster.pods[0].rules, mine.rules);
+    }
+}
+
+#[test]
+fn a_bound_volume_ties_the_pod_to_its_zone() {
+    let cluster = two_zones();
+    let terms = |json: &str| serde_json::from_str(json).expect("terms");
+    let in_zone = |zone: &str| {
+        terms(&format!(
+            r#"[{{"matchExpressions": [{{"key": "zone", "operator": "In", "values": ["{zone}"]}}]}},
+                {{"matchExpressions": [{{"key": "zone", "operator": "In", "values": ["elsewhere"]}}]}}]"#
+        ))
+    };
+    let with = |volumes: &[Vec<_>]| TestPod { volumes: volumes.to_vec(), ..pod(&[], "{}") };
+    assert_eq!(cluster.allowed(&with(&[in_zone("zoneB")])), ["node3", "node4"]);
+    assert_eq!(cluster.verdicts(&with(&[in_zone("zoneB")]))[0], Err(Conflict::Volume));
+    assert!(cluster.allowed(&with(&[in_zone("zoneA"), in_zone("zoneB")])).is_empty());
+    assert_eq!(cluster.allowed(&with(&[Vec::new()])).len(), 4);
+    let name = r#"[{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node1"]}]}]"#;
+    assert!(cluster.allowed(&with(&[terms(name)])).is_empty(), "the scheduler compares only labels");
+}
+
+#[test]
+fn what_cannot_pass_is_said_first() {
+    let key = || "zone".to_owned();
+    for (conflict, passes) in [
+        (Conflict::Volume, false),
+        (Conflict::NoTopologyKey { topology_key: key() }, false),
+        (Conflict::TooManyRules, false),
+        (Conflict::PodAffinity { topology_key: key() }, true),
+        (Conflict::PodAntiAffinity { topology_key: key() }, true),
+        (Conflict::AntiAffinityOf { topology_key: key() }, true),
+        (Conflict::Spread { topology_key: key(), max_skew: 1 }, true),
+        (Conflict::HostPort(80), true),
+    ] {
+        assert_eq!(conflict.may_pass(), passes, "{conflict}");
+    }
+    let mut cluster = cluster(&[("n1", "a")]);
+    let rules = r#"{"ports": [{"port": 80}], "affinity": [{"topologyKey": "rack"}]}"#;
+    cluster.pods = vec![pod(&[], rules).on("n1")];
+    let subject = pod(&[], rules);
+    assert_eq!(cluster.verdicts(&subject), [Err(Conflict::NoTopologyKey { topology_key: "rack".to_owned() })]);
+}
+
+#[test]
+fn a_pod_without_rules_looks_at_no_nodes_and_not_at_all_pods() {
+    let subject = pod(FOO, "{}");
+    let other = pod(&[], &apart(&[term("somebody", "zone", "")]));
+    let repelling = Neighbour {
+        namespace: &other.namespace,
+        labels: &other.labels,
+        node: "n1",
+        rules: &other.rules,
+        terminating: false,
+    };
+    let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
+    let all = std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("all pods are read") });
+    let judge = Judge::new(subject.as_subject(), nodes, all, [repelling], |_| panic!("namespaces are read"));
+    assert_eq!(judge.refuse(&node("n1", "a")), Ok(()));
+}
+
+#[test]
+fn rules_without_end_cost_no_more_than_the_limit() {
+    let selector = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
+    let terms: Vec<_> = (0..MOST_REQUIREMENTS).map(|_| term("x", "zone", selector)).collect();
+    let large = pod(&[("app", "x")], &apart(&terms));
+    let keys: Vec<_> = (0..300).map(|index| spread(&format!("key{index}"), "")).collect();
+    let wide = pod(FOO, &spreads(&keys));
+    let cluster = two_zones();
+    for subject in [&large, &wide] {
+        assert!(subject.rules.are_too_many());
+        assert!(cluster.verdicts(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
+        // Nobody is even looked at.
+        let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
+        let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
+        let _ = Judge::new(subject.as_subject(), nodes, all(), all(), |_| None);
+    }
+    assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
+    // The same rules on a pod that is there: those up to the limit count.
+    let asked = Cell::new(0);
+    let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
+    let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };
+    let neighbour =
+        Neighbour { namespace: "default", labels: &labels, node: "node1", rules: &large.rules, terminating: false };
+    let judge = Judge::new(subject, &cluster.nodes, [], [neighbour], |_| {
+        asked.set(asked.get() + 1);
+        None
+    });
+    assert!(judge.refuse(&cluster.nodes[0]).is_err() && judge.refuse(&cluster.nodes[2]).is_ok());
+    assert!((1..=MOST_REQUIREMENTS).contains(&asked.get()) && asked.get() < terms.len(), "{}", asked.get());
+}

@@ -1,0 +1,115 @@
+//! The rules between pods: examples of the Kubernetes documentation, edge cases, and random
+//! clusters that a second implementation judges too.
+mod examples;
+mod naive;
+mod random;
+
+use std::collections::BTreeMap;
+
+use cleave_plan::constraints::{Conflict, Judge, Labels, Neighbour, Rules, Subject};
+use cleave_plan::snapshot::{Node, NodeSelectorTerm, Pod, Taint};
+
+/// A pod of the tests.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct TestPod {
+    pub(crate) namespace: String,
+    pub(crate) labels: Labels,
+    pub(crate) rules: Rules,
+    pub(crate) pod: Pod,
+    pub(crate) volumes: Vec<Vec<NodeSelectorTerm>>,
+    pub(crate) terminating: bool,
+    /// Where it is.
+    pub(crate) node: String,
+}
+
+/// A cluster of the tests.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Cluster {
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) pods: Vec<TestPod>,
+    /// Labels of namespaces, where known.
+    pub(crate) namespaces: BTreeMap<String, Labels>,
+}
+
+impl Cluster {
+    fn judge<'a>(&'a self, subject: &'a TestPod) -> Judge<'a> {
+        let neighbour = |pod: &'a TestPod| Neighbour {
+            namespace: &pod.namespace,
+            labels: &pod.labels,
+            node: &pod.node,
+            rules: &pod.rules,
+            terminating: pod.terminating,
+        };
+        let all = self.pods.iter().map(neighbour);
+        let repelling = self.pods.iter().filter(|pod| pod.rules.repels()).map(neighbour);
+        Judge::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
+    }
+
+    /// Whether the pod may go to each node.
+    fn verdicts(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
+        let judge = self.judge(subject);
+        self.nodes.iter().map(|node| judge.refuse(node)).collect()
+    }
+
+    /// Names of nodes that the pod may go to.
+    fn allowed(&self, subject: &TestPod) -> Vec<&str> {
+        let judge = self.judge(subject);
+        let allowed = self.nodes.iter().filter(|node| judge.refuse(node).is_ok());
+        allowed.map(|node| node.name.as_str()).collect()
+    }
+
+    /// Puts the pod on the first node that it may go to.
+    fn place(&mut self, pod: &TestPod) -> Option<String> {
+        let node = (*self.allowed(pod).first()?).to_owned();
+        self.pods.push(pod.clone().on(&node));
+        Some(node)
+    }
+}
+
+impl TestPod {
+    fn as_subject(&self) -> Subject<'_> {
+        let Self { namespace, labels, rules, pod, volumes, .. } = self;
+        Subject { namespace, labels, rules, pod, volumes }
+    }
+
+    fn on(mut self, node: &str) -> Self {
+        node.clone_into(&mut self.node);
+        self
+    }
+
+    fn of(mut self, namespace: &str) -> Self {
+        namespace.clone_into(&mut self.namespace);
+        self
+    }
+
+    fn terminating(mut self) -> Self {
+        self.terminating = true;
+        self
+    }
+}
+
+fn labels(pairs: &[(&str, &str)]) -> Labels {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
+
+/// A pod in the namespace `default` with rules as JSON.
+fn pod(of: &[(&str, &str)], rules: &str) -> TestPod {
+    #[expect(clippy::expect_used, reason = "a test's own JSON")]
+    let rules = serde_json::from_str(rules).expect("rules");
+    TestPod { namespace: "default".to_owned(), labels: labels(of), rules, ..TestPod::default() }
+}
+
+/// A node with a zone and its hostname.
+fn node(name: &str, zone: &str) -> Node {
+    let labels = labels(&[("zone", zone), ("kubernetes.io/hostname", name)]);
+    Node { name: name.to_owned(), labels, ..Node::default() }
+}
+
+fn taint(key: &str) -> Taint {
+    Taint { key: key.to_owned(), value: String::new(), effect: "NoSchedule".to_owned() }
+}
+
+/// Nodes, each with its zone.
+fn cluster(nodes: &[(&str, &str)]) -> Cluster {
+    Cluster { nodes: nodes.iter().map(|(name, zone)| node(name, zone)).collect(), ..Cluster::default() }
+}

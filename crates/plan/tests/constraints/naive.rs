@@ -1,0 +1,196 @@
+//! The same rules once more, written for each node from their definition: no index, no counting in
+//! advance.
+use std::collections::BTreeSet;
+
+use cleave_plan::constraints::{
+    Conflict, LabelSelector, Labels, NodePolicy, PodAffinityTerm, SpreadConstraint, WhenUnsatisfiable,
+};
+use cleave_plan::scheduling;
+use cleave_plan::snapshot::{Node, Operator, Pod};
+
+use super::{Cluster, TestPod};
+
+/// The rules, as the scheduler's plugins name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Rule {
+    Affinity,
+    AntiAffinity,
+    AntiAffinityOfOthers,
+    Spread,
+    Key,
+    Ports,
+    Volume,
+    Size,
+}
+
+pub(crate) fn rule(conflict: &Conflict) -> Rule {
+    match conflict {
+        Conflict::PodAffinity { .. } => Rule::Affinity,
+        Conflict::PodAntiAffinity { .. } => Rule::AntiAffinity,
+        Conflict::AntiAffinityOf { .. } => Rule::AntiAffinityOfOthers,
+        Conflict::Spread { .. } => Rule::Spread,
+        Conflict::NoTopologyKey { .. } => Rule::Key,
+        Conflict::HostPort(_) => Rule::Ports,
+        Conflict::Volume => Rule::Volume,
+        Conflict::TooManyRules => Rule::Size,
+    }
+}
+
+/// All rules that the pod breaks on a node.
+pub(crate) fn broken(cluster: &Cluster, pod: &TestPod, node: &Node) -> BTreeSet<Rule> {
+    let mut broken = BTreeSet::new();
+    let rules = &pod.rules;
+    let hard: Vec<_> =
+        rules.spread.iter().filter(|one| one.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule).collect();
+    let near = rules.affinity.iter().map(|term| &term.topology_key);
+    if near.chain(hard.iter().map(|one| &one.topology_key)).any(|key| !node.labels.contains_key(key)) {
+        broken.insert(Rule::Key);
+    }
+    if !near_enough(cluster, pod, node) {
+        broken.insert(Rule::Affinity);
+    }
+    for other in &cluster.pods {
+        let Some(there) = cluster.nodes.iter().find(|node| node.name == other.node) else { continue };
+        let conflicts = |term: &PodAffinityTerm, owner: &TestPod, target: &TestPod| {
+            same_domain(&term.topology_key, node, there) && selects(cluster, term, owner, target) != Some(false)
+        };
+        if rules.anti_affinity.iter().any(|term| conflicts(term, pod, other)) {
+            broken.insert(Rule::AntiAffinity);
+        }
+        if other.rules.anti_affinity.iter().any(|term| conflicts(term, other, pod)) {
+            broken.insert(Rule::AntiAffinityOfOthers);
+        }
+    }
+    for constraint in &hard {
+        if skewed(cluster, pod, &hard, constraint, node) {
+            broken.insert(Rule::Spread);
+        }
+    }
+    let taken = cluster.pods.iter().filter(|other| other.node == node.name).flat_map(|other| &other.rules.ports);
+    let any = |ip: &str| ip.is_empty() || ip == "0.0.0.0";
+    let tcp = |protocol: &str| if protocol.is_empty() { "TCP".to_owned() } else { protocol.to_owned() };
+    for there in taken {
+        for mine in rules.ports.iter().filter(|mine| mine.port > 0 && mine.port == there.port) {
+            let address = any(&mine.ip) || any(&there.ip) || mine.ip == there.ip;
+            if address && tcp(&mine.protocol) == tcp(&there.protocol) {
+                broken.insert(Rule::Ports);
+            }
+        }
+    }
+    for terms in &pod.volumes {
+        let volume = Pod { affinity: terms.clone(), ..Pod::default() };
+        let bare = Node { labels: node.labels.clone(), ..Node::default() };
+        if scheduling::admit(&volume, &bare).is_err() {
+            broken.insert(Rule::Volume);
+        }
+    }
+    broken
+}
+
+fn same_domain(key: &str, one: &Node, other: &Node) -> bool {
+    one.labels.contains_key(key) && one.labels.get(key) == other.labels.get(key)
+}
+
+/// Whether a selector selects labels.
+fn chosen(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
+    let Some(selector) = selector else { return false };
+    for (key, value) in &selector.match_labels {
+        if labels.get(key) != Some(value) {
+            return false;
+        }
+    }
+    for one in &selector.match_expressions {
+        let holds = match (one.operator, labels.get(&one.key)) {
+            (Operator::In, Some(value)) => one.values.contains(value),
+            (Operator::NotIn, Some(value)) => !one.values.contains(value),
+            (Operator::NotIn | Operator::DoesNotExist, None) | (Operator::Exists, Some(_)) => true,
+            _ => false,
+        };
+        if !holds {
+            return false;
+        }
+    }
+    true
+}
+
+/// Whether a term of one pod selects another; none where nobody knows.
+fn selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &TestPod) -> Option<bool> {
+    if !chosen(term.label_selector.as_ref(), &target.labels) {
+        return Some(false);
+    }
+    if term.namespaces.is_empty() && term.namespace_selector.is_none() {
+        return Some(owner.namespace == target.namespace);
+    }
+    if term.namespaces.contains(&target.namespace) {
+        return Some(true);
+    }
+    let Some(selector) = &term.namespace_selector else { return Some(false) };
+    if *selector == LabelSelector::default() {
+        return Some(true);
+    }
+    cluster.namespaces.get(&target.namespace).map(|labels| chosen(Some(selector), labels))
+}
+
+fn near_enough(cluster: &Cluster, pod: &TestPod, node: &Node) -> bool {
+    let terms = &pod.rules.affinity;
+    if terms.is_empty() {
+        return true;
+    }
+    let sure = |other: &TestPod| terms.iter().all(|term| selects(cluster, term, pod, other) == Some(true));
+    let not_out = |other: &TestPod| terms.iter().all(|term| selects(cluster, term, pod, other) != Some(false));
+    let node_of = |other: &TestPod| cluster.nodes.iter().find(|node| node.name == other.node);
+    let beside = |term: &PodAffinityTerm| {
+        cluster.pods.iter().any(|other| {
+            sure(other) && node_of(other).is_some_and(|there| same_domain(&term.topology_key, node, there))
+        })
+    };
+    let somewhere = cluster.pods.iter().any(|other| {
+        let placed = |there: &Node| terms.iter().any(|term| there.labels.contains_key(&term.topology_key));
+        not_out(other) && node_of(other).is_some_and(placed)
+    });
+    terms.iter().all(beside) || !somewhere && sure(pod)
+}
+
+fn skewed(
+    cluster: &Cluster,
+    pod: &TestPod,
+    hard: &[&SpreadConstraint],
+    constraint: &SpreadConstraint,
+    node: &Node,
+) -> bool {
+    let key = &constraint.topology_key;
+    let counts_as_domain = |there: &&Node| {
+        let selected = Node { taints: Vec::new(), unschedulable: false, ..(*there).clone() };
+        let free = Pod { node_selector: Labels::new(), affinity: Vec::new(), ..pod.pod.clone() };
+        let uncordoned = Node { unschedulable: false, ..(*there).clone() };
+        let matches = scheduling::admit(&pod.pod, &selected).is_ok();
+        let tolerated = scheduling::admit(&free, &uncordoned).is_ok();
+        hard.iter().all(|one| there.labels.contains_key(&one.topology_key))
+            && (constraint.node_affinity_policy == Some(NodePolicy::Ignore) || matches)
+            && (constraint.node_taints_policy != Some(NodePolicy::Honor) || tolerated)
+    };
+    let domains: Vec<&Node> = cluster.nodes.iter().filter(counts_as_domain).collect();
+    let common = |labels: &Labels| {
+        let keys = constraint.match_label_keys.iter();
+        keys.filter(|key| pod.labels.contains_key(*key)).all(|key| labels.get(key) == pod.labels.get(key))
+    };
+    let selected = |labels: &Labels| chosen(constraint.label_selector.as_ref(), labels) && common(labels);
+    // The scheduler does not count pods that everything selects.
+    let all = constraint.label_selector == Some(LabelSelector::default())
+        && !constraint.match_label_keys.iter().any(|key| pod.labels.contains_key(key));
+    let count = |value: &String| {
+        let there: Vec<_> = domains.iter().filter(|node| node.labels.get(key) == Some(value)).collect();
+        let counted = |other: &&TestPod| {
+            !all && !other.terminating
+                && other.namespace == pod.namespace
+                && selected(&other.labels)
+                && there.iter().any(|node| node.name == other.node)
+        };
+        cluster.pods.iter().filter(counted).map(|_| 1).sum::<i32>()
+    };
+    let values: BTreeSet<&String> = domains.iter().filter_map(|node| node.labels.get(key)).collect();
+    let few = values.iter().map(|_| 1).sum::<i32>() < constraint.min_domains.unwrap_or(1);
+    let least = if few { 0 } else { values.iter().map(|value| count(value)).min().unwrap_or(0) };
+    let here = node.labels.get(key).map_or(0, count);
+    here + i32::from(selected(&pod.labels)) - least > constraint.max_skew
+}

@@ -1,0 +1,173 @@
+//! Random small clusters, judged twice.
+use cleave_plan::constraints::{
+    HostPort, LabelSelector, Labels, NodePolicy, PodAffinityTerm, Rules, SpreadConstraint, WhenUnsatisfiable,
+};
+use cleave_plan::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Toleration};
+use proptest::collection::{btree_map, vec};
+use proptest::option;
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::naive::{broken, rule};
+use super::{Cluster, TestPod, labels, taint};
+
+const KEYS: [&str; 2] = ["zone", "rack"];
+
+fn text(of: &'static [&'static str]) -> impl Strategy<Value = String> {
+    select(of).prop_map(str::to_owned)
+}
+
+fn some_labels() -> impl Strategy<Value = Labels> {
+    btree_map(text(&["app", "app", "rev"]), text(&["a", "a", "b"]), 0..=2)
+}
+
+fn requirement(keys: &'static [&'static str]) -> impl Strategy<Value = Requirement> {
+    let operator = select(vec![
+        Operator::In,
+        Operator::In,
+        Operator::NotIn,
+        Operator::Exists,
+        Operator::DoesNotExist,
+        Operator::Gt,
+        Operator::Unknown,
+    ]);
+    (text(keys), operator, vec(text(&["a", "b"]), 1..=2)).prop_map(|(key, operator, values)| Requirement {
+        key,
+        operator,
+        values,
+    })
+}
+
+fn selector() -> impl Strategy<Value = LabelSelector> {
+    let labels = btree_map(text(&["app", "rev"]), text(&["a", "b"]), 0..=1);
+    (labels, prop_oneof![3 => Just(Vec::new()), 1 => vec(requirement(&["app", "rev"]), 1..=2)])
+        .prop_map(|(match_labels, match_expressions)| LabelSelector { match_labels, match_expressions })
+}
+
+fn term() -> impl Strategy<Value = PodAffinityTerm> {
+    let namespaces = prop_oneof![2 => Just(Vec::new()), 1 => vec(text(&["one", "two", "three"]), 1..=2)];
+    let namespace_selector = prop_oneof![2 => Just(None), 1 => selector().prop_map(Some)];
+    (option::weighted(0.9, selector()), namespaces, namespace_selector, text(&KEYS)).prop_map(
+        |(label_selector, namespaces, namespace_selector, topology_key)| PodAffinityTerm {
+            label_selector,
+            namespaces,
+            namespace_selector,
+            topology_key,
+        },
+    )
+}
+
+fn policy() -> impl Strategy<Value = Option<NodePolicy>> {
+    select(vec![None, Some(NodePolicy::Honor), Some(NodePolicy::Ignore)])
+}
+
+fn spread() -> impl Strategy<Value = SpreadConstraint> {
+    let hard = WhenUnsatisfiable::DoNotSchedule;
+    let when = select(vec![hard, hard, hard, WhenUnsatisfiable::ScheduleAnyway, WhenUnsatisfiable::Unknown]);
+    let keys = prop_oneof![3 => Just(Vec::new()), 1 => vec(text(&["rev"]), 1)];
+    let minimum = option::weighted(0.3, 1..=4);
+    (1..=2, text(&KEYS), when, option::weighted(0.9, selector()), minimum, policy(), policy(), keys).prop_map(
+        |(max_skew, topology_key, when_unsatisfiable, label_selector, min_domains, affinity, taints, keys)| {
+            SpreadConstraint {
+                max_skew,
+                topology_key,
+                when_unsatisfiable,
+                label_selector,
+                min_domains,
+                node_affinity_policy: affinity,
+                node_taints_policy: taints,
+                match_label_keys: keys,
+            }
+        },
+    )
+}
+
+fn port() -> impl Strategy<Value = HostPort> {
+    (text(&["", "0.0.0.0", "10.0.0.1", "10.0.0.2"]), text(&["", "TCP", "UDP"]), 0..=2_u16)
+        .prop_map(|(ip, protocol, port)| HostPort { ip, protocol, port })
+}
+
+/// At most two of each kind of rule, often none.
+fn some_of<T: std::fmt::Debug + Clone + 'static>(
+    one: impl Strategy<Value = T> + 'static,
+) -> impl Strategy<Value = Vec<T>> {
+    prop_oneof![2 => Just(Vec::new()), 1 => vec(one, 1..=2)]
+}
+
+fn rules() -> impl Strategy<Value = Rules> {
+    (some_of(term()), some_of(term()), some_of(spread()), some_of(port()))
+        .prop_map(|(affinity, anti_affinity, spread, ports)| Rules { affinity, anti_affinity, spread, ports })
+}
+
+fn terms() -> impl Strategy<Value = Vec<NodeSelectorTerm>> {
+    let term = vec(requirement(&["zone", "rack"]), 0..=1)
+        .prop_map(|match_expressions| NodeSelectorTerm { match_expressions, match_fields: Vec::new() });
+    some_of(term)
+}
+
+fn pod() -> impl Strategy<Value = TestPod> {
+    let tolerations = prop_oneof![
+        Just(Vec::new()),
+        Just(vec![Toleration { operator: "Exists".to_owned(), ..Toleration::default() }])
+    ];
+    let place = text(&["n0", "n1", "n2", "n3", "n4", "nowhere"]);
+    let volumes = prop_oneof![4 => Just(Vec::new()), 1 => vec(terms(), 1..=2)];
+    (
+        text(&["one", "one", "one", "two", "three"]),
+        some_labels(),
+        rules(),
+        terms(),
+        tolerations,
+        volumes,
+        prop::bool::weighted(0.2),
+        place,
+    )
+        .prop_map(|(namespace, labels, rules, affinity, tolerations, volumes, terminating, node)| TestPod {
+            namespace,
+            labels,
+            rules,
+            pod: Pod { affinity, tolerations, ..Pod::default() },
+            volumes,
+            terminating,
+            node,
+        })
+}
+
+fn cluster() -> impl Strategy<Value = Cluster> {
+    let label = || option::weighted(0.9, text(&["a", "a", "b", "b", "c"]));
+    let labelled = (label(), label()).prop_map(|(zone, rack)| {
+        let both = KEYS.iter().zip([zone, rack]);
+        both.filter_map(|(key, value)| Some(((*key).to_owned(), value?))).collect::<Labels>()
+    });
+    let node = (labelled, prop::bool::weighted(0.2), any::<bool>());
+    (vec(node, 1..=5), vec(pod(), 0..=16), some_labels()).prop_map(|(nodes, pods, one)| {
+        let nodes = nodes.into_iter().enumerate().map(|(index, (labels, tainted, unschedulable))| Node {
+            name: format!("n{index}"),
+            labels,
+            taints: if tainted { vec![taint("gpu")] } else { Vec::new() },
+            unschedulable,
+            ..Node::default()
+        });
+        // The labels of the namespace "three" are not known.
+        let namespaces = [("one".to_owned(), one), ("two".to_owned(), labels(&[("app", "a")]))];
+        Cluster { nodes: nodes.collect(), pods, namespaces: namespaces.into() }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn both_implementations_agree(cluster in cluster(), subject in pod()) {
+        let verdicts = cluster.verdicts(&subject);
+        for (node, verdict) in cluster.nodes.iter().zip(verdicts) {
+            let broken = broken(&cluster, &subject, node);
+            match &verdict {
+                Ok(()) => prop_assert!(broken.is_empty(), "{} is allowed, but breaks {broken:?}", node.name),
+                Err(conflict) => {
+                    prop_assert!(broken.contains(&rule(conflict)), "{}: {conflict:?} is not in {broken:?}", node.name);
+                }
+            }
+        }
+    }
+}

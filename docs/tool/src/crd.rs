@@ -1,0 +1,226 @@
+//! The reference page of a custom resource, from its definition.
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, Result};
+use serde_json::{Map, Value};
+
+use crate::text::{item, wrap};
+
+/// What is said of Kubernetes' own type, whose fields are not repeated here.
+const CONDITIONS: &str = "list of conditions";
+
+/// The page of a `CustomResourceDefinition`.
+pub(crate) fn page(crd: &Value) -> Result<String> {
+    let text = |pointer: &str| crd.pointer(pointer).and_then(Value::as_str).with_context(|| format!("no {pointer}"));
+    let kind = text("/spec/names/kind")?;
+    let schema = crd.pointer("/spec/versions/0/schema/openAPIV3Schema").context("the definition has no schema")?;
+    let mut page = Page { out: String::new(), seen: Vec::new() };
+    let _ = write!(page.out, "# {kind}\n\n<!-- Generated from the types by `make docs`. Do not edit. -->\n\n");
+    page.paragraph(schema);
+    let _ = write!(
+        page.out,
+        "| | |\n|---|---|\n| `apiVersion` | `{}/{}` |\n| `kind` | `{kind}` |\n| scope | {} |\n| `kubectl get` | `{}`, `{}` |\n",
+        text("/spec/group")?,
+        text("/spec/versions/0/name")?,
+        text("/spec/scope")?,
+        text("/spec/names/plural")?,
+        text("/spec/names/shortNames/0")?,
+    );
+    page.columns(crd);
+    for part in ["spec", "status"] {
+        let schema = schema.pointer(&format!("/properties/{part}")).with_context(|| format!("no {part}"))?;
+        page.object(part, 2, schema);
+    }
+    Ok(page.out)
+}
+
+struct Page {
+    out: String,
+    /// Objects that have a section: their properties, and the path under which they are described.
+    seen: Vec<(Value, String)>,
+}
+
+impl Page {
+    /// The description of a schema as a paragraph.
+    fn paragraph(&mut self, schema: &Value) {
+        if let Some(text) = description(schema) {
+            self.out.push_str(&wrap(&text, "", ""));
+            self.out.push('\n');
+        }
+    }
+
+    /// The columns that `kubectl get` prints.
+    fn columns(&mut self, crd: &Value) {
+        let columns = crd.pointer("/spec/versions/0/additionalPrinterColumns").and_then(Value::as_array);
+        let Some(columns) = columns else { return };
+        self.out.push_str("\n| column | field |\n|---|---|\n");
+        for column in columns {
+            let field = |name: &str| column.get(name).and_then(Value::as_str).unwrap_or_default();
+            let wide = column.get("priority").and_then(Value::as_i64).is_some_and(|priority| priority > 0);
+            let wide = if wide { " (`-o wide`)" } else { "" };
+            let path = field("jsonPath").replace('|', "\\|");
+            let _ = writeln!(self.out, "| {}{wide} | `{path}` |", field("name"));
+        }
+    }
+
+    /// A section for an object, and one for each object in it.
+    fn object(&mut self, path: &str, level: usize, schema: &Value) {
+        let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
+        // Fields that get sections of their own. They are noted first: of equal objects the outermost is described.
+        let mut described = Vec::new();
+        for (name, field) in properties {
+            let inner = inner(field);
+            if let Some(fields) = inner.get("properties")
+                && !is_conditions(inner)
+                && self.section_of(inner).is_none()
+            {
+                self.seen.push((fields.clone(), child(path, name, field)));
+                described.push((name, field));
+            }
+        }
+        let _ = write!(self.out, "\n{} {path}\n\n", "#".repeat(level));
+        self.paragraph(schema);
+        for (name, field) in properties {
+            let required = schema
+                .get("required")
+                .and_then(Value::as_array)
+                .is_some_and(|names| names.iter().any(|required| required == name));
+            let entry = self.entry(path, name, field, required);
+            self.out.push_str(&item(&entry));
+        }
+        let rules = messages(schema);
+        if !rules.is_empty() {
+            self.out.push_str("\nRules:\n\n");
+            for rule in rules {
+                self.out.push_str(&item(&rule));
+            }
+        }
+        for (name, field) in &described {
+            self.object(&child(path, name, field), level.min(3) + usize::from(level == 2), inner(field));
+        }
+    }
+
+    /// The line of one field.
+    fn entry(&self, path: &str, name: &str, field: &Value, required: bool) -> String {
+        let mut notes = vec![self.type_of(path, name, field)];
+        if required {
+            notes.push("required".to_owned());
+        }
+        if let Some(default) = field.get("default").filter(|value| value.is_string() || value.is_boolean()) {
+            let text =
+                default.as_str().filter(|text| !text.is_empty()).map_or_else(|| default.to_string(), str::to_owned);
+            notes.push(format!("default `{text}`"));
+        }
+        let mut text = format!("`{name}` ({})", notes.join(", "));
+        if let Some(description) = description(field) {
+            let _ = write!(text, ": {description}");
+        }
+        let choices = choices(field);
+        if !choices.is_empty() {
+            let _ = write!(text, " One of {}.", choices.join(", "));
+        }
+        let rules: Vec<String> = [field, inner(field)]
+            .into_iter()
+            .filter(|schema| schema.get("properties").is_none())
+            .flat_map(messages)
+            .collect();
+        let mut unique: Vec<String> = Vec::new();
+        for rule in rules {
+            if !unique.contains(&rule) {
+                unique.push(rule);
+            }
+        }
+        for rule in unique {
+            let _ = write!(text, " Rule: {}.", rule.trim_end_matches('.'));
+        }
+        text
+    }
+
+    /// The type of a field, in a few words.
+    fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
+        let inner = inner(field);
+        let of = if is_conditions(inner) {
+            return CONDITIONS.to_owned();
+        } else if inner.get("properties").is_some() {
+            let path = self.section_of(inner).unwrap_or_else(|| child(path, name, field));
+            format!("[object](#{})", anchor(&path))
+        } else {
+            inner.get("type").and_then(Value::as_str).unwrap_or("any").to_owned()
+        };
+        if field.get("items").is_some() {
+            format!("list of {of}")
+        } else if field.get("additionalProperties").is_some() {
+            format!("map to {of}")
+        } else {
+            of
+        }
+    }
+
+    /// Where an object with these fields is described already.
+    fn section_of(&self, schema: &Value) -> Option<String> {
+        self.seen
+            .iter()
+            .find(|(properties, _)| Some(properties) == schema.get("properties"))
+            .map(|(_, path)| path.clone())
+    }
+}
+
+/// The schema of a list's or map's elements, or the schema itself.
+fn inner(field: &Value) -> &Value {
+    field.get("items").or_else(|| field.get("additionalProperties")).filter(|inner| inner.is_object()).unwrap_or(field)
+}
+
+fn child(path: &str, name: &str, field: &Value) -> String {
+    format!("{path}.{name}{}", if field.get("items").is_some() { "[]" } else { "" })
+}
+
+/// The anchor that mdBook gives a heading.
+fn anchor(heading: &str) -> String {
+    heading.chars().filter(|c| c.is_alphanumeric() || *c == '-' || *c == '_').collect::<String>().to_lowercase()
+}
+
+fn description(schema: &Value) -> Option<String> {
+    let text = schema.get("description")?.as_str()?;
+    Some(text.split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+fn choices(field: &Value) -> Vec<String> {
+    let values = inner(field).get("enum").and_then(Value::as_array);
+    values.into_iter().flatten().filter_map(Value::as_str).map(|value| format!("`{value}`")).collect()
+}
+
+/// The messages of a schema's validation rules.
+fn messages(schema: &Value) -> Vec<String> {
+    let rules = schema.get("x-kubernetes-validations").and_then(Value::as_array);
+    let rules = rules.into_iter().flatten().filter_map(|rule| rule.get("message")?.as_str());
+    rules.map(|rule| rule.replace('<', "\\<")).collect()
+}
+
+fn is_conditions(schema: &Value) -> bool {
+    let has = |properties: &Map<String, Value>| properties.contains_key("lastTransitionTime");
+    schema.get("properties").and_then(Value::as_object).is_some_and(has)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cleave_api::SharingPolicy;
+    use kube::CustomResourceExt as _;
+
+    #[test]
+    fn every_field_of_a_policy_is_on_its_page() {
+        let crd = serde_json::to_value(SharingPolicy::crd()).unwrap_or_default();
+        let page = page(&crd).unwrap_or_default();
+        for field in ["`mode`", "`units`", "`nodeSelector`", "`enforcement`", "`layout`", "default `Burst`"] {
+            assert!(page.contains(field), "{field}");
+        }
+        assert!(page.contains("[object](#specmps)"));
+    }
+
+    #[test]
+    fn an_object_that_occurs_twice_is_described_once() {
+        let crd = serde_json::to_value(SharingPolicy::crd()).unwrap_or_default();
+        let page = page(&crd).unwrap_or_default();
+        assert_eq!(page.matches("\n- `multiUser`").count(), 1);
+    }
+}

@@ -1,0 +1,121 @@
+//! Links of the built site: every relative link leads to a file, and every anchor to an element.
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+
+use crate::read;
+
+/// Pages that mdBook makes of the others, with links as they are there.
+const COMBINED: [&str; 3] = ["print.html", "toc.html", "404.html"];
+
+/// A page: the ids of its elements, and what it links to.
+#[derive(Debug, Default)]
+struct Page {
+    ids: BTreeSet<String>,
+    links: BTreeSet<String>,
+}
+
+/// Links of the site in a folder that lead nowhere, each as a sentence.
+pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
+    let mut files = BTreeSet::new();
+    walk(site, &mut files)?;
+    let mut pages = BTreeMap::new();
+    for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "html")) {
+        pages.insert(file.clone(), parse(&read(file)?));
+    }
+    let mut problems = Vec::new();
+    let combined = |file: &Path| file.file_name().is_some_and(|name| COMBINED.iter().any(|combined| name == *combined));
+    for (file, page) in pages.iter().filter(|(file, _)| !combined(file)) {
+        for link in page.links.iter().filter(|link| is_internal(link)) {
+            let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = resolve(file, path);
+            let name = file.strip_prefix(site).unwrap_or(file).display();
+            if !files.contains(&target) {
+                problems.push(format!("{name}: {link} leads to no file"));
+            } else if !anchor.is_empty() && pages.get(&target).is_some_and(|page| !page.ids.contains(anchor)) {
+                problems.push(format!("{name}: {link} leads to no heading"));
+            }
+        }
+    }
+    Ok(problems)
+}
+
+/// All files below a folder.
+fn walk(folder: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
+    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list {}", folder.display()))? {
+        let path = entry?.path();
+        if path.is_dir() {
+            walk(&path, files)?;
+        } else {
+            files.insert(path);
+        }
+    }
+    Ok(())
+}
+
+/// What a page's elements are named, and what it links to.
+fn parse(html: &str) -> Page {
+    let attributes = |name: &str| {
+        let opening = format!(" {name}=\"");
+        html.split(&opening)
+            .skip(1)
+            .filter_map(|rest| rest.split_once('"'))
+            .map(|(value, _)| value.replace("&amp;", "&"))
+            .collect::<BTreeSet<String>>()
+    };
+    let mut links = attributes("href");
+    links.extend(attributes("src"));
+    Page { ids: attributes("id"), links }
+}
+
+fn is_internal(link: &str) -> bool {
+    let scheme = link.split_once(':').is_some_and(|(scheme, _)| scheme.chars().all(|c| c.is_ascii_alphanumeric()));
+    !scheme && !link.starts_with("//")
+}
+
+/// The file that a link of a page means.
+fn resolve(page: &Path, link: &str) -> PathBuf {
+    if link.is_empty() {
+        return page.to_owned();
+    }
+    let folder = page.parent().unwrap_or(page);
+    let mut target = PathBuf::new();
+    for component in folder.join(link).components() {
+        match component {
+            Component::ParentDir => {
+                target.pop();
+            }
+            Component::CurDir => {}
+            other => target.push(other),
+        }
+    }
+    if link.ends_with('/') { target.join("index.html") } else { target }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_and_links_are_found() {
+        let page =
+            parse(r##"<h2 id="a"><a class="header" href="#a">A</a></h2><a href="b.html#c">B</a><img src="d.png">"##);
+        assert_eq!(page.ids.iter().collect::<Vec<_>>(), ["a"]);
+        assert_eq!(page.links.iter().collect::<Vec<_>>(), ["#a", "b.html#c", "d.png"]);
+    }
+
+    #[test]
+    fn links_are_relative_to_their_page() {
+        let resolved = |link| resolve(Path::new("/site/how-to/a.html"), link);
+        assert_eq!(resolved(""), Path::new("/site/how-to/a.html"));
+        assert_eq!(resolved("../index.html"), Path::new("/site/index.html"));
+        assert_eq!(resolved("b.html"), Path::new("/site/how-to/b.html"));
+    }
+
+    #[test]
+    fn addresses_elsewhere_are_not_followed() {
+        assert!(is_internal("b.html#c") && is_internal("#c"));
+        assert!(!is_internal("https://example.com") && !is_internal("mailto:a@b"));
+    }
+}

@@ -1,0 +1,112 @@
+//! Generates the reference pages of the documentation site, and checks the site.
+//!
+//! It reads files of the repository and nothing else: it needs no network and no cluster. `docs/build` runs it.
+mod crd;
+mod links;
+mod pages;
+mod text;
+mod values;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Parser as _;
+use cleave_api::{GpuNode, SharingPolicy};
+use kube::CustomResourceExt as _;
+
+/// Generates reference pages and checks the documentation site.
+#[derive(Debug, clap::Parser)]
+enum Command {
+    /// Write the generated reference pages.
+    Generate {
+        /// Root of the repository.
+        #[arg(long, default_value = ".")]
+        root: PathBuf,
+        /// Write nothing, and fail if a committed page differs from the generated one.
+        #[arg(long)]
+        check: bool,
+    },
+    /// Check the pages: line length, the table of contents, metrics, links of the repository's Markdown files.
+    Pages {
+        /// Root of the repository.
+        #[arg(long, default_value = ".")]
+        root: PathBuf,
+    },
+    /// Check that every internal link and anchor of the built site leads somewhere.
+    Links {
+        /// The built site.
+        site: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Command::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cleave-docs: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    match command {
+        Command::Generate { root, check } => generate(&root, check),
+        Command::Pages { root } => report(&pages::problems(&root)?),
+        Command::Links { site } => report(&links::problems(&site)?),
+    }
+}
+
+/// Writes the generated pages, or compares them with the committed ones.
+fn generate(root: &Path, check: bool) -> Result<()> {
+    let chart = root.join("charts/cleave");
+    let pages = [
+        ("sharingpolicy.md", crd::page(&serde_json::to_value(SharingPolicy::crd())?)?),
+        ("gpunode.md", crd::page(&serde_json::to_value(GpuNode::crd())?)?),
+        ("values.md", values::page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?),
+    ];
+    for (name, page) in pages {
+        let path = root.join("docs/reference").join(name);
+        if check {
+            let committed = read(&path)?;
+            ensure!(committed == page, "{} is outdated: run `make docs` and commit it", path.display());
+        } else {
+            std::fs::write(&path, page).with_context(|| format!("failed to write {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads a text file.
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
+}
+
+/// Prints problems, and fails if there are any.
+fn report(problems: &[String]) -> Result<()> {
+    for problem in problems {
+        eprintln!("{problem}");
+    }
+    if problems.is_empty() { Ok(()) } else { bail!("{} problems in the documentation", problems.len()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn root() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    }
+
+    #[test]
+    fn the_committed_reference_pages_are_what_the_types_and_values_say() -> Result<()> {
+        generate(&root(), true)
+    }
+
+    #[test]
+    fn the_committed_pages_keep_the_rules() -> Result<()> {
+        assert_eq!(pages::problems(&root())?, Vec::<String>::new());
+        Ok(())
+    }
+}

@@ -1,0 +1,113 @@
+//! The pages themselves: line length, the table of contents, metrics, and links between Markdown files.
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+
+use crate::read;
+use crate::text::COLUMNS;
+
+/// Folders of the site.
+const FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
+/// Pages outside of these folders.
+const PAGES: [&str; 6] =
+    ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
+/// Where metrics are registered.
+const METRICS: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
+
+/// What is wrong with the pages, each as a sentence.
+pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
+    let mut problems = Vec::new();
+    let summary = read(&root.join("docs/SUMMARY.md"))?;
+    let mut pages: Vec<PathBuf> = PAGES.iter().map(PathBuf::from).collect();
+    for folder in FOLDERS {
+        let path = root.join("docs").join(folder);
+        for entry in std::fs::read_dir(&path).with_context(|| format!("failed to list {}", path.display()))? {
+            let name = entry?.file_name();
+            let page = format!("{folder}/{}", name.to_string_lossy());
+            if !summary.contains(&format!("({page})")) {
+                problems.push(format!("docs/{page} is not in docs/SUMMARY.md"));
+            }
+            pages.push(Path::new("docs").join(page));
+        }
+    }
+    pages.sort();
+    for page in &pages {
+        let text = read(&root.join(page))?;
+        let name = page.display();
+        problems
+            .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
+        let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
+        let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
+        problems.extend(gone.map(|link| format!("{name}: {link} leads to no file")));
+    }
+    let documented = read(&root.join("docs/reference/metrics.md"))?;
+    for file in METRICS {
+        let names = metrics(&read(&root.join(file))?);
+        let unknown = names.into_iter().filter(|name| !is_documented(name, &documented));
+        problems.extend(unknown.map(|name| format!("docs/reference/metrics.md does not name {name} ({file})")));
+    }
+    Ok(problems)
+}
+
+/// Numbers of the lines that are too long. Tables, code blocks and addresses of links are not wrapped.
+fn long_lines(text: &str) -> Vec<usize> {
+    let mut in_code = false;
+    let mut long = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        if line.trim_start().starts_with("```") {
+            in_code = !in_code;
+        } else if !in_code && !line.starts_with('|') && !is_address(line) && line.chars().count() > COLUMNS {
+            long.push(index + 1);
+        }
+    }
+    long
+}
+
+/// Whether a line is `[name]: address`, or one link that cannot be broken.
+fn is_address(line: &str) -> bool {
+    line.starts_with('[') && line.contains("]: ") || !line.trim().contains(char::is_whitespace) && line.contains("](")
+}
+
+/// Relative links of a Markdown text, without anchors.
+fn links(text: &str) -> Vec<String> {
+    let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
+    let relative = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));
+    relative.map(|target| target.split('#').next().unwrap_or(target).to_owned()).collect()
+}
+
+/// Names under which metrics are registered, without their prefixes.
+fn metrics(source: &str) -> Vec<String> {
+    let calls = source.split("registry.register(").skip(1);
+    let names = calls.filter_map(|call| call.trim_start().strip_prefix('"')?.split_once('"'));
+    names.map(|(name, _)| name.to_owned()).collect()
+}
+
+fn is_documented(name: &str, page: &str) -> bool {
+    [format!("_{name}`"), format!("_{name}_total`"), format!("`{name}`")].iter().any(|written| page.contains(written))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_and_code_may_be_long() {
+        let long = "x".repeat(COLUMNS + 1);
+        let text = format!("| {long} |\n```\n{long}\n```\n{long}\n");
+        assert_eq!(long_lines(&text), [5]);
+        assert!(long_lines(&format!("[a]: {long}\n[a]({long})\n")).is_empty());
+    }
+
+    #[test]
+    fn links_to_files_are_found_without_their_anchors() {
+        assert_eq!(links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
+    }
+
+    #[test]
+    fn a_metric_is_documented_with_or_without_total() {
+        let source = "registry.register(\"a\", x);\nregistry.register(\n    \"b\",\n    y);";
+        assert_eq!(metrics(source), ["a", "b"]);
+        assert!(is_documented("a", "`cleave_agent_a_total`") && is_documented("b", "`cleave_agent_b`"));
+        assert!(!is_documented("b", "`cleave_agent_bc`"));
+    }
+}

@@ -1,0 +1,62 @@
+//! Finds cycles in the graph of uses.
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::model::Finding;
+use crate::modules::Tree;
+use crate::uses::Uses;
+
+/// The cycles of a crate. Each use that is part of a cycle is in at least one of them.
+pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
+    let finding = |cycle: &Vec<usize>| {
+        let steps = || cycle.iter().zip(cycle.iter().cycle().skip(1));
+        let modules: Vec<&str> =
+            cycle.iter().chain(cycle.first()).map(|file| tree.files[*file].module.as_str()).collect();
+        let place = |(from, to): (&usize, &usize)| {
+            let line = uses.get(&(*from, *to)).copied().unwrap_or_default();
+            format!("{}:{line} uses {}", tree.files[*from].path, tree.files[*to].module)
+        };
+        Finding { what: format!("cycle {name} {}", modules.join(" -> ")), places: steps().map(place).collect() }
+    };
+    let mut found: Vec<Finding> = shortest(uses).iter().map(finding).collect();
+    found.sort_by(|a, b| a.what.cmp(&b.what));
+    found
+}
+
+/// For every use that has a way back, the shortest cycle through it; each cycle once, from its
+/// lowest file. The uses with a way back are those within a strongly connected component.
+fn shortest(uses: &Uses) -> BTreeSet<Vec<usize>> {
+    let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for &(from, to) in uses.keys() {
+        graph.entry(from).or_default().push(to);
+    }
+    uses.keys().filter_map(|&(from, to)| way(&graph, to, from)).map(lowest_first).collect()
+}
+
+/// The shortest way between two nodes, both of them included.
+fn way(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
+    let mut came_from = BTreeMap::from([(from, from)]);
+    let mut queue = VecDeque::from([from]);
+    while let Some(node) = queue.pop_front() {
+        if node == to {
+            let mut way = vec![to];
+            while let Some(&last) = way.last().filter(|last| **last != from) {
+                way.push(*came_from.get(&last)?);
+            }
+            way.reverse();
+            return Some(way);
+        }
+        for &next in graph.get(&node).into_iter().flatten() {
+            came_from.entry(next).or_insert_with(|| {
+                queue.push_back(next);
+                node
+            });
+        }
+    }
+    None
+}
+
+fn lowest_first(mut cycle: Vec<usize>) -> Vec<usize> {
+    let lowest = cycle.iter().enumerate().min_by_key(|(_, node)| **node).map_or(0, |(at, _)| at);
+    cycle.rotate_left(lowest);
+    cycle
+}

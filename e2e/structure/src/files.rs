@@ -1,0 +1,81 @@
+//! Reads the repository: its Rust files, and the crates they belong to. The only I/O of this crate.
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+
+use crate::model::{Crate, Sources};
+
+/// The list of known findings, in the repository.
+pub const KNOWN: &str = "e2e/structure/known.txt";
+
+/// Directories of a package that hold Rust code.
+const CODE: [&str; 4] = ["src", "tests", "benches", "examples"];
+
+/// Reads the Rust files of every member of the workspace at `root`, and finds the members'
+/// libraries and programs.
+pub fn read(root: &Path) -> Result<Sources> {
+    let mut sources = Sources::default();
+    let mut members = members(&text(&root.join("Cargo.toml"))?);
+    members.sort();
+    for member in members {
+        let directory = if member == "." { String::new() } else { format!("{member}/") };
+        let manifest = root.join(&member).join("Cargo.toml");
+        let package = package(&text(&manifest)?).with_context(|| format!("{}: no package", manifest.display()))?;
+        for code in CODE {
+            let path = root.join(&member).join(code);
+            if path.is_dir() {
+                walk(&path, &format!("{directory}{code}/"), &mut sources.files)?;
+            }
+        }
+        let source = format!("{directory}src/");
+        for path in sources.files.keys().filter_map(|path| path.strip_prefix(&source)) {
+            let name = match path.strip_prefix("bin/").unwrap_or(path).trim_end_matches(".rs") {
+                "lib" => package.clone(),
+                program if path == "main.rs" || path.strip_prefix("bin/").is_some_and(|path| !path.contains('/')) => {
+                    format!("{package}/{program}")
+                }
+                program if path.starts_with("bin/") && program.ends_with("/main") => {
+                    format!("{package}/{}", program.trim_end_matches("/main"))
+                }
+                _ => continue,
+            };
+            sources.crates.push(Crate { name, root: format!("{source}{path}") });
+        }
+    }
+    Ok(sources)
+}
+
+/// `prefix` is the path of `directory` in the repository, ending in `/`.
+fn walk(directory: &Path, prefix: &str, files: &mut BTreeMap<String, String>) -> Result<()> {
+    let entries = fs::read_dir(directory).with_context(|| format!("failed to read {}", directory.display()))?;
+    for entry in entries {
+        let entry = entry.with_context(|| format!("failed to read {}", directory.display()))?;
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        if path.is_dir() {
+            walk(&path, &format!("{prefix}{name}/"), files)?;
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.insert(format!("{prefix}{name}"), text(&path)?);
+        }
+    }
+    Ok(())
+}
+
+fn text(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
+}
+
+/// The package's name in a manifest.
+fn package(manifest: &str) -> Option<String> {
+    let mut lines = manifest.lines().skip_while(|line| line.trim() != "[package]");
+    let name = lines.find_map(|line| line.strip_prefix("name = "))?;
+    Some(name.trim().trim_matches('"').to_owned())
+}
+
+/// The members that a workspace's manifest lists, one on each line.
+fn members(manifest: &str) -> Vec<String> {
+    let lines = manifest.lines().map(str::trim).skip_while(|line| *line != "members = [").skip(1);
+    let names = lines.take_while(|line| *line != "]").filter(|line| line.starts_with('"'));
+    names.map(|line| line.trim_matches(|c| c == '"' || c == ',').to_owned()).collect()
+}

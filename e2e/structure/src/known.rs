@@ -1,0 +1,38 @@
+//! The list of findings that are still allowed.
+use crate::model::Finding;
+
+const HEADER: &str = "\
+# Cycles, long files and long functions that are still there: `cargo test -p cleave-structure`
+# fails for a new one and for one that is gone. `cargo run -p cleave-structure -- --write` writes
+# this file.
+";
+
+/// The list that allows exactly `findings`.
+pub fn list(findings: &[Finding]) -> String {
+    let lines = findings.iter().map(|finding| format!("{}\n", finding.what));
+    HEADER.chars().chain(lines.collect::<String>().chars()).collect()
+}
+
+/// How findings differ from the list.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Difference<'a> {
+    /// Found and not listed.
+    pub new: Vec<&'a Finding>,
+    /// Listed and not found.
+    pub gone: Vec<&'a str>,
+}
+
+/// Compares `findings` with the list `known`.
+pub fn difference<'a>(findings: &'a [Finding], known: &'a str) -> Difference<'a> {
+    let mut gone: Vec<&str> =
+        known.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let mut new = Vec::new();
+    for finding in findings {
+        // One line allows one finding: two functions of one name need two.
+        match gone.iter().position(|line| *line == finding.what) {
+            Some(at) => _ = gone.remove(at),
+            None => new.push(finding),
+        }
+    }
+    Difference { new, gone }
+}

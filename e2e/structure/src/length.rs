@@ -1,0 +1,119 @@
+//! Finds files and functions that are too long.
+use syn::spanned::Spanned as _;
+use syn::visit::{self, Visit};
+use syn::{Attribute, Block, ImplItemFn, ItemFn, ItemImpl, ItemTrait, Signature, TraitItemFn, Type};
+
+use crate::model::{Finding, Sources};
+use crate::parse::Parsed;
+
+/// The most lines a file may have.
+const FILE: usize = 800;
+/// The most lines a function may have, from its signature to its last brace.
+const FUNCTION: usize = 80;
+/// Begins the comment that says why something is longer.
+const REASON: &str = "// long:";
+
+/// The files over 800 lines whose top does not say why.
+pub fn files(sources: &Sources) -> Vec<Finding> {
+    let long = |(path, text): (&String, &String)| {
+        let lines = text.lines().count();
+        let mut top = text.lines().map(str::trim).take_while(|line| line.is_empty() || is_above(line));
+        (lines > FILE && !top.any(is_reason)).then(|| Finding {
+            what: format!("long-file {path}"),
+            places: vec![format!("{path}: {lines} lines, at most {FILE}")],
+        })
+    };
+    sources.files.iter().filter_map(long).collect()
+}
+
+/// The functions over 80 lines, those of tests included, that have no comment above them that says
+/// why.
+pub fn functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for (path, file) in parsed {
+        let lines = sources.files.get(path).map(|text| text.lines().map(str::trim).collect()).unwrap_or_default();
+        let mut functions = Functions { path, lines, owner: None, found: &mut found };
+        functions.visit_file(file);
+    }
+    found
+}
+
+struct Functions<'a> {
+    path: &'a str,
+    lines: Vec<&'a str>,
+    /// The type or trait around the function.
+    owner: Option<String>,
+    found: &'a mut Vec<Finding>,
+}
+
+impl Functions<'_> {
+    fn function(&mut self, attributes: &[Attribute], signature: &Signature, block: &Block) {
+        let first = signature.fn_token.span.start().line;
+        let lines = block.brace_token.span.close().end().line + 1 - first;
+        if lines <= FUNCTION || self.has_reason(attributes, first) {
+            return;
+        }
+        let owner = self.owner.as_ref().map(|owner| format!("{owner}::")).unwrap_or_default();
+        let (path, name) = (self.path, &signature.ident);
+        self.found.push(Finding {
+            what: format!("long-function {path} {owner}{name}"),
+            places: vec![format!("{path}:{first}: {lines} lines, at most {FUNCTION}")],
+        });
+    }
+
+    /// Whether a comment between the attributes and the signature, or directly above both, says why.
+    fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
+        let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
+        let between = self.lines.get(top - 1..first - 1).unwrap_or_default();
+        let above = self.lines.get(..top - 1).unwrap_or_default();
+        between.iter().any(|line| is_reason(line))
+            || above.iter().rev().take_while(|line| is_above(line)).any(|line| is_reason(line))
+    }
+
+    fn within(&mut self, owner: String, walk: impl FnOnce(&mut Self)) {
+        let outer = self.owner.replace(owner);
+        walk(self);
+        self.owner = outer;
+    }
+}
+
+impl<'ast> Visit<'ast> for Functions<'_> {
+    fn visit_item_fn(&mut self, item: &'ast ItemFn) {
+        self.function(&item.attrs, &item.sig, &item.block);
+        visit::visit_item_fn(self, item);
+    }
+
+    fn visit_impl_item_fn(&mut self, item: &'ast ImplItemFn) {
+        self.function(&item.attrs, &item.sig, &item.block);
+        visit::visit_impl_item_fn(self, item);
+    }
+
+    fn visit_trait_item_fn(&mut self, item: &'ast TraitItemFn) {
+        if let Some(block) = &item.default {
+            self.function(&item.attrs, &item.sig, block);
+        }
+        visit::visit_trait_item_fn(self, item);
+    }
+
+    fn visit_item_impl(&mut self, item: &'ast ItemImpl) {
+        let owner = match &*item.self_ty {
+            Type::Path(path) => path.path.segments.last().map(|segment| segment.ident.to_string()),
+            _ => None,
+        };
+        self.within(owner.unwrap_or_else(|| "_".to_owned()), |functions| visit::visit_item_impl(functions, item));
+    }
+
+    fn visit_item_trait(&mut self, item: &'ast ItemTrait) {
+        self.within(item.ident.to_string(), |functions| visit::visit_item_trait(functions, item));
+    }
+}
+
+/// Whether a line is a comment or an attribute.
+fn is_above(line: &str) -> bool {
+    line.starts_with("//") || line.starts_with("#![")
+}
+
+/// Whether a line is a comment that gives a reason.
+fn is_reason(line: &str) -> bool {
+    line.strip_prefix(REASON).is_some_and(|reason| !reason.trim().is_empty())
+}

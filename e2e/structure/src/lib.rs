@@ -1,0 +1,42 @@
+//! Checks the structure of the workspace's Rust code: modules of a crate do not use each other in
+//! a cycle, and files and functions stay short.
+//!
+//! Everything but [`files`] is pure: sources go in as text, findings come out.
+//!
+//! ```text
+//! files ── Sources ──► parse ──► modules ──► uses ──► cycles ──┐
+//!                        └─────► length ───────────────────────┴─► Finding ──► known
+//! ```
+//!
+//! A module is one node per file. A file depends on the file that defines what it names:
+//! re-exports are followed to the definition. Code for tests only is ignored, and so are `mod`
+//! declarations and a parent's `pub use` of what its children define.
+//!
+//! Limits: methods that are called on a value name no module, so an inherent method defined in
+//! another file is no use of that file. A macro's expansion is not seen, only what is passed to it.
+pub mod cycles;
+pub mod files;
+pub mod known;
+pub mod length;
+pub mod modules;
+pub mod parse;
+pub mod uses;
+
+mod model;
+mod tokens;
+
+pub use model::{Crate, Finding, Sources};
+
+/// Everything that is wrong with the structure of `sources`: cycles by crate, then long files, then
+/// long functions.
+pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
+    let parsed = parse::parse(sources)?;
+    let mut findings = Vec::new();
+    for a_crate in &sources.crates {
+        let tree = modules::read(&parsed, &a_crate.root)?;
+        findings.extend(cycles::findings(&a_crate.name, &tree, &uses::between_files(&tree)));
+    }
+    findings.extend(length::files(sources));
+    findings.extend(length::functions(sources, &parsed));
+    Ok(findings)
+}

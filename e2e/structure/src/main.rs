@@ -1,0 +1,44 @@
+//! Prints what is wrong with the structure of the code, and writes the list of what is known.
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::Parser as _;
+use cleave_structure::{check, files, known};
+
+/// Finds use cycles between modules, files over 800 lines and functions over 80 lines.
+#[derive(Debug, clap::Parser)]
+struct Options {
+    /// Root of the repository.
+    #[arg(long, default_value = ".")]
+    root: PathBuf,
+    /// Write the list of known findings.
+    #[arg(long)]
+    write: bool,
+}
+
+fn main() -> ExitCode {
+    match run(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cleave-structure: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: &Options) -> Result<()> {
+    let findings = check(&files::read(&options.root)?)?;
+    for finding in &findings {
+        println!("{}", finding.what);
+        for place in &finding.places {
+            println!("  {place}");
+        }
+    }
+    if options.write {
+        let path = options.root.join(files::KNOWN);
+        fs::write(&path, known::list(&findings)).with_context(|| format!("failed to write {}", path.display()))?;
+    }
+    Ok(())
+}

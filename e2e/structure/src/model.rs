@@ -1,0 +1,29 @@
+//! What goes in and what comes out.
+use std::collections::BTreeMap;
+
+/// The Rust code of a workspace, as text.
+#[derive(Debug, Default)]
+pub struct Sources {
+    /// Every Rust file by its path in the repository, with `/` between names.
+    pub files: BTreeMap<String, String>,
+    /// The crates whose modules are checked, in the order in which they are reported.
+    pub crates: Vec<Crate>,
+}
+
+/// One library or program: a tree of modules.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Crate {
+    /// The package's name, and for a program `/` and the name of its root file.
+    pub name: String,
+    /// The path of the root file.
+    pub root: String,
+}
+
+/// Something that the structure of the code must not have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// What was found, without line numbers: a line of the list of known findings.
+    pub what: String,
+    /// Where it is: one line for each place, with file and line.
+    pub places: Vec<String>,
+}

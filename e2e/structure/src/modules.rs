@@ -1,0 +1,390 @@
+//! The modules of a crate: what each declares, imports and names.
+use std::collections::{BTreeMap, BTreeSet};
+
+use proc_macro2::TokenStream;
+use syn::spanned::Spanned as _;
+use syn::visit::{self, Visit};
+use syn::{Attribute, Block, Expr, File, ImplItem, Item, ItemMod, ItemUse, Lit, Meta, Path, UseTree, Visibility};
+
+use crate::parse::{Error, Parsed, only_for_tests};
+use crate::tokens;
+
+/// The modules of one crate. The first is the crate's root.
+#[derive(Debug, Default)]
+pub struct Tree {
+    pub(crate) modules: Vec<Module>,
+    pub(crate) imports: Vec<Import>,
+    pub(crate) mentions: Vec<Mention>,
+    pub(crate) files: Vec<SourceFile>,
+}
+
+/// A file of the crate: a node of the graph.
+#[derive(Debug)]
+pub(crate) struct SourceFile {
+    /// The path in the repository.
+    pub(crate) path: String,
+    /// The path of its module, `crate` for the root.
+    pub(crate) module: String,
+}
+
+#[derive(Debug)]
+pub(crate) struct Module {
+    pub(crate) file: usize,
+    pub(crate) parent: Option<usize>,
+    pub(crate) names: BTreeMap<String, Vec<Name>>,
+    /// Indices of imports that end in `*`.
+    pub(crate) globs: Vec<usize>,
+    /// Lower-case names bound by patterns: a variable of this name is no use of an item.
+    pub(crate) variables: BTreeSet<String>,
+}
+
+/// What a name in a module stands for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Name {
+    /// A child module.
+    Module(usize),
+    /// A type, trait or macro defined here.
+    Type,
+    /// A function, constant or static defined here.
+    Value,
+    /// An import.
+    Import(usize),
+}
+
+/// One name of a `use` item.
+#[derive(Debug)]
+pub(crate) struct Import {
+    pub(crate) module: usize,
+    pub(crate) path: Vec<String>,
+    pub(crate) glob: bool,
+    /// Whether others may import it from here.
+    pub(crate) exported: bool,
+    pub(crate) line: usize,
+}
+
+/// A path in code.
+#[derive(Debug)]
+pub(crate) struct Mention {
+    pub(crate) module: usize,
+    pub(crate) path: Vec<String>,
+    pub(crate) line: usize,
+}
+
+/// Reads the crate whose root file is `root`.
+pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
+    let file = parsed.get(root).ok_or_else(|| Error::NoRoot(root.to_owned()))?;
+    let mut reader = Reader { parsed, tree: Tree::default(), error: None };
+    let module = reader.add_file(root, "crate".to_owned(), None);
+    let (directory, _) = split(root);
+    reader.read_file(file, module, directory);
+    match reader.error {
+        Some(error) => Err(error),
+        None => Ok(reader.tree),
+    }
+}
+
+struct Reader<'a> {
+    parsed: &'a Parsed,
+    tree: Tree,
+    /// The first error.
+    error: Option<Error>,
+}
+
+impl Reader<'_> {
+    fn add_file(&mut self, path: &str, module: String, parent: Option<usize>) -> usize {
+        self.tree.files.push(SourceFile { path: path.to_owned(), module });
+        self.add_module(self.tree.files.len() - 1, parent)
+    }
+
+    fn add_module(&mut self, file: usize, parent: Option<usize>) -> usize {
+        self.tree.modules.push(Module {
+            file,
+            parent,
+            names: BTreeMap::new(),
+            globs: Vec::new(),
+            variables: BTreeSet::new(),
+        });
+        self.tree.modules.len() - 1
+    }
+
+    /// `directory` holds the files of the module's children.
+    fn read_file(&mut self, file: &File, module: usize, directory: &str) {
+        Visitor { reader: self, module, directory: directory.to_owned(), blocks: 0 }.visit_file(file);
+    }
+}
+
+/// Walks the code of one module of one file.
+struct Visitor<'r, 'a> {
+    reader: &'r mut Reader<'a>,
+    module: usize,
+    directory: String,
+    /// How many blocks are around the code: an item in a function is not in the module's scope.
+    blocks: usize,
+}
+
+impl Visitor<'_, '_> {
+    fn here(&mut self) -> &mut Module {
+        &mut self.reader.tree.modules[self.module]
+    }
+
+    fn define(&mut self, ident: &syn::Ident, name: Name) {
+        if self.blocks == 0 {
+            self.here().names.entry(ident.to_string()).or_default().push(name);
+        }
+    }
+
+    fn mention(&mut self, path: Vec<String>, line: usize) {
+        self.reader.tree.mentions.push(Mention { module: self.module, path, line });
+    }
+
+    fn mention_tokens(&mut self, tokens: TokenStream) {
+        for (path, line) in tokens::paths(tokens) {
+            self.mention(path, line);
+        }
+    }
+
+    fn inline_module(&mut self, item: &ItemMod, items: &[Item]) {
+        let file = self.here().file;
+        let module = self.reader.add_module(file, Some(self.module));
+        self.define(&item.ident, Name::Module(module));
+        let directory = format!("{}/{}", self.directory, item.ident);
+        let mut inner = Visitor { reader: &mut *self.reader, module, directory, blocks: 0 };
+        for item in items {
+            inner.visit_item(item);
+        }
+    }
+
+    fn file_module(&mut self, item: &ItemMod) {
+        let name = item.ident.to_string();
+        let file = self.here().file;
+        let parsed = self.reader.parsed;
+        let declaring = &self.reader.tree.files[file];
+        let found = match path_attribute(&item.attrs) {
+            Some(path) => Some(join(split(&declaring.path).0, &path)).map(|path| (split(&path).0.to_owned(), path)),
+            None => {
+                let children = format!("{}/{name}", self.directory);
+                let candidates = [format!("{children}.rs"), format!("{children}/mod.rs")];
+                candidates.into_iter().find(|path| parsed.contains_key(path)).map(|path| (children, path))
+            }
+        };
+        let Some((children, path, file)) = found.and_then(|(children, path)| {
+            let file = parsed.get(&path)?;
+            Some((children, path, file))
+        }) else {
+            let line = item.ident.span().start().line;
+            let error = Error::NoFile { path: declaring.path.clone(), line, name };
+            self.reader.error.get_or_insert(error);
+            return;
+        };
+        if only_for_tests(&file.attrs) {
+            return;
+        }
+        let label = if declaring.module == "crate" { name } else { format!("{}::{name}", declaring.module) };
+        let module = self.reader.add_file(&path, label, Some(self.module));
+        self.define(&item.ident, Name::Module(module));
+        self.reader.read_file(file, module, &children);
+    }
+}
+
+impl<'ast> Visit<'ast> for Visitor<'_, '_> {
+    fn visit_item(&mut self, item: &'ast Item) {
+        if only_for_tests(attributes(item)) {
+            return;
+        }
+        match item {
+            Item::Const(item) => self.define(&item.ident, Name::Value),
+            Item::Fn(item) => self.define(&item.sig.ident, Name::Value),
+            Item::Static(item) => self.define(&item.ident, Name::Value),
+            Item::Enum(item) => self.define(&item.ident, Name::Type),
+            Item::Struct(item) => self.define(&item.ident, Name::Type),
+            Item::Trait(item) => self.define(&item.ident, Name::Type),
+            Item::TraitAlias(item) => self.define(&item.ident, Name::Type),
+            Item::Type(item) => self.define(&item.ident, Name::Type),
+            Item::Union(item) => self.define(&item.ident, Name::Type),
+            Item::Macro(item) => {
+                if let Some(ident) = &item.ident {
+                    self.define(ident, Name::Type);
+                }
+            }
+            _ => {}
+        }
+        visit::visit_item(self, item);
+    }
+
+    fn visit_impl_item(&mut self, item: &'ast ImplItem) {
+        let attributes: &[Attribute] = match item {
+            ImplItem::Const(item) => &item.attrs,
+            ImplItem::Fn(item) => &item.attrs,
+            ImplItem::Type(item) => &item.attrs,
+            _ => &[],
+        };
+        if !only_for_tests(attributes) {
+            visit::visit_impl_item(self, item);
+        }
+    }
+
+    fn visit_item_mod(&mut self, item: &'ast ItemMod) {
+        match &item.content {
+            Some((_, items)) => self.inline_module(item, items),
+            None => self.file_module(item),
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'ast ItemUse) {
+        if item.leading_colon.is_some() {
+            return;
+        }
+        let mut names = Vec::new();
+        flatten(&item.tree, &mut Vec::new(), &mut names);
+        let exported = !matches!(&item.vis, Visibility::Inherited);
+        for Imported { path, name, line } in names {
+            let import = self.reader.tree.imports.len();
+            let glob = name.is_none();
+            self.reader.tree.imports.push(Import { module: self.module, path, glob, exported, line });
+            match name {
+                Some(name) => self.here().names.entry(name).or_default().push(Name::Import(import)),
+                None => self.here().globs.push(import),
+            }
+        }
+    }
+
+    fn visit_path(&mut self, path: &'ast Path) {
+        let first = path.segments.first().filter(|_| path.leading_colon.is_none());
+        if let Some(first) = first {
+            let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+            self.mention(names, first.ident.span().start().line);
+        }
+        visit::visit_path(self, path);
+    }
+
+    fn visit_pat_ident(&mut self, pattern: &'ast syn::PatIdent) {
+        let name = pattern.ident.to_string();
+        if name.starts_with(char::is_lowercase) {
+            self.here().variables.insert(name);
+        }
+        visit::visit_pat_ident(self, pattern);
+    }
+
+    fn visit_block(&mut self, block: &'ast Block) {
+        self.blocks += 1;
+        visit::visit_block(self, block);
+        self.blocks -= 1;
+    }
+
+    fn visit_macro(&mut self, mac: &'ast syn::Macro) {
+        self.visit_path(&mac.path);
+        self.mention_tokens(mac.tokens.clone());
+    }
+
+    fn visit_attribute(&mut self, attribute: &'ast Attribute) {
+        if attribute.path().is_ident("doc") || attribute.path().is_ident("path") {
+            return;
+        }
+        if let Meta::List(list) = &attribute.meta {
+            self.mention_tokens(list.tokens.clone());
+            for (path, line) in tokens::quoted_paths(list.tokens.clone()) {
+                self.mention(path, line);
+            }
+        }
+    }
+
+    /// `pub(in crate::a)` uses nothing of `a`.
+    fn visit_visibility(&mut self, _: &'ast Visibility) {}
+}
+
+/// One name that a `use` item brings in.
+struct Imported {
+    path: Vec<String>,
+    /// `None` for `*`.
+    name: Option<String>,
+    line: usize,
+}
+
+fn flatten(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) {
+    let line = tree.span().start().line;
+    let with = |prefix: &[String], last: &syn::Ident| {
+        let mut path = prefix.to_vec();
+        // `a::{self}` is `a`.
+        if last != "self" || prefix.is_empty() {
+            path.push(last.to_string());
+        }
+        path
+    };
+    match tree {
+        UseTree::Path(tree) => {
+            prefix.push(tree.ident.to_string());
+            flatten(&tree.tree, prefix, names);
+            prefix.pop();
+        }
+        UseTree::Name(tree) => {
+            let path = with(prefix, &tree.ident);
+            let name = path.last().cloned();
+            names.push(Imported { path, name, line });
+        }
+        UseTree::Rename(tree) => {
+            let path = with(prefix, &tree.ident);
+            names.push(Imported { path, name: Some(tree.rename.to_string()), line });
+        }
+        UseTree::Glob(_) => names.push(Imported { path: prefix.clone(), name: None, line }),
+        UseTree::Group(tree) => {
+            for item in &tree.items {
+                flatten(item, prefix, names);
+            }
+        }
+    }
+}
+
+fn attributes(item: &Item) -> &[Attribute] {
+    match item {
+        Item::Const(item) => &item.attrs,
+        Item::Enum(item) => &item.attrs,
+        Item::ExternCrate(item) => &item.attrs,
+        Item::Fn(item) => &item.attrs,
+        Item::ForeignMod(item) => &item.attrs,
+        Item::Impl(item) => &item.attrs,
+        Item::Macro(item) => &item.attrs,
+        Item::Mod(item) => &item.attrs,
+        Item::Static(item) => &item.attrs,
+        Item::Struct(item) => &item.attrs,
+        Item::Trait(item) => &item.attrs,
+        Item::TraitAlias(item) => &item.attrs,
+        Item::Type(item) => &item.attrs,
+        Item::Union(item) => &item.attrs,
+        Item::Use(item) => &item.attrs,
+        _ => &[],
+    }
+}
+
+/// The value of `#[path = "…"]`.
+fn path_attribute(attributes: &[Attribute]) -> Option<String> {
+    attributes.iter().find_map(|attribute| match &attribute.meta {
+        Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
+            Expr::Lit(value) => match &value.lit {
+                Lit::Str(path) => Some(path.value()),
+                _ => None,
+            },
+            _ => None,
+        },
+        _ => None,
+    })
+}
+
+/// The directory and the name of a path.
+fn split(path: &str) -> (&str, &str) {
+    path.rsplit_once('/').unwrap_or((".", path))
+}
+
+/// `path` seen from `directory`, with each `..` taken away.
+fn join(directory: &str, path: &str) -> String {
+    let mut names: Vec<&str> = directory.split('/').collect();
+    for name in path.split('/') {
+        match name {
+            "." => {}
+            ".." => {
+                names.pop();
+            }
+            name => names.push(name),
+        }
+    }
+    names.join("/")
+}

@@ -1,0 +1,68 @@
+//! Parses files, each once.
+use std::collections::BTreeMap;
+
+use syn::punctuated::Punctuated;
+use syn::{Attribute, File, Meta, Token};
+
+use crate::model::Sources;
+
+/// Why the structure cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file is not Rust.
+    #[error("{path}:{line}: {message}")]
+    Syntax {
+        /// The file.
+        path: String,
+        /// The line, from 1.
+        line: usize,
+        /// What the parser expected.
+        message: String,
+    },
+    /// A `mod` declaration whose file does not exist.
+    #[error("{path}:{line}: module `{name}` has no file")]
+    NoFile {
+        /// The file with the declaration.
+        path: String,
+        /// The line, from 1.
+        line: usize,
+        /// The module's name.
+        name: String,
+    },
+    /// The root file of a crate does not exist.
+    #[error("{0}: no such file")]
+    NoRoot(String),
+}
+
+/// Every file by its path.
+pub type Parsed = BTreeMap<String, File>;
+
+/// Parses every file of `sources`.
+pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
+    let file = |(path, text): (&String, &String)| match syn::parse_file(text) {
+        Ok(file) => Ok((path.clone(), file)),
+        Err(error) => {
+            Err(Error::Syntax { path: path.clone(), line: error.span().start().line, message: error.to_string() })
+        }
+    };
+    sources.files.iter().map(file).collect()
+}
+
+/// Whether one of the attributes keeps its item out of every build but those for tests.
+pub(crate) fn only_for_tests(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        attribute.path().is_ident("test")
+            || (attribute.path().is_ident("cfg") && attribute.parse_args().is_ok_and(|meta| needs_test(&meta)))
+    })
+}
+
+/// Whether a `cfg` predicate holds only in builds for tests.
+fn needs_test(predicate: &Meta) -> bool {
+    let Meta::List(list) = predicate else { return predicate.path().is_ident("test") };
+    let Ok(inner) = list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated) else { return false };
+    if list.path.is_ident("all") {
+        inner.iter().any(needs_test)
+    } else {
+        list.path.is_ident("any") && !inner.is_empty() && inner.iter().all(needs_test)
+    }
+}

@@ -1,0 +1,71 @@
+//! Finds paths in tokens that are not parsed: what macros and attributes are given.
+use proc_macro2::{TokenStream, TokenTree};
+
+/// A path and the line it starts on.
+pub(crate) type Mention = (Vec<String>, usize);
+
+/// Every path of two or more segments in `tokens`, and every single name that starts with an
+/// upper-case letter, as types do.
+pub(crate) fn paths(tokens: TokenStream) -> Vec<Mention> {
+    let mut found = Vec::new();
+    collect(tokens, &mut found);
+    found
+}
+
+/// Paths in string literals, such as serde's `default = "crate::quantity::zero"`.
+pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<Mention> {
+    let mut found = Vec::new();
+    for token in tokens {
+        match token {
+            TokenTree::Group(group) => found.extend(quoted_paths(group.stream())),
+            TokenTree::Literal(literal) => {
+                let text = literal.to_string();
+                let path: Vec<String> = text.trim_matches('"').split("::").map(str::to_owned).collect();
+                if path.len() > 1 && matches!(path[0].as_str(), "crate" | "self" | "super") {
+                    found.push((path, literal.span().start().line));
+                }
+            }
+            TokenTree::Ident(_) | TokenTree::Punct(_) => {}
+        }
+    }
+    found
+}
+
+fn collect(tokens: TokenStream, found: &mut Vec<Mention>) {
+    let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    let mut at = 0;
+    while let Some(token) = tokens.get(at) {
+        at += 1;
+        match token {
+            TokenTree::Group(group) => collect(group.stream(), found),
+            TokenTree::Ident(first) => {
+                let begins = !continues(&tokens[..at - 1]);
+                let mut path = vec![first.to_string()];
+                while let Some(TokenTree::Ident(next)) = tokens.get(at + 2).filter(|_| is_separator(&tokens, at)) {
+                    path.push(next.to_string());
+                    at += 3;
+                }
+                if begins && (path.len() > 1 || path[0].starts_with(char::is_uppercase)) {
+                    found.push((path, first.span().start().line));
+                }
+            }
+            TokenTree::Punct(_) | TokenTree::Literal(_) => {}
+        }
+    }
+}
+
+/// Whether the name at the end of `before` belongs to something else: `.field`, `::name`.
+fn continues(before: &[TokenTree]) -> bool {
+    let punct = |token: &TokenTree, of: char| matches!(token, TokenTree::Punct(punct) if punct.as_char() == of);
+    match before {
+        [.., first, last] if punct(first, ':') && punct(last, ':') => true,
+        // `..Type` is a range or the rest of a value.
+        [.., first, last] if punct(last, '.') => !punct(first, '.'),
+        _ => false,
+    }
+}
+
+fn is_separator(tokens: &[TokenTree], at: usize) -> bool {
+    let colon = |token: Option<&TokenTree>| matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == ':');
+    colon(tokens.get(at)) && colon(tokens.get(at + 1))
+}

@@ -1,0 +1,148 @@
+//! Resolves imports and paths to the files that define what they name.
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::modules::{Import, Name, Tree};
+
+/// Which file uses which, by index, and where: the first line that does so, a `use` item if there
+/// is one.
+pub type Uses = BTreeMap<(usize, usize), usize>;
+
+/// What a path leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Target {
+    /// A module itself, by index.
+    Module(usize),
+    /// Something defined in a module.
+    Item(usize),
+}
+
+/// Every use of one file by another.
+pub fn between_files(tree: &Tree) -> Uses {
+    let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
+    let resolver = Resolver { tree };
+    let mut add = |from: usize, target: Target, in_code: bool, line: usize| {
+        // To name a module is to name nothing in it: the paths through it count.
+        let Target::Item(to) = target else { return };
+        let (from, to) = (tree.modules[from].file, tree.modules[to].file);
+        if from != to {
+            let first = lines.entry((from, to)).or_insert((in_code, line));
+            *first = (*first).min((in_code, line));
+        }
+    };
+    for import in tree.imports.iter().filter(|import| !import.glob) {
+        for target in resolver.path(import.module, &import.path, &mut BTreeSet::new()) {
+            if !(import.exported && resolver.is_below(import, target)) {
+                add(import.module, target, false, import.line);
+            }
+        }
+    }
+    for mention in &tree.mentions {
+        let variable =
+            matches!(mention.path.as_slice(), [name] if tree.modules[mention.module].variables.contains(name));
+        if !variable {
+            for target in resolver.path(mention.module, &mention.path, &mut BTreeSet::new()) {
+                add(mention.module, target, true, mention.line);
+            }
+        }
+    }
+    lines.into_iter().map(|(files, (_, line))| (files, line)).collect()
+}
+
+struct Resolver<'a> {
+    tree: &'a Tree,
+}
+
+impl Resolver<'_> {
+    /// Whether the import re-exports what a descendant of its module defines.
+    fn is_below(&self, import: &Import, target: Target) -> bool {
+        let Target::Item(mut module) = target else { return false };
+        while let Some(parent) = self.tree.modules[module].parent {
+            if parent == import.module {
+                return true;
+            }
+            module = parent;
+        }
+        false
+    }
+
+    /// What `path` leads to from `module`; nothing if that is in another crate. `followed` holds the
+    /// imports on the way, so that imports of each other end.
+    fn path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+        let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
+        let mut start = module;
+        match first.as_str() {
+            "crate" => start = 0,
+            "self" => {}
+            "super" => start = self.parent(start),
+            "Self" => return BTreeSet::new(),
+            _ => return self.name(module, first, rest, followed),
+        }
+        while let Some((_, further)) = rest.split_first().filter(|(name, _)| *name == "super") {
+            start = self.parent(start);
+            rest = further;
+        }
+        self.inside(start, rest, followed)
+    }
+
+    fn parent(&self, module: usize) -> usize {
+        self.tree.modules[module].parent.unwrap_or(module)
+    }
+
+    /// What `path` leads to within `module`. A name that cannot be found is taken for one that a
+    /// macro defines there.
+    fn inside(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+        let Some((first, rest)) = path.split_first() else { return BTreeSet::from([Target::Module(module)]) };
+        let found = self.name(module, first, rest, followed);
+        if found.is_empty() && !self.is_known(module, first) { BTreeSet::from([Target::Item(module)]) } else { found }
+    }
+
+    fn is_known(&self, module: usize, name: &str) -> bool {
+        self.tree.modules[module].names.contains_key(name)
+    }
+
+    /// What `name` in the scope of `module` leads to, and `rest` within that.
+    fn name(&self, module: usize, name: &str, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+        let mut found = BTreeSet::new();
+        for name in self.tree.modules[module].names.get(name).into_iter().flatten() {
+            match *name {
+                Name::Module(child) => found.extend(self.inside(child, rest, followed)),
+                Name::Type => _ = found.insert(Target::Item(module)),
+                // Nothing is inside a function or constant: another item of that name is meant.
+                Name::Value if rest.is_empty() => _ = found.insert(Target::Item(module)),
+                Name::Value => {}
+                Name::Import(import) => found.extend(self.import(import, rest, followed)),
+            }
+        }
+        if self.is_known(module, name) {
+            return found;
+        }
+        for &glob in &self.tree.modules[module].globs {
+            if followed.insert(glob) {
+                let import = &self.tree.imports[glob];
+                for target in self.path(import.module, &import.path, followed) {
+                    if let Target::Module(of) = target {
+                        found.extend(self.name(of, name, rest, followed));
+                    }
+                }
+                followed.remove(&glob);
+            }
+        }
+        found
+    }
+
+    fn import(&self, import: usize, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+        if !followed.insert(import) {
+            return BTreeSet::new();
+        }
+        let Import { module, path, .. } = &self.tree.imports[import];
+        let mut found = BTreeSet::new();
+        for target in self.path(*module, path, followed) {
+            match target {
+                Target::Module(of) => found.extend(self.inside(of, rest, followed)),
+                Target::Item(_) => _ = found.insert(target),
+            }
+        }
+        followed.remove(&import);
+        found
+    }
+}

@@ -1,0 +1,261 @@
+//! What the check finds in small sources.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+
+use std::collections::BTreeMap;
+
+use cleave_structure::known::{self, Difference};
+use cleave_structure::parse::Error;
+use cleave_structure::{Crate, Finding, Sources, check};
+
+/// A crate named `it` of these files, the first of which is its root.
+fn sources(files: &[(&str, &str)]) -> Sources {
+    let root = files[0].0.to_owned();
+    Sources {
+        files: files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect::<BTreeMap<_, _>>(),
+        crates: vec![Crate { name: "it".to_owned(), root }],
+    }
+}
+
+fn found(files: &[(&str, &str)]) -> Vec<Finding> {
+    check(&sources(files)).unwrap()
+}
+
+fn whats(files: &[(&str, &str)]) -> Vec<String> {
+    found(files).into_iter().map(|finding| finding.what).collect()
+}
+
+/// A library of two modules with these texts.
+fn pair(a: &str, b: &str) -> Vec<String> {
+    whats(&[("src/lib.rs", "mod a;\nmod b;\n"), ("src/a.rs", a), ("src/b.rs", b)])
+}
+
+const CYCLE: [&str; 1] = ["cycle it a -> b -> a"];
+
+#[test]
+fn a_cycle_is_found_with_the_lines_that_make_it() {
+    let found = found(&[
+        ("src/lib.rs", "mod a;\nmod b;\nmod c;\n"),
+        ("src/a.rs", "use std::fmt;\nuse crate::b::B;\npub struct A(B);\n"),
+        ("src/b.rs", "pub struct B(super::c::C);\n"),
+        ("src/c.rs", "\n\nuse crate::{\n    a::A,\n};\npub struct C(A);\n"),
+    ]);
+    assert_eq!(
+        found,
+        [Finding {
+            what: "cycle it a -> b -> c -> a".to_owned(),
+            places: vec![
+                "src/a.rs:2 uses b".to_owned(),
+                "src/b.rs:1 uses c".to_owned(),
+                "src/c.rs:4 uses a".to_owned()
+            ],
+        }]
+    );
+}
+
+#[test]
+fn uses_in_one_direction_are_no_cycle() {
+    assert!(pair("use crate::b::B; pub struct A(B);", "pub struct B;").is_empty());
+}
+
+#[test]
+fn every_use_within_a_component_is_in_a_cycle() {
+    let found = whats(&[
+        ("src/lib.rs", "mod a; mod b; mod c;"),
+        ("src/a.rs", "use crate::b::B; use crate::c::C; pub struct A;"),
+        ("src/b.rs", "use crate::c::C; pub struct B;"),
+        ("src/c.rs", "use crate::a::A; pub struct C;"),
+    ]);
+    assert_eq!(found, ["cycle it a -> b -> c -> a", "cycle it a -> c -> a"]);
+}
+
+#[test]
+fn a_child_that_uses_what_its_parent_defines_makes_a_cycle_if_the_parent_uses_the_child() {
+    let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
+    let declares = ("src/a/mod.rs", "mod b; pub use b::work; pub struct Shared;");
+    let calls = ("src/a/mod.rs", "mod b; pub struct Shared; fn run() { b::work(Shared) }");
+    assert!(whats(&[("src/lib.rs", "mod a;"), declares, child]).is_empty());
+    assert_eq!(whats(&[("src/lib.rs", "mod a;"), calls, child]), ["cycle it a -> a::b -> a"]);
+}
+
+#[test]
+fn a_parent_that_calls_what_it_re_exports_uses_the_child() {
+    let parent = "mod b; pub use b::work; pub struct Shared; fn run() { work(Shared) }";
+    let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
+    assert_eq!(whats(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]), ["cycle it a -> a::b -> a"]);
+}
+
+#[test]
+fn a_variable_is_no_use_of_a_function_of_its_name() {
+    let parent = "mod b; pub use b::work; pub struct Shared; fn run() -> u8 { let work = 1; work }";
+    let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
+    assert!(whats(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]).is_empty());
+}
+
+#[test]
+fn re_exports_are_followed_to_the_definition() {
+    // `c` names `a::B`, which `b` defines: there is no way back to `c`, and none from `b` to `a`.
+    let root = ("src/lib.rs", "mod a; mod b; mod c; pub use c::C;");
+    let re_export = ("src/a.rs", "pub use crate::b::B; use crate::C; pub struct A(C);");
+    assert!(
+        whats(&[root, re_export, ("src/b.rs", "pub struct B;"), ("src/c.rs", "use crate::a::B; pub struct C(B);")])
+            .is_empty()
+    );
+    // `c` names `crate::A`, which `a` defines.
+    let root = ("src/lib.rs", "mod a; mod b; mod c; pub use a::A; pub use c::*;");
+    let found = whats(&[
+        root,
+        ("src/a.rs", "use crate::C; pub struct A(C);"),
+        ("src/b.rs", ""),
+        ("src/c.rs", "use crate::A as Other; pub struct C;"),
+    ]);
+    assert_eq!(found, ["cycle it a -> c -> a"]);
+}
+
+#[test]
+fn names_are_found_through_imports_of_modules_and_of_everything() {
+    assert_eq!(pair("use crate::b; fn f() { b::g() }", "use super::a::*; pub fn g() { f() }"), CYCLE);
+    assert_eq!(pair("use crate::b as other; fn f() { other::g() }", "use crate::a::{self}; fn g() { a::f() }"), CYCLE);
+    // An import that nothing goes through names nothing.
+    assert!(pair("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
+}
+
+#[test]
+fn a_function_with_the_name_of_its_module_is_told_from_the_module() {
+    let root = ("src/lib.rs", "mod run; mod b; pub use run::run;");
+    let files =
+        [root, ("src/run.rs", "use crate::b::B; pub fn run() {}"), ("src/b.rs", "use crate::run; pub struct B;")];
+    assert_eq!(whats(&files), ["cycle it run -> b -> run"]);
+    let parent = ("src/a.rs", "pub mod run; pub fn run(_: run::X) {}");
+    let child = ("src/a/run.rs", "use crate::a::run::X as Y; pub struct X;");
+    assert!(whats(&[("src/lib.rs", "mod a;"), parent, child]).is_empty());
+}
+
+#[test]
+fn imports_of_each_other_end() {
+    assert!(pair("pub use crate::b::X;", "pub use crate::a::X;").is_empty());
+    assert!(pair("pub use crate::b::*; fn f() { x() }", "pub use crate::a::*;").is_empty());
+}
+
+#[test]
+fn code_for_tests_only_is_ignored() {
+    let a = "use crate::b::B; pub struct A;";
+    for b in [
+        "pub struct B; #[cfg(test)] mod tests { use crate::a::A; }",
+        "pub struct B; #[cfg(all(test, unix))] use crate::a::A;",
+        "pub struct B; #[cfg(test)] mod tests;",
+        "pub struct B; #[test] fn f() { crate::a::A; }",
+        "pub struct B; impl B { #[cfg(test)] fn f() { crate::a::A; } }",
+    ] {
+        let files =
+            [("src/lib.rs", "mod a; mod b;"), ("src/a.rs", a), ("src/b.rs", b), ("src/b/tests.rs", "use crate::a::A;")];
+        assert!(whats(&files).is_empty(), "{b}");
+    }
+    for b in [
+        "pub struct B; #[cfg(not(test))] use crate::a::A;",
+        "pub struct B; #[cfg(any(test, feature = \"fake\"))] use crate::a::A;",
+        "pub struct B; mod inner { use super::super::a::A; }",
+    ] {
+        assert_eq!(pair(a, b), CYCLE, "{b}");
+    }
+}
+
+#[test]
+fn paths_in_macros_and_attributes_count() {
+    let a = "use crate::b::B; pub struct A; pub fn f() {}";
+    for b in [
+        "pub struct B; fn g() { println!(\"{}\", crate::a::f()) }",
+        "pub struct B; fn g() { println!(\"{:?}\", vec![super::a::A]) }",
+        "pub struct B; macro_rules! m { () => { $crate::a::f() } }",
+        "pub struct B { #[serde(default = \"crate::a::f\")] x: u8 }",
+        "pub struct B { #[arg(value_parser = crate::a::f)] x: u8 }",
+    ] {
+        assert_eq!(pair(a, b), CYCLE, "{b}");
+    }
+    for b in [
+        "pub struct B; fn g() { println!(\"crate::a::f\") }",
+        "/// [`crate::a::A`]\npub struct B;",
+        "pub struct B; fn g() { println!(\"{}\", other::crate_a::f()) }",
+        "pub struct B; pub(in crate::a::A) fn g() {}",
+        "pub struct B; macro_rules! a { () => {} } fn g() { a!() }",
+    ] {
+        assert!(pair(a, b).is_empty(), "{b}");
+    }
+}
+
+#[test]
+fn what_a_macro_defines_is_taken_to_be_where_it_is_named() {
+    assert_eq!(pair("use crate::b::B; make!(A);", "use crate::a::A; pub struct B;"), CYCLE);
+}
+
+#[test]
+fn other_crates_are_no_modules() {
+    assert!(pair("use crate::b::B; use ::b::C; pub struct A;", "use std::fmt; pub struct B(serde::a::A);").is_empty());
+}
+
+#[test]
+fn paths_of_other_crates_in_macros_are_no_modules() {
+    let child = ("src/a.rs", "use crate::Root; pub fn f() {}");
+    let root = |code: &str| format!("mod a; pub struct Root; fn g() {{ println!(\"{{}}\", {code}) }}");
+    assert_eq!(whats(&[("src/lib.rs", &root("a::f()")), child]), ["cycle it crate -> a -> crate"]);
+    assert!(whats(&[("src/lib.rs", &root("::a::f()")), child]).is_empty());
+}
+
+#[test]
+fn files_of_modules_are_found() {
+    let files = [
+        ("src/bin/it.rs", "#[path = \"../common.rs\"] mod common; mod outer { pub mod inner; } struct Root;"),
+        ("src/common.rs", "use crate::outer::inner::I; pub struct C;"),
+        ("src/bin/outer/inner.rs", "use crate::common::C; pub struct I;"),
+    ];
+    assert_eq!(whats(&files), ["cycle it common -> inner -> common"]);
+    let missing = check(&sources(&[("src/lib.rs", "\nmod a;")]));
+    assert!(matches!(missing, Err(Error::NoFile { line: 2, .. })), "{missing:?}");
+    let broken = check(&sources(&[("src/lib.rs", "fn")]));
+    assert!(matches!(broken, Err(Error::Syntax { .. })), "{broken:?}");
+}
+
+/// A function of this many lines.
+fn function(lines: usize) -> String {
+    format!("fn long() {{\n{}}}\n", "    f();\n".repeat(lines - 2))
+}
+
+#[test]
+fn a_function_over_80_lines_needs_a_reason_above_it() {
+    let over = function(81);
+    let long = ["long-function src/lib.rs long"];
+    assert!(whats(&[("src/lib.rs", &function(80))]).is_empty());
+    assert_eq!(found(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
+    for (above, expected) in [
+        ("", long.as_slice()),
+        ("// long: a table\n", &[]),
+        ("// long: a table\n// of all there is.\n/// Documented.\n#[must_use]\npub ", &[]),
+        ("/// Documented.\n// long: a table\n#[must_use]\n", &[]),
+        ("// long:\n", &long),
+        ("// long: of another\nfn other() {}\n\n", &long),
+    ] {
+        assert_eq!(whats(&[("src/lib.rs", &format!("{above}{over}"))]), expected, "{above}");
+    }
+    let method = format!("impl<T> Of<T> {{\n{over}}}\n#[cfg(test)] mod tests {{ {over} }}");
+    let both = ["long-function src/lib.rs Of::long", "long-function src/lib.rs long"];
+    assert_eq!(whats(&[("src/lib.rs", &method)]), both);
+}
+
+#[test]
+fn a_file_over_800_lines_needs_a_reason_at_its_top() {
+    let items = |lines: usize| "fn f() {}\n".repeat(lines);
+    assert!(whats(&[("src/lib.rs", &items(800))]).is_empty());
+    assert_eq!(whats(&[("src/lib.rs", &items(801))]), ["long-file src/lib.rs"]);
+    assert!(whats(&[("src/lib.rs", &format!("//! A list.\n// long: a list\n{}", items(800)))]).is_empty());
+    assert_eq!(whats(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
+}
+
+#[test]
+fn the_list_allows_what_it_names_once() {
+    let finding = |what: &str| Finding { what: what.to_owned(), places: Vec::new() };
+    let findings = [finding("long-file a"), finding("long-file b"), finding("long-file b")];
+    let none = Difference { new: Vec::new(), gone: Vec::new() };
+    assert_eq!(known::difference(&findings, &known::list(&findings)), none);
+    let listed = "# Comment\n\nlong-file b\nlong-file c\n";
+    let expected = Difference { new: vec![&findings[0], &findings[2]], gone: vec!["long-file c"] };
+    assert_eq!(known::difference(&findings, listed), expected);
+}

@@ -1,0 +1,28 @@
+//! This repository has no cycle, long file or long function but those of the list.
+use std::fs;
+use std::path::Path;
+
+use cleave_structure::{check, files, known};
+
+const WRITE: &str = "cargo run -p cleave-structure -- --write";
+
+#[test]
+fn the_repository_has_only_known_findings() {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    let sources = files::read(root).unwrap();
+    for crate_root in ["src/main.rs", "src/bin/cleave-agent.rs", "crates/plan/src/lib.rs", "e2e/structure/src/lib.rs"] {
+        assert!(sources.crates.iter().any(|a_crate| a_crate.root == crate_root), "{crate_root} is not checked");
+    }
+    let findings = check(&sources).unwrap();
+    let known = fs::read_to_string(root.join(files::KNOWN)).unwrap();
+    let difference = known::difference(&findings, &known);
+    let new: String =
+        difference.new.iter().map(|finding| format!("{}\n  {}\n", finding.what, finding.places.join("\n  "))).collect();
+    assert!(new.is_empty(), "new, to be resolved:\n{new}");
+    assert!(
+        difference.gone.is_empty(),
+        "resolved, to be taken off {} with `{WRITE}`:\n{}",
+        files::KNOWN,
+        difference.gone.join("\n")
+    );
+}

@@ -1,0 +1,240 @@
+//! No pod is stranded: what passes by itself keeps a pod at its gate and no longer, and a pod is released only to a node that the scheduler
+//! accepts.
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use cleave_e2e::{Cluster, POLICIES, Scope, launcher, on_node, pod, text, wait_for, wait_until};
+use serde_json::{Value, json};
+
+use crate::gate::{is_gated, told};
+use crate::{NODE, SHARES, ten_shares};
+
+const STAY: &str = "exec sleep 1000000";
+/// How soon a pod runs once a node takes it.
+const SOON: Duration = Duration::from_secs(10);
+
+/// Cordons a node until the value is dropped.
+struct Cordon<'a> {
+    cluster: &'a Cluster,
+    node: &'a str,
+}
+
+impl<'a> Cordon<'a> {
+    fn new(cluster: &'a Cluster, node: &'a str) -> Result<Self> {
+        let cordon = Self { cluster, node };
+        cordon.set(true)?;
+        Ok(cordon)
+    }
+
+    fn set(&self, unschedulable: bool) -> Result<()> {
+        self.cluster.patch(&node_path(self.node), &json!({"spec": {"unschedulable": unschedulable}})).map(drop)
+    }
+}
+
+impl Drop for Cordon<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.set(false) {
+            let _ = writeln!(std::io::stderr(), "{} stays cordoned: {error:#}", self.node);
+        }
+    }
+}
+
+fn node_path(node: &str) -> String {
+    format!("/api/v1/nodes/{node}")
+}
+
+/// Checks for some time that a pod waits at its gate.
+fn stays_gated(scope: &Scope, pod: &str, time: Duration) -> Result<()> {
+    let until = Instant::now() + time;
+    while Instant::now() < until {
+        let object = scope.cluster.get(&scope.pod_path(pod))?;
+        ensure!(is_gated(&object), "{pod} was released: {}", object["spec"]["affinity"]);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    Ok(())
+}
+
+fn runs_soon(scope: &Scope, pod: &str) -> Result<()> {
+    wait_for(&format!("{pod} runs"), SOON, || {
+        let object = scope.cluster.get(&scope.pod_path(pod))?;
+        let running = object["status"]["containerStatuses"][0]["state"]["running"].is_object();
+        ensure!(running, "{} {}", object["spec"], object["status"]);
+        Ok(Some(()))
+    })
+}
+
+#[test]
+fn a_pod_that_is_created_while_its_only_node_is_cordoned_runs_after_uncordon() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "cordoned")?;
+    let cordon = Cordon::new(&cluster, NODE)?;
+    scope.pod("waits", &json!({SHARES: 2}), STAY)?;
+    stays_gated(&scope, "waits", Duration::from_secs(6))?;
+    told(&scope, "waits", "cordoned")?;
+    cordon.set(false)?;
+    runs_soon(&scope, "waits")
+}
+
+#[test]
+fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "policy-again")?;
+    let spec = cluster.get(&format!("{POLICIES}/ten-shares"))?["spec"].clone();
+    cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
+    wait_until("the shares are gone", || Ok(cluster.allocatable(NODE, SHARES)? == 0))?;
+    scope.pod("waits", &json!({SHARES: 2}), STAY)?;
+    stays_gated(&scope, "waits", Duration::from_secs(6))?;
+    scope.policy("ten-shares", &spec)?;
+    wait_until("the shares are back", || Ok(cluster.allocatable(NODE, SHARES)? == 40))?;
+    runs_soon(&scope, "waits")
+}
+
+/// Nodes that a test adds, each with one GPU; they go with the value.
+struct Added<'a> {
+    cluster: &'a Cluster,
+    names: Vec<String>,
+}
+
+impl<'a> Added<'a> {
+    fn new(cluster: &'a Cluster, names: &[&str]) -> Result<Self> {
+        let mut added = Self { cluster, names: Vec::new() };
+        for name in names {
+            added.names.push((*name).to_owned());
+            let driver = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver");
+            launcher(&["node", "add", name, "--driver-root", driver])?;
+            let simgpu = "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine \"$0\" --gpus 1xA100-40 >/dev/null";
+            on_node(name, &["sh", "-c", simgpu, name])?;
+        }
+        Ok(added)
+    }
+}
+
+impl Drop for Added<'_> {
+    fn drop(&mut self) {
+        for name in &self.names {
+            let gone = launcher(&["node", "remove", name]).map(drop);
+            if let Err(error) = gone.and_then(|()| self.cluster.delete(&node_path(name), None)) {
+                let _ = writeln!(std::io::stderr(), "{name} could not be removed: {error:#}");
+            }
+        }
+    }
+}
+
+fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
+    Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES)? > 0)
+}
+
+/// A Deployment whose replicas must be on nodes of their own.
+fn apart(name: &str, replicas: u32) -> Value {
+    let labels = json!({"app": name});
+    let mut template = pod(name, &json!({SHARES: 2}), STAY);
+    template["metadata"] = json!({"labels": labels});
+    template["spec"]["restartPolicy"] = json!("Always");
+    template["spec"]["affinity"] = json!({"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+        {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}]}});
+    let template = json!({"metadata": template["metadata"], "spec": template["spec"]});
+    json!({"metadata": {"name": name}, "spec": {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}})
+}
+
+#[test]
+fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "apart")?;
+    scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
+    let added = Added::new(&cluster, &["node3", "node4", "node5", "node6"])?;
+    let nodes: Vec<&str> = ["node1", "node2"].into_iter().chain(added.names.iter().map(String::as_str)).collect();
+    for node in &nodes {
+        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+    }
+    cluster.create(&format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace), &apart("apart", 6))?;
+    let on = wait_for("six of six run", Duration::from_secs(60), || {
+        let pods = scope.pods()?;
+        let runs = |pod: &&Value| pod["status"]["phase"] == "Running";
+        let on: BTreeSet<String> = pods.iter().filter(runs).map(|pod| text(&pod["spec"]["nodeName"])).collect();
+        let wanted: BTreeMap<String, String> = pods
+            .iter()
+            .map(|pod| (text(&pod["metadata"]["name"]), pod["spec"]["affinity"]["nodeAffinity"].to_string()))
+            .collect();
+        ensure!(on.len() == 6, "{on:?} of {wanted:#?}");
+        Ok(Some(on))
+    });
+    // Before the nodes are removed.
+    cluster.delete(&format!("/apis/apps/v1/namespaces/{}/deployments/apart", scope.namespace), None)?;
+    wait_until("the replicas are gone", || Ok(scope.pods()?.is_empty()))?;
+    ensure!(on?.len() == nodes.len());
+    Ok(())
+}
+
+/// There is no scheduler until the value is dropped. One that starts lists nodes before it binds a pod.
+struct NoScheduler;
+
+impl NoScheduler {
+    fn new() -> Result<Self> {
+        launcher(&["kill", "scheduler"])?;
+        Ok(Self)
+    }
+}
+
+impl Drop for NoScheduler {
+    fn drop(&mut self) {
+        if let Err(error) = launcher(&["start", "scheduler"]) {
+            let _ = writeln!(std::io::stderr(), "the scheduler does not start: {error:#}");
+        }
+    }
+}
+
+/// Waits until a pod has no gate, and gives the node that it was released to.
+fn released_to(scope: &Scope, find: impl Fn() -> Result<Option<Value>>) -> Result<(String, Value)> {
+    wait_for(&format!("a pod of {} is released", scope.namespace), SOON, || {
+        let Some(pod) = find()?.filter(|pod| !is_gated(pod)) else { return Ok(None) };
+        let terms = &pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+        Ok(Some((text(&terms[0]["matchExpressions"][0]["values"][0]), pod.clone())))
+    })
+}
+
+#[test]
+fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "stranded")?;
+    scope.policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
+    for node in ["node1", "node2"] {
+        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+    }
+    let stopped = NoScheduler::new()?;
+    let apps = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
+    cluster.create(&apps, &apart("owned", 1))?;
+    scope.pod_on(NODE, "bare", &json!({SHARES: 1}), STAY)?;
+    let of_deployment = || Ok(scope.pods()?.into_iter().find(|pod| pod["metadata"]["labels"]["app"] == "owned"));
+    let (node, first) = released_to(&scope, of_deployment)?;
+    released_to(&scope, || cluster.find(&scope.pod_path("bare")))?;
+    let node = ["node1", "node2"].into_iter().find(|name| *name == node).unwrap_or("node1");
+    let cordon = Cordon::new(&cluster, node)?;
+    let other = if node == NODE { None } else { Some(Cordon::new(&cluster, NODE)?) };
+    drop(stopped);
+    // Its replacement goes to the other node, unless both are cordoned.
+    if let Some(other) = other {
+        told(&scope, "bare", "This pod was released to nodes that no longer take it")?;
+        other.set(false)?;
+    }
+    wait_until("the replacement runs elsewhere", || {
+        let Some(pod) = of_deployment()? else { return Ok(false) };
+        ensure!(pod["metadata"]["uid"] != first["metadata"]["uid"], "it is still the first");
+        ensure!(pod["status"]["phase"] == "Running", "{}", pod["status"]);
+        Ok(text(&pod["spec"]["nodeName"]) != node)
+    })?;
+    let placed = || {
+        let conditions = cluster.get(&scope.pod_path("bare"))?["status"]["conditions"].as_array().cloned();
+        let mut conditions = conditions.unwrap_or_default().into_iter();
+        Ok::<_, anyhow::Error>(conditions.find(|condition| condition["type"] == "cleave.dev/Placed"))
+    };
+    wait_until("the pod without a controller says what to do", || {
+        let condition = placed()?;
+        Ok(condition.is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("create it again")))
+    })?;
+    // The node takes it again: nothing was decided for good.
+    cordon.set(false)?;
+    scope.running("bare")?;
+    wait_until("the condition is over", || Ok(placed()?.is_some_and(|condition| condition["status"] == "True")))
+}

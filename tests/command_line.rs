@@ -1,0 +1,92 @@
+//! The command line of `cleave`: its help, and which options go together.
+#![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
+use std::io::Write as _;
+use std::process::{Command, Output, Stdio};
+
+/// The commands that people run.
+const USER: [&str; 9] = ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "doctor"];
+/// The components of the cluster.
+const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
+/// The exit code of a malformed command line.
+const USAGE: Option<i32> = Some(2);
+
+/// Runs `cleave` where it finds no cluster.
+fn cleave(args: &[&str], input: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_cleave"));
+    command.args(args).env("KUBECONFIG", "/no/such/file").env_remove("KUBERNETES_SERVICE_HOST");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    // The program may exit before it reads.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    child.wait_with_output().unwrap()
+}
+
+fn printed(args: &[&str], input: &str) -> String {
+    let output = cleave(args, input);
+    assert!(output.status.success(), "{args:?}: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_summary_fits_on_a_screen_and_has_one_line_per_command() {
+    for flag in ["-h", "--help"] {
+        let help = printed(&[flag], "");
+        assert!(help.lines().count() <= 30, "{help}");
+        assert!(help.lines().all(|line| line.chars().count() <= 80), "{help}");
+        for command in USER.iter().chain(&COMPONENTS) {
+            let start = format!("  {command} ");
+            assert_eq!(help.lines().filter(|line| line.starts_with(&start)).count(), 1, "{command} in\n{help}");
+        }
+    }
+}
+
+#[test]
+fn only_components_list_the_log_options() {
+    for command in USER {
+        assert!(!printed(&[command, "--help"], "").contains("--log"), "{command}");
+    }
+    for command in COMPONENTS {
+        let help = printed(&[command, "--help"], "");
+        assert!(help.contains("--log <LEVELS>") && help.contains("--log-format"), "{help}");
+        assert!(!help.starts_with("Options"), "the help starts with what the component does: {help}");
+    }
+}
+
+#[test]
+fn every_command_accepts_the_log_options_on_either_side() {
+    for args in [["--log", "debug", "crds"], ["crds", "--log", "debug"]] {
+        printed(&args, "");
+    }
+    for args in [
+        ["--log", "cleave=loud", "operator", "--identity", "x"],
+        ["operator", "--log", "cleave=loud", "--identity", "x"],
+        ["status", "--log", "cleave=loud", "--node", "x"],
+    ] {
+        assert_eq!(cleave(&args, "").status.code(), USAGE, "{args:?}");
+    }
+}
+
+#[test]
+fn plan_takes_cluster_options_with_live_only() {
+    for args in [
+        ["plan", "--snapshot", "-", "--context", "x"],
+        ["plan", "--snapshot", "-", "--cleave-namespace", "x"],
+        ["plan", "--live", "--units", "3", "-ojson"],
+    ] {
+        assert_eq!(cleave(&args, "{}").status.code(), USAGE, "{args:?}");
+    }
+    assert_eq!(cleave(&["plan"], "").status.code(), USAGE);
+    for namespace in ["--cleave-namespace", "--namespace"] {
+        let output = cleave(&["plan", "--live", "--kubeconfig", "/no/such/file", namespace, "x"], "");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && error.contains("failed to load the kubeconfig"), "{error}");
+    }
+}
+
+#[test]
+fn plan_of_a_snapshot_has_these_json_keys() {
+    let text = printed(&["plan", "--snapshot", "-", "-o", "json"], r#"{"nodes": [], "pods": []}"#);
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let keys: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(keys, ["changed", "gpus", "notes", "placements", "unplaced"]);
+}
