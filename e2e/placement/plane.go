@@ -120,7 +120,8 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file="+p.path("service-accounts.key"), "--service-account-signing-key-file="+p.path("service-accounts.key"),
 		"--authorization-mode=RBAC", "--allow-privileged=true",
-		// No controllers run here that would make service accounts, or take the taint off nodes that are Ready.
+		// No controllers run here that would make service accounts, or take the taint off nodes that are
+		// Ready.
 		"--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"); err != nil {
 		return nil, nil, err
 	}

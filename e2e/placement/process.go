@@ -26,7 +26,8 @@ type process struct {
 var toStart = func() chan func() {
 	queue := make(chan func())
 	go func() {
-		// A child gets its signal of a parent's death when the thread ends that started it: this one never does.
+		// A child gets its signal of a parent's death when the thread ends that started it: this one
+		// never does.
 		runtime.LockOSThread()
 		for start := range queue {
 			start()
@@ -44,7 +45,8 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	command := exec.Command(argv[0], argv[1:]...)
 	command.Env = append(os.Environ(), env...)
 	command.Stdout, command.Stderr = output, output
-	// Not in the terminal's group: an interrupt is for this process, which then ends the others in order.
+	// Not in the terminal's group: an interrupt is for this process, which then ends the others in
+	// order.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	toStart <- func() { started <- command.Start() }

@@ -47,7 +47,8 @@ type system struct {
 	prepare func(context.Context, *trial) error
 	// asks makes a pod ask for shares.
 	asks func(pod *corev1.Pod, shares int)
-	// check looks at the end whether no GPU has more than it can; nil where it is the agents who see it.
+	// check looks at the end whether no GPU has more than it can; nil where it is the agents who see
+	// it.
 	check func(context.Context, *trial) (overcommitted int, err error)
 }
 

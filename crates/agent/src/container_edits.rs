@@ -1,7 +1,8 @@
 //! What a container gets with its allocation. Pure.
 //!
-//! The edits are those of a CDI specification (<https://github.com/cncf-tags/container-device-interface>):
-//! each front end translates them into its own answer.
+//! The edits are those of a CDI specification
+//! (<https://github.com/cncf-tags/container-device-interface>): each front end translates them into
+//! its own answer.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

@@ -208,7 +208,8 @@ async fn after_a_reboot_the_last_spec_is_served_and_containers_find_their_doors_
     // What a boot heals is over too.
     machine.healthy(MPS, 20).await;
     assert_eq!(machine.desired().unwrap(), desired, "daemons and doors are those of before");
-    // The kubelet starts a container again with what it was answered before the boot, and asks only whether it may.
+    // The kubelet starts a container again with what it was answered before the boot, and asks only
+    // whether it may.
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     let seen = machine.client(&given, &[]);
     assert_eq!(

@@ -1,7 +1,9 @@
-//! What an administrator says of single GPUs, as annotations of their `GpuNode`: written by the command line, read by the operator.
+//! What an administrator says of single GPUs, as annotations of their `GpuNode`: written by the
+//! command line, read by the operator.
 //!
-//! A GPU is named by its UUID, so that an entry stays true when GPUs are counted anew. What makes no sense is passed over: an annotation can
-//! be written by hand, and one bad entry must not hide the others.
+//! A GPU is named by its UUID, so that an entry stays true when GPUs are counted anew. What makes
+//! no sense is passed over: an annotation can be written by hand, and one bad entry must not hide
+//! the others.
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -15,7 +17,8 @@ const REASON: usize = 200;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
-/// GPUs by UUID, with the time up to which what was found wrong with them is over: `<uuid>=<RFC 3339>,…`.
+/// GPUs by UUID, with the time up to which what was found wrong with them is over: `<uuid>=<RFC
+/// 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleared(pub BTreeMap<String, Time>);
 

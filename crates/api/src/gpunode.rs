@@ -1,4 +1,5 @@
-//! `GpuNode`: what a node's GPUs shall be (`spec`, written by the operator) and are (`status`, written by the agent).
+//! `GpuNode`: what a node's GPUs shall be (`spec`, written by the operator) and are (`status`,
+//! written by the agent).
 #![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
 #![expect(clippy::duplicated_attributes, reason = "columns of a type repeat `type_`")]
 
@@ -60,12 +61,13 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
-    /// A hash of `gpus`, so that a status can say which spec it is of. Empty until the operator has seen the node's GPUs and planned them.
+    /// A hash of `gpus`, so that a status can say which spec it is of. Empty until the operator has
+    /// seen the node's GPUs and planned them.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub plan_id: String,
-    /// GPUs that shall be as written, by index; a GPU that is not here is whole and served as `nvidia.com/gpu`. One that is here and not in
-    /// the node is to be ignored.
+    /// GPUs that shall be as written, by index; a GPU that is not here is whole and served as
+    /// `nvidia.com/gpu`. One that is here and not in the node is to be ignored.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub gpus: Vec<GpuSpec>,
@@ -85,10 +87,12 @@ pub struct GpuSpec {
     pub enforcement: Enforcement,
     /// How the GPU (or, under `mig`, nothing itself) is served.
     pub partition: Partition,
-    /// An administrator keeps new pods away from it: its free slices are told as Unhealthy, those in use stay as they are.
+    /// An administrator keeps new pods away from it: its free slices are told as Unhealthy, those
+    /// in use stay as they are.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// An administrator says that what was found wrong with it up to this time (`status.gpus[].health.last`) is over.
+    /// An administrator says that what was found wrong with it up to this time
+    /// (`status.gpus[].health.last`) is over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
 }
@@ -142,12 +146,14 @@ pub struct MpsSlices {
     pub resource: String,
     /// How many; device ids are `<uuid>::<first>` and so on.
     pub count: u32,
-    /// Number of the first device id, so that ids stay what they were when other slices come and go.
+    /// Number of the first device id, so that ids stay what they were when other slices come and
+    /// go.
     #[serde(default)]
     pub first: u32,
     /// Memory of k slices, MiB, indexed by k − 1; empty is no limit.
     ///
-    /// A list and not a product, because k of n shares of a GPU are not k times one share rounded down.
+    /// A list and not a product, because k of n shares of a GPU are not k times one share rounded
+    /// down.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memory_mib: Vec<u64>,
     /// Active thread percentage of k slices, indexed by k − 1; empty is no limit.
@@ -222,7 +228,8 @@ pub struct GpuNodeStatus {
     /// `gpus` in a few words, for `kubectl get`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub summary: Option<Summary>,
-    /// What GPUs of one model have in common, by model. Told once and not with each GPU: a status is written whole whenever a pod comes or goes.
+    /// What GPUs of one model have in common, by model. Told once and not with each GPU: a status
+    /// is written whole whenever a pod comes or goes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<ModelStatus>,
     /// GPUs by index.
@@ -231,7 +238,8 @@ pub struct GpuNodeStatus {
     /// What was done, or refused, to match the spec; of the last change only.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
-    /// Tenants that left their shares, the first 32. Also when empty: it is the agent's word that nobody did.
+    /// Tenants that left their shares, the first 32. Also when empty: it is the agent's word that
+    /// nobody did.
     #[serde(default)]
     #[schemars(length(max = 32))]
     pub findings: Vec<FindingStatus>,
@@ -242,8 +250,8 @@ pub struct GpuNodeStatus {
 }
 
 impl GpuNodeStatus {
-    /// Tells MIG profiles once for each model instead of with each GPU; of a model whose GPUs differ in them they stay with the GPUs.
-    /// [`Self::complete`] is the way back.
+    /// Tells MIG profiles once for each model instead of with each GPU; of a model whose GPUs
+    /// differ in them they stay with the GPUs. [`Self::complete`] is the way back.
     #[must_use]
     pub fn compact(mut self) -> Self {
         let mut common: BTreeMap<&str, Option<&[MigProfileStatus]>> = BTreeMap::new();
@@ -264,7 +272,8 @@ impl GpuNodeStatus {
         self
     }
 
-    /// Gives each GPU the MIG profiles of its model, as those who plan want them. What a GPU says itself counts.
+    /// Gives each GPU the MIG profiles of its model, as those who plan want them. What a GPU says
+    /// itself counts.
     #[must_use]
     pub fn complete(mut self) -> Self {
         for gpu in &mut self.gpus {
@@ -383,7 +392,8 @@ pub struct MigStatus {
     /// MIG mode after the next reset, where it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<bool>,
-    /// Profiles and placements as NVML reports them, where they are not told for all GPUs of the model.
+    /// Profiles and placements as NVML reports them, where they are not told for all GPUs of the
+    /// model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub profiles: Vec<MigProfileStatus>,
     /// Instances that exist.
@@ -469,8 +479,8 @@ pub struct AllocationStatus {
     /// Memory of each of its processes at most, MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
-    /// Of that memory, what each process's CUDA context takes itself, MiB, where it was measured for the GPU and its driver: the rest can
-    /// be allocated.
+    /// Of that memory, what each process's CUDA context takes itself, MiB, where it was measured
+    /// for the GPU and its driver: the rest can be allocated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_mib: Option<u64>,
     /// MPS clients.
@@ -484,12 +494,14 @@ pub struct AllocationStatus {
 pub struct Health {
     /// It can.
     pub healthy: bool,
-    /// What has to happen until it can again: `Suspect` (a quiet time and an answer), `NeedsReset` (a reset, or an administrator's word),
-    /// `Lost` (NVML has to answer). Empty where it is healthy, or another part of the node is in the way.
+    /// What has to happen until it can again: `Suspect` (a quiet time and an answer), `NeedsReset`
+    /// (a reset, or an administrator's word), `Lost` (NVML has to answer). Empty where it is
+    /// healthy, or another part of the node is in the way.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
-    /// Why not, as one word: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`, `GpuLost`, `GpuUnreachable`, `DriverUnavailable`, `MpsUnavailable`;
-    /// of a healthy one `ResetPending`, where a reset would mend what does not hinder it yet.
+    /// Why not, as one word: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`, `GpuLost`,
+    /// `GpuUnreachable`, `DriverUnavailable`, `MpsUnavailable`; of a healthy one `ResetPending`,
+    /// where a reset would mend what does not hinder it yet.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// Why not, in words.

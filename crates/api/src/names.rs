@@ -1,4 +1,5 @@
-//! Names that Cleave and its users share: resources, labels, annotations, field managers, condition types and reasons.
+//! Names that Cleave and its users share: resources, labels, annotations, field managers, condition
+//! types and reasons.
 
 use cleave_plan::device::SHARED_SUFFIX;
 
@@ -18,7 +19,8 @@ pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
 /// The scheduling gate that pods asking for placed resources carry.
 pub const GATE: &str = "cleave.dev/placement";
-/// The label of a namespace with exceptions to what is refused and gated: a word, or several with dots between them.
+/// The label of a namespace with exceptions to what is refused and gated: a word, or several with
+/// dots between them.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 /// Word of [`ALLOW_LABEL`]: pods go to the scheduler without a gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
@@ -44,11 +46,13 @@ pub const CONDITION_READY: &str = "Ready";
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Annotation of a `GpuNode`: its cordoned GPUs; [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
-/// Annotation of a `GpuNode`: GPUs whose trouble up to a time an administrator says is over; [`crate::cordon::Cleared`].
+/// Annotation of a `GpuNode`: GPUs whose trouble up to a time an administrator says is over;
+/// [`crate::cordon::Cleared`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
 /// Taint of nodes that can serve nobody, where the operator is asked for it.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
-/// Class of a GPU that is healthy again after a quiet time and an answer; [`crate::gpunode::Health::class`].
+/// Class of a GPU that is healthy again after a quiet time and an answer;
+/// [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Class of a GPU that has to be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
@@ -72,17 +76,20 @@ pub const STEP_REFUSED: &str = "Refused";
 /// Result of a step: it was tried and went wrong.
 pub const STEP_FAILED: &str = "Failed";
 
-/// Condition of a pod, written by the operator: it keeps to the shares that it holds. Its reason is one of [`finding`].
+/// Condition of a pod, written by the operator: it keeps to the shares that it holds. Its reason is
+/// one of [`finding`].
 pub const CONDITION_WITHIN_SHARE: &str = "cleave.dev/WithinShare";
 /// Reason of [`CONDITION_WITHIN_SHARE`] when it is true again.
 pub const WITHIN_SHARE: &str = "WithinShare";
 
-/// Condition of a pod, written by the operator: `False` when the pod was released to nodes that no longer take it and nothing re-creates it.
+/// Condition of a pod, written by the operator: `False` when the pod was released to nodes that no
+/// longer take it and nothing re-creates it.
 pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
 /// Annotation of a pod that the operator released although no GPU of the cluster could hold it.
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
-/// Prefix of node labels that say how many units of a resource the largest GPU of a node has: `largest.cleave.dev/gpu-mps`. A pod that no GPU of the
-/// cluster can hold is released with a requirement on it, so that an autoscaler adds only nodes that can hold the pod.
+/// Prefix of node labels that say how many units of a resource the largest GPU of a node has:
+/// `largest.cleave.dev/gpu-mps`. A pod that no GPU of the cluster can hold is released with a
+/// requirement on it, so that an autoscaler adds only nodes that can hold the pod.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
 /// What a tenant can do that leaves its share; kinds of [`crate::gpunode::FindingStatus`].
@@ -113,19 +120,21 @@ pub fn is_served(resource: &str) -> bool {
         || resource.starts_with(RESOURCE_MIG_PREFIX)
 }
 
-/// Whether a resource is one that pods share GPUs by, by its name: all that is served but whole GPUs. The admission policies in the chart
-/// have the same.
+/// Whether a resource is one that pods share GPUs by, by its name: all that is served but whole
+/// GPUs. The admission policies in the chart have the same.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }
 
-/// Whether a resource may be shares under MPS, by its name; a policy may make turns of some. The admission policies in the chart have the same.
+/// Whether a resource may be shares under MPS, by its name; a policy may make turns of some. The
+/// admission policies in the chart have the same.
 pub fn is_mps(resource: &str) -> bool {
     let of_instance = resource.starts_with(RESOURCE_MIG_PREFIX) && resource.ends_with(SHARED_SUFFIX);
     resource.starts_with(RESOURCE_SHARES_PREFIX) && resource != RESOURCE_TIMESLICE || of_instance
 }
 
-/// The extended resource of MIG instances of a profile, named as NVIDIA's plugin names it: `+` becomes a dot.
+/// The extended resource of MIG instances of a profile, named as NVIDIA's plugin names it: `+`
+/// becomes a dot.
 pub fn mig_resource(profile: &str) -> String {
     format!("{RESOURCE_MIG_PREFIX}{}", profile.replace('+', "."))
 }
@@ -160,7 +169,8 @@ pub mod reason {
     pub const MIG_NOT_SUPPORTED: &str = "MigNotSupported";
     /// The MIG layout cannot be had on the GPU.
     pub const LAYOUT_NOT_POSSIBLE: &str = "LayoutNotPossible";
-    /// A node or GPU takes no part in plans: it does not answer, or could not be cut as it was told.
+    /// A node or GPU takes no part in plans: it does not answer, or could not be cut as it was
+    /// told.
     pub const LEFT_OUT: &str = "LeftOut";
     /// No agent says what the node has, or is.
     pub const AGENT_NOT_REPORTING: &str = "AgentNotReporting";

@@ -1,12 +1,15 @@
-//! What the operator notes on a pod when it lets it through: which units are held for it, and where.
+//! What the operator notes on a pod when it lets it through: which units are held for it, and
+//! where.
 //!
-//! The note goes into the same patch that takes the gate away, so that there is no moment at which a pod is let through and nothing says so:
-//! it is the ledger's only record, and the node's agent follows it when the kubelet asks.
+//! The note goes into the same patch that takes the gate away, so that there is no moment at which
+//! a pod is let through and nothing says so: it is the ledger's only record, and the node's agent
+//! follows it when the kubelet asks.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The annotation, with a [`Placement`] as JSON. Only the operator may write it: an admission policy sees to it.
+/// The annotation, with a [`Placement`] as JSON. Only the operator may write it: an admission
+/// policy sees to it.
 pub const ANNOTATION: &str = "cleave.dev/placement";
 
 /// Units that are held for a pod until it has been given them.
@@ -14,8 +17,8 @@ pub const ANNOTATION: &str = "cleave.dev/placement";
 pub struct Placement {
     /// Until when, in seconds of the Unix epoch, if it is not bound by then.
     pub until: u64,
-    /// On each node that the pod may go to: one entry for each part of its request that has to be on one device, in the order of
-    /// `cleave_plan::ledger::asks`.
+    /// On each node that the pod may go to: one entry for each part of its request that has to be
+    /// on one device, in the order of `cleave_plan::ledger::asks`.
     pub nodes: BTreeMap<String, Vec<Held>>,
 }
 

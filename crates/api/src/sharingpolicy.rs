@@ -110,7 +110,8 @@ pub struct SharingPolicySpec {
     /// What happens to a pod that leaves its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
-    /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or `nvidia.com/gpu-` and a word of your own.
+    /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or
+    /// `nvidia.com/gpu-` and a word of your own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 74))]
     #[x_kube(validation = Rule::new(r"self == 'nvidia.com/gpu.shared' || self.matches('^nvidia\\.com/gpu-[a-z0-9]([-a-z0-9.]{0,56}[a-z0-9])?$')")
@@ -135,7 +136,8 @@ fn labels(_: &mut SchemaGenerator) -> Schema {
 #[x_kube(validation = Rule::new("(has(self.models) && size(self.models) > 0) || (has(self.uuids) && size(self.uuids) > 0) || (has(self.indices) && size(self.indices) > 0)")
     .message("gpus selects nothing: leave it out to select every GPU, or give models, uuids or indices"))]
 pub struct GpuSelector {
-    /// Product names as NVML gives them, or a part of one between word boundaries: `A100`, `NVIDIA H200`.
+    /// Product names as NVML gives them, or a part of one between word boundaries: `A100`, `NVIDIA
+    /// H200`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), inner(length(max = 96)))]
     #[x_kube(validation = Rule::new(r"self.all(model, model.matches('^[A-Za-z0-9]([-A-Za-z0-9 ./()+]*[A-Za-z0-9)])?$'))")
@@ -186,7 +188,8 @@ pub struct Mps {
     #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
         .message("units must be from 1 to 48: the MPS server of a GPU serves 48 clients at most"))]
     pub units: Option<u32>,
-    /// Memory of one share, a whole number of Mi or Gi; the GPU gets as many shares as fit. Excludes `units`.
+    /// Memory of one share, a whole number of Mi or Gi; the GPU gets as many shares as fit.
+    /// Excludes `units`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^[1-9][0-9]{0,6}(Mi|Gi)$')")
@@ -251,7 +254,8 @@ pub enum MemoryPolicy {
 /// The compute mode of a GPU under MPS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ComputeMode {
-    /// `EXCLUSIVE_PROCESS`: nothing but the MPS server can open the GPU, so nothing escapes MPS. Never set on MIG.
+    /// `EXCLUSIVE_PROCESS`: nothing but the MPS server can open the GPU, so nothing escapes MPS.
+    /// Never set on MIG.
     #[default]
     ExclusiveProcess,
     /// `DEFAULT`, left alone.
@@ -284,7 +288,8 @@ pub struct Clients {
     pub split: bool,
 }
 
-/// The most replicas of one GPU: above, the contexts of the programs alone (some 0.5 GiB each) fill the largest GPU.
+/// The most replicas of one GPU: above, the contexts of the programs alone (some 0.5 GiB each) fill
+/// the largest GPU.
 pub const MAX_REPLICAS: u32 = 100;
 
 /// Time-slicing settings.
@@ -315,7 +320,8 @@ pub enum Interval {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Mig {
-    /// Profiles that each GPU is cut into, for example `[3g.40gb, 4g.40gb]`; cut as pods want when left out.
+    /// Profiles that each GPU is cut into, for example `[3g.40gb, 4g.40gb]`; cut as pods want when
+    /// left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16), inner(length(max = 32)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
@@ -360,8 +366,9 @@ pub struct Dynamic {
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
         .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
-    /// Plan after this long at the latest, for example `10s`. Also how long a node may take to become what it was told (at least 5 s, 30 s
-    /// where this is left out) before pods are planned for elsewhere.
+    /// Plan after this long at the latest, for example `10s`. Also how long a node may take to
+    /// become what it was told (at least 5 s, 30 s where this is left out) before pods are planned
+    /// for elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")

@@ -1,8 +1,10 @@
-//! The committed definitions are those of the types, and their rules take and refuse what they should.
+//! The committed definitions are those of the types, and their rules take and refuse what they
+//! should.
 //!
-//! `fixtures/good` and `fixtures/bad` are whole objects; each bad one names in its first line a part of the sentence that refuses it. Rules are
-//! judged here by an implementation of CEL, and the same files by a real API server in the cluster tests; those that say `judged by: schema`
-//! break the schema itself, which only the API server judges.
+//! `fixtures/good` and `fixtures/bad` are whole objects; each bad one names in its first line a
+//! part of the sentence that refuses it. Rules are judged here by an implementation of CEL, and the
+//! same files by a real API server in the cluster tests; those that say `judged by: schema` break
+//! the schema itself, which only the API server judges.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::path::Path;
@@ -39,7 +41,8 @@ fn without_nulls(value: Value) -> Value {
     }
 }
 
-/// What an API server does with an object before it stores it: drops nulls, sets defaults, judges the rules.
+/// What an API server does with an object before it stores it: drops nulls, sets defaults, judges
+/// the rules.
 fn refusals(text: &str) -> String {
     let schema = crd_schema();
     let object: Value = serde_saphyr::from_str(text).unwrap();
@@ -100,7 +103,8 @@ fn bad_policies_are_refused_with_their_sentence() {
     assert!(judged > 40);
 }
 
-/// Each rule of the definition must be the reason for at least one refusal: a rule that nothing can break protects nobody.
+/// Each rule of the definition must be the reason for at least one refusal: a rule that nothing can
+/// break protects nobody.
 #[test]
 fn each_rule_refuses_something() {
     let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();

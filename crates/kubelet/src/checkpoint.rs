@@ -1,9 +1,10 @@
 //! The checkpoint of the kubelet's device manager: what a kubelet that starts takes for allocated.
 //!
-//! It drops devices of pods that are no more from memory when it lists them or is about to allocate; the file is written only when it has
-//! allocated, and for each list of devices that a plugin sends. A kubelet that starts reads it, and admits the pods that it is told of first
-//! before it drops anything: a device that only the file has is refused to them. The layout is that of
-//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is no public interface.
+//! It drops devices of pods that are no more from memory when it lists them or is about to
+//! allocate; the file is written only when it has allocated, and for each list of devices that a
+//! plugin sends. A kubelet that starts reads it, and admits the pods that it is told of first
+//! before it drops anything: a device that only the file has is refused to them. The layout is that
+//! of `pkg/kubelet/cm/devicemanager/checkpoint`, which is no public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -80,11 +81,12 @@ impl KubeletCheckpoint {
         Self { path: directory.join(FILE), read: None, devices: None }
     }
 
-    /// What a kubelet that started now would take for allocated; nothing where there is no such file. It is read only where it is another
-    /// than last time.
+    /// What a kubelet that started now would take for allocated; nothing where there is no such
+    /// file. It is read only where it is another than last time.
     ///
     /// # Errors
-    /// The file cannot be read, or is no checkpoint. Said once of a file: after that, none is known.
+    /// The file cannot be read, or is no checkpoint. Said once of a file: after that, none is
+    /// known.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,

@@ -16,7 +16,8 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
-/// At once, per resource. The kubelet has one; the rest is slack for people with a gRPC tool, and a bound on descriptors.
+/// At once, per resource. The kubelet has one; the rest is slack for people with a gRPC tool, and a
+/// bound on descriptors.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Between attempts to accept after an error such as "too many open files".

@@ -1,4 +1,5 @@
-//! The kubelet's device plugin directory: whose sockets lie there, which `kubelet.sock` it is, who may serve, and what changes.
+//! The kubelet's device plugin directory: whose sockets lie there, which `kubelet.sock` it is, who
+//! may serve, and what changes.
 
 use std::fs::File;
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
@@ -27,7 +28,8 @@ const SUFFIX: &str = ".sock";
 /// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// How long a stranger at a socket of an earlier start may take to answer before it counts as alive.
+/// How long a stranger at a socket of an earlier start may take to answer before it counts as
+/// alive.
 const PROBE: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be served from.
@@ -99,7 +101,8 @@ impl Directory {
         SocketId::of(&self.kubelet_socket())
     }
 
-    /// Takes the directory for this process, if no other has it. The kernel gives it back when the process dies.
+    /// Takes the directory for this process, if no other has it. The kernel gives it back when the
+    /// process dies.
     pub(crate) fn try_lock(&self) -> Result<Option<Lock>, DirectoryError> {
         let directory = || self.path.clone();
         let file = File::open(&self.path).map_err(|source| DirectoryError::Open { directory: directory(), source })?;
@@ -111,7 +114,8 @@ impl Directory {
         }
     }
 
-    /// Removes sockets that earlier starts of ours left behind, those at which nobody answers. Only for the holder of the lock.
+    /// Removes sockets that earlier starts of ours left behind, those at which nobody answers. Only
+    /// for the holder of the lock.
     pub(crate) async fn remove_stale(&self) {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
@@ -157,8 +161,8 @@ impl Lock {
 
 /// A socket in the filesystem, told apart from a later one at the same path.
 ///
-/// The inode alone does not do: ext4 gives a freed one to the next file. A socket's modification time is that of its bind, and renaming
-/// or linking it leaves it as it is.
+/// The inode alone does not do: ext4 gives a freed one to the next file. A socket's modification
+/// time is that of its bind, and renaming or linking it leaves it as it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketId {
     device: u64,
@@ -177,12 +181,14 @@ impl SocketId {
     }
 }
 
-/// A socket's name that no other start had: since Kubernetes 1.37 the kubelet tells an old stream from a new one by the path.
+/// A socket's name that no other start had: since Kubernetes 1.37 the kubelet tells an old stream
+/// from a new one by the path.
 pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
-    // Seeded by the system, so that it differs between starts even where process ids repeat, as they do in containers.
+    // Seeded by the system, so that it differs between starts even where process ids repeat, as
+    // they do in containers.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
     format!("{PREFIX}{resource:08x}-{nonce:08x}{SUFFIX}")
 }
@@ -209,7 +215,8 @@ pub(crate) enum Change {
 /// Arm it first and look afterwards: then nothing is missed in between.
 pub(crate) struct Watch {
     events: Option<EventStream<[u8; 1024]>>,
-    /// Looks without an event, too: a watch may be impossible (`max_user_instances`), and an event lost.
+    /// Looks without an event, too: a watch may be impossible (`max_user_instances`), and an event
+    /// lost.
     look: tokio::time::Interval,
 }
 
@@ -231,8 +238,8 @@ impl Watch {
         Self { events, look }
     }
 
-    /// Waits for the next change that concerns us. Cancel-safe: an event is lost at most with the future that already took it, and every
-    /// caller looks at the state itself after each call.
+    /// Waits for the next change that concerns us. Cancel-safe: an event is lost at most with the
+    /// future that already took it, and every caller looks at the state itself after each call.
     pub(crate) async fn changed(&mut self) -> Change {
         loop {
             let Some(events) = &mut self.events else {
@@ -253,7 +260,8 @@ impl Watch {
                     if event.mask.contains(EventMask::Q_OVERFLOW) {
                         return Change::Sockets;
                     }
-                    // The kubelet writes its checkpoint here for each pod; that is none of our business.
+                    // The kubelet writes its checkpoint here for each pod; that is none of our
+                    // business.
                     let ours = |name: &std::ffi::OsStr| name == KUBELET_SOCKET || name.to_str().is_some_and(is_ours);
                     if event.name.as_deref().is_some_and(ours) {
                         return Change::Sockets;

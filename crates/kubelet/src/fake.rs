@@ -1,7 +1,8 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
 //!
-//! It does what `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36 does on the wire, in that order, its race included: clients are keyed by
-//! resource name alone, so a stream that ends takes down whichever client the name has by then.
+//! It does what `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36 does on the wire, in that order,
+//! its race included: clients are keyed by resource name alone, so a stream that ends takes down
+//! whichever client the name has by then.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -30,7 +31,8 @@ use crate::proto::v1beta1::registration_server::{Registration, RegistrationServe
 /// How long the kubelet dials a plugin back.
 const DIAL_BACK: Duration = Duration::from_secs(10);
 
-/// A device plugin directory with a kubelet that can be restarted, made to refuse, and asked to call its plugins.
+/// A device plugin directory with a kubelet that can be restarted, made to refuse, and asked to
+/// call its plugins.
 pub struct FakeKubelet {
     directory: PathBuf,
     shared: Arc<Shared>,
@@ -147,7 +149,8 @@ impl FakeKubelet {
         Ok(at)
     }
 
-    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening at it, as a slow machine does.
+    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening at it, as a
+    /// slow machine does.
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
@@ -237,7 +240,8 @@ impl FakeKubelet {
         locked(&self.shared.behaviour).no_stream = times;
     }
 
-    /// Takes this long between the end of a stream and the disconnection of the client, which widens the kubelet's race.
+    /// Takes this long between the end of a stream and the disconnection of the client, which
+    /// widens the kubelet's race.
     pub fn disconnect_slowly(&self, delay: Duration) {
         locked(&self.shared.behaviour).slow_disconnect = delay;
     }
@@ -253,7 +257,8 @@ impl FakeKubelet {
         self.shared.disconnected(resource);
     }
 
-    /// A client of the plugin that serves a resource, over the connection that the kubelet made when it was registered.
+    /// A client of the plugin that serves a resource, over the connection that the kubelet made
+    /// when it was registered.
     pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
         locked(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
     }
@@ -404,7 +409,8 @@ impl Shared {
         }
         let delay = locked(&self.behaviour).slow_disconnect;
         tokio::time::sleep(delay).await;
-        // By name alone, as the kubelet does it up to 1.36, and in its order: the client hangs up, then the endpoint is stopped.
+        // By name alone, as the kubelet does it up to 1.36, and in its order: the client hangs up,
+        // then the endpoint is stopped.
         drop(locked(&self.clients).by_name.remove(&resource));
         drop(client);
         self.disconnected(&resource);

@@ -1,7 +1,8 @@
-//! The kubelet's device plugin v1beta1 and PodResources v1 protocols: registration, streams, sockets. It knows no GPU.
+//! The kubelet's device plugin v1beta1 and PodResources v1 protocols: registration, streams,
+//! sockets. It knows no GPU.
 //!
-//! An agent hands [`Plugins`] the resources to serve, as a map from names to [`Resource`]s, as often as it likes; what did not change is
-//! not disturbed. Tasks, and what passes between them:
+//! An agent hands [`Plugins`] the resources to serve, as a map from names to [`Resource`]s, as
+//! often as it likes; what did not change is not disturbed. Tasks, and what passes between them:
 //!
 //! ```text
 //!  Plugins::set ──watch──▶ manager ── holds the flock, watches the directory (inotify)

@@ -21,7 +21,8 @@ type Wanted = BTreeMap<ResourceName, Arc<dyn Resource>>;
 /// Where to serve, and with how much patience.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The kubelet's device plugin directory, an absolute path; see [`DEVICE_PLUGINS`](crate::DEVICE_PLUGINS).
+    /// The kubelet's device plugin directory, an absolute path; see
+    /// [`DEVICE_PLUGINS`](crate::DEVICE_PLUGINS).
     pub directory: PathBuf,
     /// How long to wait for what.
     pub timings: Timings,
@@ -54,18 +55,22 @@ impl Backoff {
 /// How long to wait for what.
 #[derive(Clone, Copy, Debug)]
 pub struct Timings {
-    /// Between dials of a `kubelet.sock` at which nobody listens. The kubelet binds some 100 µs before it listens, so the first is short.
+    /// Between dials of a `kubelet.sock` at which nobody listens. The kubelet binds some 100 µs
+    /// before it listens, so the first is short.
     pub dial: Backoff,
-    /// Between registrations that the kubelet refused, and between failures to serve. Stays under 2 s: pods wait.
+    /// Between registrations that the kubelet refused, and between failures to serve. Stays under 2
+    /// s: pods wait.
     pub register: Backoff,
     /// For the kubelet's answer to a registration; it gives itself 10 s to dial back.
     pub register_deadline: Duration,
-    /// Before a registered plugin without a stream registers again; doubles while that does not help.
+    /// Before a registered plugin without a stream registers again; doubles while that does not
+    /// help.
     pub stream: Backoff,
     /// For the kubelet to hang up after its stream ended.
     pub hang_up: Duration,
-    /// Between the kubelet's hanging up and the next registration with the same kubelet, which after hanging up still marks the resource's
-    /// devices unhealthy, whoever serves them by then (up to Kubernetes 1.36).
+    /// Between the kubelet's hanging up and the next registration with the same kubelet, which
+    /// after hanging up still marks the resource's devices unhealthy, whoever serves them by then
+    /// (up to Kubernetes 1.36).
     pub settle: Duration,
     /// Between looks whether another process still holds the directory.
     pub lock: Duration,
@@ -101,7 +106,8 @@ pub struct PluginsState {
 }
 
 impl PluginsState {
-    /// Whether the kubelet has an open stream of every resource that is served, and the directory is ours.
+    /// Whether the kubelet has an open stream of every resource that is served, and the directory
+    /// is ours.
     pub fn is_ready(&self) -> bool {
         let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
         self.directory == DirectoryState::Held && self.resources.values().all(has_it)
@@ -178,8 +184,8 @@ enum Run {
 impl Plugins {
     /// Starts without any resource. Needs a tokio runtime around it, with I/O and time.
     ///
-    /// What can pass (another process that serves, a directory that is not there yet) is waited for and shown in the state; only a path
-    /// that cannot work is an error.
+    /// What can pass (another process that serves, a directory that is not there yet) is waited for
+    /// and shown in the state; only a path that cannot work is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(Wanted::new());
@@ -189,8 +195,8 @@ impl Plugins {
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
-    /// Serves exactly these from now on. A new name is registered, a missing one's stream is ended, and a resource that was replaced under
-    /// its name goes on in the open stream.
+    /// Serves exactly these from now on. A new name is registered, a missing one's stream is ended,
+    /// and a resource that was replaced under its name goes on in the open stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
@@ -292,7 +298,8 @@ impl Manager {
             running: BTreeMap::new(),
         };
         self.wanted.mark_changed();
-        // A task that failed is started again only after a pause, so that one that always fails does not take a core.
+        // A task that failed is started again only after a pause, so that one that always fails
+        // does not take a core.
         let mut start_again: Option<Instant> = None;
         loop {
             let pause = async {
@@ -301,7 +308,8 @@ impl Manager {
                     None => std::future::pending().await,
                 }
             };
-            // All are cancel-safe: watches and joins by their documentation, `Watch::changed` because a look follows in any case.
+            // All are cancel-safe: watches and joins by their documentation, `Watch::changed`
+            // because a look follows in any case.
             let reconcile = tokio::select! {
                 () = stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
@@ -528,8 +536,9 @@ impl Plugin {
         }
     }
 
-    /// Waits until the kubelet that hung up is done with the old stream. Another one knows nothing of it, and may admit pods 12 ms after it
-    /// listens: whoever has not registered by then has them refused for good.
+    /// Waits until the kubelet that hung up is done with the old stream. Another one knows nothing
+    /// of it, and may admit pods 12 ms after it listens: whoever has not registered by then has
+    /// them refused for good.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.look.mark_unchanged();
@@ -574,7 +583,8 @@ impl Plugin {
             }
             let deadline = self.timings.register_deadline;
             let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
-            // A dropped attempt hangs up, which the kubelet survives. The others are cancel-safe by their documentation.
+            // A dropped attempt hangs up, which the kubelet survives. The others are cancel-safe by
+            // their documentation.
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = stopped(&mut self.run) => continue,
@@ -595,7 +605,8 @@ impl Plugin {
             let delay = if let RegisterError::Unanswered(_) = error {
                 let delay = self.timings.dial.after(dials);
                 dials += 1;
-                // The first few are the kubelet on its way from bind to listen, and nothing to report.
+                // The first few are the kubelet on its way from bind to listen, and nothing to
+                // report.
                 if delay >= self.timings.register.first {
                     self.failed("cannot reach the kubelet", &error);
                 }

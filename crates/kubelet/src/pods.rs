@@ -57,7 +57,8 @@ pub enum PodResourcesError {
     Call(#[source] Box<tonic::Status>),
 }
 
-/// A client of the kubelet's PodResources, which connects when asked, and again after the kubelet restarted.
+/// A client of the kubelet's PodResources, which connects when asked, and again after the kubelet
+/// restarted.
 ///
 /// The kubelet answers at most 100 calls a second.
 #[derive(Clone, Debug)]
@@ -67,7 +68,8 @@ pub struct PodResources {
 }
 
 impl PodResources {
-    /// A client for the socket at this absolute path. Each call ends within the deadline. Needs a tokio runtime around it.
+    /// A client for the socket at this absolute path. Each call ends within the deadline. Needs a
+    /// tokio runtime around it.
     pub fn new(socket: &Path, deadline: Duration) -> Result<Self, PodResourcesError> {
         let bad = || PodResourcesError::Path(socket.to_owned());
         let path = socket.to_str().filter(|_| socket.is_absolute()).ok_or_else(bad)?;
@@ -100,7 +102,8 @@ impl PodResources {
     ) -> Result<T, PodResourcesError> {
         let asked = async {
             match call(self.client.clone()).await {
-                // The connection to a kubelet that restarted breaks only at its next use. Questions may be asked twice.
+                // The connection to a kubelet that restarted breaks only at its next use. Questions
+                // may be asked twice.
                 Err(status) if status.source().is_some() => call(self.client.clone()).await,
                 answer => answer,
             }
@@ -134,7 +137,8 @@ pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
             }
         }
     }
-    // It lists them in another order each time, and who compares two lists is not to find a difference.
+    // It lists them in another order each time, and who compares two lists is not to find a
+    // difference.
     rows.iter_mut().for_each(|row| row.ids.sort_unstable());
     rows
 }

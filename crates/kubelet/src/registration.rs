@@ -17,7 +17,8 @@ const SELF_DIAL: Duration = Duration::from_secs(5);
 
 /// An endpoint for a unix socket, or nothing if the path is not one.
 pub(crate) fn unix(path: &str) -> Option<Endpoint> {
-    // Servers that check `:authority` refuse a path there; `localhost` is what gRPC's naming demands for unix sockets.
+    // Servers that check `:authority` refuse a path there; `localhost` is what gRPC's naming
+    // demands for unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
     Some(Endpoint::from_shared(format!("unix://{path}")).ok()?.origin(localhost))
 }
@@ -25,7 +26,8 @@ pub(crate) fn unix(path: &str) -> Option<Endpoint> {
 /// Why a registration did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
-    /// Nobody listens at `kubelet.sock`: the kubelet binds before it listens, and a killed one leaves its socket behind.
+    /// Nobody listens at `kubelet.sock`: the kubelet binds before it listens, and a killed one
+    /// leaves its socket behind.
     #[error("nobody answers at kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet said no, or died while it thought about it.
@@ -39,7 +41,8 @@ pub(crate) enum RegisterError {
     Path(std::path::PathBuf),
 }
 
-/// Asks the kubelet to connect to our socket. It dials back and reads the options before it answers.
+/// Asks the kubelet to connect to our socket. It dials back and reads the options before it
+/// answers.
 pub(crate) async fn register(
     directory: &Directory,
     socket: &Path,
@@ -131,8 +134,8 @@ pub(crate) enum Cause {
     OptionsChanged,
 }
 
-/// Decides by what is there, not by which events came: events may be lost, late or repeated, as the creation of a `kubelet.sock` that
-/// arrives after the registration with that very socket.
+/// Decides by what is there, not by which events came: events may be lost, late or repeated, as the
+/// creation of a `kubelet.sock` that arrives after the registration with that very socket.
 pub(crate) fn decide(seen: &Seen, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
@@ -145,7 +148,8 @@ pub(crate) fn decide(seen: &Seen, grace: Duration) -> Step {
         return Step::Register(Cause::OptionsChanged);
     }
     match seen.streamless_for {
-        // Re-registering would take the devices away for a moment, while the kubelet's connection works without the file.
+        // Re-registering would take the devices away for a moment, while the kubelet's connection
+        // works without the file.
         None if !seen.reachable => Step::Rebind,
         None => Step::Keep,
         Some(_) if !seen.reachable => Step::Register(Cause::SocketLost),
@@ -160,7 +164,8 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(2);
 
-    /// Two sockets bound one after the other, and what a healthy plugin looks like that registered with the first.
+    /// Two sockets bound one after the other, and what a healthy plugin looks like that registered
+    /// with the first.
     fn healthy() -> (Seen, SocketId) {
         let folder = tempfile::tempdir().expect("a folder");
         let bind = |name: &str| {

@@ -1,4 +1,5 @@
-//! What a served resource is, in the device plugin's words: devices, answers and refusals. No I/O, and no GPU.
+//! What a served resource is, in the device plugin's words: devices, answers and refusals. No I/O,
+//! and no GPU.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -12,19 +13,23 @@ use crate::proto::v1beta1 as wire;
 
 /// One extended resource of this node, as the kubelet asks for it.
 ///
-/// Everything but [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start) is answered from memory: the kubelet holds a pod's admission (and, on some paths, its
-/// device manager) while it waits.
+/// Everything but [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start) is
+/// answered from memory: the kubelet holds a pod's admission (and, on some paths, its device
+/// manager) while it waits.
 pub trait Resource: Send + Sync + 'static {
-    /// The devices, as they change. Each list that is published replaces the whole list in the open stream, though it be equal: for each
-    /// the kubelet writes its [checkpoint](crate::KubeletCheckpoint). The same one (by its `Arc`) is not sent again.
+    /// The devices, as they change. Each list that is published replaces the whole list in the open
+    /// stream, though it be equal: for each the kubelet writes its
+    /// [checkpoint](crate::KubeletCheckpoint). The same one (by its `Arc`) is not sent again.
     ///
     /// When the sender is dropped, the last list stays in force.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// What the kubelet may call. It reads this once per registration; a replacement with other options is registered anew.
+    /// What the kubelet may call. It reads this once per registration; a replacement with other
+    /// options is registered anew.
     fn options(&self) -> Options;
 
-    /// What the answer to such a question has to wait for, if anything; for a short, bounded time, since no pod is admitted meanwhile.
+    /// What the answer to such a question has to wait for, if anything; for a short, bounded time,
+    /// since no pod is admitted meanwhile.
     fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
@@ -33,13 +38,14 @@ pub trait Resource: Send + Sync + 'static {
     /// Which of the available devices to take. Only a hint: the kubelet may hand out others.
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
-    /// What a container gets that holds exactly these devices. The kubelet may ask again for the same ones.
+    /// What a container gets that holds exactly these devices. The kubelet may ask again for the
+    /// same ones.
     ///
     /// `ids` is as the kubelet sent it: unknown, repeated and empty lists must be refused here.
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
-    /// Called before each start of a container with these devices, if [`Options::pre_start`] is set. The kubelet waits 30 s and tries again
-    /// with the container's restart back-off.
+    /// Called before each start of a container with these devices, if [`Options::pre_start`] is
+    /// set. The kubelet waits 30 s and tries again with the container's restart back-off.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
@@ -68,7 +74,8 @@ pub struct InvalidResourceName {
 }
 
 impl ResourceName {
-    /// Longest domain part: the kubelet checks `requests.<name>` as a qualified name, whose domain part may have 253 bytes.
+    /// Longest domain part: the kubelet checks `requests.<name>` as a qualified name, whose domain
+    /// part may have 253 bytes.
     const MAX_DOMAIN: usize = 253 - "requests.".len();
     const MAX_NAME: usize = 63;
 
@@ -203,7 +210,8 @@ pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse 
 /// A container's question which devices to take, as the kubelet sent it.
 #[derive(Clone, Copy, Debug)]
 pub struct PreferredRequest<'a> {
-    /// What may be chosen from, `must_include` among it. The order says nothing: the kubelet's is random.
+    /// What may be chosen from, `must_include` among it. The order says nothing: the kubelet's is
+    /// random.
     pub available: &'a [String],
     /// What must be part of the answer, having been handed out already.
     pub must_include: &'a [String],
@@ -214,7 +222,8 @@ pub struct PreferredRequest<'a> {
 impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
     type Error = Refusal;
 
-    /// Numbers that cannot be right are refused here; whether the ids are known, and which to take, is the resource's business.
+    /// Numbers that cannot be right are refused here; whether the ids are known, and which to take,
+    /// is the resource's business.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {
@@ -300,7 +309,8 @@ pub enum Refusal {
     /// The request can never be granted as it is: unknown or repeated ids, shares of two GPUs.
     #[error("{0}")]
     Invalid(String),
-    /// The request is sound, but not now: what it needs is not ready. The kubelet tries a container's start again.
+    /// The request is sound, but not now: what it needs is not ready. The kubelet tries a
+    /// container's start again.
     #[error("{0}")]
     NotReady(String),
 }

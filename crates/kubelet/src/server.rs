@@ -1,4 +1,5 @@
-//! One start of a resource's device plugin server: its socket, its connections and its `ListAndWatch` streams.
+//! One start of a resource's device plugin server: its socket, its connections and its
+//! `ListAndWatch` streams.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,13 +19,15 @@ use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
 use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, list_response};
 
-/// Longest request. The longest that the kubelet sends is `GetPreferredAllocation` with every free id: 1 MiB holds 20,000 of them.
+/// Longest request. The longest that the kubelet sends is `GetPreferredAllocation` with every free
+/// id: 1 MiB holds 20,000 of them.
 const MAX_REQUEST: usize = 1 << 20;
 
 /// For the end of calls on connections without a stream.
 const IDLE_PATIENCE: Duration = Duration::from_millis(50);
 
-/// A resource as it is served now; replaced in place when the agent hands in another for the same name.
+/// A resource as it is served now; replaced in place when the agent hands in another for the same
+/// name.
 pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
 
 /// What the streams of a session should do.
@@ -32,7 +35,8 @@ pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
 pub(crate) enum Streams {
     /// Send each change.
     Open,
-    /// End at once. The kubelet takes the devices for unhealthy, and keeps the resource for five minutes.
+    /// End at once. The kubelet takes the devices for unhealthy, and keeps the resource for five
+    /// minutes.
     End,
     /// Send an empty list and end: the resource is gone for good, and its capacity is 0 at once.
     Farewell,
@@ -62,7 +66,8 @@ impl Session {
             DevicePluginServer::new(Service { served, order, open: count }).max_decoding_message_size(MAX_REQUEST);
         let shown = path.clone();
         let task = tokio::spawn(async move {
-            // Without tonic's graceful shutdown, which waits for streams that never end by themselves: `end` closes them first.
+            // Without tonic's graceful shutdown, which waits for streams that never end by
+            // themselves: `end` closes them first.
             let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
                 tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server ended");
@@ -91,22 +96,26 @@ impl Session {
         SocketId::of(&self.path) == Some(self.socket)
     }
 
-    /// Binds the socket again at the same path after somebody deleted it. Open connections and streams stay as they are.
+    /// Binds the socket again at the same path after somebody deleted it. Open connections and
+    /// streams stay as they are.
     pub(crate) fn rebind(&mut self) -> io::Result<()> {
         (self.listener, self.socket) = listen_at(&self.path, &self.connections)?;
         Ok(())
     }
 
-    /// Ends the streams, waits until the kubelet hung up, and takes the socket away. After `patience` it hangs up itself.
+    /// Ends the streams, waits until the kubelet hung up, and takes the socket away. After
+    /// `patience` it hangs up itself.
     ///
-    /// The wait matters: up to Kubernetes 1.36 a stream that ends after the next registration takes the new client down with it.
+    /// The wait matters: up to Kubernetes 1.36 a stream that ends after the next registration takes
+    /// the new client down with it.
     pub(crate) async fn end(self, streams: Streams, patience: Duration) {
         self.listener.abort();
         if self.is_reachable() {
             let _ = std::fs::remove_file(&self.path);
         }
         self.orders.send_replace(streams);
-        // Without a stream that ends, nothing tells the kubelet to hang up; this is for calls that are being answered.
+        // Without a stream that ends, nothing tells the kubelet to hang up; this is for calls that
+        // are being answered.
         let patience = if *self.open.borrow() > 0 { patience } else { patience.min(IDLE_PATIENCE) };
         self.connections.end(patience).await;
     }
@@ -231,7 +240,8 @@ impl Feed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                // Not by what is in them: an equal one is published so that the kubelet has it again.
+                // Not by what is in them: an equal one is published so that the kubelet has it
+                // again.
                 if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);

@@ -1,4 +1,5 @@
-//! The device plugin against a fake kubelet on real unix sockets: what it must survive, and what must not disturb it.
+//! The device plugin against a fake kubelet on real unix sockets: what it must survive, and what
+//! must not disturb it.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
@@ -441,7 +442,8 @@ async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered
     served(&next, MPS, &["a::0"]).await;
 }
 
-/// Up to Kubernetes 1.36, the end of an old stream disconnects whichever client the resource has by then.
+/// Up to Kubernetes 1.36, the end of an old stream disconnects whichever client the resource has by
+/// then.
 #[tokio::test]
 async fn the_kubelet_has_hung_up_before_it_is_registered_with_again() {
     let mut bench = Bench::new();
@@ -712,7 +714,8 @@ async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
     }
 }
 
-/// The kubelet says `localhost`, others say other names. A path is no authority, and h2 resets that call alone.
+/// The kubelet says `localhost`, others say other names. A path is no authority, and h2 resets that
+/// call alone.
 #[tokio::test]
 async fn a_call_with_a_path_for_an_authority_is_reset_and_its_connection_goes_on() {
     let bench = Bench::new();

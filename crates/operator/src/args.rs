@@ -21,7 +21,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_LEASE", value_name = "NAME", default_value = "cleave-operator")]
     pub lease: String,
 
-    /// Who this process is in the lease: unique among those that run at once, and the same after a restart in place.
+    /// Who this process is in the lease: unique among those that run at once, and the same after a
+    /// restart in place.
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 
@@ -29,22 +30,24 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,
 
-    /// Answers API servers that ask which pods to gate: the name of the Service, the Secret and the `MutatingWebhookConfiguration` for it, which
-    /// are part of the chart.
+    /// Answers API servers that ask which pods to gate: the name of the Service, the Secret and the
+    /// `MutatingWebhookConfiguration` for it, which are part of the chart.
     #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
     pub webhook: Option<String>,
 
-    /// Taints nodes with `cleave.dev/unhealthy:NoSchedule` while all of their GPUs are lost or need a reset, or their agent has not been ready for
-    /// a minute. Needs the right to patch nodes.
+    /// Taints nodes with `cleave.dev/unhealthy:NoSchedule` while all of their GPUs are lost or need
+    /// a reset, or their agent has not been ready for a minute. Needs the right to patch nodes.
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 
-    /// Replaces MPS hosts of an older revision than their `DaemonSet`'s newest when nothing uses MPS on their node: labels of their pods. Needs the
-    /// rights to delete pods and to list and watch controller revisions in its namespace.
+    /// Replaces MPS hosts of an older revision than their `DaemonSet`'s newest when nothing uses
+    /// MPS on their node: labels of their pods. Needs the rights to delete pods and to list and
+    /// watch controller revisions in its namespace.
     #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
     pub replace_mps_hosts: Option<String>,
 
-    /// Seconds for which no GPU must be able to hold a pod, whatever passes by itself, before the pod is released as unschedulable.
+    /// Seconds for which no GPU must be able to hold a pod, whatever passes by itself, before the
+    /// pod is released as unschedulable.
     #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
     pub unschedulable_after_seconds: u64,
 

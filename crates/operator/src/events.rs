@@ -73,7 +73,8 @@ impl Teller {
                 Reason::Cutting => (EventType::Normal, "GpuPlanned", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", PATIENCE),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
-                // The scheduler tells what it waits for itself, and a change of a node is soon over.
+                // The scheduler tells what it waits for itself, and a change of a node is soon
+                // over.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
             let news = told

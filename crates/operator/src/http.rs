@@ -35,7 +35,8 @@ pub(crate) struct Health {
 pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) -> std::io::Result<()> {
     let router = Router::new()
         .route("/metrics", get(metrics))
-        // Answering is being alive: the pass runs on the same threads, and the process ends with any of its tasks.
+        // Answering is being alive: the pass runs on the same threads, and the process ends with
+        // any of its tasks.
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .with_state(health);
@@ -50,7 +51,8 @@ async fn readyz(State(health): State<Health>) -> Response {
     }
 }
 
-/// Ready is to know the cluster, to lead or to stand by, and to be believed by API servers that ask.
+/// Ready is to know the cluster, to lead or to stand by, and to be believed by API servers that
+/// ask.
 fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
     match (listed, known, certified) {
         (false, ..) => Err("the cluster's objects are not all listed yet"),

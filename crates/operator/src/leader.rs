@@ -1,8 +1,10 @@
 //! Who writes: the holder of a lease.
 //!
-//! [`evaluate`] decides, purely; [`Elector::run`] reads, decides and writes. The holder has a [`Claim`] that ends by itself some time before the
-//! others may take the lease, so a holder that cannot reach the API server stops writing before another starts. Nobody's clock is compared
-//! with anybody else's: that a lease was not renewed is measured from when this process saw it last change.
+//! [`evaluate`] decides, purely; [`Elector::run`] reads, decides and writes. The holder has a
+//! [`Claim`] that ends by itself some time before the others may take the lease, so a holder that
+//! cannot reach the API server stops writing before another starts. Nobody's clock is compared with
+//! anybody else's: that a lease was not renewed is measured from when this process saw it last
+//! change.
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -16,7 +18,8 @@ use tokio_util::sync::CancellationToken;
 
 /// How long others leave a lease alone that is not renewed. As in Kubernetes' own controllers.
 pub const LEASE: Duration = Duration::from_secs(15);
-/// How long a claim lasts after the request that renewed it was sent: by then the writes that it allowed are done or given up.
+/// How long a claim lasts after the request that renewed it was sent: by then the writes that it
+/// allowed are done or given up.
 pub const CLAIM: Duration = Duration::from_secs(10);
 /// How often it is renewed: a claim outlives one failed renewal.
 const RENEW: Duration = Duration::from_secs(4);
@@ -119,7 +122,8 @@ impl Claim {
         self.0.borrow().known
     }
 
-    /// Returns when this process became the leader or ceased to be. Cancel-safe, as `watch::Receiver::changed` is.
+    /// Returns when this process became the leader or ceased to be. Cancel-safe, as
+    /// `watch::Receiver::changed` is.
     pub async fn turned(&mut self) {
         let led = self.is_current();
         while self.0.changed().await.is_ok() {
@@ -160,7 +164,8 @@ impl Elector {
         (Self { api, name, me, started: Instant::now(), seen: None, term }, Claim(claim))
     }
 
-    /// Holds the lease until `stop`, then gives it away; `released` says when nothing is written any more.
+    /// Holds the lease until `stop`, then gives it away; `released` says when nothing is written
+    /// any more.
     pub async fn run(mut self, stop: CancellationToken, released: CancellationToken) {
         loop {
             let pause = match self.turn().await {
@@ -204,7 +209,8 @@ impl Elector {
             Decision::Take | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
                 lease.spec = Some(held(lease.spec.as_ref(), &self.me, Timestamp::now()));
-                // The resource version that was read goes with it: of two that take it at once, one gets a conflict.
+                // The resource version that was read goes with it: of two that take it at once, one
+                // gets a conflict.
                 within(self.api.replace(&self.name, &PostParams::default(), &lease)).await
             }
         };

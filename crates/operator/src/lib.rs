@@ -20,9 +20,9 @@
 //!  webhook tasks, if the webhook is enabled
 //! ```
 //!
-//! GPUs of one policy are on many nodes, so one pass plans the whole cluster. There is one pass at a time.
-//! A watch that fails keeps the last objects it received. Every write needs the lease, which only the API
-//! server can renew: without an API server nothing is written.
+//! GPUs of one policy are on many nodes, so one pass plans the whole cluster. There is one pass at
+//! a time. A watch that fails keeps the last objects it received. Every write needs the lease,
+//! which only the API server can renew: without an API server nothing is written.
 pub mod admission;
 mod args;
 pub mod dry;

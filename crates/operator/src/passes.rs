@@ -1,7 +1,7 @@
 //! The passes: read the cluster, plan every GPU by the policies and the pods, write, and report.
 //!
-//! The steps are in [`crate::policies`]. This task decides when they run, and makes their writes while this
-//! process holds the lease.
+//! The steps are in [`crate::policies`]. This task decides when they run, and makes their writes
+//! while this process holds the lease.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +33,8 @@ use crate::read::{Observed, Stores};
 use crate::watches::Wakes;
 use crate::write::{publish, within};
 
-/// How often is planned while pods wait for room: what other pods give back (CPU, memory) is not told on its own.
+/// How often is planned while pods wait for room: what other pods give back (CPU, memory) is not
+/// told on its own.
 const WAITING: Duration = Duration::from_secs(5);
 /// After how long a pass that failed is repeated, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
@@ -93,7 +94,8 @@ impl Passes {
 
     pub(crate) async fn run(mut self) -> Result<()> {
         let stop = self.parts.stop.clone();
-        // A pass ends before the process does: what it writes is whole, and it asks for the claim before each write.
+        // A pass ends before the process does: what it writes is whole, and it asks for the claim
+        // before each write.
         tokio::select! {
             () = stop.cancelled() => return Ok(()),
             ready = self.wait_for_lists() => ready?,
@@ -105,7 +107,8 @@ impl Passes {
             let pause = retry.into_iter().chain(self.next).min();
             let mut more = false;
             let mut seen = None;
-            // Cancel-safe: `notified` keeps its permit when dropped, `turned` reads a watch channel, the others are a token and a timer.
+            // Cancel-safe: `notified` keeps its permit when dropped, `turned` reads a watch
+            // channel, the others are a token and a timer.
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 () = self.parts.wakes.passes.notified() => {
@@ -137,7 +140,8 @@ impl Passes {
         Ok(())
     }
 
-    /// Reads, plans and writes once; does nothing where another leads. `seen` is when the first change was told.
+    /// Reads, plans and writes once; does nothing where another leads. `seen` is when the first
+    /// change was told.
     async fn pass(&mut self, seen: Instant) -> Result<(), Failed> {
         self.next = None;
         if !self.parts.claim.is_current() {
@@ -242,7 +246,8 @@ impl Passes {
         }
     }
 
-    /// Tells pods and nodes what came of the plan. Events are a courtesy: one that cannot be written is not tried again.
+    /// Tells pods and nodes what came of the plan. Events are a courtesy: one that cannot be
+    /// written is not tried again.
     async fn tell_of(&mut self, outcome: &demand::Outcome, observed: &Observed) {
         for (regarding, event) in self.teller.events(outcome, observed, self.now()) {
             if !self.parts.claim.is_current() {
@@ -300,7 +305,8 @@ impl Passes {
         all
     }
 
-    /// Writes the statuses that differ, and tells of what turned; false where one could not be written.
+    /// Writes the statuses that differ, and tells of what turned; false where one could not be
+    /// written.
     async fn tell(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
         let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.parts.client.clone());
         let mut all = true;
@@ -327,7 +333,8 @@ impl Passes {
         all
     }
 
-    /// Taints the nodes that can serve nobody, where that is asked for; false where one could not be written.
+    /// Taints the nodes that can serve nobody, where that is asked for; false where one could not
+    /// be written.
     async fn taint(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };

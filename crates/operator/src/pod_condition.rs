@@ -6,8 +6,9 @@ use serde_json::json;
 use crate::pods::PodCondition;
 use crate::write::WRITE;
 
-/// Writes one of the operator's conditions of a pod, `namespace/name`, and says whether there is nothing left to do. `turned` says that the condition's
-/// status changes, and not its reason or message alone. The UID keeps the write from another pod of that name.
+/// Writes one of the operator's conditions of a pod, `namespace/name`, and says whether there is
+/// nothing left to do. `turned` says that the condition's status changes, and not its reason or
+/// message alone. The UID keeps the write from another pod of that name.
 pub(crate) async fn write(client: &Client, (pod, uid): (&str, &str), condition: &PodCondition, turned: bool) -> bool {
     let Some((namespace, name)) = pod.split_once('/') else { return true };
     let mut entry = json!({

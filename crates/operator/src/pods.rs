@@ -111,13 +111,16 @@ pub struct PodSpec {
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation.
     pub resource_claims: Vec<IgnoredAny>,
-    /// What has to be of one device each, once [`PodObject::trim`] has found out; nothing of [`counted`] resources.
+    /// What has to be of one device each, once [`PodObject::trim`] has found out; nothing of
+    /// [`counted`] resources.
     #[serde(skip)]
     pub asks: Vec<Ask>,
-    /// The scheduler may refuse a node for reasons that the operator does not evaluate: claims of dynamic resource allocation.
+    /// The scheduler may refuse a node for reasons that the operator does not evaluate: claims of
+    /// dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
-    /// What decides which nodes it may run on beside other pods, once [`PodObject::trim`] has gathered it. Of a bound pod only what keeps others away.
+    /// What decides which nodes it may run on beside other pods, once [`PodObject::trim`] has
+    /// gathered it. Of a bound pod only what keeps others away.
     #[serde(skip)]
     pub rules: Rules,
     /// `PersistentVolumeClaim`s of its namespace that it mounts, while it is not bound.
@@ -134,7 +137,8 @@ pub struct PodSpec {
 pub struct PodStatus {
     /// Pending, Running, Succeeded, Failed.
     pub phase: String,
-    /// Conditions; once [`PodObject::trim`] has dropped the others, those that the operator writes and the scheduler's word.
+    /// Conditions; once [`PodObject::trim`] has dropped the others, those that the operator writes
+    /// and the scheduler's word.
     pub conditions: Vec<PodCondition>,
     /// The node on which the scheduler makes room for it.
     #[serde(rename = "nominatedNodeName")]
@@ -295,7 +299,8 @@ impl Claimant {
 }
 
 impl PodObject {
-    /// All that it asks of devices: what has to be of one device each, and one at a time what is only [`counted`].
+    /// All that it asks of devices: what has to be of one device each, and one at a time what is
+    /// only [`counted`].
     pub fn asks(&self) -> Vec<Ask> {
         let mut asks = self.spec.asks.clone();
         for (resource, quantity) in self.spec.requests.iter().filter(|(name, _)| is_served(name) && counted(name)) {
@@ -322,7 +327,8 @@ impl PodObject {
         self.spec.requests.iter().any(|(name, quantity)| is_served(name) && quantity.milli() != Some(0))
     }
 
-    /// Adds up what it asks for, and drops what is read no more: a cluster has many pods, and few that wait for GPUs.
+    /// Adds up what it asks for, and drops what is read no more: a cluster has many pods, and few
+    /// that wait for GPUs.
     pub fn trim(&mut self) {
         let meta = &mut self.metadata;
         // A note that is not what the operator writes says nothing.
@@ -374,7 +380,8 @@ impl PodObject {
     }
 }
 
-/// Whether only the number counts of a resource, and not on which devices its units are: whole GPUs and whole MIG instances.
+/// Whether only the number counts of a resource, and not on which devices its units are: whole GPUs
+/// and whole MIG instances.
 pub fn counted(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }
@@ -434,20 +441,22 @@ fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     claims.into_iter().collect()
 }
 
-/// What a pod means for planning; nothing for one that has ended, waits for nothing of GPUs, or may not be scheduled yet. After
-/// [`PodObject::trim`].
+/// What a pod means for planning; nothing for one that has ended, waits for nothing of GPUs, or may
+/// not be scheduled yet. After [`PodObject::trim`].
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
         return None;
     }
     let released_to = || {
-        // Room on one node is held for it: it is as good as there, and what it will be given is not to be cut.
+        // Room on one node is held for it: it is as good as there, and what it will be given is not
+        // to be cut.
         let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
         placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
     };
     let node = pod.node().or_else(released_to).map(str::to_owned);
     if node.is_none() {
-        // A gate of somebody else (a queue) says that it is not to run yet; one of ours is what a plan opens.
+        // A gate of somebody else (a queue) says that it is not to run yet; one of ours is what a
+        // plan opens.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
         if gated || pod.metadata.deletion_timestamp.is_some() || !pod.wants_gpus() {
             return None;
@@ -486,8 +495,9 @@ pub fn full_name(meta: &ObjectMeta) -> String {
     )
 }
 
-/// What the scheduler counts a pod as: its containers and sidecars together, or the init container that needs more while the sidecars
-/// before it run, whichever is more; then the overhead. What the pod as a whole asks for takes the place of that.
+/// What the scheduler counts a pod as: its containers and sidecars together, or the init container
+/// that needs more while the sidecars before it run, whichever is more; then the overhead. What the
+/// pod as a whole asks for takes the place of that.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();
     spec.containers.iter().for_each(|container| containers.add(&container.resources));
@@ -602,7 +612,8 @@ spec:
   containers:
   - {resources: {requests: {cpu: '2'}, limits: {nvidia.com/gpu-10gb: 1}}}
   - {resources: {requests: {cpu: 1500m, nvidia.com/gpu-10gb: 1}, limits: {nvidia.com/gpu-10gb: 1}}}");
-        // The sidecar and the init container (6) need more than the sidecar and the containers (4.5).
+        // The sidecar and the init container (6) need more than the sidecar and the containers
+        // (4.5).
         assert_eq!(asks(&pod, "cpu"), Some(6100));
         assert_eq!(asks(&pod, "memory"), Some((1 << 30) * 1000));
         assert_eq!(asks(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of what is not divisible are requests");

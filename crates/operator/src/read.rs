@@ -1,7 +1,8 @@
 //! What the cluster says, as one value.
 //!
-//! Five watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but never their `managedFields`), of nodes what the
-//! scheduler looks at, of the agents' pods the node and the Ready condition, and pods as [`crate::pods`] keeps them.
+//! Five watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but
+//! never their `managedFields`), of nodes what the scheduler looks at, of the agents' pods the node
+//! and the Ready condition, and pods as [`crate::pods`] keeps them.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -174,11 +175,13 @@ pub struct PodCondition {
 /// The cluster at one moment.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
-    /// Policies by name; one that is not what the definition says is an error here and stops nobody.
+    /// Policies by name; one that is not what the definition says is an error here and stops
+    /// nobody.
     pub policies: BTreeMap<String, Result<SharingPolicy, InvalidObject>>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
-    /// Pods that have not ended: those that wait, in order of arrival, and those that are on a node, by name.
+    /// Pods that have not ended: those that wait, in order of arrival, and those that are on a
+    /// node, by name.
     pub pods: Vec<Claimant>,
 }
 
@@ -199,7 +202,8 @@ pub struct Node {
     pub allocatable: BTreeMap<String, Quantity>,
     /// Its agent's pod, if there is one.
     pub agent: Option<Agent>,
-    /// Its `GpuNode`, if there is one; shared with the watch's store, since most passes change none.
+    /// Its `GpuNode`, if there is one; shared with the watch's store, since most passes change
+    /// none.
     pub gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
 
@@ -242,7 +246,8 @@ impl Node {
         self.gpu_node.is_some()
     }
 
-    /// What its `GpuNode` says that it shall be; nothing where there is no object yet, and an error where that is malformed.
+    /// What its `GpuNode` says that it shall be; nothing where there is no object yet, and an error
+    /// where that is malformed.
     pub fn spec(&self) -> Result<GpuNodeSpec, &InvalidObject> {
         match self.gpu_node.as_ref().map(|object| &object.0) {
             None => Ok(GpuNodeSpec::default()),
@@ -357,7 +362,8 @@ impl Observed {
     }
 }
 
-/// Makes each GPU of a `GpuNode` complete: what its status tells once for all GPUs of a model is told of each.
+/// Makes each GPU of a `GpuNode` complete: what its status tells once for all GPUs of a model is
+/// told of each.
 pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
         *status = std::mem::take(status).complete();

@@ -25,8 +25,9 @@ use crate::placement::{self, Gate};
 use crate::tenants::{self, Tenants};
 use crate::watches::{Wakes, Watches};
 
-/// The API server. Every task repeats what failed by itself, within a deadline of its own. A client that repeats what was answered by 429, as the
-/// default one does for minutes, would keep from the gate that a disruption budget protects a pod: evictions are refused by that status.
+/// The API server. Every task repeats what failed by itself, within a deadline of its own. A client
+/// that repeats what was answered by 429, as the default one does for minutes, would keep from the
+/// gate that a disruption budget protects a pod: evictions are refused by that status.
 async fn connect() -> Result<Client> {
     let mut config = kube::Config::infer().await?;
     config.default_retry = false;

@@ -1,4 +1,5 @@
-//! Keeps the stores that controllers read up to date, and wakes the controllers that a change concerns.
+//! Keeps the stores that controllers read up to date, and wakes the controllers that a change
+//! concerns.
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,7 +44,8 @@ impl Wakes {
         self.tenants.notify_one();
     }
 
-    /// A pod: passes look at them only where pods decide what GPUs become. They come and go, and a pass is about all nodes.
+    /// A pod: passes look at them only where pods decide what GPUs become. They come and go, and a
+    /// pass is about all nodes.
     fn pod(&self) {
         if !self.indifferent.load(Ordering::Acquire) {
             self.passes.notify_one();
@@ -52,7 +54,8 @@ impl Wakes {
         self.tenants.notify_one();
     }
 
-    /// A pass has seen whether pods decide about GPUs. What came before it was known that they do is looked at again.
+    /// A pass has seen whether pods decide about GPUs. What came before it was known that they do
+    /// is looked at again.
     pub(crate) fn pods_decide(&self, decide: bool) {
         let before = self.indifferent.swap(!decide, Ordering::AcqRel);
         if decide && before {
@@ -115,7 +118,8 @@ impl Watches<'_> {
                 (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
                 Wakes::pod,
             ),
-            // Where volumes can be mounted, and namespaces' labels: what the scheduler looks at too. The gate alone does.
+            // Where volumes can be mounted, and namespaces' labels: what the scheduler looks at
+            // too. The gate alone does.
             volume_claims: self.keep(
                 "PersistentVolumeClaim",
                 watcher(Api::<VolumeClaimObject>::all(client.clone()), watcher::Config::default()),
@@ -157,7 +161,8 @@ impl Watches<'_> {
         }
     }
 
-    /// Keeps what a watch tells in a store, for ever. `trim` drops what nobody reads before it is kept; of what `matters` a pass is made.
+    /// Keeps what a watch tells in a store, for ever. `trim` drops what nobody reads before it is
+    /// kept; of what `matters` a pass is made.
     fn keep<K>(
         &mut self,
         kind: &'static str,

@@ -1,11 +1,13 @@
-//! What every write to the API server has in common: a time limit, and Events that nobody waits for.
+//! What every write to the API server has in common: a time limit, and Events that nobody waits
+//! for.
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, Recorder};
 
-/// How long one write may take. A claim ends this long before the lease does ([`crate::leader::CLAIM`],
-/// [`crate::leader::LEASE`]), so a write that starts under a claim ends before another process may lead.
+/// How long one write may take. A claim ends this long before the lease does
+/// ([`crate::leader::CLAIM`], [`crate::leader::LEASE`]), so a write that starts under a claim ends
+/// before another process may lead.
 pub(crate) const WRITE: Duration = Duration::from_secs(5);
 
 /// The result of a write, or `None` if the API server did not answer within [`WRITE`].

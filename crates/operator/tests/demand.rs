@@ -1,4 +1,5 @@
-//! Pods wait, GPUs are cut for them: the operator's decisions over a cluster whose nodes do as they are told, or do not.
+//! Pods wait, GPUs are cut for them: the operator's decisions over a cluster whose nodes do as they
+//! are told, or do not.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -207,7 +208,8 @@ impl World {
         }
     }
 
-    /// The scheduler and the kubelet: every pod that fits what is served and free is bound and listed.
+    /// The scheduler and the kubelet: every pod that fits what is served and free is bound and
+    /// listed.
     fn bind(&mut self) {
         for name in self.pods.keys().cloned().collect::<Vec<_>>() {
             let pod = &self.pods[&name];
@@ -353,7 +355,8 @@ fn serve(gpu: &mut GpuStatus, partition: &Partition) {
     }
 }
 
-/// Who holds what, as PodResources and so the status tells it. What is held and not there any more is a broken promise.
+/// Who holds what, as PodResources and so the status tells it. What is held and not there any more
+/// is a broken promise.
 fn list(gpu: &mut GpuStatus, held: &[(String, String, AllocationStatus)]) {
     let here = |row: &AllocationStatus| row.device == gpu.uuid || row.device.starts_with(&format!("MIG-{}-", gpu.uuid));
     gpu.allocations = held.iter().map(|(_, _, row)| row).filter(|row| here(row)).cloned().collect();
@@ -483,7 +486,8 @@ fn nothing_of_a_node_is_cut_while_it_changes_and_its_pods_keep_their_place() {
     world.pod("first", TEN, 1);
     world.pass();
     let told = world.object("n1").spec.clone();
-    // The node has not read it: a pod that could be served by another GPU of it waits, and what was begun is not begun again.
+    // The node has not read it: a pod that could be served by another GPU of it waits, and what was
+    // begun is not begun again.
     world.pod("second", SMALL, 1);
     world.now += Duration::from_secs(1);
     let (_, outcome) = world.pass();

@@ -1,4 +1,5 @@
-//! Policies and nodes in, desired nodes and told statuses out: the steps that need no cluster, as one.
+//! Policies and nodes in, desired nodes and told statuses out: the steps that need no cluster, as
+//! one.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::collections::BTreeMap;
@@ -455,7 +456,8 @@ fn a_slip_in_a_policy_recuts_nothing() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     let before = world.object("n1").spec.clone();
-    // It became malformed, then invalid (stored under an older definition), then one that its GPUs cannot serve, then one by demand.
+    // It became malformed, then invalid (stored under an older definition), then one that its GPUs
+    // cannot serve, then one by demand.
     let malformed = World { observed: world.observed.clone(), told: Told::new() }.malformed("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [

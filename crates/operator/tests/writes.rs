@@ -87,7 +87,8 @@ async fn a_status_is_applied_to_the_status_alone() {
     assert_eq!(body.get("spec"), None, "the spec is a person's");
 }
 
-/// The API server answers with the whole object: one that cannot be read was still written, and writing it for ever helps nobody.
+/// The API server answers with the whole object: one that cannot be read was still written, and
+/// writing it for ever helps nobody.
 #[tokio::test]
 async fn an_answer_that_is_malformed_is_no_failure() {
     let (client, mut server) = client();
@@ -144,7 +145,8 @@ async fn a_free_lease_is_taken_held_and_given_away() {
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     let renewed = tokio::time::Instant::now();
 
-    // An API server that fails from now on: the claim ends by itself, before anybody else may take the lease.
+    // An API server that fails from now on: the claim ends by itself, before anybody else may take
+    // the lease.
     while claim.is_current() {
         answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
         assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "it leads without a lease");

@@ -1,8 +1,9 @@
 //! Narrowing a gated pod to nodes, beside the affinity that it has.
 //!
-//! A pod's node selector terms are OR-ed, so the requirement has to go into each of them. While a pod is gated the API server takes additions
-//! only: requirements appended to existing terms, or a whole affinity where there was none; never another term, and nothing changed or moved.
-//! So the result is a list of JSON Patch additions (RFC 6902), which repeat nothing of what the pod has.
+//! A pod's node selector terms are OR-ed, so the requirement has to go into each of them. While a
+//! pod is gated the API server takes additions only: requirements appended to existing terms, or a
+//! whole affinity where there was none; never another term, and nothing changed or moved. So the
+//! result is a list of JSON Patch additions (RFC 6902), which repeat nothing of what the pod has.
 //!
 //! Send them with a `test` of `/metadata/resourceVersion`: terms are addressed by their number.
 use std::collections::BTreeSet;
@@ -11,10 +12,12 @@ use serde::Serialize;
 
 use crate::snapshot::{NodeSelectorTerm, Operator, Requirement};
 
-/// The label by which pods are narrowed to nodes. Fields cannot do it: `metadata.name` takes one value in each term.
+/// The label by which pods are narrowed to nodes. Fields cannot do it: `metadata.name` takes one
+/// value in each term.
 pub const HOSTNAME: &str = "kubernetes.io/hostname";
 
-/// How much of an affinity a pod has. An empty or absent object counts as absent unless the field is there, even if only as `{}`.
+/// How much of an affinity a pod has. An empty or absent object counts as absent unless the field
+/// is there, even if only as `{}`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Present<'a> {
     /// No `affinity`.
@@ -27,7 +30,8 @@ pub enum Present<'a> {
     Required(&'a [NodeSelectorTerm]),
 }
 
-/// What a pod requires of its node matches none, so there is nothing to narrow: it cannot be scheduled, whatever is added.
+/// What a pod requires of its node matches none, so there is nothing to narrow: it cannot be
+/// scheduled, whatever is added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the pod's required node affinity matches no node: it has no term with a requirement")]
 pub struct MatchesNothing;
@@ -81,7 +85,8 @@ const AFFINITY: &str = "/spec/affinity";
 const NODE_AFFINITY: &str = "/spec/affinity/nodeAffinity";
 const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
 
-/// To nodes with one of these hostnames; none where there is no hostname, since a pod must not be narrowed to nothing.
+/// To nodes with one of these hostnames; none where there is no hostname, since a pod must not be
+/// narrowed to nothing.
 pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
     by_hostname(Operator::In, hostnames)
 }
@@ -97,7 +102,8 @@ fn by_hostname<'a>(operator: Operator, hostnames: impl IntoIterator<Item = &'a s
     (!values.is_empty()).then(|| Requirement { key: HOSTNAME.to_owned(), operator, values })
 }
 
-/// Additions after which the pod goes where it went before and where the requirement matches, and nowhere else. None if it is so already.
+/// Additions after which the pod goes where it went before and where the requirement matches, and
+/// nowhere else. None if it is so already.
 pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
@@ -126,7 +132,8 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
     Ok(terms.iter().enumerate().filter(|(_, term)| wants(term, requirement)).map(addition).collect())
 }
 
-/// The terms after [`narrow`], for those who send the list as a whole. No terms, of a pod that requires nothing, become one.
+/// The terms after [`narrow`], for those who send the list as a whole. No terms, of a pod that
+/// requires nothing, become one.
 pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNothing> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {
@@ -265,8 +272,8 @@ mod tests {
     }
 
     proptest! {
-        /// Of all nodes, the pod may go to those where it might before and which are meant; the patch says the same as the whole list,
-        /// and nothing that was there is changed or moved.
+        /// Of all nodes, the pod may go to those where it might before and which are meant; the
+        /// patch says the same as the whole list, and nothing that was there is changed or moved.
         #[test]
         fn a_narrowed_pod_goes_where_it_might_before_and_where_it_is_meant_to(
             terms in terms(),

@@ -1,4 +1,5 @@
-//! Which waiting pod is where, while a plan is being made: what it would cost to put a pod on a node, putting it there, taking it away.
+//! Which waiting pod is where, while a plan is being made: what it would cost to put a pod on a
+//! node, putting it there, taking it away.
 use std::collections::BTreeMap;
 
 use crate::model::Model;
@@ -11,8 +12,8 @@ pub(crate) struct Spot {
     pub(crate) gpus: Vec<u32>,
 }
 
-/// What putting a pod somewhere costs: less is better, and each number is more than all of the next. Which number is which, the
-/// [`Rule`] says.
+/// What putting a pod somewhere costs: less is better, and each number is more than all of the
+/// next. Which number is which, the [`Rule`] says.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Cost([i64; 3]);
 
@@ -38,7 +39,8 @@ pub(crate) enum Rule {
 /// What units cost, and the choice that costs it.
 type Row = Vec<(u64, Option<Cost>)>;
 
-/// Costs as far as asked: by rule and shape, then by node, each with the version of the node that it is of.
+/// Costs as far as asked: by rule and shape, then by node, each with the version of the node that
+/// it is of.
 #[derive(Debug, Default)]
 pub(crate) struct Costs {
     rows: BTreeMap<(Rule, u32), Row>,
@@ -90,8 +92,9 @@ impl Board {
         needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
     }
 
-    /// The cost of the cheapest way to put one more pod of a group on a node, remembered as long as the node's GPUs are what they were.
-    /// What a pod needs besides GPUs does not matter to the cost, so that pods that want the same of GPUs are asked for once.
+    /// The cost of the cheapest way to put one more pod of a group on a node, remembered as long as
+    /// the node's GPUs are what they were. What a pod needs besides GPUs does not matter to the
+    /// cost, so that pods that want the same of GPUs are asked for once.
     pub(crate) fn cost(
         &self,
         model: &Model<'_>,
@@ -150,7 +153,8 @@ impl Board {
         }
     }
 
-    /// Puts a pod somewhere. What was offered can be done; a spot that was not may not be possible, and then nothing is done.
+    /// Puts a pod somewhere. What was offered can be done; a spot that was not may not be possible,
+    /// and then nothing is done.
     pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, spot: Spot) -> bool {
         let Some(group) = group(model, pod) else { return false };
         if !self.has_room(&group.needs, spot.node) {
@@ -293,7 +297,8 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
     if chosen.len() == units.len() {
         return Some((sum, chosen));
     }
-    // Equal units fill GPUs independently of each other: where one after the other fails, every way does.
+    // Equal units fill GPUs independently of each other: where one after the other fails, every way
+    // does.
     if units.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;
     }

@@ -1,6 +1,8 @@
-//! A judge of plans that shares no arithmetic with the planner: it reads the snapshot and the plan as anybody could.
+//! A judge of plans that shares no arithmetic with the planner: it reads the snapshot and the plan
+//! as anybody could.
 //!
-//! It runs in tests on every plan, and before a plan is acted on: a plan with a violation must not be.
+//! It runs in tests on every plan, and before a plan is acted on: a plan with a violation must not
+//! be.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -34,7 +36,8 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     judge.found
 }
 
-/// Whether groups can be put into bins, each in one. Says yes when the steps run out: then it is not known.
+/// Whether groups can be put into bins, each in one. Says yes when the steps run out: then it is
+/// not known.
 fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
@@ -289,7 +292,8 @@ impl Judge {
         }
     }
 
-    /// What one pod gets of shares of MIG instances must be of one instance. The plan does not say of which, so there must be a way.
+    /// What one pod gets of shares of MIG instances must be of one instance. The plan does not say
+    /// of which, so there must be a way.
     fn shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<On<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {

@@ -1,4 +1,5 @@
-//! One GPU: what it holds, what it may become, and what becomes of it when pods want something of it.
+//! One GPU: what it holds, what it may become, and what becomes of it when pods want something of
+//! it.
 use std::cmp::Ordering;
 use std::rc::Rc;
 
@@ -74,7 +75,8 @@ impl Ord for Shared {
     }
 }
 
-/// All that planning needs to know of a GPU. GPUs that agree in this are planned alike, whatever they are called.
+/// All that planning needs to know of a GPU. GPUs that agree in this are planned alike, whatever
+/// they are called.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class {
     /// Ways in which it may be cut anew; none for a GPU that stays as it is.
@@ -122,7 +124,8 @@ pub(crate) struct Used {
 /// All of a GPU.
 pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
-/// A GPU that nobody uses is worth this much more than what could be cut of it: it may be wanted whole, or in another mode.
+/// A GPU that nobody uses is worth this much more than what could be cut of it: it may be wanted
+/// whole, or in another mode.
 const IDLE_WORTH: i64 = 2000;
 const FULL_WORTH: u64 = 1000;
 
@@ -132,7 +135,8 @@ impl Class {
         let cells = || self.held.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
-            // A slice of a mode that the policy no longer allows has no family here, and is simply there.
+            // A slice of a mode that the policy no longer allows has no family here, and is simply
+            // there.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
@@ -334,7 +338,8 @@ impl Class {
             let all = found.placed.iter().chain(&found.kept);
             return Some(all.filter_map(|&instance| self.free_cell(instance, &self.mig, Kind::Mig, 1)).collect());
         };
-        // Shares: first of instances that are held anyway, then of others, each of which gives `units`.
+        // Shares: first of instances that are held anyway, then of others, each of which gives
+        // `units`.
         let mut partly: Vec<(Cell, u32)> = self
             .free
             .iter()
@@ -362,7 +367,8 @@ impl Class {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// The cell of an instance that nobody holds: as it is where it exists, else as it will be made.
+    /// The cell of an instance that nobody holds: as it is where it exists, else as it will be
+    /// made.
     fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
         if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
             return Some(*cell);
@@ -401,7 +407,8 @@ impl Class {
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
-    /// What is left of what there was, on a scale that rises faster than the room does, and what is taken.
+    /// What is left of what there was, on a scale that rises faster than the room does, and what is
+    /// taken.
     fn measure_cut(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Used) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
@@ -430,7 +437,8 @@ impl Class {
         (left.saturating_mul(left) / all.max(1), all, part(used, all))
     }
 
-    /// The memory slices that pods hold or will hold, as places; and the parts of the GPU that they are.
+    /// The memory slices that pods hold or will hold, as places; and the parts of the GPU that they
+    /// are.
     fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Used) {
         let (held, _) = self.instances();
         let mut mask: Mask = held.iter().filter_map(|&instance| table.mask(instance)).fold(0, |mask, bits| mask | bits);
@@ -455,7 +463,8 @@ impl Class {
         (mask, used)
     }
 
-    /// The least part of this GPU that a demand takes, in 65,536ths, rounded down; none where no way of cutting it gives that.
+    /// The least part of this GPU that a demand takes, in 65,536ths, rounded down; none where no
+    /// way of cutting it gives that.
     pub(crate) fn weight(&self, demand: &Demand) -> Option<Used> {
         let whole = Used { memory: WHOLE_GPU, compute: WHOLE_GPU };
         let existing = self.free.iter().any(|cell| cell.resource == demand.resource);
@@ -486,7 +495,8 @@ impl Class {
     }
 }
 
-/// Takes a demand out of cells with so many left each, where it leaves least; the index of the cell.
+/// Takes a demand out of cells with so many left each, where it leaves least; the index of the
+/// cell.
 fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));

@@ -97,7 +97,8 @@ impl fmt::Display for Family {
     }
 }
 
-/// The resource of a MIG profile: `1g.10gb+me` is `nvidia.com/mig-1g.10gb.me`, as NVIDIA's plugin names it.
+/// The resource of a MIG profile: `1g.10gb+me` is `nvidia.com/mig-1g.10gb.me`, as NVIDIA's plugin
+/// names it.
 pub fn mig_resource(profile: &str) -> String {
     format!("{MIG_PREFIX}{}", profile.replace('+', "."))
 }

@@ -12,7 +12,8 @@ pub struct Observed {
     pub gpus: BTreeMap<String, Vec<Slice>>,
 }
 
-/// What a node's GPUs shall be: slices by UUID. Whether they are in use does not matter. GPUs that are not here stay as they are.
+/// What a node's GPUs shall be: slices by UUID. Whether they are in use does not matter. GPUs that
+/// are not here stay as they are.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Desired {
     /// Slices by GPU.
@@ -49,10 +50,11 @@ pub enum Step {
     },
 }
 
-/// The steps from what is to what shall be: all removals, then what is made, then what is refused, each by GPU.
+/// The steps from what is to what shall be: all removals, then what is made, then what is refused,
+/// each by GPU.
 ///
-/// A GPU of which a slice in use would have to go is left alone altogether: the plan is older than that use, and what else it wants there
-/// may need the room.
+/// A GPU of which a slice in use would have to go is left alone altogether: the plan is older than
+/// that use, and what else it wants there may need the room.
 pub fn diff(observed: &Observed, desired: &Desired) -> Vec<Step> {
     let (mut removals, mut creations, mut refusals) = (Vec::new(), Vec::new(), Vec::new());
     for (gpu, wanted) in &desired.gpus {

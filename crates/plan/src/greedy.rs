@@ -1,4 +1,5 @@
-//! Placements for any number of pods: one after the other, with others moved aside where that makes room.
+//! Placements for any number of pods: one after the other, with others moved aside where that makes
+//! room.
 use std::collections::BTreeMap;
 
 use crate::board::{Board, Cost, Costs, Rule, Spot, group, step};
@@ -10,7 +11,8 @@ pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) board: Board,
-    /// `states.work` at which nothing is moved aside any more: for all pods, and for those of the present group.
+    /// `states.work` at which nothing is moved aside any more: for all pods, and for those of the
+    /// present group.
     last: u64,
     limit: u64,
     /// Grows with each placement that stands; what was worked out before may be wrong afterwards.
@@ -45,7 +47,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         Self { model, states, board, last: 0, limit: 0, epoch: 0, homes: BTreeMap::new(), costs }
     }
 
-    /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for one of a lower, but stay placed.
+    /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for
+    /// one of a lower, but stay placed.
     pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
         self.last = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
@@ -55,7 +58,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == Style::LargeFirst { -weight } else { weight };
-                // Small ones first: more of them fit. Of equal ones those with the fewest nodes, which have no choice.
+                // Small ones first: more of them fit. Of equal ones those with the fewest nodes,
+                // which have no choice.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -67,7 +71,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         });
         let level = |id: &u32| first(*id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
-            // First what needs no change, so that the slices that exist are not gone when one comes that could use them.
+            // First what needs no change, so that the slices that exist are not gone when one comes
+            // that could use them.
             if style == Style::AsPlanned {
                 for &id in level {
                     self.place_as_planned(id);
@@ -136,7 +141,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         offered && self.board.put(self.model, self.states, pod, Spot { node, gpus })
     }
 
-    /// Places a pod by moving another away, which may move a third. All of them are placed afterwards, or nothing has changed.
+    /// Places a pod by moving another away, which may move a third. All of them are placed
+    /// afterwards, or nothing has changed.
     fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -180,7 +186,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Places a pod by moving two others away from one GPU. All of them are placed afterwards, or nothing has changed.
+    /// Places a pod by moving two others away from one GPU. All of them are placed afterwards, or
+    /// nothing has changed.
     fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -252,7 +259,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Whether a pod of group `id` could be on the node if `other` were not. Says no only where that is sure.
+    /// Whether a pod of group `id` could be on the node if `other` were not. Says no only where
+    /// that is sure.
     fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
@@ -269,7 +277,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway, or on what is left of `from`.
+    /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway,
+    /// or on what is left of `from`.
     fn settle(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
         let known = self.homes.get(&id).filter(|home| (home.0, home.1) == (self.epoch, rule));
         let mut nodes = match known {

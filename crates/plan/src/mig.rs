@@ -1,7 +1,8 @@
 //! MIG profiles as data, and the search for places on one GPU.
 //!
-//! A GPU's memory slices are bits of a mask, and a profile may start where NVML says that it may. Nothing here knows how many
-//! instances of which profiles "fit together": that follows from the places.
+//! A GPU's memory slices are bits of a mask, and a profile may start where NVML says that it may.
+//! Nothing here knows how many instances of which profiles "fit together": that follows from the
+//! places.
 use serde::{Deserialize, Serialize};
 
 use crate::device::mig_resource;
@@ -104,7 +105,8 @@ pub(crate) struct Arrangement {
 
 const MASK_BITS: u32 = Mask::BITS;
 
-/// Steps of one search for places. A real GPU needs a few hundred at most; a machine that reports nonsense must not hold up the plan.
+/// Steps of one search for places. A real GPU needs a few hundred at most; a machine that reports
+/// nonsense must not hold up the plan.
 const MAX_STEPS: u32 = 20_000;
 
 impl Table {
@@ -178,7 +180,8 @@ impl Table {
         self.entries.iter().map(|entry| entry.resource.as_str())
     }
 
-    /// An instance's part of the GPU's memory slices and compute slices, each in 65,536ths, rounded down.
+    /// An instance's part of the GPU's memory slices and compute slices, each in 65,536ths, rounded
+    /// down.
     pub(crate) fn part(&self, profile: u8) -> (u32, u32) {
         let Some(entry) = self.entries.get(usize::from(profile)) else { return (0, 0) };
         let compute = (entry.compute << 16).checked_div(self.compute).unwrap_or(0);
@@ -213,13 +216,15 @@ impl Table {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// What could still be made where `mask` is taken, as a number: for each shape, the slices that most instances of it alone
-    /// would cover. More is better; nothing is lost by an instance whose place no larger one could have used.
+    /// What could still be made where `mask` is taken, as a number: for each shape, the slices that
+    /// most instances of it alone would cover. More is better; nothing is lost by an instance whose
+    /// place no larger one could have used.
     pub(crate) fn room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * most(*size, starts, mask)).sum()
     }
 
-    /// Whether these instances can all be there at once. The last field of the answer is their mask.
+    /// Whether these instances can all be there at once. The last field of the answer is their
+    /// mask.
     pub(crate) fn together(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
@@ -234,7 +239,8 @@ impl Table {
 
     /// Places for `wanted` profiles beside the `held` instances, which stay where they are.
     ///
-    /// Of all ways, the one that destroys and creates least beside the `free` instances, then leaves most room, then starts lowest.
+    /// Of all ways, the one that destroys and creates least beside the `free` instances, then
+    /// leaves most room, then starts lowest.
     pub(crate) fn arrange(&self, held: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.together(held)?;
         let everyone = held.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
@@ -263,7 +269,8 @@ impl Table {
     }
 }
 
-/// Less is better: instances destroyed and created, room lost, and the places themselves, so that no two ways are equal.
+/// Less is better: instances destroyed and created, room lost, and the places themselves, so that
+/// no two ways are equal.
 type Cost = (usize, u32, Vec<Instance>);
 
 struct Search<'a> {
@@ -311,7 +318,8 @@ const fn bits(size: u8, start: u8) -> Mask {
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
-/// Most instances of one shape in what `mask` leaves. Intervals of one length: taking the lowest that fits is optimal.
+/// Most instances of one shape in what `mask` leaves. Intervals of one length: taking the lowest
+/// that fits is optimal.
 fn most(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
@@ -337,12 +345,14 @@ fn media(name: &str) -> Media {
     }
 }
 
-/// The compute slices that a profile's name tells: 3 of `3g.20gb`. More than 64 is no name of NVIDIA's.
+/// The compute slices that a profile's name tells: 3 of `3g.20gb`. More than 64 is no name of
+/// NVIDIA's.
 fn compute(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
 
-/// Memory in GB of `1g`, `1g` of double memory (where there is one), half and whole of a GPU of seven compute and eight memory slices.
+/// Memory in GB of `1g`, `1g` of double memory (where there is one), half and whole of a GPU of
+/// seven compute and eight memory slices.
 struct Sevenths {
     one: u32,
     two: u32,
@@ -350,7 +360,8 @@ struct Sevenths {
     whole: u32,
 }
 
-/// The places of A30, of the data centre GPUs with seven compute slices, and of the RTX PRO 6000, as `nvidia-smi mig -lgipp` prints them.
+/// The places of A30, of the data centre GPUs with seven compute slices, and of the RTX PRO 6000,
+/// as `nvidia-smi mig -lgipp` prints them.
 pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
@@ -462,7 +473,8 @@ mod tests {
         assert!(Table::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// All layouts to which nothing can be added, by an enumeration that shares nothing with the search.
+    /// All layouts to which nothing can be added, by an enumeration that shares nothing with the
+    /// search.
     fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
         fn grow(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
             for (at, &next) in from.iter().enumerate() {
@@ -488,7 +500,8 @@ mod tests {
     #[test]
     fn an_a100_has_exactly_the_layouts_of_nvidias_guide() {
         let table = a100();
-        // Without the variants of 1g: NVIDIA's guide lists 14 full layouts as counts of each profile, 4g + 3g and 3g + 4 × 1g among them.
+        // Without the variants of 1g: NVIDIA's guide lists 14 full layouts as counts of each
+        // profile, 4g + 3g and 3g + 4 × 1g among them.
         let plain = |name: &str| matches!(name, "1g.5gb" | "2g.10gb" | "3g.20gb" | "4g.20gb" | "7g.40gb");
         let profiles: Vec<Profile> =
             built_in("A100", 40_960).expect("known").into_iter().filter(|profile| plain(&profile.name)).collect();

@@ -1,4 +1,5 @@
-//! The snapshot made ready for planning: names become numbers, equal things become one, and what makes no sense is set aside.
+//! The snapshot made ready for planning: names become numbers, equal things become one, and what
+//! makes no sense is set aside.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -13,7 +14,8 @@ use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Slices that one pod may ask for. No node has as many; a pod that asks for a million must not cost a million.
+/// Slices that one pod may ask for. No node has as many; a pod that asks for a million must not
+/// cost a million.
 const MAX_SLICES: u64 = 1024;
 
 /// Equal slices of one GPU. No mode gives as many, and a plan lists each.
@@ -528,7 +530,8 @@ impl<'b> ClassBuilder<'b> {
         }
     }
 
-    /// Reads what the GPU holds. What cannot be understood stays as it is, and nothing is cut around it.
+    /// Reads what the GPU holds. What cannot be understood stays as it is, and nothing is cut
+    /// around it.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
         // Of several complaints one is told, and always the same one.
         let mut wrong: Option<String> = None;

@@ -1,6 +1,7 @@
 //! What k of n MPS shares of a GPU are worth: thread percentage, SMs, memory.
 //!
-//! The figures that this arithmetic must agree with were measured on an H200 under driver 580 (`docs/explanation/measurements.md`).
+//! The figures that this arithmetic must agree with were measured on an H200 under driver 580
+//! (`docs/explanation/measurements.md`).
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Mebibytes, Percent, Sms};
@@ -8,7 +9,8 @@ use crate::units::{Mebibytes, Percent, Sms};
 /// The most client contexts that one MPS server serves; the 49th is refused with CUDA error 808.
 pub const MAX_CLIENTS: u32 = 48;
 
-/// Memory that is not handed out: the MPS server's own context (66 MiB measured), rounded up to leave it room to grow.
+/// Memory that is not handed out: the MPS server's own context (66 MiB measured), rounded up to
+/// leave it room to grow.
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
 /// SMs below which MPS never limits a client, whatever the percentage.
@@ -59,10 +61,11 @@ pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
-/// The memory that a slice of `size` of a GPU with `total` memory may really use, in whole MiB, rounded down.
+/// The memory that a slice of `size` of a GPU with `total` memory may really use, in whole MiB,
+/// rounded down.
 ///
-/// Slices are as large as their names say, so that two of 20 GiB are a GPU of 40 GiB; what the server needs is taken off each in
-/// proportion. A slice above the GPU counts as the whole GPU.
+/// Slices are as large as their names say, so that two of 20 GiB are a GPU of 40 GiB; what the
+/// server needs is taken off each in proportion. A slice above the GPU counts as the whole GPU.
 pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
@@ -79,10 +82,12 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     Sms(even.max(LEAST_SMS).min(total.0))
 }
 
-/// The memory that the CUDA context of a client which may use `sms` SMs takes of its limit; none where it was not measured.
+/// The memory that the CUDA context of a client which may use `sms` SMs takes of its limit; none
+/// where it was not measured.
 ///
-/// 27.1 MiB and 3.69 MiB for each SM on GPUs of compute capability 9.0 under driver 580, right to within 1 MiB for 12 to 132 SMs (H100 and
-/// H200, `docs/explanation/measurements.md`). A program that asks for a larger stack, and its kernels' code, take more.
+/// 27.1 MiB and 3.69 MiB for each SM on GPUs of compute capability 9.0 under driver 580, right to
+/// within 1 MiB for 12 to 132 SMs (H100 and H200, `docs/explanation/measurements.md`). A program
+/// that asks for a larger stack, and its kernels' code, take more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))

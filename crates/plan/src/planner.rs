@@ -1,7 +1,8 @@
 //! From a snapshot to a plan.
 //!
-//! The order of everything is written down in `docs/explanation/planning.md`; nothing here depends on the order of nodes, GPUs or map entries in the
-//! snapshot, and pods come in the order of their arrival.
+//! The order of everything is written down in `docs/explanation/planning.md`; nothing here depends
+//! on the order of nodes, GPUs or map entries in the snapshot, and pods come in the order of their
+//! arrival.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -24,8 +25,9 @@ pub struct Policy {
     pub units: Option<u32>,
     /// Time-sliced replicas of a GPU; without a number none are made.
     pub replicas: Option<u32>,
-    /// Steps that the exact search may take on each small part of the cluster, and sixteen times that in all. The limit is a number of
-    /// steps and not a time, so that the same input gives the same plan on every machine.
+    /// Steps that the exact search may take on each small part of the cluster, and sixteen times
+    /// that in all. The limit is a number of steps and not a time, so that the same input gives the
+    /// same plan on every machine.
     pub search_steps: u32,
 }
 
@@ -118,7 +120,8 @@ pub struct Planned {
 const SMALL_PODS: usize = 24;
 const SMALL_GPUS: usize = 32;
 
-/// Look-ups that may be spent on moving pods aside, in the whole plan: so many, and so many for each pod.
+/// Look-ups that may be spent on moving pods aside, in the whole plan: so many, and so many for
+/// each pod.
 const MOVING_WORK: u64 = 200_000;
 const MOVING_WORK_PER_POD: u64 = 300;
 /// And for one attempt at a part that is searched exactly afterwards.
@@ -126,7 +129,8 @@ const SMALL_MOVING_WORK: u64 = 10_000;
 
 /// Plans: which GPUs are cut into what, and which waiting pod goes where.
 ///
-/// Most pods of the highest priority, then of the next. Slices in use stay. GPUs that need no change get none.
+/// Most pods of the highest priority, then of the next. Slices in use stay. GPUs that need no
+/// change get none.
 pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
@@ -170,7 +174,8 @@ struct Budget {
     each: u32,
 }
 
-/// For each group of pods: the nodes that could take one if no other waited, and the least of a GPU that one takes.
+/// For each group of pods: the nodes that could take one if no other waited, and the least of a GPU
+/// that one takes.
 fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Board) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);
@@ -229,7 +234,8 @@ fn find(leader: &mut [u32], of: u32) -> u32 {
     at
 }
 
-/// The parts of the cluster between which no pod could choose, each with its groups. Nodes that no pod could use are in none.
+/// The parts of the cluster between which no pod could choose, each with its groups. Nodes that no
+/// pod could use are in none.
 fn parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {

@@ -5,7 +5,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// An amount of a resource as Kubernetes writes it: `64`, `500m`, `40960Mi`, `1e3`.
 ///
-/// A text that is not a quantity is kept, and has no value: one bad object of a snapshot must not make the whole unreadable.
+/// A text that is not a quantity is kept, and has no value: one bad object of a snapshot must not
+/// make the whole unreadable.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity {
     text: String,
@@ -31,8 +32,8 @@ impl Quantity {
         Self::new(&format!("{mebibytes}Mi"))
     }
 
-    /// The value in thousandths, rounded up; amounts beyond what 64 bits hold are the largest that they do. None where the text is no
-    /// quantity or is below zero.
+    /// The value in thousandths, rounded up; amounts beyond what 64 bits hold are the largest that
+    /// they do. None where the text is no quantity or is below zero.
     pub const fn milli(&self) -> Option<u64> {
         self.milli
     }

@@ -17,7 +17,8 @@ use crate::states::{StateId, States};
 pub struct Report {
     /// By pod, in order of arrival.
     pub pods: Vec<PodReport>,
-    /// Nodes and GPUs that are left out of the plan or kept as they are, though nobody asked for that.
+    /// Nodes and GPUs that are left out of the plan or kept as they are, though nobody asked for
+    /// that.
     pub nodes: Vec<NodeReport>,
 }
 

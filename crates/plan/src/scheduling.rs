@@ -29,7 +29,8 @@ pub enum Refused {
     Cordoned,
 }
 
-/// Taints that controllers add and remove by themselves: conditions of the node, its start, and its removal by an autoscaler. A prefix ends with `/`.
+/// Taints that controllers add and remove by themselves: conditions of the node, its start, and its
+/// removal by an autoscaler. A prefix ends with `/`.
 const PASSING_TAINTS: [&str; 11] = [
     "node.kubernetes.io/",
     "node.cloudprovider.kubernetes.io/",
@@ -45,8 +46,9 @@ const PASSING_TAINTS: [&str; 11] = [
 ];
 
 impl Refused {
-    /// Whether it can end without a change of the pod, or of the node by an administrator who means it for good: a cordon, and taints that controllers
-    /// add and remove. Labels and other taints stay until somebody changes them.
+    /// Whether it can end without a change of the pod, or of the node by an administrator who means
+    /// it for good: a cordon, and taints that controllers add and remove. Labels and other taints
+    /// stay until somebody changes them.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
@@ -99,12 +101,14 @@ impl<'a> Constraints<'a> {
         let cordoned = || (node.unschedulable && !self.tolerates(&cordon())).then_some(Refused::Cordoned);
         let tainted = |taint: &Taint| Refused::Taint { key: taint.key.clone(), value: taint.value.clone() };
         let taints: Vec<Refused> = self.untolerated(node).map(tainted).collect();
-        // What stays comes first: who asks whether it can pass is not to be answered by something beside it that can.
+        // What stays comes first: who asks whether it can pass is not to be answered by something
+        // beside it that can.
         let lasting = taints.iter().find(|refused| !refused.may_pass()).cloned();
         lasting.or_else(cordoned).or_else(|| taints.into_iter().next()).map_or(Ok(()), Err)
     }
 
-    /// Whether the node matches the pod's node selector and required node affinity, whatever its taints.
+    /// Whether the node matches the pod's node selector and required node affinity, whatever its
+    /// taints.
     pub(crate) fn selects(&self, node: &Node) -> bool {
         self.unselected(node).is_none() && self.has_affinity_to(node)
     }
@@ -147,7 +151,8 @@ fn cordon() -> Taint {
     Taint { key, value: String::new(), effect: "NoSchedule".to_owned() }
 }
 
-/// Whether a node with these labels and this name matches one of the terms. No terms are no requirement.
+/// Whether a node with these labels and this name matches one of the terms. No terms are no
+/// requirement.
 pub(crate) fn matches_any(terms: &[NodeSelectorTerm], labels: &BTreeMap<String, String>, name: &str) -> bool {
     terms.is_empty() || terms.iter().any(|term| matches_term(term, labels, name))
 }

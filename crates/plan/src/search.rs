@@ -1,7 +1,8 @@
 //! The search for small parts of a cluster: every way, as far as it can matter.
 //!
-//! Depth first over the pods, the highest priority first. A branch ends where even placing all that is left could not be better than
-//! the best known, and where the same GPUs were met in the same states before.
+//! Depth first over the pods, the highest priority first. A branch ends where even placing all that
+//! is left could not be better than the best known, and where the same GPUs were met in the same
+//! states before.
 use std::collections::BTreeMap;
 
 use crate::board::{Board, Rule, Spot, group, step};
@@ -9,7 +10,8 @@ use crate::cut::WHOLE_GPU;
 use crate::model::Model;
 use crate::states::{StateId, States};
 
-/// How good a set of placements is: pods placed by priority, the highest first, then GPUs left as they are.
+/// How good a set of placements is: pods placed by priority, the highest first, then GPUs left as
+/// they are.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     pub(crate) placed: Vec<u32>,
@@ -106,7 +108,8 @@ struct Search<'s, 'a> {
 /// Ways of spreading one pod's units over a node's GPUs that are tried.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for placements better than `best`. `board` must have none of the part's pods on it, and has none afterwards.
+/// Searches for placements better than `best`. `board` must have none of the part's pods on it, and
+/// has none afterwards.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
@@ -147,7 +150,8 @@ pub(crate) fn search(
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
-/// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted by the same pods.
+/// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted
+/// by the same pods.
 fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());

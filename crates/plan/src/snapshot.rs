@@ -1,7 +1,8 @@
 //! What is planned for: the nodes, GPUs and slices as observed, and the pods that wait.
 //!
-//! The serde format is that of `cleave plan --snapshot` (`docs/explanation/planning.md`). Unknown fields are ignored, fields left out have the
-//! values that change nothing. A part that makes no sense costs that part alone: it is left out of the plan, with a reason.
+//! The serde format is that of `cleave plan --snapshot` (`docs/explanation/planning.md`). Unknown
+//! fields are ignored, fields left out have the values that change nothing. A part that makes no
+//! sense costs that part alone: it is left out of the plan, with a reason.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -34,8 +35,8 @@ pub struct Node {
     /// Cordoned.
     #[serde(skip_serializing_if = "is_false")]
     pub unschedulable: bool,
-    /// What pods may use of each resource. CPU, memory, ephemeral storage and pods are unlimited where they are left out; of any other
-    /// resource there is none.
+    /// What pods may use of each resource. CPU, memory, ephemeral storage and pods are unlimited
+    /// where they are left out; of any other resource there is none.
     pub allocatable: BTreeMap<String, Quantity>,
     /// What pods that are bound to the node use.
     pub requested: BTreeMap<String, Quantity>,
@@ -65,13 +66,15 @@ pub struct Gpu {
     /// MIG profiles and places as NVML reports them; those known of the model where left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profiles: Option<Vec<Profile>>,
-    /// MPS shares of the GPU, 1 to 48; none can be made where left out and the [`Policy`](crate::Policy) says nothing.
+    /// MPS shares of the GPU, 1 to 48; none can be made where left out and the
+    /// [`Policy`](crate::Policy) says nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub units: Option<u32>,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are cut as pods want them; yes where left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sizes: Option<bool>,
-    /// Time-sliced replicas of the GPU; none can be made where left out and the [`Policy`](crate::Policy) says nothing.
+    /// Time-sliced replicas of the GPU; none can be made where left out and the
+    /// [`Policy`](crate::Policy) says nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
     /// Another name for the shares or replicas.
@@ -94,8 +97,8 @@ pub struct Gpu {
 pub struct MigSharing {
     /// MPS shares or time-sliced replicas of each instance, 1 to 48.
     pub units: u32,
-    /// Their resource; `nvidia.com/mig-<profile>.shared` where left out. Instances are cut for the latter only: a name that does not
-    /// say which profile cannot say what to cut.
+    /// Their resource; `nvidia.com/mig-<profile>.shared` where left out. Instances are cut for the
+    /// latter only: a name that does not say which profile cannot say what to cut.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
 }
@@ -145,7 +148,8 @@ pub struct Pod {
     pub name: String,
     /// Priority; higher goes first.
     pub priority: i32,
-    /// What the pod takes of a node: containers, init containers and overhead together, as the scheduler adds them up.
+    /// What the pod takes of a node: containers, init containers and overhead together, as the
+    /// scheduler adds them up.
     pub requests: BTreeMap<String, Quantity>,
     /// Labels that the node must have.
     pub node_selector: BTreeMap<String, String>,
@@ -155,8 +159,8 @@ pub struct Pod {
     /// Taints that it tolerates.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
-    /// The node that the last plan gave it. It keeps that where no plan is better, so that plans do not go back and forth between ways
-    /// that are equally good.
+    /// The node that the last plan gave it. It keeps that where no plan is better, so that plans do
+    /// not go back and forth between ways that are equally good.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub planned_node: Option<String>,
 }

@@ -1,7 +1,7 @@
 //! What GPUs become as pods are put on them, worked out once for all GPUs that are alike.
 //!
-//! A state is a class of GPU and the demands put on it. Thousands of GPUs share a few states, and putting one more demand on a GPU is a
-//! look-up.
+//! A state is a class of GPU and the demands put on it. Thousands of GPUs share a few states, and
+//! putting one more demand on a GPU is a look-up.
 use std::collections::BTreeMap;
 
 use crate::cut::{Class, Demand, Packed, Used};

@@ -1,5 +1,5 @@
-//! The ledger against a cluster in which anything may happen: pods come, are bound, served and go, in any order; the ledger is lost and made
-//! anew; devices shrink; somebody comes around the gate.
+//! The ledger against a cluster in which anything may happen: pods come, are bound, served and go,
+//! in any order; the ledger is lost and made anew; devices shrink; somebody comes around the gate.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
@@ -22,7 +22,8 @@ enum Event {
     Come { sizes: Vec<u32>, most: usize },
     /// The scheduler binds a pod that was let through.
     Bind { pod: usize, node: usize },
-    /// The kubelet serves a pod that is bound. Which of equal reservations it is given is anybody's guess.
+    /// The kubelet serves a pod that is bound. Which of equal reservations it is given is anybody's
+    /// guess.
     Serve { pod: usize, device: usize },
     /// A pod is deleted, wherever it is.
     Go { pod: usize },
@@ -238,7 +239,8 @@ impl World {
         self.known.contains_key(node) && can(&mut free, sizes)
     }
 
-    /// As the agent does: of one device, first one that is reserved for just this size; what it gave out it counts itself.
+    /// As the agent does: of one device, first one that is reserved for just this size; what it
+    /// gave out it counts itself.
     fn serve(&mut self, name: &str, number: usize) {
         let pod = self.pods[name].clone();
         let node = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()).unwrap();
@@ -317,7 +319,8 @@ impl World {
         let rebuilt = self.rebuilt(known);
         for node in NODES {
             let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.rooms(node));
-            // Where somebody is short, a place for all is sought anew, wherever notes are: there is one, or nothing has changed.
+            // Where somebody is short, a place for all is sought anew, wherever notes are: there is
+            // one, or nothing has changed.
             let found = !self.ledger.short(node).is_empty() && rebuilt.short(node).is_empty();
             assert!(found || of(&rebuilt) == of(&self.ledger), "{node}: {:?}, {:?}", of(&rebuilt), of(&self.ledger));
         }
@@ -334,8 +337,9 @@ fn allocation(pod: &str, device: &str, units: Units) -> Allocation {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// Whatever happens: no device has more reserved than is free; nobody who was let through is forgotten; a fit that exists is found, and
-    /// one that is found exists; a ledger that was lost is the same when it is made anew of the same notes, while nobody is short.
+    /// Whatever happens: no device has more reserved than is free; nobody who was let through is
+    /// forgotten; a fit that exists is found, and one that is found exists; a ledger that was lost
+    /// is the same when it is made anew of the same notes, while nobody is short.
     #[test]
     fn never_over_committed_and_nobody_forgotten(events in prop::collection::vec(hostile(), 0..80)) {
         let mut world = World::new();
@@ -345,8 +349,9 @@ proptest! {
         }
     }
 
-    /// Where nobody comes around the gate and no device shrinks, every pod that is let through is served, whatever the order in which they
-    /// are bound and served, whichever of equal places they get, and however often the operator is killed.
+    /// Where nobody comes around the gate and no device shrinks, every pod that is let through is
+    /// served, whatever the order in which they are bound and served, whichever of equal places
+    /// they get, and however often the operator is killed.
     #[test]
     fn who_is_let_through_is_served(events in prop::collection::vec(orderly(), 0..120)) {
         let mut world = World::new();

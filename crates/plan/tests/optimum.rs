@@ -1,6 +1,7 @@
 //! The planner beside an exact solver, on small random clusters of A100s.
 //!
-//! The solver knows nothing of the planner's: it tries every set of pods on every node, with the places of NVIDIA's guide written down here.
+//! The solver knows nothing of the planner's: it tries every set of pods on every node, with the
+//! places of NVIDIA's guide written down here.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;

@@ -70,7 +70,8 @@ fn names(pods: &[&str]) -> Vec<String> {
 
 #[test]
 fn pods_leave_one_device_and_not_some_here_and_some_there() {
-    // By a node's sum, a1 and b1 would do: the lowest. They free 5 + 1 with what is free, on two devices.
+    // By a node's sum, a1 and b1 would do: the lowest. They free 5 + 1 with what is free, on two
+    // devices.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(names(&["a1"])));
@@ -467,8 +468,9 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// Of each way, by all sets of pods that could leave: the set in which those stay that should. Of all ways, the least cost. And of what is
-    /// chosen: it helps, everyone in it is needed, and nobody is in it who is not of lower priority.
+    /// Of each way, by all sets of pods that could leave: the set in which those stay that should.
+    /// Of all ways, the least cost. And of what is chosen: it helps, everyone in it is needed, and
+    /// nobody is in it who is not of lower priority.
     #[test]
     fn nobody_leaves_in_vain_and_no_other_choice_costs_less(world in world()) {
         let ledger = world.ledger();
@@ -524,8 +526,9 @@ proptest! {
         }
     }
 
-    /// Neither the order in which facts are told nor that of the question matters; and once they were told to go, the question is answered
-    /// without a further victim, so that nothing has to be remembered.
+    /// Neither the order in which facts are told nor that of the question matters; and once they
+    /// were told to go, the question is answered without a further victim, so that nothing has to
+    /// be remembered.
     #[test]
     fn the_answer_depends_on_nothing_else(world in world(), turn in 0_usize..6) {
         let ledger = world.ledger();
@@ -548,7 +551,8 @@ proptest! {
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 
-    /// Whatever pods of the same or lower priority come while victims leave, one after the other: the pod for which they left gets the room.
+    /// Whatever pods of the same or lower priority come while victims leave, one after the other:
+    /// the pod for which they left gets the room.
     #[test]
     fn room_is_kept_for_whom_it_was_made(
         world in world(),

@@ -1,4 +1,5 @@
-//! What holds for every plan, on random snapshots: sensible ones, and ones with parts that make no sense.
+//! What holds for every plan, on random snapshots: sensible ones, and ones with parts that make no
+//! sense.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
@@ -63,7 +64,8 @@ fn slice() -> impl Strategy<Value = Slice> {
     })
 }
 
-/// Slices that can be on a GPU: put there by planning for pods that ask for them, and some of them taken.
+/// Slices that can be on a GPU: put there by planning for pods that ask for them, and some of them
+/// taken.
 fn possible_slices(gpu: &Gpu, asked: &[String], taken: &[bool]) -> Vec<Slice> {
     let pods = asked.iter().enumerate().map(|(at, resource)| Pod {
         name: format!("p{at}"),
@@ -216,7 +218,8 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
                     .map(|one| one.count)
                     .sum()
             };
-            // Shares of a MIG instance: the instance with the least that suffices, as an allocator would.
+            // Shares of a MIG instance: the instance with the least that suffices, as an allocator
+            // would.
             let shares = take.resource.ends_with("shared");
             let place = gpu
                 .slices
@@ -264,7 +267,8 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
 fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
     for waiting in &plan.unplaced {
         let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;
-        // Only what needs no judgement of labels: one kind of slice that is no share, and nothing that a node could be short of.
+        // Only what needs no judgement of labels: one kind of slice that is no share, and nothing
+        // that a node could be short of.
         let of_gpus: Vec<_> = pod.requests.iter().filter(|(name, _)| name.starts_with("nvidia.com/")).collect();
         let [(resource, count)] = of_gpus.as_slice() else { continue };
         let plain = (resource.contains("mig-") && !resource.ends_with("shared")) || resource.ends_with("gb");

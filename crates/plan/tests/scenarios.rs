@@ -1,7 +1,7 @@
 //! Scenario files, each with what must come of it, and the whole plan as committed text beside it.
 //!
-//! `expect`: the pods that are placed, and how many GPUs are cut anew. A change of the text shows what a change of the planner means;
-//! `expect` says what may not change.
+//! `expect`: the pods that are placed, and how many GPUs are cut anew. A change of the text shows
+//! what a change of the planner means; `expect` says what may not change.
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;

@@ -1,6 +1,7 @@
 //! Generates the reference pages of the documentation site, and checks the site.
 //!
-//! It reads files of the repository and nothing else: it needs no network and no cluster. `docs/build` runs it.
+//! It reads files of the repository and nothing else: it needs no network and no cluster.
+//! `docs/build` runs it.
 mod crd;
 mod links;
 mod pages;
@@ -27,7 +28,8 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Check the pages: line length, the table of contents, metrics, links of the repository's Markdown files.
+    /// Check the pages: line length, the table of contents, metrics, links of the repository's
+    /// Markdown files.
     Pages {
         /// Root of the repository.
         #[arg(long, default_value = ".")]

@@ -1,4 +1,5 @@
-//! The pages themselves: line length, the table of contents, metrics, and links between Markdown files.
+//! The pages themselves: line length, the table of contents, metrics, and links between Markdown
+//! files.
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -49,7 +50,8 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Numbers of the lines that are too long. Tables, code blocks and addresses of links are not wrapped.
+/// Numbers of the lines that are too long. Tables, code blocks and addresses of links are not
+/// wrapped.
 fn long_lines(text: &str) -> Vec<usize> {
     let mut in_code = false;
     let mut long = Vec::new();

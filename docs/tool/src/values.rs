@@ -1,6 +1,7 @@
 //! The reference page of the chart's values, from the comments of `values.yaml`.
 //!
-//! The schema says which keys are sections: their fields are described one by one. Everything else is one value.
+//! The schema says which keys are sections: their fields are described one by one. Everything else
+//! is one value.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail};

@@ -1,7 +1,8 @@
 //! `cleave-bench planner`: how long a plan takes, from 10 to 1,000 nodes.
 //!
-//! A busy cluster: GPUs of three models in the three modes, a third of their slices in use, a third free; pods of mixed sizes, half a pod
-//! to a GPU, in three priorities, a quarter of them bound to a zone. The same numbers in every run.
+//! A busy cluster: GPUs of three models in the three modes, a third of their slices in use, a third
+//! free; pods of mixed sizes, half a pod to a GPU, in three priorities, a quarter of them bound to
+//! a zone. The same numbers in every run.
 use std::collections::BTreeMap;
 use std::time::Instant;
 

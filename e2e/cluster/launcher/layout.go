@@ -149,7 +149,8 @@ type node struct {
 	// Index is 1 or more; addresses and device names follow from it.
 	Index      int    `json:"index"`
 	DriverRoot string `json:"driverRoot,omitempty"`
-	// StatusSeconds is how often its kubelet tells the API server of it; 0: as often as Kubernetes has it.
+	// StatusSeconds is how often its kubelet tells the API server of it; 0: as often as Kubernetes has
+	// it.
 	StatusSeconds int `json:"statusSeconds,omitempty"`
 }
 

@@ -28,7 +28,8 @@ import (
 const (
 	policiesPort   = 10258
 	policiesPeriod = time.Second
-	// policiesChain is reached from FORWARD alone: what a pod's own node sends it, and gets of it, no policy keeps out.
+	// policiesChain is reached from FORWARD alone: what a pod's own node sends it, and gets of it, no
+	// policy keeps out.
 	policiesChain = "E2E-POLICIES"
 )
 
@@ -74,7 +75,8 @@ type policy struct {
 	}
 }
 
-// policyRule is one of ingress, with From, or of egress, with To. Without peers it is for everybody, without ports for all.
+// policyRule is one of ingress, with From, or of egress, with To. Without peers it is for
+// everybody, without ports for all.
 type policyRule struct {
 	From, To []policyPeer
 	Ports    []struct {
@@ -117,7 +119,8 @@ type policyWorld struct {
 	namespaces []policyNamespace
 }
 
-// isAddressed tells whether the pod has an address of its own, and not that of its node or one that another may have by now.
+// isAddressed tells whether the pod has an address of its own, and not that of its node or one that
+// another may have by now.
 func (p policyPod) isAddressed() bool {
 	address, err := netip.ParseAddr(p.Status.PodIP)
 	return err == nil && address.Is4() && !p.Spec.HostNetwork && p.Status.Phase != "Succeeded" && p.Status.Phase != "Failed"
@@ -158,7 +161,8 @@ func (w policyWorld) isPeer(namespace string, peer policyPeer, pod policyPod) bo
 	})
 }
 
-// ports are the rule's, as the packet filter matches them; target is the pod that they are of, where it is one.
+// ports are the rule's, as the packet filter matches them; target is the pod that they are of,
+// where it is one.
 func (r policyRule) ports(target *policyPod) ([]string, error) {
 	if len(r.Ports) == 0 {
 		return []string{""}, nil
@@ -240,7 +244,8 @@ func (w policyWorld) chains(node string) (map[string][]string, error) {
 	return chains, nil
 }
 
-// restore is what iptables-restore makes these chains of, and takes those of before away with that are no more.
+// restore is what iptables-restore makes these chains of, and takes those of before away with that
+// are no more.
 func restore(chains, before map[string][]string) string {
 	names, gone := sortedKeys(chains), []string(nil)
 	for _, name := range sortedKeys(before) {
@@ -378,7 +383,8 @@ func filter(holder process, rules string) error {
 	if err := netns.Set(node); err != nil {
 		return err
 	}
-	// A thread that cannot go back must not be used again, and ends with the locked goroutine: with the process, here.
+	// A thread that cannot go back must not be used again, and ends with the locked goroutine: with
+	// the process, here.
 	defer func() {
 		if err := netns.Set(machine); err != nil {
 			panic(err)

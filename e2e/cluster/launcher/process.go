@@ -40,7 +40,8 @@ func parseStat(stat string) (ended bool, start uint64, err error) {
 		return false, 0, fmt.Errorf("not a process's stat: %q", stat)
 	}
 	start, err = strconv.ParseUint(fields[19], 10, 64)
-	// The first thread of a killed process is a zombie while the others still end, and hold its sockets.
+	// The first thread of a killed process is a zombie while the others still end, and hold its
+	// sockets.
 	ended = fields[0] == "X" || fields[0] == "Z" && fields[17] == "1"
 	return ended, start, err
 }

@@ -1,4 +1,5 @@
-//! Runs one target for some inputs: its samples and its corpus first, then changes of those and of what it has read since.
+//! Runs one target for some inputs: its samples and its corpus first, then changes of those and of
+//! what it has read since.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};

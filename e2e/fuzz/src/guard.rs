@@ -1,4 +1,5 @@
-//! Watches over targets while they run: what panics, takes too long or takes too much memory is told with its input, and the input kept.
+//! Watches over targets while they run: what panics, takes too long or takes too much memory is
+//! told with its input, and the input kept.
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -28,7 +29,8 @@ struct Running {
 
 static RUNNING: Mutex<Option<HashMap<ThreadId, Running>>> = Mutex::new(None);
 
-/// A panic while it is held is told by the hook of the same thread: a poisoned lock is as good as another.
+/// A panic while it is held is told by the hook of the same thread: a poisoned lock is as good as
+/// another.
 fn running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -103,7 +105,8 @@ fn watch() {
                 late.map(|one| told(one.target, &one.input, &format!("it takes more than {LONGEST:?}"))).collect()
             };
             if !wrong.is_empty() {
-                // Not by a macro: what those print in a test is kept back until it ends, which this one does not.
+                // Not by a macro: what those print in a test is kept back until it ends, which this
+                // one does not.
                 let _ = writeln!(io::stderr(), "{}", wrong.join("\n"));
                 // Nothing else ends what goes on in another thread.
                 std::process::exit(101);

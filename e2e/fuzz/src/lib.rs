@@ -1,15 +1,21 @@
-//! Hostile input for everything that Cleave reads of others: bytes of clients and daemons, files, messages, objects.
+//! Hostile input for everything that Cleave reads of others: bytes of clients and daemons, files,
+//! messages, objects.
 //!
-//! A [`Target`] is a function of bytes that must not panic, hang or take memory without bound, and asserts what must hold of what it reads:
-//! that it is written as it was read, that a plan passes `check`, that an error can be shown to a person. Samples, from the types' own
-//! encoders and from `corpus/<target>/`, are changed at random ([`mutate`]), and what a target reads becomes a sample itself ([`engine`]).
+//! A [`Target`] is a function of bytes that must not panic, hang or take memory without bound, and
+//! asserts what must hold of what it reads: that it is written as it was read, that a plan passes
+//! `check`, that an error can be shown to a person. Samples, from the types' own encoders and from
+//! `corpus/<target>/`, are changed at random ([`mutate`]), and what a target reads becomes a sample
+//! itself ([`engine`]).
 //!
-//! `cargo test` runs each target for a fixed number of inputs from a fixed seed, after its corpus; `make fuzz` and the program of this
-//! crate run them for as long as they are told. An input that fails is written down, and belongs into the corpus with the fix.
+//! `cargo test` runs each target for a fixed number of inputs from a fixed seed, after its corpus;
+//! `make fuzz` and the program of this crate run them for as long as they are told. An input that
+//! fails is written down, and belongs into the corpus with the fix.
 //!
-//! The engine is ours, some 300 lines on `fastrand` and `serde_json`, which the workspace has anyway: coverage feedback (libFuzzer, `fuzzcheck`)
-//! needs a nightly compiler; `bolero` without it is random bytes from some forty further crates, and knows no JSON; `mutatis` changes Rust values,
-//! so that no malformed text would ever be read, and asks for a newer compiler than the workspace.
+//! The engine is ours, some 300 lines on `fastrand` and `serde_json`, which the workspace has
+//! anyway: coverage feedback (libFuzzer, `fuzzcheck`) needs a nightly compiler; `bolero` without it
+//! is random bytes from some forty further crates, and knows no JSON; `mutatis` changes Rust
+//! values, so that no malformed text would ever be read, and asks for a newer compiler than the
+//! workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;
@@ -47,7 +53,8 @@ pub struct Target {
     pub run: fn(&[u8]) -> Seen,
 }
 
-/// Asserts that an error is one that can be shown: it says something, in one piece that fits into a status.
+/// Asserts that an error is one that can be shown: it says something, in one piece that fits into a
+/// status.
 ///
 /// # Panics
 /// It is empty, or has more than 2 KiB.

@@ -9,8 +9,9 @@ use cleave_fuzz::{Target, all, guard, named};
 
 /// Give hostile input to everything that Cleave reads of others.
 ///
-/// Targets run one after the other. The first input that fails (by a panic, by taking more than 20 s, or memory without bound) ends the run with
-/// status 101: it is printed, and kept in target/fuzz-failures. A panic whose cause is mended belongs into e2e/fuzz/corpus/TARGET.
+/// Targets run one after the other. The first input that fails (by a panic, by taking more than 20
+/// s, or memory without bound) ends the run with status 101: it is printed, and kept in
+/// target/fuzz-failures. A panic whose cause is mended belongs into e2e/fuzz/corpus/TARGET.
 ///
 /// Built with `--profile fuzz` (as `make fuzz` does), arithmetic that overflows fails too.
 #[derive(Debug, Parser)]

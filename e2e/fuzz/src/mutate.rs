@@ -70,7 +70,8 @@ const TEXTS: &[&str] = &[
 pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
     let changes = 1 + rng.usize(..4) * rng.usize(..3);
     let mut input = None;
-    // Some documents are changed as text: only so are keys there twice, numbers too large, and strings cut off.
+    // Some documents are changed as text: only so are keys there twice, numbers too large, and
+    // strings cut off.
     if shape == Shape::Json
         && rng.u8(..8) > 0
         && let Ok(mut tree) = serde_json::from_slice::<Value>(sample)
@@ -175,7 +176,8 @@ fn nth<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Some value of a document: any as likely as another, or by way down from the root, so that long lists do not hide what is beside them.
+/// Some value of a document: any as likely as another, or by way down from the root, so that long
+/// lists do not hide what is beside them.
 fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
         let mut number = rng.usize(..count(tree));

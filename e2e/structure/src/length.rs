@@ -61,7 +61,8 @@ impl Functions<'_> {
         });
     }
 
-    /// Whether a comment between the attributes and the signature, or directly above both, says why.
+    /// Whether a comment between the attributes and the signature, or directly above both, says
+    /// why.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();

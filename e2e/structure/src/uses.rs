@@ -65,8 +65,8 @@ impl Resolver<'_> {
         false
     }
 
-    /// What `path` leads to from `module`; nothing if that is in another crate. `followed` holds the
-    /// imports on the way, so that imports of each other end.
+    /// What `path` leads to from `module`; nothing if that is in another crate. `followed` holds
+    /// the imports on the way, so that imports of each other end.
     fn path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;

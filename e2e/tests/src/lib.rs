@@ -1,7 +1,9 @@
-//! The harness of the cluster tests: a client of the local Kubernetes, its components, and waiting on conditions.
+//! The harness of the cluster tests: a client of the local Kubernetes, its components, and waiting
+//! on conditions.
 //!
-//! Everything is synchronous: a test reads as what a person would do. Objects are JSON, as a user of the API sees them.
-//! `e2e/test cluster` brings the cluster up, installs Cleave and sets `KUBECONFIG` and `PATH`.
+//! Everything is synchronous: a test reads as what a person would do. Objects are JSON, as a user
+//! of the API sees them. `e2e/test cluster` brings the cluster up, installs Cleave and sets
+//! `KUBECONFIG` and `PATH`.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -54,7 +56,8 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
-    /// The same API server with a token's rights and no others; asking to be somebody else where one is named.
+    /// The same API server with a token's rights and no others; asking to be somebody else where
+    /// one is named.
     pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut config = runtime.block_on(kube::Config::infer())?;
@@ -72,7 +75,8 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
-    /// A token of a service account; bound to a pod, it is as the kubelet gives it to that pod, and names its node.
+    /// A token of a service account; bound to a pod, it is as the kubelet gives it to that pod, and
+    /// names its node.
     pub fn token(&self, namespace: &str, account: &str, pod: Option<&Value>) -> Result<String> {
         let mut spec = json!({"expirationSeconds": 3600});
         if let Some(pod) = pod {
@@ -338,14 +342,16 @@ impl<'a> Scope<'a> {
         Ok(scope)
     }
 
-    /// Deletes all policies that tests made and the namespace, and waits until all that held a GPU is gone. The rest of the namespace may take its time.
+    /// Deletes all policies that tests made and the namespace, and waits until all that held a GPU
+    /// is gone. The rest of the namespace may take its time.
     fn sweep(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
-            // From now on it takes no pod that a controller makes anew, to hold what is another test's.
+            // From now on it takes no pod that a controller makes anew, to hold what is another
+            // test's.
             self.cluster.delete(&namespace, None)?;
             wait_until("the namespace has no pods", || {
                 let pods = self.pods()?;
@@ -355,7 +361,8 @@ impl<'a> Scope<'a> {
                 Ok(pods.is_empty())
             })?;
         }
-        // What a kubelet says of its node is seconds old: the next test would else read what was offered before.
+        // What a kubelet says of its node is seconds old: the next test would else read what was
+        // offered before.
         wait_until("all GPUs are whole again", || {
             for node in self.cluster.nodes()? {
                 let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
@@ -433,7 +440,8 @@ impl<'a> Scope<'a> {
         })
     }
 
-    /// Runs a command in a pod's container; gives its standard output, or its error output as the error.
+    /// Runs a command in a pod's container; gives its standard output, or its error output as the
+    /// error.
     pub fn exec(&self, name: &str, command: &[&str]) -> Result<String> {
         let mut args = vec!["-n", &self.namespace, "exec", name, "--"];
         args.extend_from_slice(command);
@@ -496,8 +504,9 @@ impl Random {
     }
 }
 
-/// Containers over two GPUs, slices given out twice, and GPUs with more than `units` slices given out, by what a `GpuNode` says of these pods,
-/// `namespace/name`. Others are left out: of a pod that was deleted without grace the kubelet gives slices out again while it lists them still.
+/// Containers over two GPUs, slices given out twice, and GPUs with more than `units` slices given
+/// out, by what a `GpuNode` says of these pods, `namespace/name`. Others are left out: of a pod
+/// that was deleted without grace the kubelet gives slices out again while it lists them still.
 pub fn given_out_wrongly(node: &Value, staying: &BTreeSet<String>, units: Option<usize>) -> BTreeSet<String> {
     let mut broken = BTreeSet::new();
     let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();

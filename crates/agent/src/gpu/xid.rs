@@ -1,10 +1,15 @@
 //! What each XID says of the GPU: a table, each line with its source.
 //!
 //! Sources, all NVIDIA's unless said otherwise:
-//! - [`CATALOG`]: "Xid Catalog", <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>, the column of immediate actions
-//! - [`MEMORY`]: "GPU Memory Error Management", <https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/>
-//! - [`PLUGIN`]: the XIDs that the device plugin of NVIDIA passes over, `internal/rm/health.go` of <https://github.com/NVIDIA/k8s-device-plugin>
-//! - [`CHECKS`]: "Health Validation: Xid Checks", <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
+//! - [`CATALOG`]: "Xid Catalog",
+//!   <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>, the column of
+//!   immediate actions
+//! - [`MEMORY`]: "GPU Memory Error Management",
+//!   <https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/>
+//! - [`PLUGIN`]: the XIDs that the device plugin of NVIDIA passes over, `internal/rm/health.go` of
+//!   <https://github.com/NVIDIA/k8s-device-plugin>
+//! - [`CHECKS`]: "Health Validation: Xid Checks",
+//!   <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
 //! - [`REPAIR`]: Alibaba Cloud's node conditions for GPUs, those that a restart of the node
 //!   resolves
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, HEALTH_SUSPECT};

@@ -1,4 +1,5 @@
-//! GPUs that fail, each in its way, and GPUs that an administrator keeps pods from: the agent as a process, on simulated GPUs.
+//! GPUs that fail, each in its way, and GPUs that an administrator keeps pods from: the agent as a
+//! process, on simulated GPUs.
 use cleave_api::GpuNodeStatus;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Whole};
 
@@ -260,7 +261,8 @@ async fn a_gpu_whose_events_cannot_be_asked_for_keeps_no_others_from_being_heard
     machine.want("first", vec![sliced(&machine.uuids[0], 4), sliced(&machine.uuids[1], 4)]);
     machine.start_agent(&[]);
     machine.healthy(SLICED, 8).await;
-    // Events of before the driver was asked for them are nobody's: there are more until one is heard.
+    // Events of before the driver was asked for them are nobody's: there are more until one is
+    // heard.
     let heard = || {
         machine.simgpu(&["xid", "1", "48"]);
         let status: GpuNodeStatus =

@@ -1,5 +1,5 @@
-//! A node without a cluster: simulated GPUs, the agent and the MPS host as processes of their own, a fake kubelet. All of it goes when it
-//! is dropped.
+//! A node without a cluster: simulated GPUs, the agent and the MPS host as processes of their own,
+//! a fake kubelet. All of it goes when it is dropped.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
@@ -21,7 +21,8 @@ pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
 pub(crate) const SLICED: &str = "nvidia.com/gpu-timeslice";
 pub(crate) const WHOLE: &str = "nvidia.com/gpu";
 
-/// The folder of the programs that the tests start. They are other packages' and are built here, so that they are never old ones.
+/// The folder of the programs that the tests start. They are other packages' and are built here, so
+/// that they are never old ones.
 fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
@@ -193,7 +194,8 @@ impl Machine {
         kill(&mut self.host);
     }
 
-    /// Another boot: all processes have ended, what a boot clears is gone, and the checkpoint is of the boot before.
+    /// Another boot: all processes have ended, what a boot clears is gone, and the checkpoint is of
+    /// the boot before.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
         self.stop_host();
@@ -235,7 +237,8 @@ impl Machine {
         fs::rename(beside, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Pods that are bound to the node, as the API server would tell. Before the agent starts, there has to be such a list.
+    /// Pods that are bound to the node, as the API server would tell. Before the agent starts,
+    /// there has to be such a list.
     pub(crate) fn pods_are(&self, pods: &[Value]) {
         let beside = self.path("spec/pods.json.new");
         fs::write(&beside, serde_json::to_vec(pods).unwrap()).unwrap();
@@ -378,7 +381,8 @@ pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
     }
 }
 
-/// A pod that is bound to the node, with one container that asks for so many shares, held on a device.
+/// A pod that is bound to the node, with one container that asks for so many shares, held on a
+/// device.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
     let note =
         serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS, "units": shares, "device": device}]}});

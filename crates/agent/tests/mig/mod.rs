@@ -46,7 +46,8 @@ fn cut(gpu: &str, instances: &[(&str, u32, As)]) -> GpuSpec {
 }
 
 impl Machine {
-    /// The instances of a GPU as the driver has them: first slice, and UUID where there is a compute instance.
+    /// The instances of a GPU as the driver has them: first slice, and UUID where there is a
+    /// compute instance.
     fn instances(&self, gpu: usize) -> Vec<(u64, Option<String>)> {
         let shown: Value = serde_json::from_str(&self.simgpu(&["show", "--output", "json"])).unwrap();
         let uuid = |instance: &Value| Some(instance["compute"].get(0)?["uuid"].as_str()?.to_owned());

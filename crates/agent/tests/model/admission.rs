@@ -1,4 +1,5 @@
-//! A kubelet that admits pods, as it does it, against what the agent knows of them: as long as what is held for pods fits, none is ever split.
+//! A kubelet that admits pods, as it does it, against what the agent knows of them: as long as what
+//! is held for pods fits, none is ever split.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -290,7 +291,8 @@ fn run(devices: usize, steps: Vec<Step>, orderly: bool) -> Result<(), TestCaseEr
     Ok(())
 }
 
-/// The same sequences each time: with answers that name no pod the agent can be misled, in about one of some thousand random ones.
+/// The same sequences each time: with answers that name no pod the agent can be misled, in about
+/// one of some thousand random ones.
 fn search(init: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);

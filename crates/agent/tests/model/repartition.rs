@@ -1,5 +1,6 @@
-//! A GPU is cut and cut again, with the node's decisions and the changes as they are made, on a GPU in memory that refuses what NVML refuses;
-//! and the agent, the driver and the kubelet do their worst.
+//! A GPU is cut and cut again, with the node's decisions and the changes as they are made, on a GPU
+//! in memory that refuses what NVML refuses; and the agent, the driver and the kubelet do their
+//! worst.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -343,14 +344,16 @@ impl World {
         devices.filter(|device| there.contains(device)).collect()
     }
 
-    /// GPU instance id and first slice of each MIG device. What has no compute instance is none, and nothing can be in it.
+    /// GPU instance id and first slice of each MIG device. What has no compute instance is none,
+    /// and nothing can be in it.
     fn places(&self) -> BTreeMap<String, (u32, u32)> {
         let gpu = lock(&self.board).describe();
         let made = gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty());
         made.map(|instance| (instance.uuid.clone(), (instance.gpu_instance, instance.start))).collect()
     }
 
-    /// Makes the change that was ordered; nothing in use may be touched by it, and no daemon may run in what goes.
+    /// Makes the change that was ordered; nothing in use may be touched by it, and no daemon may
+    /// run in what goes.
     fn act(&mut self) {
         let Some(order) = self.orders.pop() else { return };
         let (in_use, before, mode) = (self.in_use(), self.places(), lock(&self.board).gpu.mig);
@@ -674,7 +677,8 @@ fn nothing_goes_while_the_kubelet_does_not_say_who_holds_what() {
         world.now += WITHDRAW;
     }
     assert_eq!(world.places(), before);
-    // Without a checkpoint, what was given out is known only when the kubelet has said it for some time.
+    // Without a checkpoint, what was given out is known only when the kubelet has said it for some
+    // time.
     world.restart(false);
     for _ in 0..10 {
         world.turn();
@@ -985,8 +989,8 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Whatever happens, in whatever order: what is in use is never taken (each change is checked as it is made), and when it ends, what is
-    /// wanted comes to be. A second look changes nothing.
+    /// Whatever happens, in whatever order: what is in use is never taken (each change is checked
+    /// as it is made), and when it ends, what is wanted comes to be. A second look changes nothing.
     #[test]
     fn whatever_happens_what_is_in_use_stays_and_what_is_wanted_comes(events in prop::collection::vec(happens(), 1..120), last in prop::collection::vec(0..PLACES.len(), 0..5)) {
         let mut world = World::new("H100-80");

@@ -1,5 +1,5 @@
-//! Tenants that leave their shares, as the agent finds them on simulated GPUs. Processes are real; only the cgroups that `/proc` would tell of them
-//! in pods are files.
+//! Tenants that leave their shares, as the agent finds them on simulated GPUs. Processes are real;
+//! only the cgroups that `/proc` would tell of them in pods are files.
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! Pods that leave while their programs are busy, beside one that must go on. What kills programs here is the test, as the kubelet would.
+//! Pods that leave while their programs are busy, beside one that must go on. What kills programs
+//! here is the test, as the kubelet would.
 use std::fs::{self, File};
 use std::process::{Child, ExitStatus};
 
@@ -223,7 +224,8 @@ async fn a_daemon_that_hangs_delays_no_other_and_an_attempt_that_fails_is_made_a
     pods.machine.until("the event", told).await;
     pods.unharmed(&mut stays);
     pods.machine.simgpu(&["clear"]);
-    // The daemon may have been taken for dead meanwhile, and was replaced: then its clients have gone with it.
+    // The daemon may have been taken for dead meanwhile, and was replaced: then its clients have
+    // gone with it.
     assert!([806, 810].contains(&pods.error("first").await));
     pods.machine.until("the second goes on", || stays.child.try_wait().unwrap().is_none().then_some(())).await;
 }

@@ -1,5 +1,6 @@
 //! XID events, from one thread for each GPU: NVML's calls block, and may block for ever. A GPU that
-//! hangs while it is registered, or that makes each wait fail because it is lost, is alone with that.
+//! hangs while it is registered, or that makes each wait fail because it is lost, is alone with
+//! that.
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -63,7 +64,8 @@ impl EventWatch {
         while self.watched < count {
             let (index, library) = (self.watched, self.library.clone());
             let (events, stop) = (self.events.clone(), Arc::clone(&self.stop));
-            // NVML is not frugal with its stack: the default size, of which only touched pages count.
+            // NVML is not frugal with its stack: the default size, of which only touched pages
+            // count.
             thread::Builder::new()
                 .name(format!("nvml-event-{index}"))
                 .spawn(move || watch(&library, index, &events, &stop))?;

@@ -24,7 +24,8 @@ impl Default for Search {
 /// Host roots of a driver: that of NVIDIA's driver container, of GKE's nodes, and the host's own.
 const ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
 
-/// Library folders below a root: Debian's, Red Hat's, and those of the driver directories that are mounted into containers.
+/// Library folders below a root: Debian's, Red Hat's, and those of the driver directories that are
+/// mounted into containers.
 const FOLDERS: [&str; 6] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",

@@ -48,8 +48,8 @@ impl Nvml {
         }
     }
 
-    /// A GPU or MIG device. A GPU that was described before is found by its index: NVML finds a UUID
-    /// by asking GPUs in turn, of which another one may hang.
+    /// A GPU or MIG device. A GPU that was described before is found by its index: NVML finds a
+    /// UUID by asking GPUs in turn, of which another one may hang.
     fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
         let place = self.places.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
         if let Some(index) = place {
@@ -231,7 +231,8 @@ fn optional<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>,
     }
 }
 
-/// None where this GPU or driver does not say it, for whatever reason but that it is lost: nothing depends on it alone.
+/// None where this GPU or driver does not say it, for whatever reason but that it is lost: nothing
+/// depends on it alone.
 pub(super) fn vital<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
     match result.map_err(|code| NvmlError::of(call, code)) {
         Ok(value) => Ok(Some(value)),
@@ -240,7 +241,8 @@ pub(super) fn vital<T>(call: &'static str, result: Result<T, Code>) -> Result<Op
     }
 }
 
-/// What the driver wants done; none of a driver from before it said so, and of one that says something that is not known.
+/// What the driver wants done; none of a driver from before it said so, and of one that says
+/// something that is not known.
 fn recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
     const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
     let values = vital("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
@@ -282,7 +284,8 @@ fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, Nv
     }
 }
 
-/// CUDA cores of one SM, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
+/// CUDA cores of one SM, by compute capability (CUDA C++ Programming Guide, "Compute
+/// Capabilities").
 const fn cores_per_sm(capability: (u32, u32)) -> u32 {
     match capability {
         (6 | 8, 0) | (7, _) => 64,

@@ -1,12 +1,12 @@
 //! NVML: what GPUs a node has, how they are, and the few settings that Cleave changes.
 //!
-//! The consumer's words are [`Gpus`]; [`Nvml`] is the library behind it. GPUs fail one by one, and a
-//! call may hang in the driver for as long as the node runs. So each call is about one GPU, except
-//! [`Gpus::census`], and a program that has something else to do makes the calls of each GPU on a
-//! [`Worker`] of its own. All workers and the [`EventWatch`] share one [`Library`].
+//! The consumer's words are [`Gpus`]; [`Nvml`] is the library behind it. GPUs fail one by one, and
+//! a call may hang in the driver for as long as the node runs. So each call is about one GPU,
+//! except [`Gpus::census`], and a program that has something else to do makes the calls of each GPU
+//! on a [`Worker`] of its own. All workers and the [`EventWatch`] share one [`Library`].
 //!
-//! This module holds the only unsafe code of the product: calls that nvml-wrapper does not wrap (MIG instances, and events with the
-//! instance that they are of), in `sys.rs`.
+//! This module holds the only unsafe code of the product: calls that nvml-wrapper does not wrap
+//! (MIG instances, and events with the instance that they are of), in `sys.rs`.
 mod events;
 mod find;
 mod library;
@@ -115,7 +115,8 @@ pub trait Gpus: Send + Sync {
     /// The processes that use a GPU or MIG device by its UUID.
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
 
-    /// What the driver says of a GPU's memory, and of what it needs. A part that it does not say is none; an error is one of the GPU.
+    /// What the driver says of a GPU's memory, and of what it needs. A part that it does not say is
+    /// none; an error is one of the GPU.
     fn vitals(&self, _uuid: &str) -> Result<Vitals, NvmlError> {
         Ok(Vitals::default())
     }
@@ -138,11 +139,12 @@ pub trait Gpus: Send + Sync {
     /// Sets the compute mode of a GPU, and says what it was before.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 
-    /// Turns MIG mode of a GPU on or off, and says whether it is so already. The GPU must be idle; a driver may reset it, and change what
-    /// it says of it.
+    /// Turns MIG mode of a GPU on or off, and says whether it is so already. The GPU must be idle;
+    /// a driver may reset it, and change what it says of it.
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
-    /// Makes a GPU instance of `profile` at exactly `start`, with one compute instance over all of it; nothing is left where it fails.
+    /// Makes a GPU instance of `profile` at exactly `start`, with one compute instance over all of
+    /// it; nothing is left where it fails.
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
 
     /// Destroys a GPU instance and its compute instances.
@@ -167,12 +169,15 @@ pub struct Observation {
     pub processes: Vec<Process>,
 }
 
-/// What the driver says of a GPU's memory, and of what it needs. None is what this GPU or driver does not say.
+/// What the driver says of a GPU's memory, and of what it needs. None is what this GPU or driver
+/// does not say.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vitals {
-    /// Uncorrected ECC errors since the driver was loaded, or the GPU reset (`nvmlDeviceGetTotalEccErrors`, volatile).
+    /// Uncorrected ECC errors since the driver was loaded, or the GPU reset
+    /// (`nvmlDeviceGetTotalEccErrors`, volatile).
     pub uncorrected: Option<u64>,
-    /// Pages are to be retired, or rows remapped, at the next reset (`nvmlDeviceGetRetiredPagesPendingStatus`, `nvmlDeviceGetRemappedRows`).
+    /// Pages are to be retired, or rows remapped, at the next reset
+    /// (`nvmlDeviceGetRetiredPagesPendingStatus`, `nvmlDeviceGetRemappedRows`).
     pub remap_pending: Option<bool>,
     /// A row could not be remapped (`nvmlDeviceGetRemappedRows`).
     pub remap_failed: Option<bool>,
@@ -189,7 +194,8 @@ pub enum Recovery {
     Reset,
     /// A restart of the node.
     Reboot,
-    /// A reset when convenient, or that it takes no part in transfers between GPUs: it works meanwhile.
+    /// A reset when convenient, or that it takes no part in transfers between GPUs: it works
+    /// meanwhile.
     Drain,
 }
 
@@ -198,7 +204,8 @@ pub enum Recovery {
 pub enum MigActivation {
     /// Now.
     Now,
-    /// After a reset of the GPU, which the driver cannot do: of a GPU that is passed through to a virtual machine, after its restart.
+    /// After a reset of the GPU, which the driver cannot do: of a GPU that is passed through to a
+    /// virtual machine, after its restart.
     AfterReset,
     /// Not before nothing uses the GPU; the driver keeps it pending.
     InUse,

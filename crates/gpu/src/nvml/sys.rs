@@ -1,7 +1,9 @@
-//! The calls that nvml-wrapper does not wrap: MIG instances, events with the instance that they are of, the first memory call.
+//! The calls that nvml-wrapper does not wrap: MIG instances, events with the instance that they are
+//! of, the first memory call.
 //!
-//! All of the product's unsafe code. Each function passes NVML only pointers to its own live, zeroed values and buffers, with their true
-//! lengths, and handles that NVML gave for the same, still started library: both come from the same `Nvml`, which the `Device` borrows.
+//! All of the product's unsafe code. Each function passes NVML only pointers to its own live,
+//! zeroed values and buffers, with their true lengths, and handles that NVML gave for the same,
+//! still started library: both come from the same `Nvml`, which the `Device` borrows.
 #![allow(unsafe_code, reason = "NVML has a C interface, and nvml-wrapper leaves these calls to nvml-wrapper-sys")]
 use std::ffi::{CStr, c_uint};
 use std::mem;
@@ -19,7 +21,8 @@ use nvml_wrapper_sys::bindings::{
 use super::library::vital;
 use super::{MigInstance, MigProfile, NvmlError};
 
-/// No GPU has more slices, or instances of one profile, than this; a driver that says so is not believed.
+/// No GPU has more slices, or instances of one profile, than this; a driver that says so is not
+/// believed.
 const MOST: c_uint = 64;
 
 fn handle(device: &Device<'_>) -> nvmlDevice_t {
@@ -82,7 +85,8 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
         };
         match nvml_try(status) {
             Ok(()) => {}
-            // This GPU has no such profile; a driver that is older than the number does not know it.
+            // This GPU has no such profile; a driver that is older than the number does not know
+            // it.
             Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
             Err(code) => return Err(NvmlError::of(CALL, code)),
         }
@@ -153,7 +157,8 @@ pub(super) fn instances(
     for profile in profiles {
         let mut handles: [nvmlGpuInstance_t; MOST as usize] = [std::ptr::null_mut(); MOST as usize];
         let mut count = MOST;
-        // SAFETY: the buffer is larger than any profile's number of instances, which is what NVML asks for.
+        // SAFETY: the buffer is larger than any profile's number of instances, which is what NVML
+        // asks for.
         let status = unsafe { list(handle(device), profile.id, handles.as_mut_ptr(), &raw mut count) };
         match nvml_try(status) {
             Ok(()) => {}
@@ -222,7 +227,8 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
     Ok(devices)
 }
 
-/// Makes a GPU instance at exactly `start` and one compute instance over all of it, and gives the GPU instance's id.
+/// Makes a GPU instance at exactly `start` and one compute instance over all of it, and gives the
+/// GPU instance's id.
 pub(super) fn create_instance(
     nvml: &Nvml,
     device: &Device<'_>,
@@ -345,7 +351,8 @@ pub(super) struct RawEvent {
 /// NVML's event type bit of a critical XID.
 pub(super) const XID: u64 = nvmlEventTypeXidCriticalError as u64;
 
-/// Adds the critical XIDs of a GPU to a set; nvml-wrapper's `register_events` loses the set where one GPU fails.
+/// Adds the critical XIDs of a GPU to a set; nvml-wrapper's `register_events` loses the set where
+/// one GPU fails.
 pub(super) fn register(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlDeviceRegisterEvents";
     let call = nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;

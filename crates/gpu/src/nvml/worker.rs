@@ -37,7 +37,8 @@ impl Worker {
     /// loads the library.
     pub fn start(library: &Library, name: impl Into<String>) -> std::io::Result<Self> {
         let (jobs, queue) = channel();
-        // NVML's initialisation is not frugal with its stack: the default size, of which only touched pages count.
+        // NVML's initialisation is not frugal with its stack: the default size, of which only
+        // touched pages count.
         thread::Builder::new().name(name.into()).spawn(move || serve(&queue))?;
         Ok(Self { library: library.clone(), jobs, progress: Arc::default() })
     }
@@ -45,7 +46,8 @@ impl Worker {
     /// Calls `call` on the thread.
     ///
     /// # Errors
-    /// What the call gives, or [`NvmlError::Hung`] after `deadline`, and at once while an earlier call hangs.
+    /// What the call gives, or [`NvmlError::Hung`] after `deadline`, and at once while an earlier
+    /// call hangs.
     pub async fn call<T: Send + 'static>(
         &self,
         deadline: Duration,

@@ -1,8 +1,11 @@
-//! What the webhook proves to API servers who it is with: made, kept in a Secret and renewed by the operators themselves.
+//! What the webhook proves to API servers who it is with: made, kept in a Secret and renewed by the
+//! operators themselves.
 //!
-//! Each certificate has a CA of its own, whose key is thrown away when it has signed: nobody can sign another. The Secret has the certificate,
-//! its key, and the CAs that API servers are to trust: its own and the one before, so that a replica that still serves the former certificate
-//! is trusted as well. [`step`] decides, purely; when a certificate ends is asked of itself, by checking it as a client would at that time.
+//! Each certificate has a CA of its own, whose key is thrown away when it has signed: nobody can
+//! sign another. The Secret has the certificate, its key, and the CAs that API servers are to
+//! trust: its own and the one before, so that a replica that still serves the former certificate is
+//! trusted as well. [`step`] decides, purely; when a certificate ends is asked of itself, by
+//! checking it as a client would at that time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -36,7 +39,8 @@ pub(crate) const LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 pub(crate) const RENEWAL: Duration = Duration::from_secs(30 * 24 * 3600);
 /// How much later than ours an API server's clock may be.
 const SKEW: Duration = Duration::from_secs(3600);
-/// How long API servers are given to learn of another CA before anything is served that needs it. They are told by a watch.
+/// How long API servers are given to learn of another CA before anything is served that needs it.
+/// They are told by a watch.
 const SETTLE: Duration = Duration::from_secs(2);
 /// How often the Secret is looked at, and how often while there is nothing to serve with.
 const LOOK: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
@@ -80,7 +84,8 @@ pub(crate) struct Material {
 }
 
 impl Material {
-    /// A certificate for a host, good from `now` on, by a new CA. `before` is trusted for as long as it is served.
+    /// A certificate for a host, good from `now` on, by a new CA. `before` is trusted for as long
+    /// as it is served.
     pub(crate) fn make(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Make)?;
         let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
@@ -202,9 +207,10 @@ pub(crate) enum Step {
 
 /// Decides what to do about what is stored.
 ///
-/// The leader alone renews, since others would take back what it tells API servers before they know it. Where there is nothing to serve with
-/// any replica makes it, and of several the first to write wins: while the first replica that needs one is rolled out, the leader may be one
-/// that does not know of any.
+/// The leader alone renews, since others would take back what it tells API servers before they know
+/// it. Where there is nothing to serve with any replica makes it, and of several the first to write
+/// wins: while the first replica that needs one is rolled out, the leader may be one that does not
+/// know of any.
 pub(crate) fn step(stored: Option<&Material>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
@@ -341,7 +347,8 @@ impl Keeper {
             tokio::time::sleep(SETTLE).await;
         }
         secret.data = Some(material.data());
-        // The version that was read goes with it: of several one wins, and the others find what it wrote.
+        // The version that was read goes with it: of several one wins, and the others find what it
+        // wrote.
         within(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
         Ok(material)
     }
@@ -501,7 +508,8 @@ mod tests {
             json!({"metadata": {"name": "cleave-webhook"}, "webhooks": [webhook]})
         }
 
-        /// What comes over the wire, each request answered as told, and nothing else. Gives the bodies.
+        /// What comes over the wire, each request answered as told, and nothing else. Gives the
+        /// bodies.
         async fn wire(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
             let mut bodies = Vec::new();
             for (method, path, status, answer) in expected {

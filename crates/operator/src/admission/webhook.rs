@@ -1,8 +1,9 @@
-//! The webhook that gates pods as they are created, and gives containers with shares a `preStop` hook, where the API server has no policies for
-//! that (Kubernetes before 1.36).
+//! The webhook that gates pods as they are created, and gives containers with shares a `preStop`
+//! hook, where the API server has no policies for that (Kubernetes before 1.36).
 //!
-//! [`review`] answers, purely, and remembers nothing: any replica may be asked. All that it knows besides the pod are the namespaces with
-//! exceptions, which no review tells of. What it serves with is kept by [`crate::admission::certificate`].
+//! [`review`] answers, purely, and remembers nothing: any replica may be asked. All that it knows
+//! besides the pod are the namespaces with exceptions, which no review tells of. What it serves
+//! with is kept by [`crate::admission::certificate`].
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -50,12 +51,13 @@ const BODIES: usize = 16;
 const CONNECTIONS: usize = 256;
 /// How long a client may take to say who it is.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// How long a client may take for a request's header, or be silent between two: API servers drop idle connections after 90 s, and had better
-/// do so first.
+/// How long a client may take for a request's header, or be silent between two: API servers drop
+/// idle connections after 90 s, and had better do so first.
 const SILENCE: Duration = Duration::from_secs(120);
 /// How long a request may take as a whole; the API server waits for 10 s.
 const REQUEST: Duration = Duration::from_secs(8);
-/// How long is still answered after the process was told to end: API servers learn a moment later that it is no longer to be asked.
+/// How long is still answered after the process was told to end: API servers learn a moment later
+/// that it is no longer to be asked.
 pub(crate) const LINGER: Duration = Duration::from_secs(3);
 /// How long open requests then have.
 const GOODBYE: Duration = Duration::from_secs(2);
@@ -110,7 +112,8 @@ fn beginning(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
 
-/// Answers a review: the pod is let in, changed if that is for it. `excepted` says whether a namespace's pods go without.
+/// Answers a review: the pod is let in, changed if that is for it. `excepted` says whether a
+/// namespace's pods go without.
 ///
 /// # Errors
 /// What was sent is no review of a pod.
@@ -133,11 +136,13 @@ pub fn review(
     Ok(response.into_review())
 }
 
-/// What puts the gate on a pod, as it comes from its maker; nothing where it asks for no shares, has the gate, or has a node.
+/// What puts the gate on a pod, as it comes from its maker; nothing where it asks for no shares,
+/// has the gate, or has a node.
 fn gate(pod: &PodObject) -> Option<Patch> {
     let spec = &pod.spec;
     let mut containers = spec.containers.iter().chain(&spec.init_containers);
-    // An extended resource is always in the limits. What is no number is for the API server to refuse.
+    // An extended resource is always in the limits. What is no number is for the API server to
+    // refuse.
     let asks = containers.any(|container| {
         container.resources.limits.iter().any(|(name, quantity)| is_shared(name) && quantity.milli() != Some(0))
     });
@@ -154,8 +159,9 @@ fn gate(pod: &PodObject) -> Option<Patch> {
     Some(Patch(vec![PatchOperation::Add(AddOperation { path, value })]))
 }
 
-/// What makes containers with shares under MPS sleep before they are sent SIGTERM, where they have no hook of their own; nothing where that
-/// would take the whole grace, or the pod declines. The API server knows no hooks of init containers but sidecars'.
+/// What makes containers with shares under MPS sleep before they are sent SIGTERM, where they have
+/// no hook of their own; nothing where that would take the whole grace, or the pod declines. The
+/// API server knows no hooks of init containers but sidecars'.
 fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {

@@ -38,7 +38,8 @@ pub struct Cluster {
 pub struct Now {
     /// Since the process started.
     pub up: Duration,
-    /// Seconds of the Unix epoch, by a clock that nobody sets while this process leads: what is held is not to be lost, or kept, by a jump.
+    /// Seconds of the Unix epoch, by a clock that nobody sets while this process leads: what is
+    /// held is not to be lost, or kept, by a jump.
     pub epoch: u64,
 }
 

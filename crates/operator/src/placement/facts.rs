@@ -12,9 +12,10 @@ use crate::pods::PodObject;
 use crate::policies::partition;
 use crate::rollout::Mps;
 
-/// What its devices have. Units that cannot be given now, and may be later, count as used: those of a GPU that becomes something else, that are told as
-/// unhealthy or cordoned, or of a node whose agent is not ready, since a pod that comes there fails; shares under MPS where these are `withheld`, since
-/// their MPS host is being replaced.
+/// What its devices have. Units that cannot be given now, and may be later, count as used: those of
+/// a GPU that becomes something else, that are told as unhealthy or cordoned, or of a node whose
+/// agent is not ready, since a pod that comes there fails; shares under MPS where these are
+/// `withheld`, since their MPS host is being replaced.
 ///
 /// And the pods on devices that give nothing now: their leaving frees nothing.
 pub(super) fn of(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (NodeFacts, BTreeSet<String>) {

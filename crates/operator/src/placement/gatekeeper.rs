@@ -1,4 +1,5 @@
-//! Decides, look by look, which pods are released, and remembers what lies between two looks. Pure: the time is given.
+//! Decides, look by look, which pods are released, and remembers what lies between two looks. Pure:
+//! the time is given.
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -24,14 +25,16 @@ use crate::rollout::{self, Rollout, Step, View};
 
 /// How long room is held for a pod that finds no node after all.
 const HOLD: Duration = Duration::from_secs(300);
-/// How long a pod must be unplaceable before it is released as unschedulable, unless the operator is told otherwise: a policy, a node or its `GpuNode` may
-/// be away for a while.
+/// How long a pod must be unplaceable before it is released as unschedulable, unless the operator
+/// is told otherwise: a policy, a node or its `GpuNode` may be away for a while.
 pub const PATIENCE: Duration = Duration::from_secs(180);
-/// How long what a bound pod asked for is kept after the pod is gone, if it was never seen with it: who is deleted without grace may still hold it.
+/// How long what a bound pod asked for is kept after the pod is gone, if it was never seen with it:
+/// who is deleted without grace may still hold it.
 const LINGER: Duration = Duration::from_secs(5);
 /// How long a pod is believed to be protected by a disruption budget, once an eviction was refused.
 const PROTECTED: Duration = Duration::from_secs(30);
-/// How often in a row the API server may refuse a pod's patch, as it does where the pod has changed meanwhile.
+/// How often in a row the API server may refuse a pod's patch, as it does where the pod has changed
+/// meanwhile.
 const REFUSALS: u32 = 3;
 /// How long a pod is left alone after so many refusals. Doubles with each, up to a minute.
 const LEFT_ALONE: Duration = Duration::from_secs(1);
@@ -54,9 +57,11 @@ pub struct Gatekeeper {
     present: Present,
     /// UIDs of pods with a claim.
     uids: BTreeMap<String, String>,
-    /// Pods that were seen with all that they asked for: when they go, and their node no longer tells of it, nothing is kept for them.
+    /// Pods that were seen with all that they asked for: when they go, and their node no longer
+    /// tells of it, nothing is kept for them.
     served: BTreeSet<String>,
-    /// UIDs of pods that found no node in time: what is noted on them is believed no more, however late the end is that it names.
+    /// UIDs of pods that found no node in time: what is noted on them is believed no more, however
+    /// late the end is that it names.
     given_up: BTreeMap<String, String>,
     /// How often the reservation of a pod was renewed, by UID.
     renewals: BTreeMap<String, u32>,
@@ -108,7 +113,8 @@ impl Default for Gatekeeper {
 }
 
 impl Gatekeeper {
-    /// Knows nothing yet. A pod must be unplaceable for `patience` before it is released as unschedulable.
+    /// Knows nothing yet. A pod must be unplaceable for `patience` before it is released as
+    /// unschedulable.
     pub fn new(patience: Duration) -> Self {
         Self {
             patience,
@@ -141,8 +147,9 @@ impl Gatekeeper {
         }
     }
 
-    /// The API server refused what would let a pod through, in its words. One that it will always refuse, for its size say, is to take no
-    /// room from others at each look, and its owner is to know.
+    /// The API server refused what would let a pod through, in its words. One that it will always
+    /// refuse, for its size say, is to take no room from others at each look, and its owner is to
+    /// know.
     pub fn refused(&mut self, pod: &str, why: &str, up: Duration) {
         self.failed(pod);
         let Some(gated) = self.gated.get_mut(pod) else { return };
@@ -210,8 +217,9 @@ impl Gatekeeper {
         turn
     }
 
-    /// Ends reservations whose time has come and whose pod the scheduler refuses. Others are kept: the scheduler may be slow, or wait for a volume that
-    /// is being made, and what keeps the nodes from the pod may pass. [`stranded`] watches for how long.
+    /// Ends reservations whose time has come and whose pod the scheduler refuses. Others are kept:
+    /// the scheduler may be slow, or wait for a volume that is being made, and what keeps the nodes
+    /// from the pod may pass. [`stranded`] watches for how long.
     fn expire(&mut self, ledger: &mut Ledger, open: &[&PodObject], now: Now) {
         let mut due: BTreeSet<String> = ledger.overdue(Moment(now.epoch)).into_iter().collect();
         for pod in open.iter().filter(|pod| is_released(pod)) {
@@ -284,7 +292,8 @@ impl Gatekeeper {
         self.stranded.not_recreated(uid, up);
     }
 
-    /// Looks at MPS hosts, where they are to be replaced: which are to go, and on which nodes nothing may be held for it.
+    /// Looks at MPS hosts, where they are to be replaced: which are to go, and on which nodes
+    /// nothing may be held for it.
     fn roll_out(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.rested <= up)?;
         self.rested = up.saturating_add(rollout::PERIOD);
@@ -335,7 +344,8 @@ impl Gatekeeper {
         Ledger::rebuild(facts)
     }
 
-    /// Takes in pods that are not settled: who is bound, who is gone; returns those that wait at our gate. `left` may be gone.
+    /// Takes in pods that are not settled: who is bound, who is gone; returns those that wait at
+    /// our gate. `left` may be gone.
     fn see_pods<'a>(
         &mut self,
         ledger: &mut Ledger,
@@ -518,7 +528,8 @@ fn is_released(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }
 
-/// Why a pod that was released to nodes is not bound and will not be; nothing where the scheduler may still bind it.
+/// Why a pod that was released to nodes is not bound and will not be; nothing where the scheduler
+/// may still bind it.
 fn why_unbound(pod: &PodObject, ledger: &Ledger, nodes: &Nodes, present: &Present) -> Option<stranded::Why> {
     let placement = pod.placement.as_ref()?;
     let names = || placement.nodes.keys().cloned().collect();
@@ -551,8 +562,8 @@ fn place(pod: &PodObject, now: Now) -> Option<Place> {
         return None;
     }
     let placement = pod.placement.as_ref()?;
-    // Whoever wrote it may have had another clock, and may have renewed it: from now on it is held for no longer than any other, and what is over is
-    // looked at at once.
+    // Whoever wrote it may have had another clock, and may have renewed it: from now on it is held
+    // for no longer than any other, and what is over is looked at at once.
     let expires = Moment(placement.until.clamp(now.epoch, now.epoch.saturating_add(HOLD.as_secs())));
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
 }
@@ -588,7 +599,8 @@ fn leave_alone<'a>(
     candidates
 }
 
-/// What is noted on the pod: what has to be of one device each, in the order in which it is asked for.
+/// What is noted on the pod: what has to be of one device each, in the order in which it is asked
+/// for.
 fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !counted(&take.resource)).collect();

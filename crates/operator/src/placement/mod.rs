@@ -10,10 +10,11 @@
 //! | decide | `gatekeeper` | one [`Turn`] for each look, with `placing`, `preempting` and `stranded`, and MPS hosts with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
-//! A pod that requests shares is created with Cleave's scheduling gate. The ledger reserves shares of one device
-//! for each request. Then one patch limits the pod to the nodes of the reservation, writes the reservation into
-//! an annotation, and removes the gate. The annotation is the only record: after a restart
-//! [`Gatekeeper::look`] rebuilds the ledger from pods, and the node's agent reads it when the kubelet allocates.
+//! A pod that requests shares is created with Cleave's scheduling gate. The ledger reserves shares
+//! of one device for each request. Then one patch limits the pod to the nodes of the reservation,
+//! writes the reservation into an annotation, and removes the gate. The annotation is the only
+//! record: after a restart [`Gatekeeper::look`] rebuilds the ledger from pods, and the node's agent
+//! reads it when the kubelet allocates.
 //!
 //! | a gated pod | result |
 //! |---|---|

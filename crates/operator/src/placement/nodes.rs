@@ -31,7 +31,8 @@ const NAMED: usize = 3;
 /// What of a node was taken in.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// Versions of the node and of its `GpuNode`, whether its agent is ready if it has one, and whether its shares under MPS are withheld.
+    /// Versions of the node and of its `GpuNode`, whether its agent is ready if it has one, and
+    /// whether its shares under MPS are withheld.
     seen: (Option<String>, Option<String>, Option<bool>, bool),
     pub(super) node: PlanNode,
     /// What its `GpuNode` says of MPS.
@@ -78,7 +79,8 @@ impl Known {
 }
 
 impl Nodes {
-    /// Takes in nodes that have changed, and says what their devices have; nothing for those that are gone.
+    /// Takes in nodes that have changed, and says what their devices have; nothing for those that
+    /// are gone.
     pub(super) fn see(&mut self, cluster: &Cluster, rollout: &Rollout) -> Vec<(String, Option<NodeFacts>)> {
         let mut ready: BTreeMap<&str, bool> = BTreeMap::new();
         for pod in &cluster.agents {
@@ -154,7 +156,8 @@ impl Nodes {
         self.0.contains_key(node)
     }
 
-    /// Why a node does not take a released pod now, in words; nothing where it may. Whoever else is on the way there is not counted.
+    /// Why a node does not take a released pod now, in words; nothing where it may. Whoever else is
+    /// on the way there is not counted.
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, present: &Present) -> Option<String> {
         let Some(known) = self.0.get(node) else { return Some("the node is gone".to_owned()) };
         if !known.ours {
@@ -165,8 +168,9 @@ impl Nodes {
         refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
     }
 
-    /// Pods that can leave, and what has to be known of them for that. Those that are gone, and hold something as far as their node has told,
-    /// are on their way out: nobody else has to leave for what they give back.
+    /// Pods that can leave, and what has to be known of them for that. Those that are gone, and
+    /// hold something as far as their node has told, are on their way out: nobody else has to leave
+    /// for what they give back.
     pub(super) fn holders(
         &self,
         living: &[&PodObject],
@@ -228,7 +232,8 @@ impl Nodes {
         }
     }
 
-    /// Why nodes with GPUs are excluded, in words: each reason once, with how many nodes and the names of some.
+    /// Why nodes with GPUs are excluded, in words: each reason once, with how many nodes and the
+    /// names of some.
     fn excluded(&self, pod: &PlanPod, rules: &Rules<'_>) -> String {
         let mut reasons: BTreeMap<String, Vec<&str>> = BTreeMap::new();
         for known in self.0.values().filter(|known| known.ours) {
@@ -270,8 +275,8 @@ impl Nodes {
         self.0.get(node)?.node.labels.get(HOSTNAME).map(String::as_str)
     }
 
-    /// Who serves a resource. What a node offers that has lost its `GpuNode` or its policy a moment ago may still be in its kubelet's last word, so
-    /// that alone makes nothing foreign.
+    /// Who serves a resource. What a node offers that has lost its `GpuNode` or its policy a moment
+    /// ago may still be in its kubelet's last word, so that alone makes nothing foreign.
     pub(super) fn provider(&self, resource: &str) -> Provider {
         if self.0.values().any(|known| known.offers.contains(resource)) {
             return Provider::Cleave;
@@ -302,13 +307,15 @@ pub(super) enum Provider {
     Cleave,
     /// A device plugin on nodes where Cleave does not run.
     Another,
-    /// Nodes where Cleave runs offer it, and Cleave does not: another plugin serves it there, or the kubelet's report is old.
+    /// Nodes where Cleave runs offer it, and Cleave does not: another plugin serves it there, or
+    /// the kubelet's report is old.
     Unclear,
     /// Nobody.
     Nobody,
 }
 
-/// What is free of nodes' other resources, in thousandths; those on the way counted. Of each node found out when it is asked about.
+/// What is free of nodes' other resources, in thousandths; those on the way counted. Of each node
+/// found out when it is asked about.
 pub(super) struct Free<'a> {
     nodes: &'a Nodes,
     present: &'a Present,
@@ -384,7 +391,8 @@ impl Verdict {
         }
     }
 
-    /// In words for the pod's owner, and whether it can pass. `demand` is what the pod waits for if GPUs may be cut for it.
+    /// In words for the pod's owner, and whether it can pass. `demand` is what the pod waits for if
+    /// GPUs may be cut for it.
     pub(super) fn told(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
         let may_be_cut = |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
         match (self, demand) {

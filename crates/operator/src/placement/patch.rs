@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use super::turn::{Towards, Why};
 use crate::pods::PodObject;
 
-/// Narrows the pod, notes what is held, and takes our gate away, which is the only one: all or nothing, and only of the pod as it was looked at.
+/// Narrows the pod, notes what is held, and takes our gate away, which is the only one: all or
+/// nothing, and only of the pod as it was looked at.
 pub(super) fn open(pod: &PodObject, why: &Why, towards: Towards<'_>) -> Value {
     let mut operations =
         vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version})];
@@ -46,8 +47,9 @@ fn present(pod: &PodObject) -> Present<'_> {
     }
 }
 
-/// A node whose GPUs are large enough for the largest part of what is asked for, by a label that only node templates of autoscalers and administrators
-/// set. No node is named: whichever has the label may serve the pod.
+/// A node whose GPUs are large enough for the largest part of what is asked for, by a label that
+/// only node templates of autoscalers and administrators set. No node is named: whichever has the
+/// label may serve the pod.
 fn larger(asks: &[Ask]) -> Option<Requirement> {
     let ask = asks.iter().max_by_key(|ask| ask.units)?;
     let (_, name) = ask.resource.split_once('/')?;
@@ -59,7 +61,8 @@ fn larger(asks: &[Ask]) -> Option<Requirement> {
     })
 }
 
-/// The terms of a pod that was released as unschedulable, without what may have been added for that.
+/// The terms of a pod that was released as unschedulable, without what may have been added for
+/// that.
 pub(super) fn without_larger(terms: &[NodeSelectorTerm]) -> Vec<NodeSelectorTerm> {
     let mut terms = terms.to_vec();
     let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);

@@ -17,7 +17,8 @@ use super::surroundings::{Peculiar, Surroundings, refused};
 use super::turn::{Opening, Towards, Why};
 use crate::pods::PodObject;
 
-/// To how many nodes a pod is released whose rules the operator does not evaluate: the scheduler may refuse some of them.
+/// To how many nodes a pod is released whose rules the operator does not evaluate: the scheduler
+/// may refuse some of them.
 const SEVERAL: usize = 4;
 
 /// A pod at the gate.
@@ -67,10 +68,12 @@ impl<'a> Candidate<'a> {
     /// Releases it although nothing is reserved: nothing has been able to hold it for long.
     pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Opening {
         if self.unclear {
-            // For so long that no kubelet's report is that old: another plugin serves it on nodes where Cleave runs.
+            // For so long that no kubelet's report is that old: another plugin serves it on nodes
+            // where Cleave runs.
             return self.opening(Why::NotOurs, Towards::Anywhere, waited);
         }
-        // Nodes that offer it would fail it, those included that it may not use now; where none does, any that is added may serve it.
+        // Nodes that offer it would fail it, those included that it may not use now; where none
+        // does, any that is added may serve it.
         let larger = impossible == Some(Impossible::TooLarge) || self.offered;
         let towards = if larger { Towards::Larger(&self.asks) } else { Towards::Anywhere };
         self.opening(Why::Never(message), towards, waited)

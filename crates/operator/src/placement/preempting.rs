@@ -48,7 +48,8 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> Preempting<'_, F> {
     }
 }
 
-/// A budget that has none left is not asked again and again, and nobody leaves in vain beside one whom it protects.
+/// A budget that has none left is not asked again and again, and nobody leaves in vain beside one
+/// whom it protects.
 fn can_leave(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
     !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }

@@ -1,4 +1,5 @@
-//! The cluster's pods from one look to the next: most have not changed, and are not gone through again.
+//! The cluster's pods from one look to the next: most have not changed, and are not gone through
+//! again.
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -10,10 +11,12 @@ use crate::pods::{PodObject, full_name};
 /// Pods as last looked at.
 #[derive(Debug, Default)]
 pub(super) struct Present {
-    /// By address. The watch makes a new object of each change, and none has the address of one that is kept here.
+    /// By address. The watch makes a new object of each change, and none has the address of one
+    /// that is kept here.
     rows: HashMap<usize, Row>,
     looks: u64,
-    /// What pods take of the node that they are bound to, in thousandths; `pods` as the scheduler counts them.
+    /// What pods take of the node that they are bound to, in thousandths; `pods` as the scheduler
+    /// counts them.
     taken: BTreeMap<String, BTreeMap<String, u128>>,
     /// Names of those that were not settled at the last look.
     before: BTreeSet<String>,
@@ -32,14 +35,15 @@ struct Row {
 const PODS: &str = "pods";
 
 impl Present {
-    /// Takes in what the watch tells now; gives the pods that are to be gone through, and the names of those that were at the last look or were
-    /// settled, and may be gone.
+    /// Takes in what the watch tells now; gives the pods that are to be gone through, and the names
+    /// of those that were at the last look or were settled, and may be gone.
     pub(super) fn look<'a>(&mut self, pods: &'a [Arc<PodObject>]) -> (Vec<&'a PodObject>, BTreeSet<String>) {
         self.looks += 1;
         let (look, mut open) = (self.looks, Vec::new());
         for pod in pods {
             let row = self.rows.entry(address(pod)).or_insert_with(|| {
-                // It holds nothing, and waits for nothing: only its node's CPU and the like are of interest.
+                // It holds nothing, and waits for nothing: only its node's CPU and the like are of
+                // interest.
                 let settled = !is_living(pod) || !pod.is_ours_to_open() && !pod.wants_gpus();
                 if is_living(pod) {
                     count(&mut self.taken, pod, u128::saturating_add);
@@ -68,7 +72,8 @@ impl Present {
         (open, left)
     }
 
-    /// Those that are there and are not settled: the next look goes through them again, or tells that they are gone.
+    /// Those that are there and are not settled: the next look goes through them again, or tells
+    /// that they are gone.
     pub(super) fn remember(&mut self, names: BTreeSet<String>) {
         self.before = names;
     }
@@ -90,7 +95,8 @@ fn address(pod: &Arc<PodObject>) -> usize {
     Arc::as_ptr(pod).addr()
 }
 
-/// Adds to, or takes from, what is taken of a pod's node. A sum of 64 bits' worth of pods of 64 bits' worth each is exact.
+/// Adds to, or takes from, what is taken of a pod's node. A sum of 64 bits' worth of pods of 64
+/// bits' worth each is exact.
 fn count(taken: &mut BTreeMap<String, BTreeMap<String, u128>>, pod: &PodObject, change: fn(u128, u128) -> u128) {
     let Some(node) = pod.node() else { return };
     let mut change = |resource: &str, milli: u64| {

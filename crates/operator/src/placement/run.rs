@@ -1,4 +1,5 @@
-//! The task that opens gates, apart from the passes: a pod that waits is not to wait for nodes to be written.
+//! The task that opens gates, apart from the passes: a pod that waits is not to wait for nodes to
+//! be written.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,8 +61,9 @@ enum Failure {
     Refused(String),
 }
 
-/// The time of day at one moment, counted on by a clock that nobody sets. What is held is held until a time, and one step of the node's clock would
-/// end all of it, or none for as long as the step is.
+/// The time of day at one moment, counted on by a clock that nobody sets. What is held is held
+/// until a time, and one step of the node's clock would end all of it, or none for as long as the
+/// step is.
 #[derive(Debug, Clone, Copy)]
 struct Epoch {
     at: Timestamp,
@@ -109,7 +111,8 @@ impl Gate {
         let mut turned = self.parts.claim.clone();
         let mut pause = None;
         loop {
-            // Cancel-safe: `notified` keeps its permit when dropped, the others are watch channels, a token and a timer.
+            // Cancel-safe: `notified` keeps its permit when dropped, the others are watch channels,
+            // a token and a timer.
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,
@@ -257,7 +260,8 @@ impl Gate {
         all
     }
 
-    /// Has stranded pods re-created, and tells those that nobody re-creates. What fails is decided again at a later look.
+    /// Has stranded pods re-created, and tells those that nobody re-creates. What fails is decided
+    /// again at a later look.
     async fn rescue(&mut self, rescue: &Rescue) {
         let Parts { client, claim, metrics, recorder, .. } = &self.parts;
         for Recreation { pod, uid, version, message } in &rescue.recreate {

@@ -1,8 +1,8 @@
 //! Pods that were released and that no node takes: what helps them. Pure: the time is given.
 //!
-//! A scheduling gate cannot come back. So a pod that has lost its reservation, or whose nodes no longer take it, is
-//! re-created by its controller: it is evicted, and its replacement waits at the gate. A pod that nothing re-creates is
-//! never deleted; a condition and an Event say what to do.
+//! A scheduling gate cannot come back. So a pod that has lost its reservation, or whose nodes no
+//! longer take it, is re-created by its controller: it is evicted, and its replacement waits at the
+//! gate. A pod that nothing re-creates is never deleted; a condition and an Event say what to do.
 //!
 //! | a released pod that is not bound and ... | is stranded |
 //! |---|---|
@@ -19,12 +19,13 @@ use crate::pods::{Controller, PodObject, Replacement, full_name};
 
 /// How long a pod's nodes must be gone before something is done: a watch may be late.
 pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
-/// How long the pods of one controller are left alone after some were re-created. Doubles each time, up to the second.
+/// How long the pods of one controller are left alone after some were re-created. Doubles each
+/// time, up to the second.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(600));
 /// How long a controller must have had no stranded pod before its next one is handled like a first.
 const FORGIVEN_AFTER: Duration = Duration::from_secs(1800);
-/// From which pause on replacements are held back at the gate too: what is refused again and again must not hold GPUs
-/// all the time.
+/// From which pause on replacements are held back at the gate too: what is refused again and again
+/// must not hold GPUs all the time.
 const HELD_BACK_FROM: Duration = Duration::from_secs(40);
 /// How long a pod is left alone that could not be evicted.
 const FAILED_FOR: Duration = Duration::from_secs(30);
@@ -121,8 +122,8 @@ struct BackOff {
 }
 
 impl Stranded {
-    /// Decides about released pods that are not bound: `found` says of each why it is not. `patience` is how long nodes
-    /// must refuse a pod by what may pass by itself.
+    /// Decides about released pods that are not bound: `found` says of each why it is not.
+    /// `patience` is how long nodes must refuse a pod by what may pass by itself.
     pub(super) fn look<'a>(
         &mut self,
         found: impl IntoIterator<Item = (&'a PodObject, Why)>,
@@ -161,7 +162,8 @@ impl Stranded {
         let (name, uid) = (full_name(&pod.metadata), uid.to_owned());
         let owner = pod.controller.as_ref().filter(|owner| match owner.replacement() {
             Replacement::Free => true,
-            // Where the pod cannot run any more, a failure that is counted is what the death of a node costs too.
+            // Where the pod cannot run any more, a failure that is counted is what the death of a
+            // node costs too.
             Replacement::CountsAsFailure => matches!(why, Why::Gone(_) | Why::Refused(_)),
             Replacement::Unknown => false,
         });
@@ -214,14 +216,16 @@ impl Stranded {
         self.advised.remove(uid);
     }
 
-    /// For how long yet a pod is held back at the gate, since pods of its controller were re-created again and again.
+    /// For how long yet a pod is held back at the gate, since pods of its controller were
+    /// re-created again and again.
     pub(super) fn held_back(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let back_off = self.owners.get(&pod.controller.as_ref()?.uid)?;
         let held = up < back_off.until && back_off.pause >= HELD_BACK_FROM;
         held.then(|| back_off.until.saturating_sub(up))
     }
 
-    /// Whether the scheduler did not bind pods of this one's controller to a node: others are tried first.
+    /// Whether the scheduler did not bind pods of this one's controller to a node: others are tried
+    /// first.
     pub(super) fn avoids(&self, pod: &PodObject) -> Option<&BTreeSet<String>> {
         let avoid = &self.owners.get(&pod.controller.as_ref()?.uid)?.avoid;
         (!avoid.is_empty()).then_some(avoid)

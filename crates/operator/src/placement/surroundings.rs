@@ -1,7 +1,9 @@
-//! What the scheduler looks at beside labels, taints and amounts: other pods, how replicas are spread, host ports, and where volumes are.
+//! What the scheduler looks at beside labels, taints and amounts: other pods, how replicas are
+//! spread, host ports, and where volumes are.
 //!
-//! Pods that were released and are not bound yet count where room is reserved for them, those of this look included. So replicas that must not share
-//! a node get nodes of their own although the scheduler has bound none of them.
+//! Pods that were released and are not bound yet count where room is reserved for them, those of
+//! this look included. So replicas that must not share a node get nodes of their own although the
+//! scheduler has bound none of them.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +24,8 @@ pub(super) struct Surroundings<'a> {
     living: &'a [&'a PodObject],
     /// Bound pods that keep others away.
     repelling: Vec<&'a PodObject>,
-    /// Their anti-affinity and that of pods with a reservation, each term once with its pod's namespace: replicas share theirs.
+    /// Their anti-affinity and that of pods with a reservation, each term once with its pod's
+    /// namespace: replicas share theirs.
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     /// Pods that are not bound yet and have a reservation.
     reserved: Vec<Reserved<'a>>,
@@ -53,7 +56,8 @@ pub(super) type Peculiar<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
 
 impl<'a> Surroundings<'a> {
-    /// `open` are those of `living` that are not settled: only among them are pods with a reservation.
+    /// `open` are those of `living` that are not settled: only among them are pods with a
+    /// reservation.
     pub(super) fn new(
         cluster: &'a Cluster,
         nodes: &'a Nodes,
@@ -92,7 +96,8 @@ impl<'a> Surroundings<'a> {
         self.reserved.push(Reserved { pod, nodes });
     }
 
-    /// What of a pod's own and of the others' rules has to be looked at; nothing where nobody has any.
+    /// What of a pod's own and of the others' rules has to be looked at; nothing where nobody has
+    /// any.
     pub(super) fn peculiar<'p>(&self, pod: &'p PodObject) -> Option<Peculiar<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));
@@ -137,7 +142,8 @@ impl<'a> Surroundings<'a> {
         })
     }
 
-    /// Works out where a pod may run by these rules; nothing for one that has too many to be worked out.
+    /// Works out where a pod may run by these rules; nothing for one that has too many to be worked
+    /// out.
     pub(super) fn judge<'p>(&'p self, peculiar: &'p Peculiar<'p>, wanted: &'p PlanPod) -> Option<Judge<'p>> {
         let (namespace, labels, rules, volumes) = peculiar;
         if rules.are_too_many() {

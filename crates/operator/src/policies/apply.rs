@@ -1,4 +1,5 @@
-//! Writes what nodes shall be: `GpuNode.spec`, by server-side apply, of the nodes that differ and of no other.
+//! Writes what nodes shall be: `GpuNode.spec`, by server-side apply, of the nodes that differ and
+//! of no other.
 use cleave_api::names::OPERATOR_MANAGER;
 use cleave_api::{GpuNode, GpuNodeSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -49,7 +50,8 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
     plan.nodes.iter().filter_map(differs).collect()
 }
 
-/// Writes one change. Repeating it changes nothing. What the API server answers may be malformed and is not looked at.
+/// Writes one change. Repeating it changes nothing. What the API server answers may be malformed
+/// and is not looked at.
 pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Result<(), Error> {
     let params = PatchParams::apply(OPERATOR_MANAGER).force();
     let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;

@@ -4,8 +4,9 @@
 //!  Observed + plan::Plan ──[snapshot]──▶ Snapshot ──cleave_plan::plan──▶ Plan ──check──▶ [cut] ──▶ GpuNode.spec of GPUs by demand
 //! ```
 //!
-//! GPUs of other policies are as [`crate::policies::plan`] makes them; what is free on them counts, so that a pod that they can serve has nothing cut.
-//! A plan that its judge finds fault with is not acted on: everything then stays as it is.
+//! GPUs of other policies are as [`crate::policies::plan`] makes them; what is free on them counts,
+//! so that a pod that they can serve has nothing cut. A plan that its judge finds fault with is not
+//! acted on: everything then stays as it is.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -36,7 +37,8 @@ pub struct Outcome {
     pub silent: BTreeMap<String, String>,
     /// GPUs that take no part, or are left alone, and why.
     pub stuck: BTreeMap<At, String>,
-    /// Of the free memory of GPUs by demand, the part on GPUs that are partly in use, in thousandths.
+    /// Of the free memory of GPUs by demand, the part on GPUs that are partly in use, in
+    /// thousandths.
     pub fragmentation: u32,
     /// When to look again at the latest, from now.
     pub next: Option<Duration>,
@@ -169,7 +171,8 @@ fn waiting(planned: &Planned, built: &Built, cuts: &[At]) -> BTreeMap<String, Wa
     all
 }
 
-/// Of the free memory of GPUs by demand, the part that lies beside something in use, in thousandths.
+/// Of the free memory of GPUs by demand, the part that lies beside something in use, in
+/// thousandths.
 fn fragmentation(built: &Built, planned: &Planned) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
     let plans: BTreeMap<(&str, &str), &GpuPlan> =

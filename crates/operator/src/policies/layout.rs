@@ -1,6 +1,7 @@
 //! Where the MIG instances of a fixed layout lie on one GPU. Pure.
 //!
-//! Places are those that NVML reports, never a table of counts. Instances that lie right already stay where they are.
+//! Places are those that NVML reports, never a table of counts. Instances that lie right already
+//! stay where they are.
 use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
 
 /// Why a layout cannot be had on a GPU.
@@ -24,8 +25,8 @@ type Mask = u64;
 
 /// The start of each instance of `layout`, in its order.
 ///
-/// Largest first; each where an `existing` instance of its profile lies, else where none lies, else as low as it can; the first arrangement
-/// in that order.
+/// Largest first; each where an `existing` instance of its profile lies, else where none lies, else
+/// as low as it can; the first arrangement in that order.
 pub(super) fn place(
     layout: &[String],
     profiles: &[MigProfileStatus],

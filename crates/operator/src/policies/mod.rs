@@ -13,8 +13,8 @@
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |
 //! | report | `taint` | the taint on nodes that can serve no pod, if the operator is configured to write it |
 //!
-//! `pace` decides when the steps run. Only [`apply`], [`status`] and `taint` talk to the API server, in
-//! functions of their own; all decisions are pure.
+//! `pace` decides when the steps run. Only [`apply`], [`status`] and `taint` talk to the API
+//! server, in functions of their own; all decisions are pure.
 pub mod apply;
 pub mod demand;
 mod layout;

@@ -2,7 +2,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long the first change of a quiet cluster waits for others: one `kubectl apply` of several objects is one plan.
+/// How long the first change of a quiet cluster waits for others: one `kubectl apply` of several
+/// objects is one plan.
 pub(crate) const FIRST: Duration = Duration::from_millis(50);
 /// The least and the most time between two plans under load.
 const BETWEEN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));

@@ -1,7 +1,8 @@
 //! Between what a `GpuNode` says of a GPU and the slices that plans are made of. Pure.
 //!
-//! What is in use keeps its device ids and its limits: the agent would otherwise have to take it away and make it anew. So the limits of a
-//! slice never depend on how many others there are, and ids that are held stay where they are while others come and go around them.
+//! What is in use keeps its device ids and its limits: the agent would otherwise have to take it
+//! away and make it anew. So the limits of a slice never depend on how many others there are, and
+//! ids that are held stay where they are while others come and go around them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -138,7 +139,8 @@ fn counted(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Slices in use whose device ids nobody has told yet: while there are any, it is not known which may go.
+/// Slices in use whose device ids nobody has told yet: while there are any, it is not known which
+/// may go.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
     gpu.slices
         .iter()
@@ -219,8 +221,9 @@ fn mps_partition(
 
 /// Memory and threads of k slices of a resource, for each k.
 ///
-/// As many as the GPU could ever have, and as the last entry all of the GPU: a list that grew with the number of slices would change the
-/// limits of those in use, and the daemon's defaults, which are the last entries.
+/// As many as the GPU could ever have, and as the last entry all of the GPU: a list that grew with
+/// the number of slices would change the limits of those in use, and the daemon's defaults, which
+/// are the last entries.
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
@@ -261,7 +264,8 @@ fn in_u32(number: u64) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// The numbers of a resource's device ids: those that pods hold, then those that are there, then the lowest.
+/// The numbers of a resource's device ids: those that pods hold, then those that are there, then
+/// the lowest.
 fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
     let mut numbers = held_numbers(gpu, resource);
     let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);
@@ -383,7 +387,8 @@ mod tests {
         assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
     }
 
-    /// The agent compares limits, and takes the last of each as the daemon's own: what would differ could not be changed under a client.
+    /// The agent compares limits, and takes the last of each as the daemon's own: what would differ
+    /// could not be changed under a client.
     #[test]
     fn the_limits_of_a_slice_do_not_depend_on_the_others() {
         let small = cut(&[free(TEN, 1)], &gpu(), None);

@@ -1,7 +1,9 @@
 //! What each node's GPUs shall be, by the policies that they follow. Pure.
 //!
-//! A GPU that no policy matches is whole. A GPU stays what its `GpuNode.spec` says already where its policy cannot be followed: it is malformed
-//! or invalid, it shares by demand (which [`crate::policies::demand`] plans), or the GPU cannot serve it. So a slip in a policy re-cuts nothing.
+//! A GPU that no policy matches is whole. A GPU stays what its `GpuNode.spec` says already where
+//! its policy cannot be followed: it is malformed or invalid, it shares by demand (which
+//! [`crate::policies::demand`] plans), or the GPU cannot serve it. So a slip in a policy re-cuts
+//! nothing.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -28,7 +30,8 @@ pub struct Plan {
     pub nodes: BTreeMap<String, GpuNodeSpec>,
     /// What became of each policy, by name; malformed and invalid ones included.
     pub policies: BTreeMap<String, Report>,
-    /// GPUs that pods decide about, by node and UUID. In `nodes` they are as they were: [`crate::policies::demand`] says what they become.
+    /// GPUs that pods decide about, by node and UUID. In `nodes` they are as they were:
+    /// [`crate::policies::demand`] says what they become.
     pub demand: BTreeMap<String, BTreeMap<String, ByDemand>>,
 }
 
@@ -175,7 +178,8 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
             *report.models.entry(gpu.model.clone()).or_default() += 1;
         }
     }
-    // A malformed GpuNode is never written to: what it says is unknown, and a person or an older version has put it there.
+    // A malformed GpuNode is never written to: what it says is unknown, and a person or an older
+    // version has put it there.
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = reported else {
         // The object is made for the agent to report in; what an existing one says stays.
@@ -382,7 +386,8 @@ pub(crate) fn mig_instance_partition(
     })
 }
 
-/// A hash of what GPUs shall be: the first 16 hexadecimal digits of the SHA-256 of their JSON, whose fields are in a fixed order.
+/// A hash of what GPUs shall be: the first 16 hexadecimal digits of the SHA-256 of their JSON,
+/// whose fields are in a fixed order.
 pub(crate) fn plan_id(gpus: &[GpuSpec]) -> String {
     // These types always have a JSON form: no maps with keys that are not strings, no floats.
     let json = serde_json::to_vec(gpus).unwrap_or_default();

@@ -1,7 +1,8 @@
 //! Which policy each GPU follows. Pure.
 //!
-//! A policy matches a GPU when the node has all of its labels and the GPU is in each of its lists (models, UUIDs, indices). Of several, the
-//! first in [`Rank`]'s order wins: the one that says more precisely which GPUs it means, then which nodes, then the older, then by name.
+//! A policy matches a GPU when the node has all of its labels and the GPU is in each of its lists
+//! (models, UUIDs, indices). Of several, the first in [`Rank`]'s order wins: the one that says more
+//! precisely which GPUs it means, then which nodes, then the older, then by name.
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -64,7 +65,8 @@ pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
         && (indices.is_empty() || indices.contains(&gpu.index))
 }
 
-/// Whether `wanted` is the product name or a part of it between word boundaries, in any case: `A100` is in `NVIDIA A100-SXM4-40GB`, `A10` is not.
+/// Whether `wanted` is the product name or a part of it between word boundaries, in any case:
+/// `A100` is in `NVIDIA A100-SXM4-40GB`, `A10` is not.
 pub(super) fn is_model(wanted: &str, product: &str) -> bool {
     let wanted = wanted.trim().to_ascii_lowercase();
     let product = product.to_ascii_lowercase();

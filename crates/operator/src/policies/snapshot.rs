@@ -9,8 +9,8 @@
 //! | is cordoned, not healthy, or of a node whose agent does not answer | nothing |
 //! | follows another policy, or none | its slices; a whole one can be given, and none is cut |
 //!
-//! Slices of pods that are bound and that the kubelet does not list yet are in use, though nobody knows which: until that is known, what they
-//! could be stays as it is.
+//! Slices of pods that are bound and that the kubelet does not list yet are in use, though nobody
+//! knows which: until that is known, what they could be stays as it is.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,14 +28,16 @@ use crate::policies::plan::{ByDemand, Plan};
 use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
-/// How long a node may take to become what it was told, unless its policy says otherwise (`dynamic.timeout`).
+/// How long a node may take to become what it was told, unless its policy says otherwise
+/// (`dynamic.timeout`).
 pub const DEADLINE: Duration = Duration::from_secs(30);
 /// A deadline below this is no deadline: making a MIG instance alone takes a second.
 const LEAST_DEADLINE: Duration = Duration::from_secs(5);
 /// How long a GPU is left alone that could not be cut as it was told, at first and at most.
 const LEFT_ALONE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
-/// How long the watch may lag behind what was written. Afterwards somebody else has put the object back.
+/// How long the watch may lag behind what was written. Afterwards somebody else has put the object
+/// back.
 const LAG: Duration = Duration::from_secs(10);
 
 /// The agent's word for a GPU whose MPS daemon does not serve.
@@ -57,7 +59,8 @@ pub enum Progress {
     Failed(String),
 }
 
-/// What the operator remembers from one look at the cluster to the next. Times are since the process started.
+/// What the operator remembers from one look at the cluster to the next. Times are since the
+/// process started.
 #[derive(Debug, Clone, Default)]
 pub struct Memory {
     /// Since when a GPU has been becoming what it was told.
@@ -68,7 +71,8 @@ pub struct Memory {
     failures: BTreeMap<At, Failure>,
     /// Where pods were placed last.
     pub placements: BTreeMap<String, String>,
-    /// What was written and the watch may not have brought back, with the generation before and when.
+    /// What was written and the watch may not have brought back, with the generation before and
+    /// when.
     written: BTreeMap<String, (Option<i64>, GpuNodeSpec, Duration)>,
 }
 
@@ -112,7 +116,8 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent tries again itself for a while. Pods need not wait for that: they may find room elsewhere.
+    // The agent tries again itself for a while. Pods need not wait for that: they may find room
+    // elsewhere.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return Progress::Failed(step.message.clone());
     }
@@ -163,8 +168,8 @@ impl Memory {
         self.written.insert(node.to_owned(), (generation, spec.clone(), now));
     }
 
-    /// Puts what was written into what the watches have told, where they lag: a plan made of what was before would tell a node something else
-    /// while it does the first.
+    /// Puts what was written into what the watches have told, where they lag: a plan made of what
+    /// was before would tell a node something else while it does the first.
     pub fn recall(&mut self, observed: &mut Observed, now: Duration) {
         self.written.retain(|name, (before, spec, at)| {
             let Some(shared) = observed.nodes.get_mut(name).and_then(|node| node.gpu_node.as_mut()) else {
@@ -214,7 +219,8 @@ impl Memory {
                 }
                 match &progress {
                     Progress::Changing => {}
-                    // Since when it has been changing is kept: one that is told nothing else is late for good, and not anew each time.
+                    // Since when it has been changing is kept: one that is told nothing else is
+                    // late for good, and not anew each time.
                     Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
@@ -498,7 +504,8 @@ fn wake(built: &mut Built, at: Duration, now: Duration) {
     built.next = Some(built.next.map_or(from_now, |next| next.min(from_now)));
 }
 
-/// A GPU keeps what it has. One that has nothing, or is used whole, is a whole GPU, and can be given as such.
+/// A GPU keeps what it has. One that has nothing, or is used whole, is a whole GPU, and can be
+/// given as such.
 fn pin(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;

@@ -61,7 +61,8 @@ pub struct Telling {
     pub status: SharingPolicyStatus,
 }
 
-/// The statuses that differ from what the policies say already. Pure: `now` is for conditions that turn.
+/// The statuses that differ from what the policies say already. Pure: `now` is for conditions that
+/// turn.
 pub fn updates(plan: &Plan, observed: &Observed, told: &Told, now: Timestamp) -> Vec<Update> {
     let differs = |(name, report): (&String, &Report)| {
         let telling = told.get(name);
@@ -89,7 +90,8 @@ pub fn updates(plan: &Plan, observed: &Observed, told: &Told, now: Timestamp) ->
     plan.policies.iter().filter_map(differs).collect()
 }
 
-/// Writes a status. The policy that the API server answers with may be malformed (that is one of the things to be told) and is not looked at.
+/// Writes a status. The policy that the API server answers with may be malformed (that is one of
+/// the things to be told) and is not looked at.
 pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) -> Result<(), Error> {
     let body = json!({
         "apiVersion": "cleave.dev/v1alpha1",
@@ -159,7 +161,8 @@ fn evaluate(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // Kubernetes' rule: the time at which `status` turned, not at which the sentence changed.
+            // Kubernetes' rule: the time at which `status` turned, not at which the sentence
+            // changed.
             last_transition_time: before
                 .filter(|before| before.status == status)
                 .map_or(Time(now), |before| before.last_transition_time.clone()),
@@ -393,7 +396,8 @@ fn trouble(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Trouble, String)> {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((Trouble::Unhealthy, format!("{} is not healthy: {why}", name(at))));
     }
-    // One that is being started again is away for a moment; where it is longer the GPU's health says so.
+    // One that is being started again is away for a moment; where it is longer the GPU's health
+    // says so.
     let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };

@@ -1,6 +1,8 @@
-//! A taint on nodes that can serve nobody: all of their GPUs are lost or need a reset, or their agent is away. Off unless asked for.
+//! A taint on nodes that can serve nobody: all of their GPUs are lost or need a reset, or their
+//! agent is away. Off unless asked for.
 //!
-//! [`Taints`] is pure and says which nodes get it or lose it; [`write`] does so, by a patch that touches no other taint.
+//! [`Taints`] is pure and says which nodes get it or lose it; [`write`] does so, by a patch that
+//! touches no other taint.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -45,7 +47,8 @@ pub(crate) struct Taints {
 }
 
 impl Taints {
-    /// Which nodes are to be written, and when to look again though nothing changes. `now` is since the process started.
+    /// Which nodes are to be written, and when to look again though nothing changes. `now` is since
+    /// the process started.
     pub(crate) fn look(&mut self, observed: &Observed, now: Duration) -> (Vec<Change>, Option<Duration>) {
         self.away.retain(|name, _| observed.nodes.contains_key(name));
         let mut next: Option<Duration> = None;
@@ -80,7 +83,8 @@ impl Taints {
             return Verdict::Away(now.saturating_sub(since));
         }
         self.away.remove(name);
-        // What is suspect is healthy again by itself, in a minute; what else is in the way is no GPU's fault.
+        // What is suspect is healthy again by itself, in a minute; what else is in the way is no
+        // GPU's fault.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
             return Verdict::Ill("all of its GPUs are lost or need a reset");
@@ -89,7 +93,8 @@ impl Taints {
     }
 }
 
-/// A list of taints is replaced as a whole by other kinds of patches, and with it what others wrote meanwhile.
+/// A list of taints is replaced as a whole by other kinds of patches, and with it what others wrote
+/// meanwhile.
 fn add(node: &Node) -> Value {
     let taint = json!({"key": UNHEALTHY_TAINT, "effect": EFFECT});
     let change = if node.taints.is_empty() {
@@ -108,7 +113,8 @@ fn remove(index: usize) -> Value {
     ])
 }
 
-/// Writes one change. Where the node has changed meanwhile the API server refuses it, and the next pass sees what it is now.
+/// Writes one change. Where the node has changed meanwhile the API server refuses it, and the next
+/// pass sees what it is now.
 ///
 /// # Errors
 /// What the API server, or the way there, said.

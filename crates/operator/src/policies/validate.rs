@@ -1,7 +1,7 @@
 //! A policy's fields, parsed once into what cannot be wrong. Pure.
 //!
-//! The rules are those of the definition (`cleave_api::sharingpolicy`), told again: an object may have been stored under an older
-//! definition, or one whose rules somebody removed.
+//! The rules are those of the definition (`cleave_api::sharingpolicy`), told again: an object may
+//! have been stored under an older definition, or one whose rules somebody removed.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -172,7 +172,8 @@ impl Turns {
     }
 }
 
-/// The extended resource of shares or replicas of a MIG instance: as NVIDIA's plugin names it, unless the policy says otherwise.
+/// The extended resource of shares or replicas of a MIG instance: as NVIDIA's plugin names it,
+/// unless the policy says otherwise.
 pub fn shared_instance_resource(profile: &str, named: Option<&str>) -> String {
     named.map_or_else(|| format!("{}.shared", mig_resource(profile)), str::to_owned)
 }
@@ -207,7 +208,8 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// What an error repeats of a text, which may have any length where somebody removed the definition's rules.
+/// What an error repeats of a text, which may have any length where somebody removed the
+/// definition's rules.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -418,7 +420,8 @@ fn is_profile(text: &str) -> bool {
     known && named
 }
 
-/// Instances that are cut as pods ask for them have one number of shares, whatever their profile: a request for shares must say what to cut.
+/// Instances that are cut as pods ask for them have one number of shares, whatever their profile: a
+/// request for shares must say what to cut.
 fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {
         InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
@@ -428,8 +431,8 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     }
 }
 
-/// Mode Auto: sized slices, MIG instances and whole GPUs always; shares and replicas where their sections say how many. A `mig.layout` is
-/// checked and otherwise of no use: pods say what is cut.
+/// Mode Auto: sized slices, MIG instances and whole GPUs always; shares and replicas where their
+/// sections say how many. A `mig.layout` is checked and otherwise of no use: pods say what is cut.
 fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
         Share::Mig { each, .. } | Share::Demand(Demand { each, .. }) => by_demand(each)?,
@@ -543,7 +546,8 @@ mod tests {
     #[test]
     fn what_the_definition_refuses_is_refused() {
         for (name, text) in fixtures("bad") {
-            // The API server drops unknown fields, or refuses them; what is left of this one is fine.
+            // The API server drops unknown fields, or refuses them; what is left of this one is
+            // fine.
             if !name.contains("field-unknown") {
                 assert!(judge(&text).is_err(), "{name}");
             }

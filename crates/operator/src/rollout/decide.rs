@@ -1,4 +1,5 @@
-//! Decides which MPS hosts are replaced now, and on which nodes nothing may be reserved meanwhile. Pure: the time is given.
+//! Decides which MPS hosts are replaced now, and on which nodes nothing may be reserved meanwhile.
+//! Pure: the time is given.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -9,18 +10,20 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{Host, regarding};
 use super::view::View;
 
-/// How long nothing must use MPS on a node while nothing new is held there, before its host is replaced: what the watches have not told yet
-/// (pods that pass no gate) comes within it.
+/// How long nothing must use MPS on a node while nothing new is held there, before its host is
+/// replaced: what the watches have not told yet (pods that pass no gate) comes within it.
 pub(crate) const SETTLE: Duration = Duration::from_secs(2);
 /// How long a host may take from its end until its successor serves.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
-/// For how long a host must serve before others are replaced: one that starts and ends again and again serves for moments.
+/// For how long a host must serve before others are replaced: one that starts and ends again and
+/// again serves for moments.
 pub(crate) const STEADY: Duration = Duration::from_secs(10);
 /// How often is looked at most: the gate looks at each change of a pod.
 pub(crate) const PERIOD: Duration = Duration::from_secs(1);
 /// How long is waited where the API server refuses to have a pod deleted.
 const REFUSED: Duration = Duration::from_secs(60);
-/// Of so many hosts one is replaced at once, when one of the newest revision has shown that it serves.
+/// Of so many hosts one is replaced at once, when one of the newest revision has shown that it
+/// serves.
 const ONE_OF: usize = 10;
 /// Nodes that a message names.
 const NAMED: usize = 4;
@@ -91,7 +94,8 @@ impl Rollout {
         self.closing.contains_key(node) || self.away.get(node).is_some_and(|away| away.down && !away.late)
     }
 
-    /// What to add for a pod that waits and could go to these nodes; empty where nothing that it asks for is withheld.
+    /// What to add for a pod that waits and could go to these nodes; empty where nothing that it
+    /// asks for is withheld.
     pub(crate) fn in_words(&self, asks: &[Ask], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
         let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(NAMED).collect();
@@ -222,7 +226,8 @@ impl Rollout {
                 host.outdated && !host.leaving && view.busy.is_none() && !self.closing.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.away.contains_key(*name))
-            // Those last that did not serve before: that they do not afterwards says little of the release.
+            // Those last that did not serve before: that they do not afterwards says little of the
+            // release.
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

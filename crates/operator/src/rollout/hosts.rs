@@ -13,7 +13,8 @@ use serde::Deserialize;
 use crate::pods::full_name;
 use crate::read::{self, AgentPod, AgentStore};
 
-/// The label by which a `DaemonSet`'s controller says of which revision a pod is; `ControllerRevision`s have it too.
+/// The label by which a `DaemonSet`'s controller says of which revision a pod is;
+/// `ControllerRevision`s have it too.
 pub(super) const HASH: &str = "controller-revision-hash";
 
 /// What is kept of a `DaemonSet`'s revision: not the template that it was.
@@ -72,7 +73,8 @@ impl Newest {
         Self(newest)
     }
 
-    /// Whether a pod of this `DaemonSet` and revision is to be replaced. Of a `DaemonSet` that nothing is known of none is.
+    /// Whether a pod of this `DaemonSet` and revision is to be replaced. Of a `DaemonSet` that
+    /// nothing is known of none is.
     pub(crate) fn is_outdated(&self, set: &str, hash: &str) -> bool {
         self.0.get(set).is_some_and(|(_, newest)| newest != hash)
     }

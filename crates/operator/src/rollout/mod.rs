@@ -1,8 +1,9 @@
-//! Replaces MPS hosts of an older release when nothing uses MPS on their node. Off unless configured.
+//! Replaces MPS hosts of an older release when nothing uses MPS on their node. Off unless
+//! configured.
 //!
-//! An MPS daemon ends with its host's pod, and every client with the daemon. So the `DaemonSet` replaces a pod
-//! only after somebody deletes it (`OnDelete`). The operator deletes it while no pod has shares on the node or a
-//! reservation for some.
+//! An MPS daemon ends with its host's pod, and every client with the daemon. So the `DaemonSet`
+//! replaces a pod only after somebody deletes it (`OnDelete`). The operator deletes it while no pod
+//! has shares on the node or a reservation for some.
 //!
 //! | an MPS host | result |
 //! |---|---|
@@ -18,9 +19,10 @@
 //! | decide | `decide` | [`Step`]: the pods to delete now |
 //! | apply | `replace` | the deletion, by UID |
 //!
-//! The decision is part of placement's look ([`crate::placement`]), so that nothing is reserved between the moment
-//! a node is found idle and the moment it is closed. [`Rollout`] remembers only times. Which hosts are outdated,
-//! terminating or not ready is read in each look, so an operator that takes over continues.
+//! The decision is part of placement's look ([`crate::placement`]), so that nothing is reserved
+//! between the moment a node is found idle and the moment it is closed. [`Rollout`] remembers only
+//! times. Which hosts are outdated, terminating or not ready is read in each look, so an operator
+//! that takes over continues.
 mod decide;
 mod hosts;
 mod replace;

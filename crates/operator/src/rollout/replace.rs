@@ -43,8 +43,8 @@ pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Re
 }
 
 async fn delete(client: &Client, watched: &Watched, host: &Host) -> Result<bool, kube::Error> {
-    // The watch of revisions may lag behind that of pods, and a pod of a revision that it has not told yet is a new one. A list is not older
-    // than what was read before.
+    // The watch of revisions may lag behind that of pods, and a pod of a revision that it has not
+    // told yet is a new one. A list is not older than what was read before.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
     let listed = revisions.list(&ListParams::default()).await?;
     if !Newest::of(&listed.items).is_outdated(&host.set.1, &host.hash) {

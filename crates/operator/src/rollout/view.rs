@@ -63,7 +63,8 @@ impl Mps {
     }
 }
 
-/// Time-sliced resources that go by names that shares could have. A name that is both on one node is not among them.
+/// Time-sliced resources that go by names that shares could have. A name that is both on one node
+/// is not among them.
 fn turns(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));
@@ -94,13 +95,14 @@ pub(crate) struct View {
     pub trouble: Option<String>,
     /// Who uses MPS there or is on the way to it, in words.
     pub busy: Option<String>,
-    /// It is not heard of, or was taken out of service: what is wrong there says nothing of a release.
+    /// It is not heard of, or was taken out of service: what is wrong there says nothing of a
+    /// release.
     pub excused: bool,
 }
 
 impl View {
-    /// Why its host does not serve, and whether that is because the host itself is down. Nothing of one that is outdated, which need not, unless it
-    /// was `asked` to go.
+    /// Why its host does not serve, and whether that is because the host itself is down. Nothing of
+    /// one that is outdated, which need not, unless it was `asked` to go.
     pub(super) fn lacks(&self, asked: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("it has no MPS host".to_owned(), true)) };
         let pod = &host.pod;
@@ -118,7 +120,8 @@ pub(crate) fn is_excused(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNHEARD.contains(&taint.key.as_str()))
 }
 
-/// Who is on the way to MPS on each node, or has it as far as the ledger knows: one of them, in words.
+/// Who is on the way to MPS on each node, or has it as far as the ledger knows: one of them, in
+/// words.
 pub(crate) fn on_the_way(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&str, String> {
     let mut found: BTreeMap<&str, String> = BTreeMap::new();
     for (pod, claim) in ledger.claims() {

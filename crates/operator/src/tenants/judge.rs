@@ -1,4 +1,5 @@
-//! Decides which findings of agents become conditions of pods, and which pods are evicted. Pure: the time is given.
+//! Decides which findings of agents become conditions of pods, and which pods are evicted. Pure:
+//! the time is given.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use kube::core::DeserializeGuard;
 
 use crate::pods::{PodCondition, PodObject, full_name};
 
-/// After how long an eviction that a disruption budget did not let, or that came to nothing, is tried again.
+/// After how long an eviction that a disruption budget did not let, or that came to nothing, is
+/// tried again.
 pub(crate) const AGAIN: Duration = Duration::from_secs(5);
 /// How long what was written is believed before the watch tells it.
 const BELIEVED: Duration = Duration::from_secs(10);

@@ -1,4 +1,5 @@
-//! The task that tells pods that left their shares, and evicts them, apart from the passes and the gate.
+//! The task that tells pods that left their shares, and evicts them, apart from the passes and the
+//! gate.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -56,7 +57,8 @@ impl Tenants {
         let mut turned = self.parts.claim.clone();
         let mut pause = None;
         loop {
-            // Cancel-safe: `notified` keeps its permit when dropped, the others are a watch channel, a token and a timer.
+            // Cancel-safe: `notified` keeps its permit when dropped, the others are a watch
+            // channel, a token and a timer.
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,

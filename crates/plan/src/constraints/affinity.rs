@@ -62,8 +62,8 @@ impl PodAffinityTerm {
         }
     }
 
-    /// Whether the term, of a pod in the namespace `own`, may select a pod of `namespace` with these
-    /// labels. Labels of namespaces are not read: where they decide, it may.
+    /// Whether the term, of a pod in the namespace `own`, may select a pod of `namespace` with
+    /// these labels. Labels of namespaces are not read: where they decide, it may.
     pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
         self.selects(own, labels, namespace, &|_| None) != Match::No
     }

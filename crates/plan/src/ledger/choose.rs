@@ -80,11 +80,13 @@ pub(super) fn wanted(asks: &[Ask]) -> Wanted<'_> {
     wanted
 }
 
-/// How good a node is: its score, the greater the better, and what is left on the devices, the less the better.
+/// How good a node is: its score, the greater the better, and what is left on the devices, the less
+/// the better.
 pub(super) type Worth = (f64, u32);
 
 impl Node {
-    /// How good the best place for all asks is. The same as [`Node::fit`] says, with less work for one ask: it is asked of every node.
+    /// How good the best place for all asks is. The same as [`Node::fit`] says, with less work for
+    /// one ask: it is asked of every node.
     pub(super) fn worth<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<Worth, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {
@@ -163,7 +165,8 @@ fn candidates<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], s
     candidates
 }
 
-/// Devices that have so many free. A score knows GPUs in thousandths: a unit is its part of the device.
+/// Devices that have so many free. A score knows GPUs in thousandths: a unit is its part of the
+/// device.
 fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: &S, mut take: impl FnMut(Candidate)) {
     let thousandths = |units: u32, capacity: u32| {
         let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));

@@ -1,5 +1,5 @@
-//! What a pod asks for, from its containers: the kubelet gives each container units of its own, but those of an init container again to
-//! the ones that come after it.
+//! What a pod asks for, from its containers: the kubelet gives each container units of its own, but
+//! those of an init container again to the ones that come after it.
 use std::collections::BTreeMap;
 
 use super::{Ask, Units};
@@ -43,15 +43,17 @@ pub struct Part {
     pub units: Units,
     /// Which ask it belongs to: an index into [`asks`].
     pub ask: usize,
-    /// What this container and those before it need together of the ask; the last one's is the whole ask.
+    /// What this container and those before it need together of the ask; the last one's is the
+    /// whole ask.
     pub needed: Units,
 }
 
-/// What a pod asks for: one ask for each part that has to be on one device. Containers in the kubelet's order: init containers and
-/// sidecars as written, then the others.
+/// What a pod asks for: one ask for each part that has to be on one device. Containers in the
+/// kubelet's order: init containers and sidecars as written, then the others.
 ///
-/// A container takes what ended init containers had first, and units of one container are on one device; so an init container of 2 and a
-/// container of 5 are one ask of 5, and an init container of 5 before containers of 3 and 4 is one ask of 7.
+/// A container takes what ended init containers had first, and units of one container are on one
+/// device; so an init container of 2 and a container of 5 are one ask of 5, and an init container
+/// of 5 before containers of 3 and 4 is one ask of 7.
 pub fn asks(containers: &[Container]) -> Vec<Ask> {
     let ask =
         |resource: &str, group: &Group| Some(Ask { resource: resource.to_owned(), units: Units::new(group.units)? });
@@ -76,7 +78,8 @@ pub fn parts(containers: &[Container]) -> Vec<Part> {
     found.into_iter().filter_map(part).collect()
 }
 
-/// Goes through the containers; tells for each what group of its resource it belongs to, and what that needs so far.
+/// Goes through the containers; tells for each what group of its resource it belongs to, and what
+/// that needs so far.
 fn groups(containers: &[Container], mut belongs: impl FnMut(usize, &str, usize, u32)) -> BTreeMap<&str, Vec<Group>> {
     let mut groups: BTreeMap<&str, Vec<Group>> = BTreeMap::new();
     for (number, Container { kind, limits }) in containers.iter().enumerate() {

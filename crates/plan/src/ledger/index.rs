@@ -1,4 +1,5 @@
-//! Which nodes have a device with so many units free, without asking each: a cluster has many nodes, and a pod goes to one.
+//! Which nodes have a device with so many units free, without asking each: a cluster has many
+//! nodes, and a pod goes to one.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Nodes by what their devices have free.
@@ -44,8 +45,8 @@ impl Index {
         }
     }
 
-    /// Nodes with a device that has so many free: those first whose tightest such device has the least, then by name. A node comes again for a
-    /// device that has more.
+    /// Nodes with a device that has so many free: those first whose tightest such device has the
+    /// least, then by name. A node comes again for a device that has more.
     pub(super) fn at_least(&self, resource: &str, units: u32) -> impl Iterator<Item = &str> {
         let by_units = self.nodes.get(resource).into_iter();
         by_units.flat_map(move |by_units| by_units.range(units..)).flat_map(|(_, nodes)| nodes).map(String::as_str)

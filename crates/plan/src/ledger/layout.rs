@@ -54,8 +54,9 @@ impl<'a> Claimed<'a> {
     }
 }
 
-/// Pods that ask for the same may be given each other's places: then each has what was noted for the other. Where a pod was given a place that
-/// was noted for nobody, what was noted for it is nobody's.
+/// Pods that ask for the same may be given each other's places: then each has what was noted for
+/// the other. Where a pod was given a place that was noted for nobody, what was noted for it is
+/// nobody's.
 pub(super) fn follow_swaps(
     claims: &mut BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -97,7 +98,8 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
     }
 }
 
-/// Notes by which all that claims lack has a place, whatever was noted; none where there is no such way.
+/// Notes by which all that claims lack has a place, whatever was noted; none where there is no such
+/// way.
 pub(super) fn notes_for_all(
     stocks: &BTreeMap<String, Stocks>,
     claimed: &[Claimed<'_>],
@@ -171,7 +173,8 @@ pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>
     short
 }
 
-/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one. What is left over is given back.
+/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one.
+/// What is left over is given back.
 fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
     let mut order = |size: u32, free: &[u32]| {
@@ -205,8 +208,9 @@ type Missing<'a> = (Units, Option<&'a str>);
 
 /// What a pod that asks for this and holds that still lacks, by resource.
 ///
-/// Each part that it holds settles an ask of its size; else the smallest larger one, which then lacks the rest: one ask can be several
-/// containers. What it holds beyond that, other than asked for, settles what there is.
+/// Each part that it holds settles an ask of its size; else the smallest larger one, which then
+/// lacks the rest: one ask can be several containers. What it holds beyond that, other than asked
+/// for, settles what there is.
 pub(super) fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {

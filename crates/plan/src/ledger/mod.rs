@@ -1,14 +1,20 @@
 //! The ledger: which units of which device are kept for pods that are on their way.
 //!
-//! A scheduler that adds units up over a node's GPUs cannot see which are together. So a pod is let through only when the ledger holds
-//! units of one device for each of its [`Ask`]s. What is held is keyed by (node, resource, size), not by pod: two pods that ask for the
-//! same may swap, and nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie where, a reservation.
+//! A scheduler that adds units up over a node's GPUs cannot see which are together. So a pod is let
+//! through only when the ledger holds units of one device for each of its [`Ask`]s. What is held is
+//! keyed by (node, resource, size), not by pod: two pods that ask for the same may swap, and
+//! nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie
+//! where, a reservation.
 //!
-//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims still lack is wanted; what was noted for
-//! their pods stays where it was noted while it fits and is wanted; what is still missing gets a device, if one has room. Notes follow what
-//! pods were given: where one was given what was noted for another, they have swapped. There is no other history in it. So
-//! - there are never more units reserved on a device than are free (`stock.rs` has the one subtraction, and the one way to add),
-//! - a ledger made anew from what was observed and the same notes equals the one that was lost, while nobody is short ([`Ledger::rebuild`]).
+//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims
+//! still lack is wanted; what was noted for their pods stays where it was noted while it fits and
+//! is wanted; what is still missing gets a device, if one has room. Notes follow what pods were
+//! given: where one was given what was noted for another, they have swapped. There is no other
+//! history in it. So
+//! - there are never more units reserved on a device than are free (`stock.rs` has the one
+//!   subtraction, and the one way to add),
+//! - a ledger made anew from what was observed and the same notes equals the one that was lost,
+//!   while nobody is short ([`Ledger::rebuild`]).
 //!
 //! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
 mod choose;
@@ -79,15 +85,17 @@ pub struct Claim {
     pub asks: Vec<Ask>,
     /// Where it may go.
     pub place: Place,
-    /// What was noted for it when it was let through, by node: who hands units out follows that. Where pods that ask for the same have swapped,
-    /// what they have by that. Nothing for one that came around the gate.
+    /// What was noted for it when it was let through, by node: who hands units out follows that.
+    /// Where pods that ask for the same have swapped, what they have by that. Nothing for one that
+    /// came around the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
 /// Where a claim's pod may go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// To one of these nodes; units are held on each until the pod is bound to one, or the time has come.
+    /// To one of these nodes; units are held on each until the pod is bound to one, or the time has
+    /// come.
     OneOf {
         /// The nodes.
         nodes: BTreeSet<String>,
@@ -258,8 +266,8 @@ pub struct Ledger {
 impl Ledger {
     /// The ledger that facts make. What is claimed and was not noted is reserved too, if it can be.
     ///
-    /// The facts have to be at least as new as what the lost ledger wrote: a pod that was let through and is not among the claims loses
-    /// what was held for it.
+    /// The facts have to be at least as new as what the lost ledger wrote: a pod that was let
+    /// through and is not among the claims loses what was held for it.
     pub fn rebuild(facts: Facts) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in facts.claims {
@@ -272,13 +280,15 @@ impl Ledger {
         ledger
     }
 
-    /// Takes in what was observed of a node. Pods that hold what they asked for are not kept anything any more.
+    /// Takes in what was observed of a node. Pods that hold what they asked for are not kept
+    /// anything any more.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
         self.nodes.insert(name.to_owned(), Node::of(facts));
         self.lay_out(name);
     }
 
-    /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for when it comes back.
+    /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for
+    /// when it comes back.
     pub fn forget(&mut self, name: &str) {
         self.nodes.remove(name);
         self.index.remove(name);
@@ -286,10 +296,12 @@ impl Ledger {
 
     /// Places for a pod on the nodes that it may go to, at most `most` and the best first.
     ///
-    /// Of one node, each ask goes where the score says it costs least, unless there would then be no place for another; a place that there
-    /// is is found. Nothing is taken yet. A pod that asks for nothing fits everywhere.
+    /// Of one node, each ask goes where the score says it costs least, unless there would then be
+    /// no place for another; a place that there is is found. Nothing is taken yet. A pod that asks
+    /// for nothing fits everywhere.
     ///
-    /// Room that is [nominated](Self::nominate) is not free, for whomever: [`Self::fit_for`] knows whose turn it is.
+    /// Room that is [nominated](Self::nominate) is not free, for whomever: [`Self::fit_for`] knows
+    /// whose turn it is.
     ///
     /// # Errors
     /// Why it fits nowhere.
@@ -303,7 +315,8 @@ impl Ledger {
         self.find(asks, (None, i32::MIN), nodes, most, score)
     }
 
-    /// As [`Self::fit`], for a pod to whom what is nominated for itself, or for pods of lower priority, is free.
+    /// As [`Self::fit`], for a pod to whom what is nominated for itself, or for pods of lower
+    /// priority, is free.
     ///
     /// # Errors
     /// Why it fits nowhere.
@@ -317,8 +330,9 @@ impl Ledger {
         self.find(waiting.asks, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
-    /// As [`Self::fit_for`] with [`Tightest`] on all nodes that `may` lets through, without asking each node. It answers only where that is
-    /// simple: of one ask, while nothing is nominated, and where there is a place. Otherwise [`Self::fit_for`] knows more.
+    /// As [`Self::fit_for`] with [`Tightest`] on all nodes that `may` lets through, without asking
+    /// each node. It answers only where that is simple: of one ask, while nothing is nominated, and
+    /// where there is a place. Otherwise [`Self::fit_for`] knows more.
     pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
         let Waiting { asks, priority, .. } = waiting;
         let [ask] = asks else { return None };
@@ -404,8 +418,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// A pod was bound to a node: what was held for it elsewhere is free. One that came around the gate gets a claim, and units if there are.
-    /// What was held for it on the node stays where it is.
+    /// A pod was bound to a node: what was held for it elsewhere is free. One that came around the
+    /// gate gets a claim, and units if there are. What was held for it on the node stays where it
+    /// is.
     pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
@@ -429,7 +444,8 @@ impl Ledger {
         nodes.iter().for_each(|node| self.lay_out(node));
     }
 
-    /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is free when the node is observed without it.
+    /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is
+    /// free when the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
@@ -439,9 +455,11 @@ impl Ledger {
         Some(claim)
     }
 
-    /// Releases the claims whose time has come, and says which. A pod that is bound keeps what it has until it is served or gone.
+    /// Releases the claims whose time has come, and says which. A pod that is bound keeps what it
+    /// has until it is served or gone.
     ///
-    /// A gate cannot come back: what becomes of a pod that was let through and found no node is for the caller to say.
+    /// A gate cannot come back: what becomes of a pod that was let through and found no node is for
+    /// the caller to say.
     pub fn expire(&mut self, now: Moment) -> Vec<(String, Claim)> {
         let pods = self.overdue(now);
         pods.into_iter().filter_map(|pod| self.release(&pod).map(|claim| (pod, claim))).collect()
@@ -453,8 +471,8 @@ impl Ledger {
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
 
-    /// Keeps what is reserved for a pod that is not bound until another time. Nothing is released meanwhile, so nobody
-    /// else can take it.
+    /// Keeps what is reserved for a pod that is not bound until another time. Nothing is released
+    /// meanwhile, so nobody else can take it.
     pub fn extend(&mut self, pod: &str, until: Moment) {
         if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
             *expires = until;
@@ -535,8 +553,8 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Where pods have swapped and then gone, what is noted on others may not be what the lost ledger held: a place for all is sought then,
-    /// wherever notes are.
+    /// Where pods have swapped and then gone, what is noted on others may not be what the lost
+    /// ledger held: a place for all is sought then, wherever notes are.
     fn note_anew(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {

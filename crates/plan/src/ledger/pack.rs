@@ -1,14 +1,14 @@
 //! Which device each of several sizes goes to. Exact: a way that exists is found.
 use std::collections::BTreeSet;
 
-/// States that are looked at before a search is given up. A pod of one container needs one; only dozens of containers of different sizes
-/// on a nearly full node come near.
+/// States that are looked at before a search is given up. A pod of one container needs one; only
+/// dozens of containers of different sizes on a nearly full node come near.
 const STATES: usize = 20_000;
 
 /// A device for each size, as indices, or none where there is no way to hold all of them at once.
 ///
-/// `order` says which devices to try for a size when this much is free, the best first; what it leaves out is not tried. The first way that
-/// is found is taken, so for one size it is the best.
+/// `order` says which devices to try for a size when this much is free, the best first; what it
+/// leaves out is not tried. The first way that is found is taken, so for one size it is the best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],
@@ -99,7 +99,8 @@ mod tests {
     #[test]
     fn a_search_without_end_is_given_up() {
         let sizes: Vec<u32> = (100..160).collect();
-        // Three devices would need four of the sizes each, and even the twelve smallest are 3 × 422.
+        // Three devices would need four of the sizes each, and even the twelve smallest are 3
+        // × 422.
         let free = vec![421; 19];
         assert_eq!(pack(&sizes, &free, &mut tightest), None);
     }

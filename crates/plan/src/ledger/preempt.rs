@@ -1,10 +1,11 @@
 //! Who has to leave so that a pod of higher priority fits, and what is kept for it while they do.
 //!
-//! Which pods leave is decided as kube-scheduler decides it, with one difference: it adds a node's GPUs up, so what it frees may lie on two of
-//! them and help nobody. Here each way to put the asks on devices is looked at by itself, and a pod leaves only for room on a device where an
-//! ask goes.
+//! Which pods leave is decided as kube-scheduler decides it, with one difference: it adds a node's
+//! GPUs up, so what it frees may lie on two of them and help nobody. Here each way to put the asks
+//! on devices is looked at by itself, and a pod leaves only for room on a device where an ask goes.
 //!
-//! The room is then [nominated](Ledger::nominate): until the pod has it, pods of the same or lower priority do not see it as free.
+//! The room is then [nominated](Ledger::nominate): until the pod has it, pods of the same or lower
+//! priority do not see it as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +14,8 @@ use super::pack::{pack, tightest};
 use super::stock::Stock;
 use super::{Ask, Ledger, Moment, Node, Refused, Reservation, Units};
 
-/// Ways to put the asks on a node's devices that are compared. A pod of one container has as many as the node has devices.
+/// Ways to put the asks on a node's devices that are compared. A pod of one container has as many
+/// as the node has devices.
 const WAYS: usize = 512;
 /// Steps of the search for them.
 const STEPS: usize = 20_000;
@@ -49,7 +51,8 @@ pub struct Preemption {
     pub node: String,
     /// What is taken of which device: as many as there are asks.
     pub takes: Vec<Reservation>,
-    /// Pods that have to leave, by name. None where what is free, or held by pods that are on their way out, is enough.
+    /// Pods that have to leave, by name. None where what is free, or held by pods that are on their
+    /// way out, is enough.
     pub victims: Vec<String>,
 }
 
@@ -64,24 +67,29 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
-/// How good a preemption is, the least the best: protected victims; the highest priority among victims; the sum of their priorities; how
-/// many they are; of the highest, when the one began that has run longest, the later the better.
+/// How good a preemption is, the least the best: protected victims; the highest priority among
+/// victims; the sum of their priorities; how many they are; of the highest, when the one began that
+/// has run longest, the later the better.
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
 impl Ledger {
-    /// Who has to leave so that the pod fits on one of the nodes that it may go to; none where nobody's leaving would help.
+    /// Who has to leave so that the pod fits on one of the nodes that it may go to; none where
+    /// nobody's leaving would help.
     ///
-    /// Only pods of strictly lower priority leave, of which `holders` tells and of which the node lists what they hold. Room that is reserved,
-    /// and room that is nominated for others of the same or higher priority, stays theirs; a node that is short of what is asked for has none
-    /// to give. What pods on their way out hold counts as free, so that nobody leaves for what comes anyway, and asking again after the victims
-    /// were told to go names nobody more.
+    /// Only pods of strictly lower priority leave, of which `holders` tells and of which the node
+    /// lists what they hold. Room that is reserved, and room that is nominated for others of the
+    /// same or higher priority, stays theirs; a node that is short of what is asked for has none to
+    /// give. What pods on their way out hold counts as free, so that nobody leaves for what comes
+    /// anyway, and asking again after the victims were told to go names nobody more.
     ///
-    /// Of one way to put the asks on devices, all that can stay do: protected pods first, then those of higher priority, then those that run
-    /// longer. Of all ways, the one is taken that has fewest protected victims, then the lowest highest priority, the smallest sum of
-    /// priorities, the fewest victims, the latest start among the highest; then the first by names.
+    /// Of one way to put the asks on devices, all that can stay do: protected pods first, then
+    /// those of higher priority, then those that run longer. Of all ways, the one is taken that has
+    /// fewest protected victims, then the lowest highest priority, the smallest sum of priorities,
+    /// the fewest victims, the latest start among the highest; then the first by names.
     ///
-    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about. Of pods on a device that is to give nothing now,
-    /// such as one that is not healthy, nothing is to be told in `holders`: their leaving frees nothing.
+    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about.
+    /// Of pods on a device that is to give nothing now, such as one that is not healthy, nothing is
+    /// to be told in `holders`: their leaving frees nothing.
     pub fn preempt<'a>(
         &self,
         waiting: Waiting<'_>,
@@ -106,9 +114,11 @@ impl Ledger {
         best.map(|(_, preemption)| preemption)
     }
 
-    /// Keeps room for a pod: what is free there, and what will be. Takes the place of an earlier nomination.
+    /// Keeps room for a pod: what is free there, and what will be. Takes the place of an earlier
+    /// nomination.
     ///
-    /// Nothing is reserved: the nodes' agents know nothing of it, and no pod is let through for it. Pods that were let through already go first.
+    /// Nothing is reserved: the nodes' agents know nothing of it, and no pod is let through for it.
+    /// Pods that were let through already go first.
     ///
     /// # Errors
     /// The pod has a claim: it was let through, and needs no other room.
@@ -130,7 +140,8 @@ impl Ledger {
         &self.nominations
     }
 
-    /// Units that are nominated for pods of this priority or a higher one, but not for this pod, by node.
+    /// Units that are nominated for pods of this priority or a higher one, but not for this pod, by
+    /// node.
     pub(super) fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
@@ -170,7 +181,8 @@ impl Node {
 struct Spot<'a> {
     resource: &'a str,
     device: &'a str,
-    /// Units that are free once all have left who may be made to; below zero where even then more is kept than there is.
+    /// Units that are free once all have left who may be made to; below zero where even then more
+    /// is kept than there is.
     most: i64,
 }
 
@@ -257,8 +269,9 @@ impl<'a> View<'a> {
         })
     }
 
-    /// A spot for each ask, in the order of `asks`, so that all would fit if all left who may be made to. All such ways, up to a bound, without
-    /// those that differ in which of equal asks goes where.
+    /// A spot for each ask, in the order of `asks`, so that all would fit if all left who may be
+    /// made to. All such ways, up to a bound, without those that differ in which of equal asks goes
+    /// where.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
         // Where there are too many ways to look at, this one is among them.

@@ -5,8 +5,9 @@ use super::Units;
 
 /// What a device has of one resource, what of it is used, and what is reserved of the rest.
 ///
-/// By construction `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without reservations, and [`Stock::hold`] is
-/// the only way to add one. Facts that change make a new stock, to which reservations have to be added again.
+/// By construction `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts
+/// without reservations, and [`Stock::hold`] is the only way to add one. Facts that change make a
+/// new stock, to which reservations have to be added again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stock {
     capacity: u32,

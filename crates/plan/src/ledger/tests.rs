@@ -149,7 +149,8 @@ fn what_was_noted_for_a_pod_that_was_given_another_place_is_in_nobodys_way() {
     assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5)], "the first's place is the other's now");
     ledger.release("swapped");
     assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4)]);
-    // All that is free but for one unit: that the first was to have a place on `b` must not count any more.
+    // All that is free but for one unit: that the first was to have a place on `b` must not count
+    // any more.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
     assert_eq!(ledger.short("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
@@ -296,7 +297,8 @@ fn a_ledger_can_be_made_anew() {
 
 #[test]
 fn what_pods_typically_ask_for_decides_where_holes_are_left() {
-    // Pods of 6 and of 4: a device with 6 free is kept for a 6, and a 4 goes to where it leaves a 6. The tightest would not.
+    // Pods of 6 and of 4: a device with 6 free is kept for a 6, and a 4 goes to where it leaves
+    // a 6. The tightest would not.
     let mut observed = Observed::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {

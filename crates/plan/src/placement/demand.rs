@@ -45,7 +45,8 @@ impl Typical {
     }
 }
 
-/// The share of pods that the typical kinds make up, as in "Beware of Fragmentation" (USENIX ATC'23).
+/// The share of pods that the typical kinds make up, as in "Beware of Fragmentation" (USENIX
+/// ATC'23).
 const TYPICAL: f64 = 0.95;
 
 /// Kinds of pods that came, each with its weight; older ones count less as time goes by.
@@ -53,7 +54,8 @@ const TYPICAL: f64 = 0.95;
 pub struct Observed {
     kinds: BTreeMap<(u64, u32, u32, Vec<String>), f64>,
     total: f64,
-    /// What the next pod counts: it grows, so that what came before counts less without being touched.
+    /// What the next pod counts: it grows, so that what came before counts less without being
+    /// touched.
     next: f64,
     growth: f64,
 }
@@ -71,7 +73,8 @@ impl Observed {
         self.total += self.next;
         self.next *= self.growth;
         if self.next > 1e12 {
-            // Weights are relative: brought back before they lose precision. Kinds that have faded out are forgotten.
+            // Weights are relative: brought back before they lose precision. Kinds that have faded
+            // out are forgotten.
             self.kinds.values_mut().for_each(|weight| *weight /= 1e12);
             self.kinds.retain(|_, weight| *weight > 1e-9);
             self.total = self.kinds.values().sum();
@@ -79,7 +82,8 @@ impl Observed {
         }
     }
 
-    /// The most frequent kinds that make up 95 % of what came; `by_model` keeps kinds apart that may run on other models.
+    /// The most frequent kinds that make up 95 % of what came; `by_model` keeps kinds apart that
+    /// may run on other models.
     pub fn typical(&self, by_model: bool) -> Vec<Typical> {
         let mut kinds: BTreeMap<(u64, u32, u32, &[String]), f64> = BTreeMap::new();
         for ((cpu, gpus, per_gpu, models), weight) in &self.kinds {

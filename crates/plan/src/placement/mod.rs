@@ -1,8 +1,10 @@
-//! Where a pod that asks for shares, or for whole GPUs, goes: the choice that leaves the most of what pods typically ask for.
+//! Where a pod that asks for shares, or for whole GPUs, goes: the choice that leaves the most of
+//! what pods typically ask for.
 //!
 //! Three parts, each with one reason to change:
 //! - [`demand`]: what pods typically ask for, learned from those that came.
-//! - [`value`]: what free capacity is worth under that demand; the formula is explained in `docs/explanation/planning.md`.
+//! - [`value`]: what free capacity is worth under that demand; the formula is explained in
+//!   `docs/explanation/planning.md`.
 //! - this file: nodes, what fits where, and a cache that scores only the nodes that changed.
 pub mod demand;
 pub mod value;
@@ -43,7 +45,8 @@ impl Node {
             && (demand.models.is_empty() || demand.models.contains(&self.model))
     }
 
-    /// The ways to hold the pod, one for each distinct GPU that it could be on; for several GPUs, and for none, at most one way.
+    /// The ways to hold the pod, one for each distinct GPU that it could be on; for several GPUs,
+    /// and for none, at most one way.
     ///
     /// A way is the GPU's index, or none where the pod wants none or several.
     pub fn fits(&self, demand: &Demand) -> impl Iterator<Item = Option<usize>> {
@@ -103,7 +106,8 @@ impl Node {
     }
 }
 
-/// How good a choice is. The greatest is taken: by score, then by the least `spread`, then by the least left on the GPU.
+/// How good a choice is. The greatest is taken: by score, then by the least `spread`, then by the
+/// least left on the GPU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rank {
     /// What counts.
@@ -127,7 +131,8 @@ impl Rank {
 
 /// A policy: how good it is to put a pod on a node in one of the ways that [`Node::fits`] gives.
 ///
-/// It may look at nothing but its arguments and itself, because answers are kept until the node changes.
+/// It may look at nothing but its arguments and itself, because answers are kept until the node
+/// changes.
 pub trait Score {
     /// What the policy wants to know of a node, kept until the node changes.
     type Before;
@@ -158,7 +163,8 @@ struct Answers {
     seen: usize,
 }
 
-/// Nodes, a policy, and the policy's answers for each kind of pod, of which only those for changed nodes are asked again.
+/// Nodes, a policy, and the policy's answers for each kind of pod, of which only those for changed
+/// nodes are asked again.
 pub struct Placer<S: Score> {
     nodes: Vec<Node>,
     policy: S,
@@ -168,7 +174,8 @@ pub struct Placer<S: Score> {
     changes: Vec<usize>,
 }
 
-/// The older half of the log of changes is forgotten when it is this many times longer than there are nodes.
+/// The older half of the log of changes is forgotten when it is this many times longer than there
+/// are nodes.
 const LOG: usize = 8;
 
 impl<S: Score> Placer<S> {
@@ -240,7 +247,8 @@ impl<S: Score> Placer<S> {
         *before = self.policy.before(node);
         self.changes.push(index);
         if self.changes.len() > LOG * self.nodes.len() {
-            // Only answers that are all but useless go: those that nobody has asked for through half of the log.
+            // Only answers that are all but useless go: those that nobody has asked for through
+            // half of the log.
             let cut = self.changes.len() / 2;
             self.changes.drain(..cut);
             self.answers.retain(|_, answers| answers.seen >= cut);

@@ -1,7 +1,8 @@
 //! What free capacity is worth, given what pods typically ask for.
 //!
-//! The value of a node is what its GPUs' free parts can still hold ([`packing_values`]), less what of them no CPU is left for, plus
-//! what its model is worth to pods that can run on few models. A pod goes where the value falls least.
+//! The value of a node is what its GPUs' free parts can still hold ([`packing_values`]), less what
+//! of them no CPU is left for, plus what its model is worth to pods that can run on few models. A
+//! pod goes where the value falls least.
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, Typical};
@@ -97,9 +98,11 @@ impl Value {
         }
     }
 
-    /// Takes account of the pods that wait: holes that nobody waits for are filled before a whole GPU is opened that others wait for.
+    /// Takes account of the pods that wait: holes that nobody waits for are filled before a whole
+    /// GPU is opened that others wait for.
     ///
-    /// Without departures this never matters; with them, pods that share would else keep GPUs from ever becoming whole again.
+    /// Without departures this never matters; with them, pods that share would else keep GPUs from
+    /// ever becoming whole again.
     #[must_use]
     pub fn awaited<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -175,11 +178,12 @@ fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
     sizes.into_iter().map(|(per_gpu, weight)| ((per_gpu as usize * STEPS).div_ceil(GPU as usize), weight)).collect()
 }
 
-/// What a GPU with x hundredths free is worth, for each x: the dual prices of the cutting-stock problem «the fewest GPUs that hold all
-/// shared pods», packed into x.
+/// What a GPU with x hundredths free is worth, for each x: the dual prices of the cutting-stock
+/// problem «the fewest GPUs that hold all shared pods», packed into x.
 ///
-/// So a hole that nothing typical fits is worth nothing, and a size that tiles a GPU is worth its part. The linear program is solved by
-/// multiplicative weights, which is as good here as exact duals and needs no solver.
+/// So a hole that nothing typical fits is worth nothing, and a size that tiles a GPU is worth its
+/// part. The linear program is solved by multiplicative weights, which is as good here as exact
+/// duals and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;
@@ -221,7 +225,8 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     worth
 }
 
-/// The most worth that fits into each number of steps, and how many of each item make up the most for the whole.
+/// The most worth that fits into each number of steps, and how many of each item make up the most
+/// for the whole.
 fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let mut worth = vec![0.0f64; STEPS + 1];
     let mut chosen: Vec<Option<usize>> = vec![None; STEPS + 1];

@@ -91,13 +91,15 @@ pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -
     Ok(())
 }
 
-/// How long each of so many calls took, one after the other. What they answer is checked by `check`.
+/// How long each of so many calls took, one after the other. What they answer is checked by
+/// `check`.
 async fn timed<T, F: Future<Output = Result<T, Status>>>(
     times: usize,
     mut call: impl FnMut(usize) -> F,
     mut check: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<Sorted> {
-    // The caller's own way out of sleep is no part of the plugin's latency; the kubelet's Go runtime spins before it sleeps, too.
+    // The caller's own way out of sleep is no part of the plugin's latency; the kubelet's Go
+    // runtime spins before it sleeps, too.
     let awake = tokio::spawn(async {
         loop {
             tokio::task::yield_now().await;
@@ -289,7 +291,8 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
     Ok(())
 }
 
-/// Pods that come and go. A pod is placed where the plugin prefers, also where no GPU alone can hold it, as published.
+/// Pods that come and go. A pod is placed where the plugin prefers, also where no GPU alone can
+/// hold it, as published.
 pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE: &str = "splits";
     let endpoint = plugin.endpoint();
@@ -297,7 +300,8 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
     let (gpus, shape) = shape(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = Churn::new(&all, seed);
-    // Of pods of 2 and of 5: placed, split, split though one GPU had room, and granted by Allocate though split.
+    // Of pods of 2 and of 5: placed, split, split though one GPU had room, and granted by Allocate
+    // though split.
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
         let (units, Some(free)) = churn.arrive() else { continue };

@@ -1,7 +1,9 @@
-//! `cleave-bench kubelet`: a fake kubelet over real unix sockets, and a device plugin in a process of its own.
+//! `cleave-bench kubelet`: a fake kubelet over real unix sockets, and a device plugin in a process
+//! of its own.
 //!
-//! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`. Without either it is this program again,
-//! serving MPS shares of GPUs that nobody has: the kubelet's protocol and the agent's choice of devices, but no NVML.
+//! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
+//! Without either it is this program again, serving MPS shares of GPUs that nobody has: the
+//! kubelet's protocol and the agent's choice of devices, but no NVML.
 mod faults;
 mod measure;
 mod occupancy;
@@ -20,7 +22,8 @@ use report::Report;
 /// Measures a device plugin as the kubelet sees it, beside NVIDIA's.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The `cleave` program: its agent is measured, on simulated GPUs. The stand-ins for NVML and MPS have to lie beside it.
+    /// The `cleave` program: its agent is measured, on simulated GPUs. The stand-ins for NVML and
+    /// MPS have to lie beside it.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     agent: Option<PathBuf>,
     /// How the agent shares the simulated GPUs.
@@ -62,8 +65,9 @@ pub(crate) struct Args {
     /// Shares of each.
     #[arg(long, default_value_t = 10)]
     units: u32,
-    /// The plugin to start. It finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`, `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`,
-    /// `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`; `{dir}` in an argument is the directory above them, new for each start.
+    /// The plugin to start. It finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`,
+    /// `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`, `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`;
+    /// `{dir}` in an argument is the directory above them, new for each start.
     #[arg(last = true)]
     command: Vec<String>,
 }
@@ -89,7 +93,8 @@ enum Output {
 pub(crate) fn run(args: &Args) -> Result<()> {
     // One thread, as the agent has: on two cores, the kubelet and the plugin have one each.
     let mut runtime = tokio::runtime::Builder::new_current_thread();
-    // While a latency is measured this thread stays awake, and has to look for answers at each turn.
+    // While a latency is measured this thread stays awake, and has to look for answers at each
+    // turn.
     let runtime = runtime.enable_all().event_interval(1).build().context("a runtime")?;
     if let Some(directory) = &args.serve {
         return runtime.block_on(synthetic::serve(directory, &args.resource, args.gpus, args.units));

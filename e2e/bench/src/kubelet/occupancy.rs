@@ -1,4 +1,5 @@
-//! Which shares are free, and who comes and goes. Pure but for the random numbers, whose seed is given.
+//! Which shares are free, and who comes and goes. Pure but for the random numbers, whose seed is
+//! given.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Which GPU a share is of: what is before its number.
@@ -21,7 +22,8 @@ pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
     })
 }
 
-/// Some of these shares: of each GPU a number drawn evenly from none to all, and which ones drawn too. In random order.
+/// Some of these shares: of each GPU a number drawn evenly from none to all, and which ones drawn
+/// too. In random order.
 pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
@@ -53,7 +55,8 @@ pub(super) struct Churn<'a> {
 }
 
 impl<'a> Churn<'a> {
-    /// On these shares. The mean lifetime follows their number: 12.5 arrivals on 40 shares, which uses about two thirds.
+    /// On these shares. The mean lifetime follows their number: 12.5 arrivals on 40 shares, which
+    /// uses about two thirds.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),
@@ -66,7 +69,8 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// The next pod's size, and the free shares in random order; nothing to choose from if it does not fit in all.
+    /// The next pod's size, and the free shares in random order; nothing to choose from if it does
+    /// not fit in all.
     pub(super) fn arrive(&mut self) -> (usize, Option<Vec<&'a str>>) {
         self.arrivals += 1;
         let staying = self.leaving.split_off(&(self.arrivals + 1));

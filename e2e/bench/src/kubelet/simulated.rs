@@ -1,4 +1,5 @@
-//! Simulated GPUs for the agent: a machine of its own for each start, and a spec in place of the operator's.
+//! Simulated GPUs for the agent: a machine of its own for each start, and a spec in place of the
+//! operator's.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 

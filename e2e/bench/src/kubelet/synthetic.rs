@@ -1,4 +1,5 @@
-//! A plugin without hardware: the kubelet's protocol and the agent's choice of devices, for GPUs that nobody has.
+//! A plugin without hardware: the kubelet's protocol and the agent's choice of devices, for GPUs
+//! that nobody has.
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Departures and drift: a living cluster, where what is typical is learned from what came and is never given.
+//! Departures and drift: a living cluster, where what is typical is learned from what came and is
+//! never given.
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};
@@ -9,7 +10,8 @@ use super::{Chooser, Pod, Policy, Rng, percentile, policy_name, ratio};
 
 /// Pods that arrive, per run.
 const ARRIVALS: usize = 200_000;
-/// The longest lifetime, seconds: a few pods of the trace live for months, and a run that waits for them never settles.
+/// The longest lifetime, seconds: a few pods of the trace live for months, and a run that waits for
+/// them never settles.
 const LONGEST: f64 = 6.0 * 3600.0;
 /// GPU demand that is there at a time, over what there is.
 const LOAD: f64 = 1.05;
@@ -19,7 +21,8 @@ const HALF_LIFE: f64 = 4_000.0;
 const RELEARN: usize = 500;
 /// The first part of a run fills the cluster and is not counted.
 const WARM_UP: usize = ARRIVALS / 3;
-/// Waiting pods that are looked at when something departs: the first ones, as a scheduler's queue would.
+/// Waiting pods that are looked at when something departs: the first ones, as a scheduler's queue
+/// would.
 const QUEUE_LOOK: usize = 64;
 
 /// Times in milliseconds since the start, so that they can be keys.

@@ -1,7 +1,8 @@
-//! `cleave-bench trace`: placement policies on a public GPU trace, as in "Beware of Fragmentation" (USENIX ATC'23).
+//! `cleave-bench trace`: placement policies on a public GPU trace, as in "Beware of Fragmentation"
+//! (USENIX ATC'23).
 //!
-//! All pods of a list, then pods drawn from it until their GPU demand would pass 130 % of the cluster's, shuffled, placed one by one;
-//! a pod that fits nowhere is dropped.
+//! All pods of a list, then pods drawn from it until their GPU demand would pass 130 % of the
+//! cluster's, shuffled, placed one by one; a pod that fits nowhere is dropped.
 mod churn;
 mod policies;
 
@@ -15,7 +16,8 @@ use cleave_plan::placement::{Choice, Demand, GPU, Node, Observed, Placer, Value}
 use policies::{BestFit, Fgd};
 use serde_json::json;
 
-/// Replays a list of pods on a list of nodes and prints how much of the GPUs a placement policy hands out.
+/// Replays a list of pods on a list of nodes and prints how much of the GPUs a placement policy
+/// hands out.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Nodes: `sn,cpu_milli,memory_mib,gpu,model`.
@@ -33,8 +35,9 @@ pub(crate) struct Args {
     /// Write a line for each placed pod: `pod_name,node,gpu_indices,gpu_milli`.
     #[arg(long)]
     placements: Option<PathBuf>,
-    /// Pods leave after the lifetime that the trace gives them, those that fit nowhere wait, and what pods ask for drifts from small
-    /// shares to large ones: prints allocation and waiting instead.
+    /// Pods leave after the lifetime that the trace gives them, those that fit nowhere wait, and
+    /// what pods ask for drifts from small shares to large ones: prints allocation and waiting
+    /// instead.
     #[arg(long)]
     departures: bool,
 }
@@ -289,7 +292,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Replays what was placed, apart from the code that placed it: nothing may be given twice, and the free parts must agree.
+/// Replays what was placed, apart from the code that placed it: nothing may be given twice, and the
+/// free parts must agree.
 fn verify(mut nodes: Vec<Node>, held: &[(&Demand, Choice)], after: &[Node]) -> Result<()> {
     for (demand, choice) in held {
         let node = nodes.get_mut(choice.node).context("a pod on no node")?;

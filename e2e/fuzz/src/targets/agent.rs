@@ -52,8 +52,9 @@ pub(super) fn sample_turn() -> Actions {
 
 /// An agent's life: what it comes to after all inputs.
 ///
-/// Whatever those were, what it tells others is what they read. Not so where a checkpoint remembers other GPUs than NVML lists: those count as
-/// lost and keep what they had, so that an instance may be there twice until the next agent refuses such a checkpoint.
+/// Whatever those were, what it tells others is what they read. Not so where a checkpoint remembers
+/// other GPUs than NVML lists: those count as lost and keep what they had, so that an instance may
+/// be there twice until the next agent refuses such a checkpoint.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {

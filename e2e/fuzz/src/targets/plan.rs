@@ -79,7 +79,8 @@ pub(super) const SNAPSHOT: Target = Target {
     run: |bytes| {
         let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return Seen::Refused };
         mps::same::<Snapshot>(bytes);
-        // What people ask for by `--units` and `--replicas`; few steps, since plans are judged here and not compared.
+        // What people ask for by `--units` and `--replicas`; few steps, since plans are judged here
+        // and not compared.
         let numbers = [None, Some(0), Some(4), Some(48), Some(u32::MAX)];
         let at = |byte: usize| {
             numbers.get(bytes.get(byte).map_or(0, |byte| usize::from(*byte) % numbers.len())).copied().flatten()

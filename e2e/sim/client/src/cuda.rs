@@ -37,7 +37,8 @@ pub(crate) struct Plain {
 }
 
 impl Cuda {
-    /// Initialises the library. `control` is where it looks for an MPS daemon; it waits as long as that lets it wait.
+    /// Initialises the library. `control` is where it looks for an MPS daemon; it waits as long as
+    /// that lets it wait.
     ///
     /// # Errors
     /// A `CUresult`: there is no device, or the MPS server lets nobody in.

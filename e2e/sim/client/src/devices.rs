@@ -1,4 +1,5 @@
-//! Which devices a program sees: those that its container was given, then those that it wants of them.
+//! Which devices a program sees: those that its container was given, then those that it wants of
+//! them.
 
 use std::fs;
 use std::path::Path;
@@ -78,8 +79,9 @@ impl Given {
         self.wanted(given.collect())
     }
 
-    /// Of the devices that an MPS server offers those that the program sees. `machine` is none where a container has no
-    /// access to it: then everything that the server offers and the environment does not exclude.
+    /// Of the devices that an MPS server offers those that the program sees. `machine` is none
+    /// where a container has no access to it: then everything that the server offers and the
+    /// environment does not exclude.
     pub(crate) fn visible_of(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
         match (state, self.container()) {
@@ -101,7 +103,8 @@ impl Given {
     }
 }
 
-/// What a list of ordinals and UUIDs (or their beginnings) names; the first entry that names nothing ends it.
+/// What a list of ordinals and UUIDs (or their beginnings) names; the first entry that names
+/// nothing ends it.
 fn select(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),

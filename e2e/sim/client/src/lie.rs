@@ -47,8 +47,9 @@ pub(crate) enum Lie {
     Vanish(usize),
     /// The same, but stays, and says nothing more.
     Mute(usize),
-    /// Is let in by the daemon, and after so many steps shuts a socket down: 0 before it takes anything from the server, 1 when it has
-    /// taken all, 2 to 4 when it has said one to three words, 5 when it has the answer, before the last word to the daemon.
+    /// Is let in by the daemon, and after so many steps shuts a socket down: 0 before it takes
+    /// anything from the server, 1 when it has taken all, 2 to 4 when it has said one to three
+    /// words, 5 when it has the answer, before the last word to the daemon.
     Shutdown(Half, u32),
     /// Is let in by the server, and does not tell the daemon.
     NoLastWord,
@@ -120,9 +121,9 @@ impl FromStr for Lie {
     }
 }
 
-/// Lies to `control`, waits until the other side closes, at most so long, and prints what became of it:
-/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word. The packets of `enter=N` are the times that
-/// it was let in.
+/// Lies to `control`, waits until the other side closes, at most so long, and prints what became of
+/// it: `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word.
+/// The packets of `enter=N` are the times that it was let in.
 pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {

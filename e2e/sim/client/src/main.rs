@@ -60,7 +60,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS")]
     kernel_ms: Option<f64>,
 
-    /// Run kernels for so many seconds, or "forever": a line as they begin, {"launched":true,…}, and one as they end
+    /// Run kernels for so many seconds, or "forever": a line as they begin, {"launched":true,…},
+    /// and one as they end
     #[arg(long, value_name = "SECONDS")]
     busy: Option<Span>,
 
@@ -76,7 +77,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "0", require_equals = true)]
     fault: Option<Seconds>,
 
-    /// After a CUDA error live on for so many seconds, or "forever", as a program that ignores errors
+    /// After a CUDA error live on for so many seconds, or "forever", as a program that ignores
+    /// errors
     #[arg(long, value_name = "SECONDS")]
     linger: Option<Span>,
 
@@ -96,16 +98,18 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1)]
     processes: usize,
 
-    /// Send an administrator's command in place of being a CUDA program, and print {"command":…,"reply":…}; no reply is null
-    /// and exit status 1
+    /// Send an administrator's command in place of being a CUDA program, and print
+    /// {"command":…,"reply":…}; no reply is null and exit status 1
     #[arg(long, value_name = "COMMAND", conflicts_with = "lie")]
     admin: Option<String>,
 
-    /// Break the handshake in place of being a CUDA program, wait for the other side to close (at most --hold, 10 seconds),
-    /// and print {"lie":…,"outcome":"closed"|"open"|"refused","packets":…}.
-    /// One of: stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread,
-    /// administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, shutdown=STEP,
-    /// shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, shutdown-channel=STEP, no-last-word, last-word=N, enter=N
+    /// Break the handshake in place of being a CUDA program, wait for the other side to close (at
+    /// most --hold, 10 seconds), and print
+    /// {"lie":…,"outcome":"closed"|"open"|"refused","packets":…}. One of: stall=BYTES, kind=K,
+    /// short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread,
+    /// administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown,
+    /// shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP,
+    /// shutdown-channel=STEP, no-last-word, last-word=N, enter=N
     #[arg(long, value_name = "LIE", verbatim_doc_comment)]
     lie: Option<Lie>,
 

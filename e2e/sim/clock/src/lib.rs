@@ -1,8 +1,11 @@
-//! A time of day that tests can set, for the programs that load this by `LD_PRELOAD` and no other: the machine's clock is not touched.
+//! A time of day that tests can set, for the programs that load this by `LD_PRELOAD` and no other:
+//! the machine's clock is not touched.
 //!
-//! `/dev/shm/sim-clock` (or the file that `SIM_CLOCK` names) has how many seconds the time of day is off, as text, and is read at each question, so that a
-//! test sets the clock of a program that runs. Without a file the clock is right. Clocks that nobody sets, such as `CLOCK_MONOTONIC`, are answered
-//! as they are. It takes dynamically linked programs that ask through the C library, as Rust's standard library does.
+//! `/dev/shm/sim-clock` (or the file that `SIM_CLOCK` names) has how many seconds the time of day
+//! is off, as text, and is read at each question, so that a test sets the clock of a program that
+//! runs. Without a file the clock is right. Clocks that nobody sets, such as `CLOCK_MONOTONIC`, are
+//! answered as they are. It takes dynamically linked programs that ask through the C library, as
+//! Rust's standard library does.
 
 // This crate is a C ABI: raw pointers come in, and symbols go out unmangled.
 #![allow(unsafe_code)]
@@ -15,11 +18,12 @@ use libc::{c_char, c_int, c_long, c_void, clockid_t, time_t, timespec, timeval};
 const FILE: &CStr = c"/dev/shm/sim-clock";
 const VARIABLE: &CStr = c"SIM_CLOCK";
 
-/// How many seconds the time of day is off. Asks by calls that may be made in a signal handler, and never for the time.
+/// How many seconds the time of day is off. Asks by calls that may be made in a signal handler, and
+/// never for the time.
 fn offset() -> time_t {
     let mut text = [0_u8; 24];
-    // SAFETY: both strings end with a zero byte; what `getenv` gives does too, and nobody here changes the environment; `text` has as many bytes as
-    // are asked for.
+    // SAFETY: both strings end with a zero byte; what `getenv` gives does too, and nobody here
+    // changes the environment; `text` has as many bytes as are asked for.
     let read = unsafe {
         let named = libc::getenv(VARIABLE.as_ptr());
         let path: *const c_char = if named.is_null() { FILE.as_ptr() } else { named };
@@ -68,7 +72,8 @@ pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) ->
     result
 }
 
-/// As `gettimeofday(2)`, with the time of day off. Of the time zone nothing is said, as by the C library.
+/// As `gettimeofday(2)`, with the time of day off. Of the time zone nothing is said, as by the C
+/// library.
 ///
 /// # Safety
 /// As that: `time` points to a `timeval`, or is null.

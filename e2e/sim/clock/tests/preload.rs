@@ -1,4 +1,5 @@
-//! The library in a program that asks as Rust's standard library does, and whose clock is set while it runs.
+//! The library in a program that asks as Rust's standard library does, and whose clock is set while
+//! it runs.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -13,7 +14,8 @@ fn real() -> i64 {
     clock_gettime(ClockId::Realtime).tv_sec
 }
 
-/// Run by the test below, in a process of its own: for each line of its input it says how far the time of day is off, and whether time goes on.
+/// Run by the test below, in a process of its own: for each line of its input it says how far the
+/// time of day is off, and whether time goes on.
 #[test]
 fn child() {
     if std::env::var_os(CHILD).is_none() {

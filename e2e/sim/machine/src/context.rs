@@ -42,13 +42,15 @@ pub struct Context {
 }
 
 impl Machine {
-    /// Opens a context of this process on a GPU or MIG device, taking `overhead` bytes of its memory.
+    /// Opens a context of this process on a GPU or MIG device, taking `overhead` bytes of its
+    /// memory.
     ///
-    /// `EXCLUSIVE_PROCESS` lets in one process (with any number of contexts); PROHIBITED none. A GPU in MIG mode is no device
-    /// by itself.
+    /// `EXCLUSIVE_PROCESS` lets in one process (with any number of contexts); PROHIBITED none. A
+    /// GPU in MIG mode is no device by itself.
     ///
     /// # Errors
-    /// The device does not exist, is lost, is not to be had under its compute mode, or lacks the memory.
+    /// The device does not exist, is lost, is not to be had under its compute mode, or lacks the
+    /// memory.
     pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
         let kind = match kind {
             ContextKind::Compute => ProcessKind::Compute,
@@ -58,8 +60,9 @@ impl Machine {
         self.register(device, kind, PidRef::current(), process::own_name(), overhead)
     }
 
-    /// Registers a client of this process, an MPS server: `pid` is the client's as this process' namespace sees it (that is
-    /// what `SCM_CREDENTIALS` gives). The compute mode is not asked: the client works in the server's context.
+    /// Registers a client of this process, an MPS server: `pid` is the client's as this process'
+    /// namespace sees it (that is what `SCM_CREDENTIALS` gives). The compute mode is not asked: the
+    /// client works in the server's context.
     ///
     /// # Errors
     /// The device does not exist, is lost, or lacks the memory.

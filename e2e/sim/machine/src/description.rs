@@ -6,7 +6,8 @@ use crate::error::Error;
 use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, Pci, State};
 
-/// A machine, as a file describes it. What is not given is derived from the name and the index, always alike.
+/// A machine, as a file describes it. What is not given is derived from the name and the index,
+/// always alike.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Description {
@@ -29,7 +30,8 @@ pub struct Description {
 pub struct GpuDescription {
     /// A model's name or alias.
     pub model: String,
-    /// How many of it; none: one. More than one cannot have a UUID, a PCI address or a serial number of its own.
+    /// How many of it; none: one. More than one cannot have a UUID, a PCI address or a serial
+    /// number of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<u32>,
     /// `GPU-<uuid>`.
@@ -59,7 +61,8 @@ impl Description {
     /// The state of a machine just made from this description.
     ///
     /// # Errors
-    /// A model is unknown or has no MIG, or two GPUs have the same UUID, minor number or PCI address.
+    /// A model is unknown or has no MIG, or two GPUs have the same UUID, minor number or PCI
+    /// address.
     pub fn state(&self) -> Result<State, Error> {
         let mut gpus: Vec<Gpu> = Vec::new();
         for entry in &self.gpus {
@@ -101,7 +104,8 @@ impl Description {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
         let serial = || format!("{:013}", digest(&["serial", &self.name, &number]) % 10_u128.pow(13));
-        // Spread over the buses as an eight-GPU board does it; more than 28 go on in the next domain.
+        // Spread over the buses as an eight-GPU board does it; more than 28 go on in the next
+        // domain.
         let pci = || Pci { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
             uuid: entry.uuid.clone().unwrap_or_else(uuid),
@@ -137,7 +141,8 @@ pub(crate) fn derive_uuid(names: &[&str]) -> String {
     format!("{:08x}-{:04x}-{:04x}-{:04x}-{:012x}", part(96, 32), part(80, 16), part(64, 16), part(48, 16), part(0, 48))
 }
 
-/// 128 bits of names: FNV-1a over each name and a zero byte, from two starts, mixed so that near names look unlike.
+/// 128 bits of names: FNV-1a over each name and a zero byte, from two starts, mixed so that near
+/// names look unlike.
 fn digest(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));

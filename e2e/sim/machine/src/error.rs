@@ -25,7 +25,8 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
-    /// A description or a change names something that does not exist, or asks for something impossible.
+    /// A description or a change names something that does not exist, or asks for something
+    /// impossible.
     #[error("{0}")]
     Invalid(String),
 }
@@ -39,7 +40,8 @@ pub enum ContextError {
     /// The UUID names nothing.
     #[error("no such device {0}")]
     InvalidDevice(String),
-    /// The compute mode does not allow it: PROHIBITED, or `EXCLUSIVE_PROCESS` and another process is there.
+    /// The compute mode does not allow it: PROHIBITED, or `EXCLUSIVE_PROCESS` and another process
+    /// is there.
     #[error("device {device} is busy or unavailable: {reason}")]
     Unavailable {
         /// The device's UUID.

@@ -1,8 +1,9 @@
 //! The simulated machine: GPUs described by a file, state shared between processes.
 //!
-//! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The stand-in NVML reads it, the stand-in MPS
-//! and CUDA programs register in it, `simgpu` changes it. It may be mounted into containers at the same path,
-//! writable by any user: nothing in it is a secret, and a process of any user may own a context on a GPU.
+//! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The stand-in NVML reads
+//! it, the stand-in MPS and CUDA programs register in it, `simgpu` changes it. It may be mounted
+//! into containers at the same path, writable by any user: nothing in it is a secret, and a process
+//! of any user may own a context on a GPU.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -21,15 +22,19 @@
 //! ```
 //!
 //! What the MPS stand-in needs:
-//! - its server: `open_context(uuid, ContextKind::MpsServer, bytes)`: takes an `EXCLUSIVE_PROCESS` GPU for itself;
-//! - its clients: [`Machine::register_client`] with the PID that `SCM_CREDENTIALS` attests, as the server's own PID
-//!   namespace sees it. The context returned accounts for the client's memory; drop it when the client leaves.
-//! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for what a UUID names (a GPU or a MIG device),
-//!   its SMs and memory, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
-//! - [`Machine::injected`] to honour errors and hangs injected with `simgpu fail` and `simgpu hang` under names of its own.
+//! - its server: `open_context(uuid, ContextKind::MpsServer, bytes)`: takes an `EXCLUSIVE_PROCESS`
+//!   GPU for itself;
+//! - its clients: [`Machine::register_client`] with the PID that `SCM_CREDENTIALS` attests, as the
+//!   server's own PID namespace sees it. The context returned accounts for the client's memory;
+//!   drop it when the client leaves.
+//! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for what a UUID names (a GPU
+//!   or a MIG device), its SMs and memory, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
+//! - [`Machine::injected`] to honour errors and hangs injected with `simgpu fail` and `simgpu hang`
+//!   under names of its own.
 //!
-//! A process is alive as long as it holds its lease: a lock on a file of its own under `leases/`, which the kernel
-//! lets go however the process ends, in whatever PID namespace it is. Processes that are gone count nowhere.
+//! A process is alive as long as it holds its lease: a lock on a file of its own under `leases/`,
+//! which the kernel lets go however the process ends, in whatever PID namespace it is. Processes
+//! that are gone count nowhere.
 
 mod context;
 mod description;
@@ -51,14 +56,15 @@ pub use state::{
 };
 pub use store::{DEFAULT_DIR, Machine, STATE_ENV};
 
-/// SMs that an MPS client sees for a thread percentage of a device with `total` SMs: rounded down to an even count,
-/// never below 8 (nor above `total`). 100 % and more is the whole device.
+/// SMs that an MPS client sees for a thread percentage of a device with `total` SMs: rounded down
+/// to an even count, never below 8 (nor above `total`). 100 % and more is the whole device.
 #[must_use]
 pub fn mps_sms(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {
         return total;
     }
-    // The product of two small positive numbers: the cast cannot lose more than the fraction that is meant to go.
+    // The product of two small positive numbers: the cast cannot lose more than the fraction that
+    // is meant to go.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let exact = (f64::from(total) * percent.max(0.0) / 100.0) as u32;
     (exact & !1).max(8).min(total)

@@ -1,4 +1,5 @@
-//! What NVML allows with MIG: modes, GPU instances and compute instances. Pure: the callers say what is in use.
+//! What NVML allows with MIG: modes, GPU instances and compute instances. Pure: the callers say
+//! what is in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
@@ -27,7 +28,8 @@ pub enum MigError {
     ResetRequired,
 }
 
-/// The id of a GPU instance, which follows from where it is: the nodes of a binary tree over the memory slices, from the root.
+/// The id of a GPU instance, which follows from where it is: the nodes of a binary tree over the
+/// memory slices, from the root.
 #[must_use]
 pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
     let size = placement.size.max(1);
@@ -39,8 +41,9 @@ impl Gpu {
         if self.mig && model.mig_capable() { Ok(()) } else { Err(MigError::NotSupported) }
     }
 
-    /// Switches MIG mode; `busy` says whether a process is on the GPU or in one of its instances. Where it cannot be switched
-    /// now, the error says why, and the mode is pending until the next reset.
+    /// Switches MIG mode; `busy` says whether a process is on the GPU or in one of its instances.
+    /// Where it cannot be switched now, the error says why, and the mode is pending until the next
+    /// reset.
     ///
     /// # Errors
     /// The model has no MIG; a process or an instance is there; a reset is needed.
@@ -67,7 +70,8 @@ impl Gpu {
         self.mig = self.mig_pending;
         self.instances.clear();
         self.lost = false;
-        // Volatile counters start anew, rows that wait are remapped, and the driver has what it wanted. What is broken stays broken.
+        // Volatile counters start anew, rows that wait are remapped, and the driver has what it
+        // wanted. What is broken stays broken.
         (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);
         if self.mig {
             self.compute_mode = ComputeMode::Default;
@@ -102,7 +106,8 @@ impl Gpu {
         count
     }
 
-    /// Makes a GPU instance, where asked or where it takes the least from larger profiles; returns its id.
+    /// Makes a GPU instance, where asked or where it takes the least from larger profiles; returns
+    /// its id.
     ///
     /// # Errors
     /// MIG is off, no such profile or placement, or no room.

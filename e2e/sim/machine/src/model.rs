@@ -1,8 +1,9 @@
 //! GPU models as data: `models.json` has the built-in ones, a machine's description may bring more.
 //!
-//! H100-80 and H200-141 are as real ones with driver 580.159.04 answered, MIG profiles and placements included (but for the
-//! SMs of compute instances that share a GPU instance). The others follow NVIDIA's MIG guide and product data; what CUDA
-//! gives as their total memory is an approximation.
+//! H100-80 and H200-141 are as real ones with driver 580.159.04 answered, MIG profiles and
+//! placements included (but for the SMs of compute instances that share a GPU instance). The others
+//! follow NVIDIA's MIG guide and product data; what CUDA gives as their total memory is an
+//! approximation.
 
 use std::sync::OnceLock;
 
@@ -40,8 +41,8 @@ pub struct Model {
     /// Memory slices that MIG placements count in; 0: no MIG.
     #[serde(default)]
     pub mig_memory_slices: u32,
-    /// MIG mode is stored on the board: a reset switches it, a reboot keeps it (Ampere). Otherwise it switches at
-    /// once and a reboot loses it (Hopper).
+    /// MIG mode is stored on the board: a reset switches it, a reboot keeps it (Ampere). Otherwise
+    /// it switches at once and a reboot loses it (Hopper).
     #[serde(default)]
     pub mig_mode_stored: bool,
     /// SMs of one compute slice of a GPU instance that is cut into several compute instances.
@@ -165,7 +166,8 @@ impl Model {
 #[must_use]
 pub fn builtin_models() -> &'static [Model] {
     static MODELS: OnceLock<Vec<Model>> = OnceLock::new();
-    // The file is part of the crate, and a test parses it: it cannot be malformed in a build that passed.
+    // The file is part of the crate, and a test parses it: it cannot be malformed in a build that
+    // passed.
     MODELS.get_or_init(|| serde_json::from_str(include_str!("models.json")).unwrap_or_default())
 }
 

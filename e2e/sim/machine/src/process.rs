@@ -1,4 +1,5 @@
-//! Processes with contexts on a GPU: who they are across PID namespaces, and whether they still live.
+//! Processes with contexts on a GPU: who they are across PID namespaces, and whether they still
+//! live.
 
 use std::collections::HashMap;
 use std::fs;
@@ -42,7 +43,8 @@ pub struct Process {
     pub lease: Option<String>,
 }
 
-/// A process as one PID namespace names it. A PID alone is neither unique (namespaces) nor lasting (reuse).
+/// A process as one PID namespace names it. A PID alone is neither unique (namespaces) nor lasting
+/// (reuse).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PidRef {
@@ -83,7 +85,8 @@ fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Field 22 of `/proc/<pid>/stat`; none for a zombie. The name (field 2) may hold spaces and parentheses.
+/// Field 22 of `/proc/<pid>/stat`; none for a zombie. The name (field 2) may hold spaces and
+/// parentheses.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
@@ -103,8 +106,9 @@ pub(crate) fn name_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
 
-/// Finds the PID by which *this* process' namespace knows a process of another, by `/proc/*/status` (`NSpid`) and
-/// `/proc/*/ns/pid`. From the host's namespace every container's process is found; from a container none outside it.
+/// Finds the PID by which *this* process' namespace knows a process of another, by `/proc/*/status`
+/// (`NSpid`) and `/proc/*/ns/pid`. From the host's namespace every container's process is found;
+/// from a container none outside it.
 #[derive(Debug, Default)]
 pub struct PidResolver {
     known: Mutex<HashMap<PidRef, u32>>,
@@ -138,7 +142,8 @@ fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
         if innermost_pid(&status)? != process.pid {
             return None;
         }
-        // The namespace's inode is readable for root only; the start time is for all, and with the PID as good as unique.
+        // The namespace's inode is readable for root only; the start time is for all, and with the
+        // PID as good as unique.
         let right = match fs::metadata(entry.path().join("ns/pid")) {
             Ok(namespace) => namespace.ino() == process.namespace,
             Err(_) => process.start != 0 && start_time(pid) == Some(process.start),

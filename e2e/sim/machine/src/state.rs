@@ -103,7 +103,8 @@ pub struct Gpu {
     /// Memory could not be set aside: the board is to be replaced.
     #[serde(default)]
     pub remap_failed: bool,
-    /// What the driver wants done, as NVML counts it: 0 is nothing, 1 a reset, 2 a reboot, 4 a reset when convenient.
+    /// What the driver wants done, as NVML counts it: 0 is nothing, 1 a reset, 2 a reboot, 4 a
+    /// reset when convenient.
     #[serde(default)]
     pub recovery: u32,
     /// Degrees Celsius, where not the model's idle value.
@@ -329,11 +330,13 @@ impl State {
         })
     }
 
-    /// The devices that CUDA enumerates, in order, for a value of `CUDA_VISIBLE_DEVICES` (none: unset).
+    /// The devices that CUDA enumerates, in order, for a value of `CUDA_VISIBLE_DEVICES` (none:
+    /// unset).
     ///
-    /// Entries are indices, GPU UUIDs or MIG UUIDs, or unambiguous prefixes of a UUID; the first one that names nothing ends
-    /// the list, and an entry given twice empties it. Lost GPUs are not seen. A GPU in MIG mode is seen as its
-    /// first MIG device, and once a MIG device is in the list, nothing else is: CUDA uses one MIG device a process.
+    /// Entries are indices, GPU UUIDs or MIG UUIDs, or unambiguous prefixes of a UUID; the first
+    /// one that names nothing ends the list, and an entry given twice empties it. Lost GPUs are not
+    /// seen. A GPU in MIG mode is seen as its first MIG device, and once a MIG device is in the
+    /// list, nothing else is: CUDA uses one MIG device a process.
     #[must_use]
     pub fn visible_devices(&self, value: Option<&str>) -> Vec<DeviceRef<'_>> {
         let whole: Vec<DeviceRef<'_>> = (self.gpus.iter())
@@ -412,9 +415,10 @@ impl State {
         }
     }
 
-    /// What a reboot leaves: the GPUs, the driver, and MIG mode where the board stores it (Ampere: pending becomes current;
-    /// Hopper: off). Processes, MIG instances, events, ECC counts, compute modes and lost GPUs go, as with a real one.
-    /// Injected faults stay until cleared: they are ours, not the machine's.
+    /// What a reboot leaves: the GPUs, the driver, and MIG mode where the board stores it (Ampere:
+    /// pending becomes current; Hopper: off). Processes, MIG instances, events, ECC counts, compute
+    /// modes and lost GPUs go, as with a real one. Injected faults stay until cleared: they are
+    /// ours, not the machine's.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();
@@ -427,7 +431,8 @@ impl State {
         }
     }
 
-    /// Whether a process other than an MPS client holds the device (an MPS client lives in its server's context).
+    /// Whether a process other than an MPS client holds the device (an MPS client lives in its
+    /// server's context).
     #[must_use]
     pub fn holder<'p>(&self, processes: &'p [Process], uuid: &str) -> Option<&'p Process> {
         processes.iter().find(|p| p.device == uuid && p.kind != ProcessKind::MpsClient)

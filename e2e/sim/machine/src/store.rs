@@ -1,4 +1,5 @@
-//! The state directory: one file replaced whole under a lock, a generation to see changes by, and waiting for them.
+//! The state directory: one file replaced whole under a lock, a generation to see changes by, and
+//! waiting for them.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Read, Write};
@@ -57,7 +58,8 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Makes a machine, in place of any that was there. The directory and all in it may be written by everybody.
+    /// Makes a machine, in place of any that was there. The directory and all in it may be written
+    /// by everybody.
     ///
     /// # Errors
     /// The description is wrong, or the directory cannot be written.
@@ -90,13 +92,14 @@ impl Machine {
         &self.inner.dir
     }
 
-    /// The state now. Reads one number; parses only where it grew since the last call through this handle.
+    /// The state now. Reads one number; parses only where it grew since the last call through this
+    /// handle.
     ///
     /// # Errors
     /// The directory is gone or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
-        // The number is raised before the file is replaced: whoever reads in between reads the old file once more, and
-        // nobody keeps an old state under a new number.
+        // The number is raised before the file is replaced: whoever reads in between reads the old
+        // file once more, and nobody keeps an old state under a new number.
         let generation = self.generation()?;
         let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {
@@ -115,7 +118,8 @@ impl Machine {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Changes the state: under the lock, all or nothing. An error of `change` leaves everything as it was.
+    /// Changes the state: under the lock, all or nothing. An error of `change` leaves everything as
+    /// it was.
     ///
     /// # Errors
     /// That of `change`, or of the directory.
@@ -135,7 +139,8 @@ impl Machine {
         self.update(|state| Ok(change(state)))
     }
 
-    /// Waits until the state is newer than `since`, or the time is over; returns the state's generation.
+    /// Waits until the state is newer than `since`, or the time is over; returns the state's
+    /// generation.
     ///
     /// # Errors
     /// The directory is gone, or its changes cannot be watched.
@@ -175,13 +180,15 @@ impl Machine {
         Ok(self.alive_in(&*self.snapshot()?))
     }
 
-    /// The contexts of a state whose processes live; within [`Machine::update`] none can join meanwhile.
+    /// The contexts of a state whose processes live; within [`Machine::update`] none can join
+    /// meanwhile.
     #[must_use]
     pub fn alive_in(&self, state: &State) -> Vec<Process> {
         state.processes.iter().filter(|p| self.alive(p)).cloned().collect()
     }
 
-    /// The PID by which this process' namespace knows the owner of a context; none where it is not seen from here.
+    /// The PID by which this process' namespace knows the owner of a context; none where it is not
+    /// seen from here.
     #[must_use]
     pub fn visible_pid(&self, process: &Process) -> Option<u32> {
         self.inner.pids.resolve(&process.pid)
@@ -196,7 +203,8 @@ impl Machine {
         held && !process.pid.gone()
     }
 
-    /// Forgets the contexts of dead processes, and their leases' files. For use inside [`Machine::update`].
+    /// Forgets the contexts of dead processes, and their leases' files. For use inside
+    /// [`Machine::update`].
     pub(crate) fn prune(&self, state: &mut State) {
         state.processes.retain(|p| {
             let alive = self.alive(p);
@@ -208,8 +216,9 @@ impl Machine {
         });
     }
 
-    /// What is injected for a call about a device (none: about no device): waits where it is to hang, and returns the code
-    /// that it should return instead of doing its work. A fault for a GPU also hits its MIG devices.
+    /// What is injected for a call about a device (none: about no device): waits where it is to
+    /// hang, and returns the code that it should return instead of doing its work. A fault for a
+    /// GPU also hits its MIG devices.
     ///
     /// # Errors
     /// The directory is gone or its state is malformed.
@@ -230,8 +239,9 @@ impl Machine {
         }
     }
 
-    /// Uses up one of a fault's calls; false where another process took the last one. A used-up fault that hangs stays in the
-    /// list (with 0 left), so that clearing it frees those that hang in it.
+    /// Uses up one of a fault's calls; false where another process took the last one. A used-up
+    /// fault that hangs stays in the list (with 0 left), so that clearing it frees those that hang
+    /// in it.
     fn take(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
@@ -283,7 +293,8 @@ impl Machine {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE), self.path("state.json.new"), self.path(GENERATION));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
-        // What a writer that was killed half-way left may belong to another user: replaced, not opened.
+        // What a writer that was killed half-way left may belong to another user: replaced, not
+        // opened.
         match fs::remove_file(&fresh) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(io("replace", &fresh)(e)),
             _ => {}
@@ -298,7 +309,8 @@ impl Machine {
     }
 }
 
-/// Opens a file for reading and writing; one that is made may be written by everybody, whatever the umask.
+/// Opens a file for reading and writing; one that is made may be written by everybody, whatever the
+/// umask.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
     let file = if new {

@@ -1,7 +1,7 @@
 //! Whether a client that is killed with a kernel in flight breaks its neighbours.
 //!
-//! Measured: kernels of 0.1 and 0.5 ms 0 of 24 times, 10 ms 1 of 12, 100 ms 11 of 12, 1 s 12 of 12. Chance is no
-//! help to a test, so the same deaths always have the same outcome here.
+//! Measured: kernels of 0.1 and 0.5 ms 0 of 24 times, 10 ms 1 of 12, 100 ms 11 of 12, 1 s 12 of 12.
+//! Chance is no help to a test, so the same deaths always have the same outcome here.
 
 /// Chooses the rule: `measured` (the default), `always` or `never`.
 pub const RULE_ENV: &str = "SIM_MPS_BREAK";

@@ -1,4 +1,5 @@
-//! The part of the CUDA library that talks to MPS: whether there is one, and contexts that it serves.
+//! The part of the CUDA library that talks to MPS: whether there is one, and contexts that it
+//! serves.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -57,11 +58,12 @@ pub struct Mps {
 }
 
 impl Mps {
-    /// Looks for a daemon as the CUDA library does when it is initialised, and waits as long as that lets it wait.
+    /// Looks for a daemon as the CUDA library does when it is initialised, and waits as long as
+    /// that lets it wait.
     ///
-    /// `None` is no error: the program then runs as plain CUDA, unlimited. That was measured for a `control` that is
-    /// missing, dead, or accepts and closes; a daemon that closes later in the handshake is taken for the same, being the
-    /// worst that can happen.
+    /// `None` is no error: the program then runs as plain CUDA, unlimited. That was measured for a
+    /// `control` that is missing, dead, or accepts and closes; a daemon that closes later in the
+    /// handshake is taken for the same, being the worst that can happen.
     ///
     /// # Errors
     /// A `CUresult`, of the server, or that none stays alive for long enough.
@@ -154,7 +156,8 @@ fn enter(
     Err(Closed::ByServer)
 }
 
-/// A context that an MPS server serves. It ends in order when dropped; a process that dies ends it without.
+/// A context that an MPS server serves. It ends in order when dropped; a process that dies ends it
+/// without.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,

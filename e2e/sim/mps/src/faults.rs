@@ -1,4 +1,5 @@
-//! Faults that a test injects through the simulated machine (`simgpu fail`, `simgpu hang`), by name:
+//! Faults that a test injects through the simulated machine (`simgpu fail`, `simgpu hang`), by
+//! name:
 //!
 //! | name | fails (code) | hangs |
 //! |---|---|---|
@@ -9,7 +10,8 @@
 //! | `mps:server` | a server exits with the code as it starts | it stays INITIALIZING |
 //! | `mps:heal` | a server stays in FAULT after the last of its broken clients | it hangs then |
 //!
-//! All but `mps:server` and `mps:heal` are the daemon's. A fault for a GPU hits the daemon that serves it.
+//! All but `mps:server` and `mps:heal` are the daemon's. A fault for a GPU hits the daemon that
+//! serves it.
 
 use std::sync::OnceLock;
 

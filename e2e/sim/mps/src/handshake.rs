@@ -1,4 +1,5 @@
-//! What passes over the `control` sockets and over the socket that they bring, as it was observed on driver 580.
+//! What passes over the `control` sockets and over the socket that they bring, as it was observed
+//! on driver 580.
 //!
 //! | direction | message |
 //! |---|---|
@@ -13,7 +14,8 @@
 //! | administrator → daemon, after 4 | for each command 8 bytes length, the text with newline and NUL; then 8 bytes 0 |
 //! | daemon → administrator | for each line 4 bytes 0 and the line in one packet; after the 8 bytes 0, 8 bytes 1; then close |
 //!
-//! The daemon does all this for one visitor after the other, and the server for one client, without any deadline.
+//! The daemon does all this for one visitor after the other, and the server for one client, without
+//! any deadline.
 
 use std::fs::File;
 use std::io;
@@ -24,8 +26,8 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 
 /// The daemon's greeting.
 pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
-/// What another driver's daemon might say. Tool and CUDA library come with the driver and know it; a door for driver 580
-/// does not.
+/// What another driver's daemon might say. Tool and CUDA library come with the driver and know it;
+/// a door for driver 580 does not.
 pub const OTHER_HELLO: &[u8; 9] = b"OUTBHEL2\0";
 /// The client's credentials come with it.
 pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";
@@ -134,9 +136,11 @@ pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
 
-/// The server's side: gives a client its descriptors, of which the first is `channel`, and hears who it is.
+/// The server's side: gives a client its descriptors, of which the first is `channel`, and hears
+/// who it is.
 ///
-/// Three packets are taken for the three words whatever they are, and refused afterwards if they are not.
+/// Three packets are taken for the three words whatever they are, and refused afterwards if they
+/// are not.
 pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
     let other = File::open("/dev/null")?;
     for number in 0..DESCRIPTORS {
@@ -161,7 +165,8 @@ pub fn probe(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
-/// The client's side up to the kind. `None`: the daemon closed, or is none that this protocol knows.
+/// The client's side up to the kind. `None`: the daemon closed, or is none that this protocol
+/// knows.
 pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
@@ -220,8 +225,8 @@ impl Entrance {
         channel.ok_or(Closed::ByServer)
     }
 
-    /// The rest of the client's side: tells the server, hears its answer, and passes it on to the daemon as the last word.
-    /// The channel to the server and the socket that came before it.
+    /// The rest of the client's side: tells the server, hears its answer, and passes it on to the
+    /// daemon as the last word. The channel to the server and the socket that came before it.
     pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), Closed> {
         self.enter_as(subject, own_credentials())
     }
@@ -244,7 +249,8 @@ impl Entrance {
     }
 }
 
-/// The administrator's side: one command and the lines of its answer. `None`: the daemon closed without one.
+/// The administrator's side: one command and the lines of its answer. `None`: the daemon closed
+/// without one.
 pub fn ask(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());

@@ -1,8 +1,8 @@
 //! Stand-in `nvidia-cuda-mps-control` and its server over the simulated machine.
 //!
-//! They behave as NVIDIA's were measured to on one H200 under driver 580 with CUDA 13.0 (protocol v2): handshake,
-//! commands, limits, users, faults. What was not measured follows NVIDIA's documentation, and where that says nothing
-//! either, a comment says so.
+//! They behave as NVIDIA's were measured to on one H200 under driver 580 with CUDA 13.0 (protocol
+//! v2): handshake, commands, limits, users, faults. What was not measured follows NVIDIA's
+//! documentation, and where that says nothing either, a comment says so.
 //!
 //! | module | what |
 //! |---|---|

@@ -1,4 +1,5 @@
-//! Thread percentages and memory limits: how they are written, which one holds, what a client sees of them.
+//! Thread percentages and memory limits: how they are written, which one holds, what a client sees
+//! of them.
 
 use serde::{Deserialize, Serialize};
 
@@ -74,7 +75,8 @@ impl Settings {
         }
     }
 
-    /// The limit that was set under a name, as the daemon prints it: whole G, rounded down, from 1 G on; else whole M.
+    /// The limit that was set under a name, as the daemon prints it: whole G, rounded down, from 1
+    /// G on; else whole M.
     pub fn printed_memory(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = bytes(&limit.value)? >> 20;
@@ -145,7 +147,8 @@ pub fn effective_threads(server: f64, client: Option<f64>) -> f64 {
 
 /// What of a limit a context takes for itself, bytes, for the SMs that it sees.
 ///
-/// Measured as limit less free memory: 123 MiB at 26 SMs, 271 at 66, 514 at 132; the line through them.
+/// Measured as limit less free memory: 123 MiB at 26 SMs, 271 at 66, 514 at 132; the line through
+/// them.
 pub fn context_overhead(sms: u32) -> u64 {
     (27 + (u64::from(sms) * 369 + 50) / 100) << 20
 }

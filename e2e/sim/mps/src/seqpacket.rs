@@ -155,7 +155,8 @@ impl Connection {
         self.recv_with(most, &Room::Credentials)
     }
 
-    /// The same, with a descriptor. Not for a connection that [attests](Self::attest): there would be no room for both.
+    /// The same, with a descriptor. Not for a connection that [attests](Self::attest): there would
+    /// be no room for both.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &Room::Descriptor)
     }
@@ -177,7 +178,8 @@ impl Connection {
         }
     }
 
-    /// By nix: rustix's credentials cannot hold pid 0, which is what a sender outside the pid namespace has.
+    /// By nix: rustix's credentials cannot hold pid 0, which is what a sender outside the pid
+    /// namespace has.
     fn recvmsg_credentials(&self, data: &mut [u8]) -> io::Result<(usize, Option<Credentials>, Option<OwnedFd>)> {
         let mut space = nix::cmsg_space!(nix::libc::ucred);
         let mut iov = [IoSliceMut::new(data)];
@@ -283,7 +285,8 @@ impl Listener {
             _ => {}
         }
         let socket = socket()?;
-        // Inherited by what is accepted: no message can come before the kernel has been asked to attest it.
+        // Inherited by what is accepted: no message can come before the kernel has been asked to
+        // attest it.
         rustix::net::sockopt::set_socket_passcred(&socket, true)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;

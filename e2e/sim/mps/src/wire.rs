@@ -1,6 +1,7 @@
 //! What daemon, server and client library tell each other once the handshake is over.
 //!
-//! On real hardware this is NVIDIA's own business and was not looked at: here it is JSON, one object a packet.
+//! On real hardware this is NVIDIA's own business and was not looked at: here it is JSON, one
+//! object a packet.
 
 use std::io;
 

@@ -103,8 +103,8 @@ pub(crate) struct Listed {
     pub(crate) compute_instance: u32,
 }
 
-/// The processes on a device, each once with all its memory there. A GPU's list has those in its MIG devices too. Processes
-/// that this one's PID namespace does not see are left out.
+/// The processes on a device, each once with all its memory there. A GPU's list has those in its
+/// MIG devices too. Processes that this one's PID namespace does not see are left out.
 pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: List) -> Result<Vec<Listed>> {
     let mut listed: Vec<Listed> = Vec::new();
     for process in view.machine.processes()? {
@@ -152,7 +152,8 @@ pub(crate) fn power(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     Ok((idle + limit.saturating_sub(idle) * utilization(view, device)? / 100) * 1000)
 }
 
-/// A list such as `0-3,8` as words of bits, the least significant first; empty: the first `all` bits.
+/// A list such as `0-3,8` as words of bits, the least significant first; empty: the first `all`
+/// bits.
 pub(crate) fn bits(list: &str, words: usize, all: usize) -> Vec<u64> {
     let mut set = vec![0_u64; words];
     let mut add = |bit: usize| {

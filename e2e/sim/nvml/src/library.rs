@@ -46,7 +46,8 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// What a handle stands for. Names, not places: a handle outlives what it names, and says then that it is gone.
+/// What a handle stands for. Names, not places: a handle outlives what it names, and says then that
+/// it is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Object {
     /// A GPU or a MIG device, by UUID.
@@ -169,8 +170,8 @@ fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
 
 /// Runs a call's body; what it does wrong never unwinds into C.
 pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // What a panic leaves half-done is in this library's tables, whose locks are taken poisoned or not: each holds
-    // whole entries only.
+    // What a panic leaves half-done is in this library's tables, whose locks are taken poisoned or
+    // not: each holds whole entries only.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,
@@ -183,7 +184,8 @@ pub(crate) fn call(name: &str, body: impl FnOnce(&View) -> Result<()>) -> sys::n
     guarded(|| body(&View::new(name, None)?))
 }
 
-/// Runs a call about an instance of a GPU, which its handle names: what is injected for the GPU hits it too.
+/// Runs a call about an instance of a GPU, which its handle names: what is injected for the GPU
+/// hits it too.
 pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&View) -> Result<()>) -> Result<()> {
     body(&View::new(name, Some(gpu))?)
 }

@@ -18,7 +18,8 @@ pub(crate) fn max_devices(gpu: &Gpu, model: &Model) -> u32 {
     if gpu.mig { model.gpu_profiles.iter().map(|p| p.instances).max().unwrap_or(0) } else { 0 }
 }
 
-/// A GPU instance profile by NVML's index. An index that NVML has but not this model is not supported; others are wrong.
+/// A GPU instance profile by NVML's index. An index that NVML has but not this model is not
+/// supported; others are wrong.
 pub(crate) fn profile_by_index(model: &Model, index: u32) -> Result<&GpuProfile> {
     if index >= sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
         return Err(Code::INVALID_ARGUMENT);
@@ -75,7 +76,8 @@ pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. What NVML returns says whether the request was taken, the second code whether it holds already.
+/// Switches MIG mode. What NVML returns says whether the request was taken, the second code whether
+/// it holds already.
 pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
         let busy = !device::on_gpu(&view.machine, state, uuid)?.is_empty();

@@ -1,10 +1,12 @@
-//! What is not simulated: exported, so that programs that look a function up find it, and never supported.
+//! What is not simulated: exported, so that programs that look a function up find it, and never
+//! supported.
 
-/// Defines functions that take whatever they are called with. In the C calling conventions of Linux the caller clears the
-/// arguments away, so a function that takes none can be called with any.
+/// Defines functions that take whatever they are called with. In the C calling conventions of Linux
+/// the caller clears the arguments away, so a function that takes none can be called with any.
 macro_rules! unsupported {
     ($($name:ident)*) => {$(
-        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or the other.
+        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or
+        // the other.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> nvml_wrapper_sys::bindings::nvmlReturn_t {
             $crate::library::Code::NOT_SUPPORTED.0

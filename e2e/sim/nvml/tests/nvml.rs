@@ -1,7 +1,7 @@
 //! The built library as nvml-wrapper loads the real one.
 //!
-//! NVML is one per process, and so is the machine that it shows: each test runs again as a process of its own, with a
-//! machine of its own.
+//! NVML is one per process, and so is the machine that it shows: each test runs again as a process
+//! of its own, with a machine of its own.
 
 // Creating MIG instances is in nvml-wrapper-sys only, as raw functions.
 #![allow(unsafe_code)]
@@ -112,8 +112,8 @@ fn change(machine: &Machine, change: impl FnOnce(&mut State)) {
 /// Calls a raw function.
 macro_rules! raw {
     ($nvml:expr, $name:ident($($argument:expr),*)) => {
-        // SAFETY: the arguments are handles of this library, plain numbers, and pointers to variables that live
-        // through the call and are as large as NVML asks.
+        // SAFETY: the arguments are handles of this library, plain numbers, and pointers to
+        // variables that live through the call and are as large as NVML asks.
         unsafe { $nvml.lib().$name($($argument),*) }
     };
 }
@@ -232,7 +232,8 @@ fn a_full_sized_profile_gives_the_sms_of_a_hopper() {
 }
 
 fn zeroed<T>() -> T {
-    // SAFETY: used for NVML's structures only, which are integers and arrays of them: zero is a value of each.
+    // SAFETY: used for NVML's structures only, which are integers and arrays of them: zero is a
+    // value of each.
     unsafe { std::mem::zeroed() }
 }
 
@@ -483,7 +484,8 @@ fn only_root_changes_a_gpu() {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         if rustix::process::geteuid().is_root() {
-            // Of this thread alone, as the kernel does it; what it was set for ends with this process.
+            // Of this thread alone, as the kernel does it; what it was set for ends with this
+            // process.
             rustix::thread::set_thread_res_uid(
                 rustix::process::Uid::from_raw(1000),
                 rustix::process::Uid::from_raw(1000),

@@ -37,10 +37,12 @@ struct Arguments {
 enum Command {
     /// Make a machine, in place of any that was there.
     Init {
-        /// GPUs as `COUNTxMODEL` or `MODEL`, in the order of their indices; may be repeated. `simgpu models` lists the models.
+        /// GPUs as `COUNTxMODEL` or `MODEL`, in the order of their indices; may be repeated.
+        /// `simgpu models` lists the models.
         #[arg(long, value_name = "COUNTxMODEL")]
         gpus: Vec<String>,
-        /// A description as a JSON file, for what --gpus cannot say: UUIDs, NUMA nodes, PCI addresses, own models.
+        /// A description as a JSON file, for what --gpus cannot say: UUIDs, NUMA nodes, PCI
+        /// addresses, own models.
         #[arg(long, value_name = "FILE", conflicts_with_all = ["gpus", "machine"])]
         file: Option<PathBuf>,
         /// The machine's name; UUIDs are derived from it.
@@ -82,7 +84,8 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         corrected: u64,
     },
-    /// Let a GPU fall off the bus: every call about it says `GPU_IS_LOST`. Without an XID: see `xid`.
+    /// Let a GPU fall off the bus: every call about it says `GPU_IS_LOST`. Without an XID: see
+    /// `xid`.
     Lose {
         /// The GPU.
         gpu: String,
@@ -92,7 +95,8 @@ enum Command {
         /// The GPU.
         gpu: String,
     },
-    /// Reset a GPU: a pending MIG mode holds, ECC counts and what the driver wanted are gone, MIG instances are gone, a lost GPU is back. Refused while it is in use.
+    /// Reset a GPU: a pending MIG mode holds, ECC counts and what the driver wanted are gone, MIG
+    /// instances are gone, a lost GPU is back. Refused while it is in use.
     Reset {
         /// The GPU.
         gpu: String,
@@ -130,8 +134,9 @@ enum Command {
         /// The faults.
         ids: Vec<u64>,
     },
-    /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization, remap-pending,
-    /// remap-failed, recovery (what the driver wants done: none, reset, reboot or drain-and-reset).
+    /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature,
+    /// utilization, remap-pending, remap-failed, recovery (what the driver wants done: none, reset,
+    /// reboot or drain-and-reset).
     Set {
         /// The GPU.
         gpu: String,
@@ -165,14 +170,16 @@ enum Command {
         #[arg(long)]
         graphics: bool,
     },
-    /// Reboot the machine: processes, MIG instances, events, ECC counts, compute modes and lost GPUs are forgotten; MIG mode is
-    /// kept where the board stores it (Ampere). Injected faults stay.
+    /// Reboot the machine: processes, MIG instances, events, ECC counts, compute modes and lost
+    /// GPUs are forgotten; MIG mode is kept where the board stores it (Ampere). Injected faults
+    /// stay.
     Reboot,
 }
 
 #[derive(Debug, Subcommand)]
 enum Mig {
-    /// Make a GPU instance with one compute instance that takes it whole; prints the MIG device's UUID.
+    /// Make a GPU instance with one compute instance that takes it whole; prints the MIG device's
+    /// UUID.
     Create {
         /// The GPU.
         gpu: String,

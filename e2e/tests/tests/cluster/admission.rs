@@ -1,4 +1,5 @@
-//! What would break a promise is refused when a pod is created, with a sentence that helps; nobody else notices.
+//! What would break a promise is refused when a pod is created, with a sentence that helps; nobody
+//! else notices.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
@@ -7,7 +8,8 @@ use crate::{NODE, SHARES};
 
 /// Path of the policies and their bindings.
 const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
-/// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
+/// The operator, as the policies know it; in the group of administrators, because what it may do is
+/// not what is tested.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// A pod that asks for these, with changes to its spec.
@@ -201,7 +203,8 @@ fn nobody_else_notices() -> Result<()> {
     for limits in [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES: 0}), json!({"example.com/gpu-mps": 60})] {
         admitted(&scope, &anything(limits))?;
     }
-    // Images of CUDA programs ask for all GPUs by default: a container without shares may say that it wants none.
+    // Images of CUDA programs ask for all GPUs by default: a container without shares may say that
+    // it wants none.
     for value in ["", "void", "none"] {
         let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
         let pod = changed(&json!({SHARES: 1}), |spec| {

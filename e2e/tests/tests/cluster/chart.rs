@@ -12,7 +12,8 @@ pub(crate) struct Setting {
 }
 
 impl Setting {
-    /// `path` is as `helm --set` has it, without lists. Returns when all of Cleave that is changed by it is ready again.
+    /// `path` is as `helm --set` has it, without lists. Returns when all of Cleave that is changed
+    /// by it is ready again.
     pub(crate) fn of(path: &'static str, value: impl Into<Value>) -> Result<Self> {
         let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;

@@ -1,7 +1,9 @@
-//! The time of day is set under Cleave's programs, an hour ahead, an hour back and right again, while the machine's clock and everybody else's stay as they are.
+//! The time of day is set under Cleave's programs, an hour ahead, an hour back and right again,
+//! while the machine's clock and everybody else's stay as they are.
 //!
-//! The programs ask through `libsim_clock.so` (e2e/sim/clock), which is in the image of the local cluster. An hour is as far back as can be gone: the API
-//! server's certificate is good from an hour before the cluster was made.
+//! The programs ask through `libsim_clock.so` (e2e/sim/clock), which is in the image of the local
+//! cluster. An hour is as far back as can be gone: the API server's certificate is good from an
+//! hour before the cluster was made.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -137,7 +139,8 @@ fn no_jump_of_the_clock_loses_a_share_a_hold_or_a_grace_or_restarts_anything() -
         scope.running(name)?;
         scope.seen(name)?;
     }
-    // Released, and the scheduler finds no node for it: its volume does not exist. Its reservation lasts for minutes.
+    // Released, and the scheduler finds no node for it: its volume does not exist. Its reservation
+    // lasts for minutes.
     let mut held = pod("held", &json!({SHARES: 10}), HOLD);
     held["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     held["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);

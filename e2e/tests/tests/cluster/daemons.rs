@@ -1,4 +1,5 @@
-//! MPS daemons that die: clients and pods wait for the next, no client runs unlimited, no pod is refused, and the node tells.
+//! MPS daemons that die: clients and pods wait for the next, no client runs unlimited, no pod is
+//! refused, and the node tells.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Faults, PATIENCE, SYSTEM, Scope, hold_until, on_node, text, wait_for, wait_until};
 use serde_json::{Value, json};

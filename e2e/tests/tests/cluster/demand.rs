@@ -271,8 +271,8 @@ enum Step {
     Done,
 }
 
-/// Kills the process of a part. The agent's is its supervisor, which takes it along. Its pod goes too: the kubelet lets one that
-/// was killed often wait for minutes.
+/// Kills the process of a part. The agent's is its supervisor, which takes it along. Its pod goes
+/// too: the kubelet lets one that was killed often wait for minutes.
 fn kill(cluster: &Cluster, part: Part) -> Result<()> {
     let component = match part {
         Part::Agent => {
@@ -388,7 +388,8 @@ fn time_from_creation_to_running_where_a_cut_is_needed() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto(&cluster, "times", &[0])?;
     let mut all = Vec::new();
-    // Each is of another way of cutting than the one before, so that the one GPU must be cut each time.
+    // Each is of another way of cutting than the one before, so that the one GPU must be cut each
+    // time.
     for (round, resource) in
         ["nvidia.com/mig-3g.20gb", TWENTY, "nvidia.com/mig-2g.10gb", TEN, "nvidia.com/mig-1g.5gb"].iter().enumerate()
     {

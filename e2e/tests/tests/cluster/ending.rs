@@ -1,5 +1,5 @@
-//! What ends one pod does not break its neighbours: containers with shares are given a moment before SIGTERM, in which the agent ends what they
-//! have on the GPU.
+//! What ends one pod does not break its neighbours: containers with shares are given a moment
+//! before SIGTERM, in which the agent ends what they have on the GPU.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -240,8 +240,8 @@ fn delete(scope: &Scope, way: Way) -> Result<Count> {
             Ok(scope.cluster.find(&path)?.is_none() && server()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;
         count.deletions += 1;
-        // What breaks does so with the client's death, and says so within milliseconds: less than a command in its container takes, which fails
-        // where it has ended by then.
+        // What breaks does so with the client's death, and says so within milliseconds: less than a
+        // command in its container takes, which fails where it has ended by then.
         let _ = scope.exec("neighbour", &["true"]);
         count.broken += usize::from(neighbour(scope)?);
     }
@@ -296,7 +296,8 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
     for round in 0..2 {
         let _ = neighbour(&scope)?;
         let name = format!("busy-{round}");
-        // As the first process it gets SIGTERM and does not notice: it is killed at the end of the grace.
+        // As the first process it gets SIGTERM and does not notice: it is killed at the end of the
+        // grace.
         let mut object = pod(&name, &json!({SHARES: 2}), BUSY);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
@@ -340,8 +341,8 @@ fn clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
-/// The kubelet's note is written in its place: its own shutdown would take the node's systemd along. So nobody is killed here, and who is ended
-/// was ended by the agent.
+/// The kubelet's note is written in its place: its own shutdown would take the node's systemd
+/// along. So nobody is killed here, and who is ended was ended by the agent.
 #[test]
 fn at_a_shutdown_pods_are_ended_through_mps_as_their_priority_has_its_turn() -> Result<()> {
     const CLASS: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";

@@ -1,4 +1,5 @@
-//! A fatal GPU error breaks every program on the GPU: each pod is told, whoever does not leave is ended, and the GPU serves again.
+//! A fatal GPU error breaks every program on the GPU: each pod is told, whoever does not leave is
+//! ended, and the GPU serves again.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};

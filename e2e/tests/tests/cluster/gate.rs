@@ -1,4 +1,5 @@
-//! No pod reaches the scheduler before room of one GPU is held for it, and none waits that could run.
+//! No pod reaches the scheduler before room of one GPU is held for it, and none waits that could
+//! run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::Duration;
@@ -131,7 +132,8 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
         &format!("/apis/batch/v1/namespaces/{ns}/jobs"),
         &json!({"metadata": {"name": "job"}, "spec": {"template": template("job", 2)}}),
     )?;
-    // Two containers with shares of their own, a sidecar, and an init container whose shares are used again.
+    // Two containers with shares of their own, a sidecar, and an init container whose shares are
+    // used again.
     let mut several = pod("several", &json!({SHARES: 4}), STAY);
     let container = |name: &str, shares: u32, script: &str| {
         let mut container = several["spec"]["containers"][0].clone();
@@ -226,7 +228,8 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
         cluster.create(&pods, &pod)?;
-        // Of pods of one priority those that began last leave first, and that is to be the protected ones: times are whole seconds.
+        // Of pods of one priority those that began last leave first, and that is to be the
+        // protected ones: times are whole seconds.
         std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
@@ -271,8 +274,8 @@ fn in_use(cluster: &Cluster) -> Result<u64> {
     Ok(slices.filter_map(|slices| slices["inUse"].as_u64()).sum())
 }
 
-/// A kubelet that starts takes its pods in before it drops what its checkpoint has of pods that are no more, and it writes that file only
-/// when it gives something out or hears of devices.
+/// A kubelet that starts takes its pods in before it drops what its checkpoint has of pods that are
+/// no more, and it writes that file only when it gives something out or hears of devices.
 #[test]
 fn what_the_kubelets_checkpoint_still_has_is_promised_to_nobody() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -312,7 +315,8 @@ fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(seen.ran.insert(name)),
-            // Who is killed for being deleted has failed too, for a moment, and has no reason: whom the kubelet refused has one.
+            // Who is killed for being deleted has failed too, for a moment, and has no reason: whom
+            // the kubelet refused has one.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 seen.refused.insert(name, why);
@@ -327,8 +331,8 @@ fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
 /// Pods that are created between two kills.
 const KILL_EVERY: u64 = 12;
 
-/// Creates and deletes pods of 1 to 10 shares in bursts; `kill` is called for every [`KILL_EVERY`] of them, with how often it was before. In the
-/// end all that is left runs, some after others.
+/// Creates and deletes pods of 1 to 10 shares in bursts; `kill` is called for every [`KILL_EVERY`]
+/// of them, with how often it was before. In the end all that is left runs, some after others.
 fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u64) -> Result<()>) -> Result<Seen> {
     let mut seen = Seen::default();
     let mut kills = 0;
@@ -375,8 +379,8 @@ fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u6
     Ok(seen)
 }
 
-/// Kills the agent while no pod is on its way, and lets none come until it serves again: for a tenth of a second the kubelet knows of no
-/// device, and refuses whoever comes for good.
+/// Kills the agent while no pod is on its way, and lets none come until it serves again: for a
+/// tenth of a second the kubelet knows of no device, and refuses whoever comes for good.
 fn kill_agent(scope: &Scope) -> Result<()> {
     let mut looks = 0;
     signal_component("scheduler", "STOP")?;

@@ -1,6 +1,8 @@
-//! Pods that ask for shares are gated when they are created, by the policy and by the webhook alike; nobody else notices.
+//! Pods that ask for shares are gated when they are created, by the policy and by the webhook
+//! alike; nobody else notices.
 //!
-//! What is looked at is mostly what the API server answers to a dry run: pods as admitted, before anybody opens a gate.
+//! What is looked at is mostly what the API server answers to a dry run: pods as admitted, before
+//! anybody opens a gate.
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, hold_until, kubectl, pod, text, wait_until};
@@ -13,7 +15,8 @@ use crate::{NODE, SHARES};
 pub(crate) const GATE: &str = "cleave.dev/placement";
 pub(crate) const OTHER: &str = "example.com/hold";
 pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
-/// The operator, as the policies know it; in the group of administrators, because what it may do is not what is tested.
+/// The operator, as the policies know it; in the group of administrators, because what it may do is
+/// not what is tested.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
 /// Value of the chart: what gates pods.
@@ -225,7 +228,8 @@ fn without_a_gate_nothing_is_gated() -> Result<()> {
     gated_by(&mut pod, &[OTHER, GATE]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
     let change = json!({"spec": {"schedulingGates": [{"name": OTHER}]}});
-    // The API server learns of each policy that is gone by itself, and of this one it may later than of the one that gated.
+    // The API server learns of each policy that is gone by itself, and of this one it may later
+    // than of the one that gated.
     wait_until("a user takes the gate away", || {
         scope.cluster.patch(&scope.pod_path("t"), &change)?;
         Ok(true)

@@ -1,4 +1,5 @@
-//! GPUs that fail, and GPUs that an administrator keeps pods from: what goes, what stays, and what brings them back.
+//! GPUs that fail, and GPUs that an administrator keeps pods from: what goes, what stays, and what
+//! brings them back.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -160,8 +161,8 @@ fn one_lost_gpu_fails_no_pod_on_another_and_comes_back_by_itself() -> Result<()>
     Ok(())
 }
 
-/// How long the others are watched while a GPU hangs: past the deadline that NVML has for an answer,
-/// and over looks at each GPU after it.
+/// How long the others are watched while a GPU hangs: past the deadline that NVML has for an
+/// answer, and over looks at each GPU after it.
 const HANGS: Duration = Duration::from_secs(40);
 
 #[test]

@@ -1,8 +1,8 @@
-//! What hostile tenants, programs in their pods and an agent that was taken over try, one by one; `docs/explanation/attempts.md` is
-//! the same list.
+//! What hostile tenants, programs in their pods and an agent that was taken over try, one by one;
+//! `docs/explanation/attempts.md` is the same list.
 //!
-//! What is let be has to show what it would have changed and did not. None may be felt by Cleave's own parts, by an MPS
-//! daemon, or by a neighbour that computes meanwhile.
+//! What is let be has to show what it would have changed and did not. None may be felt by Cleave's
+//! own parts, by an MPS daemon, or by a neighbour that computes meanwhile.
 mod floods;
 mod programs;
 mod requests;
@@ -93,7 +93,8 @@ const TENANT: &str = "tenant";
 
 impl<'a> Ground<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
-        // More than any role gives: what only the lack of a right keeps from happening is not refused by Cleave.
+        // More than any role gives: what only the lack of a right keeps from happening is not
+        // refused by Cleave.
         let pods = ["pods", "pods/status", "pods/ephemeralcontainers", "pods/resize", "pods/binding", "bindings"];
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles", scope.namespace);
@@ -118,7 +119,8 @@ impl<'a> Ground<'a> {
         })
     }
 
-    /// Makes all attempts, tells what became of each, and fails if one was another than is expected.
+    /// Makes all attempts, tells what became of each, and fails if one was another than is
+    /// expected.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
         // The agent's supervisor hides its death from the kubelet.
@@ -148,7 +150,8 @@ impl<'a> Ground<'a> {
     }
 }
 
-/// Cleave's pods, MPS daemons and the neighbour, by what they would not keep if they were disturbed.
+/// Cleave's pods, MPS daemons and the neighbour, by what they would not keep if they were
+/// disturbed.
 #[derive(Debug, PartialEq)]
 struct State {
     parts: Vec<(String, u64)>,
@@ -170,7 +173,8 @@ fn owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server learns of roles a moment later: what it refuses before is refused for another reason.
+    // The API server learns of roles a moment later: what it refuses before is refused for another
+    // reason.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let asked = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({

@@ -1,6 +1,8 @@
-//! The promises of Cleave, on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2 has 2 A100-40.
+//! The promises of Cleave, on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2 has
+//! 2 A100-40.
 //!
-//! One test at a time (`--test-threads=1`): they share the cluster, and each leaves it as it found it.
+//! One test at a time (`--test-threads=1`): they share the cluster, and each leaves it as it found
+//! it.
 mod admission;
 mod chart;
 mod clocks;

@@ -1,4 +1,5 @@
-//! The policies of the network in the chart, on a network that enforces them: who reads metrics, whom Cleave speaks to, and that it works all the same.
+//! The policies of the network in the chart, on a network that enforces them: who reads metrics,
+//! whom Cleave speaks to, and that it works all the same.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};

@@ -1,4 +1,5 @@
-//! Policies: refused with a sentence where they are wrong, in force without a restart where they are right.
+//! Policies: refused with a sentence where they are wrong, in force without a restart where they
+//! are right.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, text, wait_until};
 use serde_json::{Value, json};
@@ -171,7 +172,8 @@ fn a_change_on_one_gpu_leaves_what_other_gpus_offer_alone() -> Result<()> {
         "last-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
     )?;
-    // The kubelet tells the API server every ten seconds: what it is told itself is in the node's own words.
+    // The kubelet tells the API server every ten seconds: what it is told itself is in the node's
+    // own words.
     hold_until(
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES)? == 50),

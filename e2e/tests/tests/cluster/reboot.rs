@@ -1,7 +1,9 @@
-//! A node that is started again: its power is cut, with it goes what a boot clears, and what lies on its disk stays.
+//! A node that is started again: its power is cut, with it goes what a boot clears, and what lies
+//! on its disk stays.
 //!
-//! The machine's boot id cannot be another. What the agent concludes from it, it concludes by the one in its checkpoint: that is made another while the
-//! node is down, as it would be on a real one. The kubelet's own view of the boot id decides nothing that is looked at here.
+//! The machine's boot id cannot be another. What the agent concludes from it, it concludes by the
+//! one in its checkpoint: that is made another while the node is down, as it would be on a real
+//! one. The kubelet's own view of the boot id decides nothing that is looked at here.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -150,7 +152,8 @@ fn fate(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Fate> {
     })
 }
 
-/// Whether it is how a kubelet tells that it does not admit a pod: its device manager, or what it counts.
+/// Whether it is how a kubelet tells that it does not admit a pod: its device manager, or what it
+/// counts.
 fn is_refusal(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
@@ -170,8 +173,9 @@ fn by_kubelet() -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(given)
 }
 
-/// Waits until the node tells of just those shares that the kubelet has for its running pods, each given out once and each pod's of one GPU, and
-/// until there is a door for each of them and for nobody else.
+/// Waits until the node tells of just those shares that the kubelet has for its running pods, each
+/// given out once and each pod's of one GPU, and until there is a door for each of them and for
+/// nobody else.
 fn agreed(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host are of one mind", || {
         let mut running = scope.pods()?;
@@ -314,14 +318,16 @@ fn without_an_api_server_a_node_that_is_started_again_starts_nothing_and_with_it
     let down = Down::cut()?;
     let no_api = NoApi::now()?;
     let old = bound(&socket);
-    // It waits for the node to be Ready, which takes an API server, and lets nobody else start anything meanwhile.
+    // It waits for the node to be Ready, which takes an API server, and lets nobody else start
+    // anything meanwhile.
     let mut starting = Command::new("cluster").args(["start", COMPONENT]).spawn()?;
     let started =
         wait_until("the kubelet takes device plugins", || Ok(bound(&socket).is_some_and(|new| Some(new) != old)));
     starting.kill()?;
     starting.wait()?;
     started?;
-    // Pods come from the API server, and with them the agent: nobody registers, and nobody is refused.
+    // Pods come from the API server, and with them the agent: nobody registers, and nobody is
+    // refused.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(no_api);

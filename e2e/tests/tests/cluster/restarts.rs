@@ -33,7 +33,8 @@ fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
 }
 
 impl Running {
-    /// The same containers, the same daemons (which are real processes still), and room for new pods.
+    /// The same containers, the same daemons (which are real processes still), and room for new
+    /// pods.
     fn still(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
         ensure!(self.pods == pods(cluster, scope)?, "a running pod was disturbed");
         wait_until("the node tells its daemons again", || Ok(!daemon_pids(cluster)?.is_empty()))?;
@@ -94,8 +95,9 @@ fn the_kubelet_is_killed_and_comes_back() -> Result<()> {
     running.still(&cluster, &scope)
 }
 
-/// While the agent is away the kubelet has none of its devices, and says so if it is asked just then; its next word, a second later, takes that back.
-/// Fails when some are missing, or all for longer.
+/// While the agent is away the kubelet has none of its devices, and says so if it is asked just
+/// then; its next word, a second later, takes that back. Fails when some are missing, or all for
+/// longer.
 fn none_for_a_moment_at_most(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     const MOMENT: Duration = Duration::from_secs(3);
     let mut none_since = None;
@@ -136,7 +138,8 @@ fn a_killed_agent_is_back_at_once_and_its_shares_with_it() -> Result<()> {
     Ok(())
 }
 
-/// Another agent on [`NODE`], as an upgrade has for a moment and a mistake for long, until this goes.
+/// Another agent on [`NODE`], as an upgrade has for a moment and a mistake for long, until this
+/// goes.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -201,7 +204,8 @@ fn of_two_agents_on_a_node_one_waits_for_the_end_of_the_other_and_takes_over() -
 fn the_agents_container_is_killed_and_comes_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // Of one whose container was started again before, as by other tests, the kubelet waits longer each time.
+    // Of one whose container was started again before, as by other tests, the kubelet waits longer
+    // each time.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = part(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;
@@ -217,8 +221,9 @@ fn the_agents_container_is_killed_and_comes_back() -> Result<()> {
     running.still(&cluster, &scope)
 }
 
-/// While the agent's container is down the kubelet tells its devices as unhealthy, which is the kubelet's doing: allocatable falls to nothing and
-/// comes back whole. What must not be seen is some of them.
+/// While the agent's container is down the kubelet tells its devices as unhealthy, which is the
+/// kubelet's doing: allocatable falls to nothing and comes back whole. What must not be seen is
+/// some of them.
 fn never_below_once_offered(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let offered = cluster.allocatable(NODE, SHARES)?;

@@ -1,4 +1,5 @@
-//! `nvidia.com/gpu-mps: N` is N shares of one GPU, limited as N shares; a tenant cannot raise them, nor administer MPS.
+//! `nvidia.com/gpu-mps: N` is N shares of one GPU, limited as N shares; a tenant cannot raise them,
+//! nor administer MPS.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, pod, text, wait_until};
 use cleave_plan::mps::{self, Threads};

@@ -1,5 +1,5 @@
-//! No pod is stranded: what passes by itself keeps a pod at its gate and no longer, and a pod is released only to a node that the scheduler
-//! accepts.
+//! No pod is stranded: what passes by itself keeps a pod at its gate and no longer, and a pod is
+//! released only to a node that the scheduler accepts.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -111,11 +111,27 @@ impl<'a> Added<'a> {
     }
 }
 
+impl Added<'_> {
+    /// Removes a node, and the pods that were on it: Kubernetes itself keeps them for a minute, as
+    /// they were, and a later test would count an MPS host that has no node.
+    fn remove(&self, name: &str) -> Result<()> {
+        launcher(&["node", "remove", name])?;
+        self.cluster.delete(&node_path(name), None)?;
+        wait_until(&format!("no pod is left on {name}"), || {
+            let pods = self.cluster.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{name}"))?;
+            for pod in &pods {
+                let (namespace, pod) = (text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
+                self.cluster.delete(&format!("/api/v1/namespaces/{namespace}/pods/{pod}"), Some(0))?;
+            }
+            Ok(pods.is_empty())
+        })
+    }
+}
+
 impl Drop for Added<'_> {
     fn drop(&mut self) {
         for name in &self.names {
-            let gone = launcher(&["node", "remove", name]).map(drop);
-            if let Err(error) = gone.and_then(|()| self.cluster.delete(&node_path(name), None)) {
+            if let Err(error) = self.remove(name) {
                 let _ = writeln!(std::io::stderr(), "{name} could not be removed: {error:#}");
             }
         }
@@ -167,7 +183,8 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
     Ok(())
 }
 
-/// There is no scheduler until the value is dropped. One that starts lists nodes before it binds a pod.
+/// There is no scheduler until the value is dropped. One that starts lists nodes before it binds a
+/// pod.
 struct NoScheduler;
 
 impl NoScheduler {

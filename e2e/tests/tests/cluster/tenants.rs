@@ -1,5 +1,6 @@
-//! Who uses more memory than its shares, or computes outside MPS, is found, told, and evicted where the policy says so; a neighbour is not
-//! accused. The stand-in MPS lets limits escape as the real one does.
+//! Who uses more memory than its shares, or computes outside MPS, is found, told, and evicted where
+//! the policy says so; a neighbour is not accused. The stand-in MPS lets limits escape as the real
+//! one does.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, PATIENCE, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -12,7 +13,8 @@ const ESCAPE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client -
 /// A program that does not find its door runs as if there were no MPS.
 const OUTSIDE: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
 
-/// Ten shares of each GPU, of about 8 GiB; computing outside MPS is not kept from by the compute mode.
+/// Ten shares of each GPU, of about 8 GiB; computing outside MPS is not kept from by the compute
+/// mode.
 fn watched<'a>(cluster: &'a Cluster, name: &str, enforcement: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let spec = json!({

@@ -1,4 +1,5 @@
-//! MPS hosts take what their `DaemonSet` is changed to when nothing uses MPS on their node, and not before (`mpsHost.upgrade: WhenIdle`).
+//! MPS hosts take what their `DaemonSet` is changed to when nothing uses MPS on their node, and not
+//! before (`mpsHost.upgrade: WhenIdle`).
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
@@ -186,7 +187,8 @@ fn an_image_that_cannot_be_had_takes_one_node_and_no_other_and_the_next_change_m
         || Ok(hosts(&cluster)?.values().any(waits)),
         more_than_one_down(&cluster, old.len()),
     )?;
-    // Back to what it was: those that are so still are up to date, and the other is replaced once more.
+    // Back to what it was: those that are so still are up to date, and the other is replaced once
+    // more.
     let bad: Vec<String> = hosts(&cluster)?.into_iter().filter(|(_, pod)| waits(pod)).map(|(node, _)| node).collect();
     template.image(&template.image)?;
     hold_until("all hosts serve", || template.is_reached().or(Ok(false)), more_than_one_down(&cluster, old.len()))?;

@@ -54,8 +54,8 @@ pub struct DoctorArgs {
     #[arg(long)]
     json: bool,
 
-    /// A CUDA program with its first arguments that shows the limits in force (see docs/how-to/check-driver.md).
-    /// Without it, limits are not tested.
+    /// A CUDA program with its first arguments that shows the limits in force (see
+    /// docs/how-to/check-driver.md). Without it, limits are not tested.
     #[arg(long, value_name = "PROGRAM [ARGUMENT…]")]
     client: Option<String>,
 

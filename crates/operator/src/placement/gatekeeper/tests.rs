@@ -42,7 +42,8 @@ impl World {
         object
     }
 
-    /// A node whose GPUs have ten shares each, of which so many are used by pods that nobody here knows.
+    /// A node whose GPUs have ten shares each, of which so many are used by pods that nobody here
+    /// knows.
     fn node(mut self, name: &str, used: &[u32]) -> Self {
         let node = json!({"metadata": {"name": name, "uid": name, "labels": {HOSTNAME: name}},
             "status": {"allocatable": {"cpu": "8", "pods": "110", MPS: (used.len() * 10).to_string()}}});
@@ -122,7 +123,8 @@ impl World {
         }
     }
 
-    /// What the watch of pods tells, when it has told this: an object is made anew only where it has changed.
+    /// What the watch of pods tells, when it has told this: an object is made anew only where it
+    /// has changed.
     fn told_since(&self, before: &[Arc<PodObject>]) -> Vec<Arc<PodObject>> {
         let same = |pod: &Arc<PodObject>| {
             let id = |pod: &PodObject| (pod.name_any(), pod.resource_version());
@@ -680,10 +682,11 @@ impl Reality {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
-    /// However far the watches lag, whatever fails to be written, whoever is restarted: no pod that was let through comes to a node without its units on
-    /// the device that its note names.
+    /// However far the watches lag, whatever fails to be written, whoever is restarted: no pod that
+    /// was let through comes to a node without its units on the device that its note names.
     ///
-    /// And who goes through changed pods alone comes to the same as who goes through all of them each time.
+    /// And who goes through changed pods alone comes to the same as who goes through all of them
+    /// each time.
     #[test]
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
         let mut world = World::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);

@@ -180,7 +180,8 @@ impl World {
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Waits until what serves has served for long enough, closes a node, waits, and deletes its host.
+    /// Waits until what serves has served for long enough, closes a node, waits, and deletes its
+    /// host.
     fn replace(&mut self) -> Vec<String> {
         self.look();
         self.up += STEADY;
@@ -399,8 +400,8 @@ fn what_the_api_server_refuses_keeps_nothing_from_pods_and_is_tried_again_later(
 }
 
 proptest! {
-    /// Pods come and go, hosts take their time, the operator is replaced: never is a host deleted where somebody uses MPS, never are two down, and
-    /// in the end all are new.
+    /// Pods come and go, hosts take their time, the operator is replaced: never is a host deleted
+    /// where somebody uses MPS, never are two down, and in the end all are new.
     #[test]
     fn whatever_comes_and_goes_nobody_is_hit_and_all_are_replaced(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
         let mut world = World::of(count);

@@ -1,4 +1,5 @@
-//! A simulated machine with one H200, its MPS daemon, and programs on it. All of it goes when it is dropped.
+//! A simulated machine with one H200, its MPS daemon, and programs on it. All of it goes when it is
+//! dropped.
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
@@ -36,7 +37,8 @@ impl Node {
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
-            // Under the first two names the program is them; beside each other they find each other, and where users other than root get to.
+            // Under the first two names the program is them; beside each other they find each
+            // other, and where users other than root get to.
             let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
             fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
         }
@@ -191,7 +193,8 @@ impl Node {
         Client::spawn(command).line()
     }
 
-    /// Lets something happen that would happen if it could: other programs run from start to end meanwhile.
+    /// Lets something happen that would happen if it could: other programs run from start to end
+    /// meanwhile.
     pub(crate) fn a_while(&self) {
         for _ in 0..5 {
             assert_eq!(self.saw(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
@@ -267,7 +270,8 @@ impl Drop for Node {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
-        // One in the background, which a test that failed did not end. The number may be another's by now.
+        // One in the background, which a test that failed did not end. The number may be another's
+        // by now.
         let pid = fs::read_to_string(self.socket("nvidia-cuda-mps-control.pid")).unwrap_or_default();
         let is_ours = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.starts_with(self.dir.path()));
         if let (true, Some(pid)) = (is_ours, pid.parse().ok().and_then(Pid::from_raw)) {

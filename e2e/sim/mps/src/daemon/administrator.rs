@@ -1,6 +1,7 @@
 //! An administrator's commands, carried out.
 //!
-//! A command about a server asks the server, and waits for it: one that is busy with a client holds up the daemon.
+//! A command about a server asks the server, and waits for it: one that is busy with a client holds
+//! up the daemon.
 
 use std::fs;
 use std::process;
@@ -206,7 +207,8 @@ impl Daemon {
         Ok(Vec::new())
     }
 
-    /// Ends the daemon: waits for the clients, no longer than `timeout`, then ends the servers. Does not return.
+    /// Ends the daemon: waits for the clients, no longer than `timeout`, then ends the servers.
+    /// Does not return.
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {

@@ -1,7 +1,8 @@
 //! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
 //!
-//! It serves one connection after the other and waits for each without a deadline, as the real one was seen to: whoever
-//! connects and says nothing stops it for everybody. Only clients for whom there is no server yet are put aside.
+//! It serves one connection after the other and waits for each without a deadline, as the real one
+//! was seen to: whoever connects and says nothing stops it for everybody. Only clients for whom
+//! there is no server yet are put aside.
 
 mod administrator;
 mod servers;
@@ -130,7 +131,8 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Held as long as the daemon lives, however it ends: a killed one leaves nothing in its successor's way.
+    // Held as long as the daemon lives, however it ends: a killed one leaves nothing in its
+    // successor's way.
     let _lock = lock(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;

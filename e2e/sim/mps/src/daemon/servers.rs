@@ -44,7 +44,8 @@ impl Daemon {
         }
     }
 
-    /// Passes a client on to a server and waits for its last word; gives it back where that cannot be done yet.
+    /// Passes a client on to a server and waits for its last word; gives it back where that cannot
+    /// be done yet.
     pub(super) fn client(self: &Arc<Self>, mut client: Pending) -> Option<Pending> {
         let mut state = self.lock();
         let Pending { pid, uid, .. } = client;
@@ -185,15 +186,16 @@ impl Daemon {
     }
 }
 
-/// Gives a client its socket to a server and the server the other end, with the limits that hold now.
+/// Gives a client its socket to a server and the server the other end, with the limits that hold
+/// now.
 fn pass_on(mut state: MutexGuard<'_, State>, server: u32, visitor: &Connection) {
     let connection = state.next_number();
     let Some(server) = state.servers.get_mut(&server) else { return };
     let Ok((theirs, servers)) = Connection::pair() else { return };
     let message = ToServer::Client { connection, settings: server.settings.clone() };
     let Ok(message) = serde_json::to_vec(&message) else { return };
-    // From here on the kernel attests what the client will say, also before the server has looked; and to the client what the server says, as
-    // it was seen.
+    // From here on the kernel attests what the client will say, also before the server has looked;
+    // and to the client what the server says, as it was seen.
     let attested = servers.attest().and_then(|()| theirs.attest());
     if attested.is_err() || visitor.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
         return;

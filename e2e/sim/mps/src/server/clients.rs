@@ -1,8 +1,8 @@
 //! What a server knows of its clients, and what happens to them: no I/O.
 //!
-//! The rules are those measured: an illegal access breaks every client; the server is in FAULT until the last of those
-//! has exited, and lets nobody in meanwhile; a client that dies with a kernel in flight may break the others; one ended
-//! through `terminate_client` harms nobody.
+//! The rules are those measured: an illegal access breaks every client; the server is in FAULT
+//! until the last of those has exited, and lets nobody in meanwhile; a client that dies with a
+//! kernel in flight may break the others; one ended through `terminate_client` harms nobody.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -64,7 +64,8 @@ pub enum Effect {
     AskToEnd(u64),
     /// A client's context is no more: give its memory back.
     Release(u64),
-    /// Answer a `terminate_client`: 0 is done, [`INVALID_VALUE`] no such client, [`INVALID_CONTEXT`] none to end.
+    /// Answer a `terminate_client`: 0 is done, [`INVALID_VALUE`] no such client,
+    /// [`INVALID_CONTEXT`] none to end.
     Answer(u64, i32),
     /// The server's status changed.
     Status(Status),
@@ -77,7 +78,8 @@ pub struct Clients {
     terminations: Vec<Termination>,
     status: Status,
     rule: Rule,
-    /// A busy client died while nobody was there to break: the server looks ACTIVE, and breaks the next that works.
+    /// A busy client died while nobody was there to break: the server looks ACTIVE, and breaks the
+    /// next that works.
     poisoned: bool,
 }
 

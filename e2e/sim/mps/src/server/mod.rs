@@ -1,7 +1,7 @@
 //! `nvidia-cuda-mps-server`: the daemon's child that holds the GPU and serves the clients.
 //!
-//! Its standard input is a socket to the daemon, its standard output the daemon's log. It ends when the daemon does,
-//! as the real one was seen to.
+//! Its standard input is a socket to the daemon, its standard output the daemon's log. It ends when
+//! the daemon does, as the real one was seen to.
 
 pub mod clients;
 
@@ -212,7 +212,8 @@ impl Server {
             Err(refusal) => {
                 self.log("User did not send valid credentials");
                 if matches!(refusal, Refusal::Closed) {
-                    // Observed: a server whose client is gone in the middle of this never serves another.
+                    // Observed: a server whose client is gone in the middle of this never serves
+                    // another.
                     loop {
                         thread::park();
                     }
@@ -385,7 +386,8 @@ impl Server {
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
-            // Observed for every process. That a context which is not closed is told likewise, and one that is otherwise, is believed.
+            // Observed for every process. That a context which is not closed is told likewise, and
+            // one that is otherwise, is believed.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));
@@ -396,7 +398,8 @@ impl Server {
         }
         let mut effects = inner.clients.left(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
-            // The log never names who died in the midst of its work, but somebody who lives: so measured in 47 of 47 such faults.
+            // The log never names who died in the midst of its work, but somebody who lives: so
+            // measured in 47 of 47 such faults.
             let lives = |other: &u64| *other != connection && inner.connections[other].context.is_some();
             let named = inner.connections.keys().copied().filter(lives).min();
             if let Some((pid, id)) =
@@ -504,7 +507,8 @@ impl Inner {
         }
     }
 
-    /// Says something to a client that did not ask. One that does not read must not stop the others.
+    /// Says something to a client that did not ask. One that does not read must not stop the
+    /// others.
     fn tell(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {
             let _ = wire::try_send(&entry.channel, message);

@@ -1,4 +1,5 @@
-//! The exported functions about MIG: profiles, placements, GPU instances, compute instances, MIG devices.
+//! The exported functions about MIG: profiles, placements, GPU instances, compute instances, MIG
+//! devices.
 
 use std::ffi::c_uint;
 use std::ptr::without_provenance_mut;
@@ -325,7 +326,8 @@ fn put_compute_profile(
     }
 }
 
-/// Writes a list. Its callers provide as much room as the profile has instances or placements; a null list asks how many.
+/// Writes a list. Its callers provide as much room as the profile has instances or placements; a
+/// null list asks how many.
 fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
     let mut written = 0;
     for item in items {

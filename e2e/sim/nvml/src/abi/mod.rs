@@ -19,7 +19,8 @@ type Return = sys::nvmlReturn_t;
 /// Defines exported functions. Each gets its own name, for the faults that are injected by it.
 macro_rules! exports {
     ($($name:ident($($argument:ident: $type:ty),* $(,)?) |$own:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or the other.
+        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or
+        // the other.
         #[unsafe(no_mangle)]
         extern "C" fn $name($($argument: $type),*) -> $crate::abi::Return {
             let $own = stringify!($name);
@@ -104,7 +105,8 @@ exports! {
             busId: chars(&gpu.pci.bus_id()),
         })
     });
-    // As on a machine whose GPUs' memory is no NUMA node of its own: the nearest node is what the memory affinity says.
+    // As on a machine whose GPUs' memory is no NUMA node of its own: the nearest node is what the
+    // memory affinity says.
     nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
         on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
@@ -324,7 +326,8 @@ fn by_bus(name: &str, bus: Text, out: Out<Handle>) -> Return {
 }
 
 fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
-    // 65,536 bits: more than any machine has, and a size taken from garbage does not make this fill memory.
+    // 65,536 bits: more than any machine has, and a size taken from garbage does not make this fill
+    // memory.
     let words = (size as usize).min(1024);
     if words == 0 {
         return Err(Code::INSUFFICIENT_SIZE);

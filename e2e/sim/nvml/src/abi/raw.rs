@@ -4,7 +4,8 @@ use std::ffi::{CStr, c_char, c_uint};
 
 use crate::library::{Code, Result};
 
-/// Where a call writes a value, or several: null, or what NVML's documentation asks the caller to provide.
+/// Where a call writes a value, or several: null, or what NVML's documentation asks the caller to
+/// provide.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Out<T>(*mut T);
@@ -26,9 +27,10 @@ impl<T: Copy> Out<T> {
     /// Writes an element of an array.
     pub(crate) fn put_at(self, index: usize, value: T) -> Result<()> {
         let to = self.checked()?;
-        // SAFETY: not null, and NVML's contract: the caller's buffer is valid for writes of as many values as the call is
-        // documented to return, or as the caller's own count says, which is checked before. C aligns it; programs that
-        // pack their structures would not, so the write does not rely on it.
+        // SAFETY: not null, and NVML's contract: the caller's buffer is valid for writes of as many
+        // values as the call is documented to return, or as the caller's own count says, which is
+        // checked before. C aligns it; programs that pack their structures would not, so the write
+        // does not rely on it.
         unsafe { to.add(index).write_unaligned(value) };
         Ok(())
     }
@@ -36,15 +38,16 @@ impl<T: Copy> Out<T> {
     /// Reads what the caller put there: a count, or the version of a structure.
     pub(crate) fn get(self) -> Result<T> {
         let from = self.checked()?;
-        // SAFETY: not null, and NVML's contract: the caller's variable is valid and holds what it passes in. `T` is an
-        // integer or a C structure of integers, for which any bits will do.
+        // SAFETY: not null, and NVML's contract: the caller's variable is valid and holds what it
+        // passes in. `T` is an integer or a C structure of integers, for which any bits will do.
         Ok(unsafe { from.read_unaligned() })
     }
 
     /// Reads an element of an array that the caller filled.
     pub(crate) fn get_at(self, index: usize) -> Result<T> {
         let from = self.checked()?;
-        // SAFETY: as for `get`, and the caller's own count, which is checked before, says that there are so many.
+        // SAFETY: as for `get`, and the caller's own count, which is checked before, says that
+        // there are so many.
         Ok(unsafe { from.add(index).read_unaligned() })
     }
 
@@ -75,7 +78,8 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and NVML's contract: it points to a value of this type, a C structure of integers.
+        // SAFETY: not null, and NVML's contract: it points to a value of this type, a C structure
+        // of integers.
         Ok(unsafe { self.0.read_unaligned() })
     }
 }
@@ -90,7 +94,8 @@ impl Text {
         if self.0.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and NVML's contract: a text that ends with a zero byte and stays as it is during the call.
+        // SAFETY: not null, and NVML's contract: a text that ends with a zero byte and stays as it
+        // is during the call.
         let text = unsafe { CStr::from_ptr(self.0) };
         text.to_str().map(str::to_owned).map_err(|_| Code::INVALID_ARGUMENT)
     }

@@ -90,7 +90,8 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
         }
         "agent's container" => {
             signal(node, "cleave-supervise", "KILL")?;
-            // The kubelet starts a container that was killed often after minutes; a new pod at once.
+            // The kubelet starts a container that was killed often after minutes; a new pod at
+            // once.
             renewed(cluster, node, "agent")
         }
         "MPS host" => {

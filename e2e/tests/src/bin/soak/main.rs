@@ -1,7 +1,8 @@
-//! Churn and chaos for a given time, and what of the promises was broken meanwhile, or is left behind.
+//! Churn and chaos for a given time, and what of the promises was broken meanwhile, or is left
+//! behind.
 //!
-//! `make soak MINUTES=30 SEED=1` brings up a cluster of two nodes with four GPUs each and runs this. The same seed makes the same choices; what
-//! they meet depends on timing.
+//! `make soak MINUTES=30 SEED=1` brings up a cluster of two nodes with four GPUs each and runs
+//! this. The same seed makes the same choices; what they meet depends on timing.
 mod chaos;
 mod promises;
 mod traces;
@@ -25,7 +26,8 @@ const CUT: &str = "node2";
 const SHARES: &str = "nvidia.com/gpu-mps";
 const WHOLE: &str = "nvidia.com/gpu";
 const UNITS: usize = 10;
-/// Pods that live at once: the kubelet takes 110, and as many sandboxes are all that two cores can do.
+/// Pods that live at once: the kubelet takes 110, and as many sandboxes are all that two cores can
+/// do.
 const CROWD: usize = 40;
 /// Holds what it got, and is hurt by nothing that happens to MPS.
 const STAY: &str = "exec sleep 1000000";
@@ -62,7 +64,8 @@ fn main() -> Result<()> {
         churn(&scope, &mut random, &mut seen)?;
         seen.look(&Look::at(&scope)?);
         if random.below(6) == 0 {
-            // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere, and told in docs/explanation/placement.md.
+            // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere,
+            // and told in docs/explanation/placement.md.
             if calm(&scope, &mut seen)? {
                 let since = Timestamp::now();
                 let victim = chaos.strike(&cluster, &mut random)?;
@@ -92,7 +95,8 @@ fn main() -> Result<()> {
     }
     wait_until("all pods are gone", || Ok(scope.pods()?.is_empty()))?;
     settled(&scope).context("slices are lost")?;
-    // What a container runtime that was killed has left, the kubelet sweeps away within a minute or two.
+    // What a container runtime that was killed has left, the kubelet sweeps away within a minute or
+    // two.
     let mut left = Vec::new();
     let _ = wait_for("nothing is left", 2 * PATIENCE, || {
         left = traces::left(&before, &Traces::of_nodes()?);

@@ -40,13 +40,15 @@ fn wants_shares(pod: &Value) -> bool {
     limits.is_some_and(|limits| limits.keys().any(|name| name == crate::SHARES))
 }
 
-/// How long after a blow a node's slices may be unhealthy that were not when the pod was let through: an NVML that fails is asked again after 10 s.
+/// How long after a blow a node's slices may be unhealthy that were not when the pod was let
+/// through: an NVML that fails is asked again after 10 s.
 const AFTERMATH: Duration = Duration::from_secs(40);
 
 /// From the moment at which something was struck to that at which it was back.
 type Blow = std::ops::Range<Timestamp>;
 
-/// Whether a pod that a kubelet refused at this time, in whole seconds, met one of these blows or what it had left.
+/// Whether a pod that a kubelet refused at this time, in whole seconds, met one of these blows or
+/// what it had left.
 fn is_aftermath(blows: &[Blow], failed: Timestamp) -> bool {
     blows.iter().any(|blow| {
         failed.duration_since(blow.start) > SignedDuration::from_secs(-1)
@@ -59,7 +61,8 @@ fn is_aftermath(blows: &[Blow], failed: Timestamp) -> bool {
 #[expect(clippy::struct_excessive_bools, reason = "each is another thing that happened to it, or not")]
 struct Made {
     node: &'static str,
-    /// It waits at the gate until its slices are there; pods for whole GPUs do not, and one may be cut while they are on their way.
+    /// It waits at the gate until its slices are there; pods for whole GPUs do not, and one may be
+    /// cut while they are on their way.
     gated: bool,
     /// It is a client of MPS.
     client: bool,

@@ -77,7 +77,8 @@ pub(crate) fn course(memory: &[Memory]) -> String {
     last.keys().map(one).collect::<Vec<_>>().join("; ")
 }
 
-/// How much a program may be above its middle of the run at the end, KiB: what an allocator keeps of a burst.
+/// How much a program may be above its middle of the run at the end, KiB: what an allocator keeps
+/// of a burst.
 const LEEWAY: u64 = 4096;
 
 /// Programs that need much more at the end than in the middle of the run.

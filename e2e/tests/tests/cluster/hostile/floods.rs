@@ -74,7 +74,8 @@ fn runs(ground: &Ground<'_>, name: &str, besides: &str) -> Result<Outcome> {
     }
 }
 
-/// Connections that say nothing, and stay for as long as somebody has the other end of their standard input.
+/// Connections that say nothing, and stay for as long as somebody has the other end of their
+/// standard input.
 fn connections(ground: &Ground<'_>) -> Result<Outcome> {
     let agent = part(ground.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
@@ -106,7 +107,8 @@ fn connections(ground: &Ground<'_>) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// A note of the owner's own making: it is let through by what the operator finds, which takes its place.
+/// A note of the owner's own making: it is let through by what the operator finds, which takes its
+/// place.
 fn noted(ground: &Ground<'_>, name: &str, note: &str) -> Result<Outcome> {
     let mut object = pod(name, &json!({SHARES: 1}), ONCE);
     object["metadata"]["annotations"] = json!({NOTE: note});

@@ -1,4 +1,5 @@
-//! Programs in pods with shares: what they set, where they connect, what they say at the door, and what they take.
+//! Programs in pods with shares: what they set, where they connect, what they say at the door, and
+//! what they take.
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
@@ -98,7 +99,8 @@ fn others() -> Vec<Value> {
         pod
     };
     let from = |name: &str| json!([{"configMapRef": {"name": name}}]);
-    // The kernel's word on the first comes at once; the flood's lie waits for its connections to be closed.
+    // The kernel's word on the first comes at once; the flood's lie waits for its connections to be
+    // closed.
     let user = format!(
         "cleave-client --lie root --hold 10 >/tmp/root 2>&1; \
          cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {STAY}"
@@ -484,7 +486,8 @@ fn too_many(ground: &Ground<'_>) -> Result<Outcome> {
     outcome
 }
 
-/// Tries all sockets below Cleave's folder of the node, the own door's among them, by paths that could lead there.
+/// Tries all sockets below Cleave's folder of the node, the own door's among them, by paths that
+/// could lead there.
 fn sockets(ground: &Ground<'_>) -> Result<Outcome> {
     let found = on_node(NODE, &["find", "/run/cleave", "-type", "s"])?;
     let found: Vec<&str> = found.split_whitespace().collect();
@@ -591,7 +594,8 @@ fn told(ground: &Ground<'_>, pod: &str, kind: &'static str) -> Result<Outcome> {
     Ok(Outcome::Found(kind))
 }
 
-/// Whoever may mount the node's folders is root on the node; what it does to GPUs through them is found all the same.
+/// Whoever may mount the node's folders is root on the node; what it does to GPUs through them is
+/// found all the same.
 fn anothers_door(ground: &Ground<'_>) -> Result<Outcome> {
     let script = format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", door(ground)?);
     let mut thief = pod("thief", &json!({}), &script);

@@ -24,7 +24,8 @@ const NOT_YOURS: Expected = Expected::Refused(&["(cleave.dev/placement)", "writt
 const NOT_YOUR_GATE: Expected = Expected::Refused(&["only the Cleave operator takes the scheduling gate", GATE]);
 const NO_RIGHT_TO_GPU_NODES: Expected = Expected::Refused(&["cannot patch resource \"gpunodes"]);
 
-/// A namespace with a pod that waits at its gate, for as long as another gate keeps the operator from opening it.
+/// A namespace with a pod that waits at its gate, for as long as another gate keeps the operator
+/// from opening it.
 pub(super) fn ground(cluster: &Cluster) -> Result<Ground<'_>> {
     let ground = Ground::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES: 1}), "true");
@@ -350,7 +351,8 @@ fn agent(ground: &Ground<'_>, node: &str) -> Result<Cluster> {
     Cluster::by_token(&cluster.token(SYSTEM, AGENT, Some(pod))?, None)
 }
 
-/// What a binding says of annotations the API server writes on the pod, and no policy on pods is asked.
+/// What a binding says of annotations the API server writes on the pod, and no policy on pods is
+/// asked.
 fn bind(ground: &Ground<'_>, annotations: &Value) -> Result<Outcome> {
     let binding = json!({
         "apiVersion": "v1", "kind": "Binding", "metadata": {"name": "waits", "annotations": annotations},

@@ -1,4 +1,5 @@
-//! Nothing that passes by itself decides for good, and a released pod that no node takes gets another chance.
+//! Nothing that passes by itself decides for good, and a released pod that no node takes gets
+//! another chance.
 use super::*;
 use crate::placement::stranded::{GONE_AFTER, Recreation};
 
@@ -310,7 +311,8 @@ fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_
         "once n1 has the label it must not go there unheld: {affinity}"
     );
     assert_eq!(look(&mut keeper, &world, LONG + 100).rescue, Rescue::default(), "nothing has changed");
-    // The GPU is full, and low priority may keep the pod waiting for long: at the gate it has its turn.
+    // The GPU is full, and low priority may keep the pod waiting for long: at the gate it has its
+    // turn.
     of_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
     look(&mut keeper, &world, 2 * LONG);
     let rescue = look(&mut keeper, &world, 2 * LONG + GONE_AFTER.as_secs()).rescue;
