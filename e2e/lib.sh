@@ -14,7 +14,7 @@ programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# Debian and Ubuntu packages that the builds need; the cluster's script looks after its own.
+# Installs the Debian packages that the builds need. e2e/cluster/cluster installs those it needs.
 prerequisites() {
   [ "$(id -u)" = 0 ] || die "run this as root: it starts a kubelet and containerd, which need it"
   command -v cargo >/dev/null || die "cargo is not on the PATH: install Rust (1.89 or newer)"
@@ -30,16 +30,16 @@ prerequisites() {
   fi
 }
 
-# The product, the simulated hardware and the test programs, in release.
+# Builds the product, the simulated hardware and the test programs.
 build() {
   say "Building Cleave and the simulated hardware"
   (cd "$root" && cargo build --profile "$profile" --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client -p cleave-bench)
 }
 
-# The simulated driver, as the nodes see it under /opt/simgpu.
+# Puts the simulated driver where nodes mount it as /opt/simgpu.
 driver() {
   mkdir -p "$driver_dir/lib" "$driver_dir/bin"
-  # Renamed into place: a running program keeps the file it has.
+  # Rename: a running program keeps the file it has open.
   put() { cp "$1" "$2.new" && chmod 755 "$2.new" && mv "$2.new" "$2"; }
   put "$programs/libnvidia_ml.so" "$driver_dir/lib/libnvidia-ml.so.1"
   put "$programs/nvidia-cuda-mps-control" "$driver_dir/bin/nvidia-cuda-mps-control"
@@ -47,7 +47,7 @@ driver() {
   put "$programs/simgpu" "$driver_dir/bin/simgpu"
 }
 
-# image TAG OPTION… : builds an image and imports it on all nodes, unless its content is there already.
+# image TAG OPTION…: builds an image, and imports it on all nodes unless they have it.
 image() {
   local tag=$1 tar=$demo_dir/$(basename "$1" | tr : -).tar; shift
   "$cluster" image build --tag "$tag" "$@" -o "$tar"
@@ -61,7 +61,7 @@ image() {
 
 images() {
   say "Building and importing the images"
-  # Twice the same: `next` is what an upgrade goes to.
+  # Both have the same content. Tests of upgrades change `dev` to `next`.
   local tag
   for tag in dev next; do
     image localhost/cleave:$tag --ldd --dir /tmp:1777 --add "$programs/cleave:/usr/bin/cleave:755" --add "$programs/cleave-agent:/usr/bin/cleave-agent:755" \
@@ -71,7 +71,7 @@ images() {
   image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }
 
-# cluster_up NODES OPTION…: the cluster, and target/demo/env.
+# cluster_up NODES OPTION…: starts the cluster, and writes target/demo/env.
 cluster_up() {
   local nodes=$1; shift
   say "Starting Kubernetes"
@@ -81,12 +81,12 @@ cluster_up() {
   . "$demo_dir/env"
 }
 
-# simulate NODE GPUS: gives a node its simulated GPUs, unless it has them.
+# simulate NODE GPUS: creates a node's simulated GPUs, unless it has some.
 simulate() {
   "$cluster" exec-node "$1" sh -c "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine $1 --gpus $2 >/dev/null"
 }
 
-# The chart, with the driver under a host path, as on nodes without a container toolkit.
+# Installs the chart with the driver under a host path, as on nodes without a container toolkit.
 install() {
   say "Installing Cleave by Helm"
   helm upgrade --install cleave "$root/charts/cleave" --namespace "$namespace" --create-namespace \
