@@ -1,11 +1,13 @@
-//! What goes in and what comes out.
+//! The input and the output of the checks.
 use std::collections::BTreeMap;
 
-/// The Rust code of a workspace, as text.
+/// The code of a workspace, as text.
 #[derive(Debug, Default)]
 pub struct Sources {
-    /// Every Rust file by its path in the repository, with `/` between names.
+    /// Every Rust file of a member by its path in the repository, with `/` between names.
     pub files: BTreeMap<String, String>,
+    /// The other files of the repository whose comments are checked, by path.
+    pub others: BTreeMap<String, String>,
     /// The crates whose modules are checked, in the order in which they are reported.
     pub crates: Vec<Crate>,
 }

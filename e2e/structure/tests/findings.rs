@@ -13,6 +13,7 @@ fn sources(files: &[(&str, &str)]) -> Sources {
     Sources {
         files: files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect::<BTreeMap<_, _>>(),
         crates: vec![Crate { name: "it".to_owned(), root }],
+        others: BTreeMap::new(),
     }
 }
 
@@ -247,6 +248,59 @@ fn a_file_over_800_lines_needs_a_reason_at_its_top() {
     assert_eq!(whats(&[("src/lib.rs", &items(801))]), ["long-file src/lib.rs"]);
     assert!(whats(&[("src/lib.rs", &format!("//! A list.\n// long: a list\n{}", items(800)))]).is_empty());
     assert_eq!(whats(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
+}
+
+/// The findings in a repository with one file besides an empty library.
+fn beside(path: &str, text: &str) -> Vec<Finding> {
+    let mut sources = sources(&[("src/lib.rs", "")]);
+    sources.others.insert(path.to_owned(), text.to_owned());
+    check(&sources).unwrap()
+}
+
+#[test]
+fn a_comment_over_100_characters_is_found() {
+    // Characters count, not bytes.
+    let comment = |characters: usize| format!("// {}", "é".repeat(characters - 3));
+    assert!(whats(&[("src/lib.rs", &comment(100))]).is_empty());
+    let text = format!("/{}\nfn f() {{\n    {}\n}}\n", comment(100), comment(97));
+    let expected = Finding {
+        what: "wide-comment src/lib.rs 2".to_owned(),
+        places: vec![
+            "src/lib.rs:1: 101 characters, at most 100".to_owned(),
+            "src/lib.rs:3: 101 characters, at most 100".to_owned(),
+        ],
+    };
+    assert_eq!(found(&[("src/lib.rs", &text)]), [expected]);
+}
+
+#[test]
+fn wide_comments_are_found_in_other_languages() {
+    let words = "word ".repeat(25);
+    for path in ["a.sh", "a/b.yaml", "a.yml", "a.toml", "a.py", "Makefile", "deploy/Containerfile"] {
+        let expected = format!("wide-comment {path} 1");
+        assert_eq!(beside(path, &format!("  # {words}\nkey: {words}\n"))[0].what, expected);
+    }
+    assert_eq!(beside("a.go", &format!("\t// {words}")).len(), 1);
+    assert_eq!(beside("e2e/test", &format!("#!/bin/sh\n# {words}")).len(), 1);
+    for (path, text) in [
+        ("LICENSE", format!("# {words}")),
+        ("a.md", format!("# {words}")),
+        ("a.go", format!("//go:generate {words}")),
+        ("deploy/manifests.yaml", format!("# {words}")),
+        ("crds/a.yaml", format!("# {words}")),
+        ("Cargo.lock", format!("# {words}")),
+    ] {
+        assert!(beside(path, &text).is_empty(), "{path}");
+    }
+}
+
+#[test]
+fn a_line_that_is_an_address_may_be_wide() {
+    let address = format!("https://example.com/{}", "a".repeat(100));
+    for comment in [format!("// {address}"), format!("/// <{address}>"), format!("//! [name]: {address}")] {
+        assert!(beside("a.go", &comment).is_empty(), "{comment}");
+    }
+    assert_eq!(beside("a.go", &format!("// See {address}")).len(), 1);
 }
 
 #[test]
