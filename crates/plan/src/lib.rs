@@ -6,19 +6,19 @@
 //!
 //! [`plan`] makes a plan, [`check`] judges one, [`diff`] says what a node has to do.
 pub mod affinity;
-mod board;
+mod assignment;
 mod check;
 pub mod constraints;
-mod cut;
 pub mod device;
-mod diff;
 mod greedy;
 pub mod ledger;
 pub mod mig;
 mod model;
 pub mod mps;
+mod partition;
 pub mod placement;
 mod planner;
+mod policy;
 mod quantity;
 mod report;
 pub mod scheduling;
@@ -28,8 +28,8 @@ mod states;
 pub mod units;
 
 pub use check::{Violation, check};
-pub use diff::{Desired, Observed, Step, diff};
-pub use planner::{GpuPlan, Placement, Plan, Planned, Policy, Take, Unplaced, plan};
+pub use planner::{GpuPlan, Placement, Plan, Planned, Take, Unplaced, plan};
+pub use policy::Policy;
 pub use quantity::Quantity;
 pub use report::{NodeReport, PodReport, Report};
 pub use snapshot::Snapshot;

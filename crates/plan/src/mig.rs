@@ -237,13 +237,13 @@ impl Table {
         self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
     }
 
-    /// Places for `wanted` profiles beside the `held` instances, which stay where they are.
+    /// Places for `wanted` profiles beside the `in_use` instances, which stay where they are.
     ///
     /// Of all ways, the one that destroys and creates least beside the `free` instances, then
     /// leaves most room, then starts lowest.
-    pub(crate) fn arrange(&self, held: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
-        let taken = self.together(held)?;
-        let everyone = held.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
+    pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
+        let taken = self.together(in_use)?;
+        let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
         if !self.allows(everyone) {
             return None;
         }
@@ -259,7 +259,7 @@ impl Table {
         let mut kept = Vec::new();
         for &instance in free {
             let Some(bits) = self.mask(instance) else { continue };
-            let everyone = held.iter().chain(&placed).chain(&kept).map(|other| other.profile);
+            let everyone = in_use.iter().chain(&placed).chain(&kept).map(|other| other.profile);
             if bits & mask == 0 && self.allows(everyone.chain([instance.profile])) {
                 mask |= bits;
                 kept.push(instance);
@@ -547,10 +547,10 @@ mod tests {
     #[test]
     fn positions_decide_and_not_counts() {
         let table = a100();
-        let held = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
-        assert_eq!(table.arrange(&held, &[], &wanted(&table, &["3g.20gb"])), None);
-        let held = [instance(&table, "1g.5gb", 4), instance(&table, "1g.5gb", 5)];
-        let found = table.arrange(&held, &[], &wanted(&table, &["3g.20gb"])).expect("fits");
+        let in_use = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
+        assert_eq!(table.arrange(&in_use, &[], &wanted(&table, &["3g.20gb"])), None);
+        let in_use = [instance(&table, "1g.5gb", 4), instance(&table, "1g.5gb", 5)];
+        let found = table.arrange(&in_use, &[], &wanted(&table, &["3g.20gb"])).expect("fits");
         assert_eq!(found.placed, [instance(&table, "3g.20gb", 0)]);
     }
 

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::Policy;
-use crate::cut::{Cell, Class, Demand, Inside, Kind, ResourceId, Shared, Used, merge};
 use crate::device::{self, Families, Family, Mode};
 use crate::mig::{Instance, Table};
 use crate::mps::MAX_CLIENTS;
+use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, Shared, Usage, merge};
+use crate::policy::Policy;
 use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
@@ -75,7 +75,7 @@ pub(crate) struct Group<'a> {
     /// Nodes that could take one of them if no other pod waited.
     pub(crate) nodes: Vec<u32>,
     /// The least that one takes of a GPU.
-    pub(crate) weight: Used,
+    pub(crate) weight: Usage,
 }
 
 /// What a pod asks for: of GPUs, with how many of each; and amounts by dimension, in thousandths.
@@ -211,7 +211,7 @@ impl<'a> Model<'a> {
             let node = &snapshot.nodes[index];
             let twin = |other: Option<&usize>| other.is_some_and(|&other| snapshot.nodes[other].name == node.name);
             let twice = twin(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| twin(order.get(before)));
-            let (free, bad) = self.room(node);
+            let (free, bad) = self.free_resources(node);
             let left_out = match (&node.left_out, twice) {
                 (Some(reason), _) => Some(reason.clone()),
                 (None, true) => Some("there are two nodes of this name".to_owned()),
@@ -242,7 +242,7 @@ impl<'a> Model<'a> {
     }
 
     /// What a node has left of each dimension, and what is wrong with what it says.
-    fn room(&self, node: &Node) -> (Vec<u64>, Option<String>) {
+    fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
             let quantity = map.get(name)?;
@@ -317,7 +317,7 @@ impl<'a> Model<'a> {
                 constraints: Constraints::of(pod),
                 pods,
                 nodes: Vec::new(),
-                weight: Used::default(),
+                weight: Usage::default(),
             });
         }
     }
@@ -450,11 +450,11 @@ impl<'b> ClassBuilder<'b> {
             shares: None,
             sizes: gpu.sizes.unwrap_or(true),
             replicas: None,
-            inside: None,
+            instance_sharing: None,
             mig: Vec::new(),
             mig_shared: Vec::new(),
             table: None,
-            held: Vec::new(),
+            in_use: Vec::new(),
             free: Vec::new(),
         };
         self.offers(gpu, &mut class, &mut note);
@@ -526,7 +526,7 @@ impl<'b> ClassBuilder<'b> {
         if let Some(sharing) = &gpu.mig_sharing {
             let units = number("shares of a MIG instance", Some(sharing.units), None, MAX_CLIENTS).unwrap_or(1);
             let named = sharing.resource_name.as_deref().and_then(|name| self.names.get(name)).map(|(id, _)| id);
-            class.inside = Some(Inside { units, resource: named });
+            class.instance_sharing = Some(InstanceSharing { units, resource: named });
         }
     }
 
@@ -535,13 +535,13 @@ impl<'b> ClassBuilder<'b> {
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
         // Of several complaints one is told, and always the same one.
         let mut wrong: Option<String> = None;
-        let mut wrong_is = |reason: String| {
+        let mut reject = |reason: String| {
             wrong = Some(wrong.take().map_or(reason.clone(), |other| other.min(reason)));
         };
         let mut instances = Vec::new();
         for slice in &gpu.slices {
             let Some((resource, kind)) = self.names.get(&slice.resource) else {
-                wrong_is(format!("it holds {}, which is not known", slice.resource));
+                reject(format!("it holds {}, which is not known", slice.resource));
                 continue;
             };
             let of_mig =
@@ -551,7 +551,7 @@ impl<'b> ClassBuilder<'b> {
                 instance = Self::instance(slice, class);
                 match instance {
                     Some(instance) => instances.push(instance),
-                    None => wrong_is(match slice.placement {
+                    None => reject(match slice.placement {
                         Some(place) => format!("it holds {} at {place}, where no such profile can be", slice.resource),
                         None => format!("it holds {} without a placement", slice.resource),
                     }),
@@ -559,25 +559,25 @@ impl<'b> ClassBuilder<'b> {
             }
             let cell = Cell { resource, kind, instance, count: slice.count };
             if slice.count > 0 {
-                if slice.in_use { &mut class.held } else { &mut class.free }.push(cell);
+                if slice.in_use { &mut class.in_use } else { &mut class.free }.push(cell);
             }
         }
-        merge(&mut class.held);
+        merge(&mut class.in_use);
         merge(&mut class.free);
-        if class.held.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
-            wrong_is(format!("it holds more than {MAX_EQUAL_SLICES} equal slices"));
+        if class.in_use.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
+            reject(format!("it holds more than {MAX_EQUAL_SLICES} equal slices"));
         }
         instances.sort_unstable();
-        let plain = class.held.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
+        let plain = class.in_use.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
         let doubled = plain.clone().any(|cell| cell.count > 1);
         instances.dedup();
         if let Some(shared) = &class.table
             && (doubled || shared.table.together(&instances).is_none())
         {
-            wrong_is("its MIG instances overlap, or are more than it can have".to_owned());
+            reject("its MIG instances overlap, or are more than it can have".to_owned());
         }
         if let Err(reason) = class.consistent() {
-            wrong_is(reason);
+            reject(reason);
         }
         wrong.map_or(Ok(()), Err)
     }

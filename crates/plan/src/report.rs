@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::board::{Board, Rule, Spot};
-use crate::cut::{Demand, Kind};
+use crate::assignment::{Assignment, Location, Rule};
 use crate::device::WHOLE;
 use crate::model::{Group, Model, NodeModel, as_u32};
+use crate::partition::{Demand, Kind};
 use crate::snapshot::Snapshot;
 use crate::states::{StateId, States};
 
@@ -55,9 +55,9 @@ pub(crate) struct Cluster<'r, 'a> {
     pub(crate) model: &'r Model<'a>,
     pub(crate) snapshot: &'r Snapshot,
     /// Without the waiting pods.
-    pub(crate) empty: &'r Board,
+    pub(crate) empty: &'r Assignment,
     /// With them.
-    pub(crate) board: &'r Board,
+    pub(crate) assignment: &'r Assignment,
 }
 
 impl Cluster<'_, '_> {
@@ -67,22 +67,22 @@ impl Cluster<'_, '_> {
 }
 
 pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
-    let &Cluster { model, snapshot, board, .. } = cluster;
+    let &Cluster { model, snapshot, assignment, .. } = cluster;
     let mut report = Report::default();
     // Pods of one group wait for one reason.
     let mut waiting: BTreeMap<u32, String> = BTreeMap::new();
     for (index, pod) in snapshot.pods.iter().enumerate() {
-        let spot = board.at.get(index).and_then(Option::as_ref);
+        let location = assignment.locations.get(index).and_then(Option::as_ref);
         let group = model.group_of.get(index).copied().flatten();
-        let reason = match (spot, group) {
-            (Some(spot), _) => placed(model, states, board, as_u32(index), spot),
+        let reason = match (location, group) {
+            (Some(location), _) => placed(model, states, assignment, as_u32(index), location),
             (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
             (None, None) => {
                 let wrong = model.bad_pods.get(&as_u32(index)).map_or("it cannot be planned for", String::as_str);
                 format!("No plan is made for it: {wrong}.")
             }
         };
-        report.pods.push(PodReport { pod: pod.name.clone(), placed: spot.is_some(), reason });
+        report.pods.push(PodReport { pod: pod.name.clone(), placed: location.is_some(), reason });
     }
     for node in &model.nodes {
         let name = || node.node.name.clone();
@@ -99,11 +99,11 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
     report
 }
 
-fn placed(model: &Model<'_>, states: &States, board: &Board, pod: u32, spot: &Spot) -> String {
-    let name = model.node(spot.node).map_or("", |node| node.node.name.as_str());
-    let units = crate::board::group(model, pod).map_or(&[][..], |group| group.units.as_slice());
+fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32, location: &Location) -> String {
+    let name = model.node(location.node).map_or("", |node| node.node.name.as_str());
+    let units = crate::assignment::group(model, pod).map_or(&[][..], |group| group.units.as_slice());
     let mut takes: BTreeMap<(u32, &str), u32> = BTreeMap::new();
-    for (unit, &gpu) in units.iter().zip(&spot.gpus) {
+    for (unit, &gpu) in units.iter().zip(&location.gpus) {
         if let Some(demand) = states.demand(*unit) {
             *takes.entry((gpu, model.resource(demand.resource))).or_default() += demand.units;
         }
@@ -114,7 +114,7 @@ fn placed(model: &Model<'_>, states: &States, board: &Board, pod: u32, spot: &Sp
     let mut text = format!("On {name},");
     for (at, ((gpu, resource), count)) in takes.iter().enumerate() {
         let index = model.gpu(*gpu).map_or(0, |gpu| gpu.gpu.index);
-        let state = board.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
+        let state = assignment.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
         let _ = write!(text, "{} GPU {index}", if at == 0 { "" } else { "," });
         let _ = match (*resource == WHOLE, states.summary(state).changed) {
             (true, true) => write!(text, ", made whole again"),
@@ -217,7 +217,7 @@ fn obstacle(
 
 /// Who has the room of a node that could otherwise take the pod.
 fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
-    let on = cluster.board.on.get(node as usize).map_or(&[][..], Vec::as_slice);
+    let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
     let what = if higher.is_empty() {
         "its room goes to others, as many as possible"

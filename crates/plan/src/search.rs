@@ -5,9 +5,9 @@
 //! states before.
 use std::collections::BTreeMap;
 
-use crate::board::{Board, Rule, Spot, group, step};
-use crate::cut::WHOLE_GPU;
+use crate::assignment::{Assignment, Location, Rule, group, step};
 use crate::model::Model;
+use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
 
 /// How good a set of placements is: pods placed by priority, the highest first, then GPUs left as
@@ -64,24 +64,25 @@ impl Part {
         Score { placed, unchanged: crate::model::as_u32(self.gpus(model).count()) }
     }
 
-    pub(crate) fn score(&self, model: &Model<'_>, states: &States, board: &Board) -> Score {
+    pub(crate) fn score(&self, model: &Model<'_>, states: &States, assignment: &Assignment) -> Score {
         let levels = self.levels(model);
         let mut placed = vec![0; levels.len()];
         for pod in self.pods(model) {
-            let there = board.at.get(pod as usize).is_some_and(Option::is_some);
+            let there = assignment.locations.get(pod as usize).is_some_and(Option::is_some);
             let Some(group) = group(model, pod).filter(|_| there) else { continue };
             if let Some(level) = levels.iter().position(|&level| level == group.priority) {
                 placed[level] += 1;
             }
         }
-        let unchanged = |&gpu: &u32| board.gpus.get(gpu as usize).is_some_and(|&state| !states.summary(state).changed);
+        let unchanged =
+            |&gpu: &u32| assignment.gpus.get(gpu as usize).is_some_and(|&state| !states.summary(state).changed);
         Score { placed, unchanged: crate::model::as_u32(self.gpus(model).filter(unchanged).count()) }
     }
 }
 
 /// What a search found: something better than what it was given, if anything.
 pub(crate) struct Found {
-    pub(crate) better: Option<(Score, Vec<(u32, Spot)>)>,
+    pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
     /// Steps taken.
     pub(crate) steps: u32,
 }
@@ -89,7 +90,7 @@ pub(crate) struct Found {
 struct Search<'s, 'a> {
     model: &'s Model<'a>,
     states: &'s mut States,
-    board: Board,
+    assignment: Assignment,
     rule: Rule,
     nodes: &'s [u32],
     pods: Vec<u32>,
@@ -99,7 +100,7 @@ struct Search<'s, 'a> {
     gpus: Vec<u32>,
     placed: Vec<u32>,
     best: Score,
-    found: Option<Vec<(u32, Spot)>>,
+    found: Option<Vec<(u32, Location)>>,
     seen: BTreeMap<Vec<u32>, Vec<u32>>,
     steps: u32,
     max_steps: u32,
@@ -108,12 +109,12 @@ struct Search<'s, 'a> {
 /// Ways of spreading one pod's units over a node's GPUs that are tried.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for placements better than `best`. `board` must have none of the part's pods on it, and
+/// Searches for placements better than `best`. `assignment` must have none of the part's pods on it, and
 /// has none afterwards.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
-    board: &mut Board,
+    assignment: &mut Assignment,
     part: &Part,
     rule: Rule,
     best: Score,
@@ -128,10 +129,10 @@ pub(crate) fn search(
     let level_of =
         pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
     let mut search = Search {
-        alike: alike(model, board, part),
+        alike: alike(model, assignment, part),
         model,
         states,
-        board: std::mem::take(board),
+        assignment: std::mem::take(assignment),
         rule,
         nodes: &part.nodes,
         gpus: part.gpus(model).collect(),
@@ -145,14 +146,14 @@ pub(crate) fn search(
         max_steps,
     };
     search.descend(0, false);
-    *board = search.board;
+    *assignment = search.assignment;
     let score = search.best;
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
 /// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted
 /// by the same pods.
-fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
+fn alike(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
     for &node in &part.nodes {
@@ -161,14 +162,16 @@ fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
         };
         let groups: Vec<u32> = part.groups.iter().filter(wanted_by).copied().collect();
         let next = crate::model::as_u32(kinds.len());
-        numbers.push(*kinds.entry((sorted_states(model, board, node), board.free(node), groups)).or_insert(next));
+        numbers.push(
+            *kinds.entry((sorted_states(model, assignment, node), assignment.free(node), groups)).or_insert(next),
+        );
     }
     numbers
 }
 
-fn sorted_states(model: &Model<'_>, board: &Board, node: u32) -> Vec<StateId> {
+fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<StateId> {
     let range = model.node(node).map_or(0..0, |node| node.gpus.clone());
-    let mut states = board.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
+    let mut states = assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
     states.sort_unstable();
     states
 }
@@ -195,29 +198,30 @@ impl Search<'_, '_> {
         // Of equal pods, if one cannot be worth placing, no later one is.
         let forced = skipped && at.checked_sub(1).is_some_and(|before| twin(self.pods.get(before)));
         if !forced {
-            for spot in self.options(pod) {
-                if !self.board.put(self.model, self.states, pod, spot) {
+            for location in self.options(pod) {
+                if !self.assignment.put(self.model, self.states, pod, location) {
                     continue;
                 }
                 self.placed[self.level_of[at]] += 1;
                 self.descend(at + 1, false);
                 self.placed[self.level_of[at]] -= 1;
-                self.board.remove(self.model, self.states, pod);
+                self.assignment.remove(self.model, self.states, pod);
             }
         }
         self.descend(at + 1, true);
     }
 
     fn finish(&mut self) {
-        let changed =
-            |&&gpu: &&u32| self.board.gpus.get(gpu as usize).is_some_and(|&state| self.states.summary(state).changed);
+        let changed = |&&gpu: &&u32| {
+            self.assignment.gpus.get(gpu as usize).is_some_and(|&state| self.states.summary(state).changed)
+        };
         let changed = self.gpus.iter().filter(changed).count();
         let unchanged = crate::model::as_u32(self.gpus.len() - changed);
         let score = Score { placed: self.placed.clone(), unchanged };
         if score > self.best {
             self.best = score;
-            let spot = |&pod: &u32| Some((pod, self.board.at.get(pod as usize)?.clone()?));
-            self.found = Some(self.pods.iter().filter_map(spot).collect());
+            let location = |&pod: &u32| Some((pod, self.assignment.locations.get(pod as usize)?.clone()?));
+            self.found = Some(self.pods.iter().filter_map(location).collect());
         }
     }
 
@@ -226,7 +230,7 @@ impl Search<'_, '_> {
         let mut room = (0_u64, 0_u64); // Of memory and of compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
-            let Some(&state) = self.board.gpus.get(gpu as usize) else { continue };
+            let Some(&state) = self.assignment.gpus.get(gpu as usize) else { continue };
             let summary = self.states.summary(state);
             room.0 += u64::from(WHOLE_GPU.saturating_sub(summary.used.memory));
             room.1 += u64::from(WHOLE_GPU.saturating_sub(summary.used.compute));
@@ -263,8 +267,8 @@ impl Search<'_, '_> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
         for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
             let mut key = vec![alike];
-            key.extend(sorted_states(self.model, &self.board, node));
-            for &free in self.board.free(node) {
+            key.extend(sorted_states(self.model, &self.assignment, node));
+            for &free in self.assignment.free(node) {
                 key.push(u32::try_from(free >> 32).unwrap_or(u32::MAX));
                 key.push(u32::try_from(free & u64::from(u32::MAX)).unwrap_or(u32::MAX));
             }
@@ -277,7 +281,7 @@ impl Search<'_, '_> {
     }
 
     /// Everywhere that a pod could go, the cheapest first; only one of those that are alike.
-    fn options(&mut self, pod: u32) -> Vec<Spot> {
+    fn options(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
         let Some(group) = model.groups.get(group_id as usize) else { return Vec::new() };
@@ -290,26 +294,27 @@ impl Search<'_, '_> {
             if group.nodes.binary_search(&node).is_err() {
                 continue;
             }
-            let like = (alike, sorted_states(self.model, &self.board, node), self.board.free(node).to_vec());
+            let like = (alike, sorted_states(self.model, &self.assignment, node), self.assignment.free(node).to_vec());
             if met.contains(&like) {
                 continue;
             }
             met.push(like);
-            let Some(cost) = self.board.offer(self.model, self.states, group_id, node, self.rule, &mut gpus) else {
+            let Some(cost) = self.assignment.offer(self.model, self.states, group_id, node, self.rule, &mut gpus)
+            else {
                 continue;
             };
-            options.push((cost, Spot { node, gpus: gpus.clone() }));
+            options.push((cost, Location { node, gpus: gpus.clone() }));
             self.spreads(&group.units, node, &mut options);
         }
         options.sort();
         options.dedup_by(|next, first| next.1 == first.1);
-        options.into_iter().map(|(_, spot)| spot).collect()
+        options.into_iter().map(|(_, location)| location).collect()
     }
 
     /// All ways, but for those that are alike, to spread units over a node's GPUs.
-    fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::board::Cost, Spot)>) {
+    fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
-        let slots = self.board.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
+        let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
         let mut ways: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
         for &unit in units {
             let mut next: Vec<(Vec<StateId>, Vec<u32>)> = Vec::new();
@@ -344,7 +349,7 @@ impl Search<'_, '_> {
             if chosen.len() == units.len() && !units.is_empty() {
                 let steps = slots.iter().zip(&now).map(|(&from, &to)| step(self.states, from, to, self.rule));
                 let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };
-                options.push((cost, Spot { node, gpus: chosen }));
+                options.push((cost, Location { node, gpus: chosen }));
             }
         }
     }

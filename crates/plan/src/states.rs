@@ -4,7 +4,7 @@
 //! putting one more demand on a GPU is a look-up.
 use std::collections::BTreeMap;
 
-use crate::cut::{Class, Demand, Packed, Used};
+use crate::partition::{Class, Demand, Packed, Usage};
 
 /// A class by its index.
 pub(crate) type ClassId = u32;
@@ -49,7 +49,7 @@ pub(crate) struct Summary {
     pub(crate) changed: bool,
     pub(crate) destroyed: u32,
     pub(crate) worth: i64,
-    pub(crate) used: Used,
+    pub(crate) used: Usage,
 }
 
 impl States {
@@ -111,7 +111,7 @@ impl States {
 
     /// What a state amounts to. An id that is not of here counts as a full GPU.
     pub(crate) fn summary(&self, state: StateId) -> Summary {
-        let full = Summary { changed: true, destroyed: 0, worth: 0, used: Used::default() };
+        let full = Summary { changed: true, destroyed: 0, worth: 0, used: Usage::default() };
         self.all.get(state as usize).map_or(full, |state| Summary {
             changed: state.packed.changed,
             destroyed: state.packed.destroyed,

@@ -173,7 +173,8 @@ impl World {
             }
             Event::Tick { by } => {
                 self.now += by;
-                for (pod, claim) in self.ledger.expire(Moment(self.now)) {
+                for pod in self.ledger.overdue(Moment(self.now)) {
+                    let claim = self.ledger.release(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
                     self.go(&pod);
                 }
@@ -235,7 +236,7 @@ impl World {
                 }
             })
         }
-        let mut free: Vec<u32> = self.ledger.rooms(node).iter().map(|room| room.free).collect();
+        let mut free: Vec<u32> = self.ledger.devices(node).iter().map(|device| device.free).collect();
         self.known.contains_key(node) && can(&mut free, sizes)
     }
 
@@ -318,7 +319,7 @@ impl World {
         let known = |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
         let rebuilt = self.rebuilt(known);
         for node in NODES {
-            let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.rooms(node));
+            let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.devices(node));
             // Where somebody is short, a place for all is sought anew, wherever notes are: there is
             // one, or nothing has changed.
             let found = !self.ledger.short(node).is_empty() && rebuilt.short(node).is_empty();

@@ -1,79 +1,11 @@
 //! Required affinity and anti-affinity between pods.
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::Deserialize;
-
-use super::{Conflict, LabelSelector, Labels, MOST_REQUIREMENTS, Neighbour, Subject};
+use super::conflict::Conflict;
+use super::pods::{Neighbour, Subject};
+use super::rules::{Match, PodAffinityTerm};
+use super::selector::{Labels, MOST_REQUIREMENTS};
 use crate::snapshot::Node;
-
-/// One required `PodAffinityTerm`: pods that it selects, and the topology in which they must be, or
-/// must not be.
-///
-/// `matchLabelKeys` and `mismatchLabelKeys` are not read. The API server merges them into
-/// `labelSelector` when it creates the pod.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct PodAffinityTerm {
-    /// Labels of the pods. None selects no pods, an empty selector all.
-    pub label_selector: Option<LabelSelector>,
-    /// Namespaces of the pods.
-    pub namespaces: Vec<String>,
-    /// Labels of further namespaces of the pods. An empty selector selects all namespaces. Without
-    /// namespaces and a selector, only pods of the term's own namespace are selected.
-    pub namespace_selector: Option<LabelSelector>,
-    /// The node label whose value is the same on nodes that are one topology domain.
-    pub topology_key: String,
-}
-
-/// Whether a term selects a pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Match {
-    No,
-    /// It depends on labels of a namespace that are not known.
-    Perhaps,
-    Yes,
-}
-
-impl PodAffinityTerm {
-    /// Whether the term, of a pod in the namespace `own`, selects a pod with these labels.
-    fn selects<'n>(
-        &self,
-        own: &str,
-        labels: &Labels,
-        namespace: &str,
-        namespaces: &impl Fn(&str) -> Option<&'n Labels>,
-    ) -> Match {
-        if !self.label_selector.as_ref().is_some_and(|selector| selector.matches(labels)) {
-            return Match::No;
-        }
-        let listed = match (self.namespaces.as_slice(), &self.namespace_selector) {
-            ([], None) => own == namespace,
-            (names, _) => names.iter().any(|name| name == namespace),
-        };
-        match &self.namespace_selector {
-            _ if listed => Match::Yes,
-            None => Match::No,
-            Some(selector) if selector.is_empty() => Match::Yes,
-            Some(selector) => match namespaces(namespace) {
-                None => Match::Perhaps,
-                Some(labels) if selector.matches(labels) => Match::Yes,
-                Some(_) => Match::No,
-            },
-        }
-    }
-
-    /// Whether the term, of a pod in the namespace `own`, may select a pod of `namespace` with
-    /// these labels. Labels of namespaces are not read: where they decide, it may.
-    pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
-        self.selects(own, labels, namespace, &|_| None) != Match::No
-    }
-
-    /// How many comparisons [`Self::selects`] makes at most.
-    pub(super) fn weight(&self) -> usize {
-        let selectors = self.label_selector.iter().chain(&self.namespace_selector);
-        1 + self.namespaces.len() + selectors.map(LabelSelector::weight).sum::<usize>()
-    }
-}
 
 /// Topology domains (key, value) with what is in them.
 type Domains<'a> = BTreeMap<&'a str, BTreeSet<&'a str>>;

@@ -1,42 +1,9 @@
 //! Ports of the node that pods take.
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
-
-use super::{MOST_REQUIREMENTS, Neighbour};
-
-/// A port of the node that a container takes. Two pods whose ports conflict cannot run on one node.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct HostPort {
-    /// The node's address that the port is bound to. An empty text is `0.0.0.0`, every address.
-    pub ip: String,
-    /// `TCP`, `UDP` or `SCTP`. An empty text is `TCP`.
-    pub protocol: String,
-    /// The port. 0 is none and conflicts with nothing.
-    pub port: u16,
-}
-
-/// Every address of a node. IPv6's `::` has no such meaning for kube-scheduler.
-const EVERY_ADDRESS: &str = "0.0.0.0";
-
-impl HostPort {
-    /// Whether both are bound to one address. Ports conflict if their [sockets](Self::socket) are
-    /// equal, too.
-    fn shares_address_with(&self, other: &Self) -> bool {
-        let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;
-        every || self.address() == other.address()
-    }
-
-    fn address(&self) -> &str {
-        if self.ip.is_empty() { EVERY_ADDRESS } else { &self.ip }
-    }
-
-    /// Protocol and port.
-    fn socket(&self) -> (&str, u16) {
-        (if self.protocol.is_empty() { "TCP" } else { &self.protocol }, self.port)
-    }
-}
+use super::pods::Neighbour;
+use super::rules::HostPort;
+use super::selector::MOST_REQUIREMENTS;
 
 /// Nodes on which a port of the subject is taken.
 #[derive(Debug, Default)]

@@ -3,9 +3,18 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::{Labels, MOST_REQUIREMENTS};
 use crate::scheduling::matches;
 use crate::snapshot::{Operator, Requirement};
+
+/// Labels of a pod, a node or a namespace.
+pub type Labels = BTreeMap<String, String>;
+
+/// The most that is compared for a pod's rules: terms, requirements, their values, namespaces and
+/// ports together.
+///
+/// A pod is one API object of up to 1.5 MiB, which has room for 50,000 requirements. Real ones have
+/// ten.
+pub const MOST_REQUIREMENTS: usize = 256;
 
 /// A `metav1.LabelSelector`. All of its requirements must hold; a selector without any matches
 /// everything.

@@ -1,81 +1,12 @@
 //! Topology spread constraints.
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
-
-use super::{Conflict, LabelSelector, Labels, Neighbour, Subject};
+use super::conflict::Conflict;
+use super::pods::{Neighbour, Subject};
+use super::rules::SpreadConstraint;
+use super::selector::{LabelSelector, Labels};
 use crate::scheduling;
 use crate::snapshot::Node;
-
-/// One `TopologySpreadConstraint`: how evenly the pods that it selects are spread over topology
-/// domains.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct SpreadConstraint {
-    /// How many more selected pods a domain may have than the domain with the fewest.
-    pub max_skew: i32,
-    /// The node label whose value is the same on nodes that are one domain.
-    pub topology_key: String,
-    /// Whether a node that breaks the constraint is refused, or only less preferred.
-    pub when_unsatisfiable: WhenUnsatisfiable,
-    /// The pods, which are of the pod's own namespace. None selects no pods.
-    pub label_selector: Option<LabelSelector>,
-    /// With fewer domains than this, the fewest pods of a domain count as 0. 1 where left out.
-    pub min_domains: Option<i32>,
-    /// Whether only nodes that match the pod's node selector and node affinity are domains; yes
-    /// where left out.
-    pub node_affinity_policy: Option<NodePolicy>,
-    /// Whether only nodes whose taints the pod tolerates are domains; no where left out.
-    pub node_taints_policy: Option<NodePolicy>,
-    /// Labels that selected pods must have in common with the pod. Those that the pod does not have
-    /// are ignored.
-    pub match_label_keys: Vec<String>,
-}
-
-/// What happens to a node that breaks a spread constraint.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-pub enum WhenUnsatisfiable {
-    /// The pod may not run there.
-    #[default]
-    DoNotSchedule,
-    /// The scheduler prefers other nodes. Nothing is refused.
-    ScheduleAnyway,
-    /// An action that this version does not know. Nothing is refused, as in the scheduler.
-    #[serde(other)]
-    Unknown,
-}
-
-/// Whether a spread constraint leaves out nodes that the pod may not run on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-pub enum NodePolicy {
-    /// Such nodes are left out.
-    Honor,
-    /// Such nodes count.
-    Ignore,
-    /// A policy that this version does not know. Such nodes count, as in the scheduler.
-    #[serde(other)]
-    Unknown,
-}
-
-impl SpreadConstraint {
-    /// Whether it can refuse a node.
-    pub fn is_hard(&self) -> bool {
-        self.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule
-    }
-
-    /// How many comparisons are made at most to see whether a pod is selected.
-    pub(super) fn weight(&self) -> usize {
-        1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::weight)
-    }
-
-    fn honors_affinity(&self) -> bool {
-        self.node_affinity_policy.unwrap_or(NodePolicy::Honor) == NodePolicy::Honor
-    }
-
-    fn honors_taints(&self) -> bool {
-        self.node_taints_policy == Some(NodePolicy::Honor)
-    }
-}
 
 /// One constraint with the pods of each of its domains.
 #[derive(Debug)]

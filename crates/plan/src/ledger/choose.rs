@@ -2,9 +2,11 @@
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use super::facts::Reservation;
+use super::node::{Node, Stocks};
 use super::pack::{pack, tightest};
+use super::request::{Ask, Units};
 use super::stock::Stock;
-use super::{Ask, Node, Reservation, Stocks, Units};
 use crate::placement::{self, Demand, GPU, Rank, Score};
 
 /// Why there is no place, by the node that comes closest.

@@ -2,7 +2,7 @@
 //! those of an init container again to the ones that come after it.
 use std::collections::BTreeMap;
 
-use super::{Ask, Units};
+use super::request::{Ask, Units};
 
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,11 @@
 //! Where on a node is kept what its claims lack.
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::facts::{Allocation, Claim, Reservation};
+use super::node::Stocks;
 use super::pack::{pack, tightest};
+use super::request::{Ask, Units};
 use super::stock::Stock;
-use super::{Allocation, Ask, Claim, Reservation, Stocks, Units};
 
 /// A claim on a node.
 pub(super) struct Claimed<'a> {
@@ -42,15 +44,15 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
 }
 
 impl<'a> Claimed<'a> {
-    /// What its pod was not given of what was noted, as indices, and what it was given otherwise.
-    fn astray(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
+    /// What its pod was not given of what was noted, as indices, and what it was given elsewhere.
+    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
-        let otherwise = self.held.iter().filter(|part| {
+        let elsewhere = self.held.iter().filter(|part| {
             let index = left.iter().position(|note| is_given(&self.noted[*note], part));
             index.map(|index| left.remove(index)).is_none()
         });
-        let otherwise = otherwise.collect();
-        (left, otherwise)
+        let elsewhere = elsewhere.collect();
+        (left, elsewhere)
     }
 }
 
@@ -64,12 +66,12 @@ pub(super) fn follow_swaps(
     held: &BTreeMap<String, Vec<Allocation>>,
 ) {
     let all = claimed(claims, pods, node, held);
-    if all.iter().all(|one| one.held.is_empty() || one.noted.is_empty() || one.astray().1.is_empty()) {
+    if all.iter().all(|one| one.held.is_empty() || one.noted.is_empty() || one.compare_with_notes().1.is_empty()) {
         return;
     }
     let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.noted.to_vec()).collect();
-    let (mut left, otherwise): (Vec<_>, Vec<_>) = all.iter().map(Claimed::astray).unzip();
-    for (pod, parts) in otherwise.into_iter().enumerate() {
+    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
+    for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
             // It may be what an earlier one has left to it.
             let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
@@ -131,13 +133,13 @@ pub(super) fn notes_for_all(
 }
 
 /// Reserves anew all that claims lack; gives what no device has room for.
-pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
+pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut noted: Vec<&Reservation> = Vec::new();
     // Where pods are that have been given a part of what they ask for: the rest belongs beside it.
     let mut begun: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
-        let (left, _) = one.astray();
+        let (left, _) = one.compare_with_notes();
         let mut left: Vec<&Reservation> = left.into_iter().map(|note| &one.noted[note]).collect();
         for (resource, missing) in outstanding(one.asks, one.held) {
             begun.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
@@ -157,7 +159,7 @@ pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>
         let Some(missing) = wanted.get_mut(held.resource.as_str()) else { continue };
         let Some(index) = missing.iter().position(|units| *units == held.units) else { continue };
         let stock = stocks.get_mut(&held.resource).and_then(|stocks| stocks.get_mut(&held.device));
-        if stock.is_some_and(|stock| stock.hold(held.units)) {
+        if stock.is_some_and(|stock| stock.reserve(held.units)) {
             missing.swap_remove(index);
         }
     }
@@ -192,7 +194,7 @@ fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
         };
         let stock = device.and_then(|device| Some((stocks.values_mut().nth(device)?, free.get_mut(device)?)));
         let held = stock.is_some_and(|(stock, free)| {
-            let held = stock.hold(units);
+            let held = stock.reserve(units);
             *free = stock.free();
             held
         });

@@ -19,236 +19,33 @@
 //! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
 mod choose;
 mod containers;
+mod facts;
+mod fit;
 mod index;
 mod layout;
+mod node;
 mod pack;
 mod preempt;
+mod request;
 mod stock;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::num::NonZeroU32;
 
 pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
 pub use containers::{Container, Kind, Part, asks, parts};
+pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
+pub use fit::{Fit, Fits, Refused};
 use index::Index;
 use layout::outstanding;
+pub use node::DeviceUsage;
+use node::{Node, Nominated};
 pub use preempt::{Holder, Nomination, Preemption, Waiting};
+pub use request::{Ask, Units};
 use stock::Stock;
 
 use crate::placement::Score;
-
-/// Units of one resource, at least one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Units(NonZeroU32);
-
-impl Units {
-    /// As many, unless that is none.
-    pub const fn new(units: u32) -> Option<Self> {
-        match NonZeroU32::new(units) {
-            Some(units) => Some(Self(units)),
-            None => None,
-        }
-    }
-
-    /// How many.
-    pub const fn get(self) -> u32 {
-        self.0.get()
-    }
-}
-
-impl fmt::Display for Units {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// A time: seconds since a moment that the caller chooses and keeps, such as the Unix epoch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Moment(pub u64);
-
-/// Units that must be of one device. A pod that wants several devices asks several times.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ask {
-    /// The extended resource.
-    pub resource: String,
-    /// How many.
-    pub units: Units,
-}
-
-/// A pod that is on its way to a node, or on it and perhaps not served yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Claim {
-    /// What it asks for.
-    pub asks: Vec<Ask>,
-    /// Where it may go.
-    pub place: Place,
-    /// What was noted for it when it was let through, by node: who hands units out follows that.
-    /// Where pods that ask for the same have swapped, what they have by that. Nothing for one that
-    /// came around the gate.
-    pub noted: BTreeMap<String, Vec<Reservation>>,
-}
-
-/// Where a claim's pod may go.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
-    /// To one of these nodes; units are held on each until the pod is bound to one, or the time has
-    /// come.
-    OneOf {
-        /// The nodes.
-        nodes: BTreeSet<String>,
-        /// From when on nothing is held any more.
-        expires: Moment,
-    },
-    /// It is bound to this node: units are held until it is served or gone.
-    Bound(String),
-}
-
-impl Place {
-    fn nodes(&self) -> BTreeSet<&str> {
-        match self {
-            Self::OneOf { nodes, .. } => nodes.iter().map(String::as_str).collect(),
-            Self::Bound(node) => BTreeSet::from([node.as_str()]),
-        }
-    }
-}
-
-/// What was observed of a node.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct NodeFacts {
-    /// GPU model, as pods name it; for the choice among nodes.
-    pub model: String,
-    /// What its devices have.
-    pub devices: Vec<DeviceFacts>,
-    /// Who holds what of it: of pods with a claim, what they need not be kept any more.
-    pub allocations: Vec<Allocation>,
-}
-
-/// What a device has of one resource.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceFacts {
-    /// The GPU or MIG device.
-    pub device: String,
-    /// The extended resource.
-    pub resource: String,
-    /// Units that pods can be given: those that cannot serve are not counted.
-    pub capacity: u32,
-    /// Of these, units that pods hold, whoever they are.
-    pub used: u32,
-}
-
-/// What a pod holds.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Allocation {
-    /// The pod, by the same name as its claim.
-    pub pod: String,
-    /// The extended resource.
-    pub resource: String,
-    /// The device.
-    pub device: String,
-    /// How many units.
-    pub units: Units,
-}
-
-/// Units of one device that are kept for a pod of that size.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Reservation {
-    /// The extended resource.
-    pub resource: String,
-    /// How many units.
-    pub units: Units,
-    /// The device.
-    pub device: String,
-}
-
-/// All that a ledger is made of.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Facts {
-    /// Nodes as observed.
-    pub nodes: BTreeMap<String, NodeFacts>,
-    /// Pods that were let through and may still want something.
-    pub claims: BTreeMap<String, Claim>,
-}
-
-/// What a device has, for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Room {
-    /// The extended resource.
-    pub resource: String,
-    /// The device.
-    pub device: String,
-    /// Units that pods can be given.
-    pub capacity: u32,
-    /// Of these, units that pods hold.
-    pub used: u32,
-    /// Units that are kept for pods on their way.
-    pub reserved: u32,
-    /// Units that are neither.
-    pub free: u32,
-}
-
-/// A place for all asks of a pod on one node: one device for each. Only [`Ledger::fit`] makes one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fit {
-    node: String,
-    takes: Vec<Reservation>,
-}
-
-impl Fit {
-    /// The node.
-    pub fn node(&self) -> &str {
-        &self.node
-    }
-
-    /// What is taken of which device: as many as there are asks.
-    pub fn takes(&self) -> &[Reservation] {
-        &self.takes
-    }
-}
-
-/// Places for a pod, the best first; at least one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fits {
-    asks: Vec<Ask>,
-    places: Vec<Fit>,
-    /// Nominations of this priority or a higher one were heeded.
-    priority: i32,
-}
-
-impl Fits {
-    /// One for each node.
-    pub fn iter(&self) -> impl Iterator<Item = &Fit> {
-        self.places.iter()
-    }
-}
-
-/// Why a fit was not reserved. Nothing has changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
-    /// The pod has a claim already.
-    #[error("the pod has a claim already: it is to be released first")]
-    Claimed,
-    /// What the fit takes is not free any more.
-    #[error("what the fit takes is not free any more")]
-    Stale,
-}
-
-/// One resource of a node: stocks by device.
-type Stocks = BTreeMap<String, Stock>;
-
-/// A node as observed, and what is reserved on it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Node {
-    model: String,
-    /// By resource, then by device.
-    stocks: BTreeMap<String, Stocks>,
-    /// What each pod holds here.
-    held: BTreeMap<String, Vec<Allocation>>,
-    /// What claims lack here and no device has room for.
-    short: Vec<Ask>,
-}
 
 /// Who is on the way where, and what is kept for them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -275,7 +72,7 @@ impl Ledger {
         }
         for (name, observed) in facts.nodes {
             ledger.observe(&name, observed);
-            ledger.note_anew(&name);
+            ledger.renew_notes(&name);
         }
         ledger
     }
@@ -284,7 +81,7 @@ impl Ledger {
     /// anything any more.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
         self.nodes.insert(name.to_owned(), Node::of(facts));
-        self.lay_out(name);
+        self.update_reservations(name);
     }
 
     /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for
@@ -401,10 +198,10 @@ impl Ledger {
             let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
             let kept = kept.copied().unwrap_or(0);
             let spare = |stock: &&mut Stock| stock.free().saturating_sub(kept) >= take.units.get();
-            if !self.stock(node, take).filter(spare).is_some_and(|stock| stock.hold(take.units)) {
+            if !self.stock(node, take).filter(spare).is_some_and(|stock| stock.reserve(take.units)) {
                 for (node, take) in taken {
                     if let Some(stock) = self.stock(node, take) {
-                        stock.give_back(take.units);
+                        stock.unreserve(take.units);
                     }
                 }
                 return Err(Refused::Stale);
@@ -414,7 +211,7 @@ impl Ledger {
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
         let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
         self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires }, noted });
-        fits.places.iter().for_each(|fit| self.lay_out(&fit.node));
+        fits.places.iter().for_each(|fit| self.update_reservations(&fit.node));
         Ok(())
     }
 
@@ -433,7 +230,7 @@ impl Ledger {
             noted.extend(before.noted.remove_entry(node));
         }
         self.insert(pod.to_owned(), Claim { asks: asks.to_vec(), place, noted });
-        touched.iter().for_each(|node| self.lay_out(node));
+        touched.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// A pod that somebody else has let through.
@@ -441,7 +238,7 @@ impl Ledger {
         self.release(pod);
         let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
         self.insert(pod.to_owned(), claim);
-        nodes.iter().for_each(|node| self.lay_out(node));
+        nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is
@@ -450,19 +247,9 @@ impl Ledger {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
         for node in claim.place.nodes() {
-            self.lay_out(node);
+            self.update_reservations(node);
         }
         Some(claim)
-    }
-
-    /// Releases the claims whose time has come, and says which. A pod that is bound keeps what it
-    /// has until it is served or gone.
-    ///
-    /// A gate cannot come back: what becomes of a pod that was let through and found no node is for
-    /// the caller to say.
-    pub fn expire(&mut self, now: Moment) -> Vec<(String, Claim)> {
-        let pods = self.overdue(now);
-        pods.into_iter().filter_map(|pod| self.release(&pod).map(|claim| (pod, claim))).collect()
     }
 
     /// Pods that are not bound and whose time has come.
@@ -511,20 +298,80 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
 
-    /// What a node's devices have.
-    pub fn rooms(&self, node: &str) -> Vec<Room> {
-        let stocks = self.nodes.get(node).into_iter().flat_map(|node| &node.stocks);
-        let stocks = stocks.flat_map(|(resource, stocks)| stocks.iter().map(move |stock| (resource, stock)));
-        stocks
-            .map(|(resource, (device, stock))| Room {
-                resource: resource.clone(),
-                device: device.clone(),
-                capacity: stock.capacity(),
-                used: stock.used(),
-                reserved: stock.reserved(),
-                free: stock.free(),
-            })
-            .collect()
+    /// Capacity, use and reservations of a node's devices, for people.
+    pub fn devices(&self, node: &str) -> Vec<DeviceUsage> {
+        self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
+    }
+
+    /// Who has to leave so that the pod fits on one of the nodes that it may go to; none where
+    /// nobody's leaving would help.
+    ///
+    /// Only pods of strictly lower priority leave, of which `holders` tells and of which the node
+    /// lists what they hold. Room that is reserved, and room that is nominated for others of the
+    /// same or higher priority, stays theirs; a node that is short of what is asked for has none to
+    /// give. What pods on their way out hold counts as free, so that nobody leaves for what comes
+    /// anyway, and asking again after the victims were told to go names nobody more.
+    ///
+    /// Of one way to put the asks on devices, all that can stay do: protected pods first, then
+    /// those of higher priority, then those that run longer. Of all ways, the one is taken that has
+    /// fewest protected victims, then the lowest highest priority, the smallest sum of priorities,
+    /// the fewest victims, the latest start among the highest; then the first by names.
+    ///
+    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about.
+    /// Of pods on a device that is to give nothing now, such as one that is not healthy, nothing is
+    /// to be told in `holders`: their leaving frees nothing.
+    pub fn preempt<'a>(
+        &self,
+        waiting: Waiting<'_>,
+        nodes: impl IntoIterator<Item = &'a str>,
+        holders: &BTreeMap<String, Holder>,
+    ) -> Option<Preemption> {
+        let nominated = self.nominated(Some(waiting.pod), waiting.priority);
+        let nodes: BTreeSet<&str> = nodes.into_iter().collect();
+        let nodes = nodes.into_iter().filter_map(|name| Some((name, self.nodes.get(name)?, nominated.get(name))));
+        preempt::cheapest(waiting, nodes, holders)
+    }
+
+    /// Keeps room for a pod: what is free there, and what will be. Takes the place of an earlier
+    /// nomination.
+    ///
+    /// Nothing is reserved: the nodes' agents know nothing of it, and no pod is let through for it.
+    /// Pods that were let through already go first.
+    ///
+    /// # Errors
+    /// The pod has a claim: it was let through, and needs no other room.
+    pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
+        if self.claims.contains_key(pod) {
+            return Err(Refused::Claimed);
+        }
+        self.nominations.insert(pod.to_owned(), nomination);
+        Ok(())
+    }
+
+    /// Nothing is kept for the pod any more. That is so too once it has a claim, or is released.
+    pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
+        self.nominations.remove(pod)
+    }
+
+    /// All nominations, by pod.
+    pub fn nominations(&self) -> &BTreeMap<String, Nomination> {
+        &self.nominations
+    }
+
+    /// Units that are nominated for pods of this priority or a higher one, but not for this pod, by
+    /// node.
+    fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
+        let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
+        for (of, nomination) in &self.nominations {
+            if nomination.priority >= priority && Some(of.as_str()) != pod {
+                let node = units.entry(nomination.node.clone()).or_default();
+                for take in &nomination.takes {
+                    let sum = node.entry((take.resource.clone(), take.device.clone())).or_default();
+                    *sum = sum.saturating_add(take.units.get());
+                }
+            }
+        }
+        units
     }
 
     fn insert(&mut self, pod: String, claim: Claim) {
@@ -555,7 +402,7 @@ impl Ledger {
 
     /// Where pods have swapped and then gone, what is noted on others may not be what the lost
     /// ledger held: a place for all is sought then, wherever notes are.
-    fn note_anew(&mut self, name: &str) {
+    fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {
             return;
@@ -564,59 +411,21 @@ impl Ledger {
         let Some(notes) = layout::notes_for_all(&node.stocks, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::put_notes(&mut self.claims, name, notes);
-        self.lay_out(name);
+        self.update_reservations(name);
     }
 
     /// The one rule: see the module's description.
-    fn lay_out(&mut self, name: &str) {
+    fn update_reservations(&mut self, name: &str) {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
         layout::follow_swaps(&mut self.claims, pods, name, &node.held);
-        node.short = layout::keep(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.held));
+        node.short = layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.held));
         let free = node
             .stocks
             .iter()
             .flat_map(|(resource, stocks)| stocks.values().map(move |stock| (resource.as_str(), stock.free())));
         self.index.put(name, free);
-    }
-}
-
-impl Node {
-    fn of(facts: NodeFacts) -> Self {
-        let mut held: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
-        let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
-        for DeviceFacts { device, resource, capacity, used } in facts.devices {
-            // Told twice, the worse counts.
-            let amount = amounts.entry((resource, device)).or_insert((capacity, used));
-            *amount = (amount.0.min(capacity), amount.1.max(used));
-        }
-        let mut told: BTreeMap<(String, String), u32> = BTreeMap::new();
-        for allocation in facts.allocations {
-            let sum = told.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
-            *sum = sum.saturating_add(allocation.units.get());
-            held.entry(allocation.pod.clone()).or_default().push(allocation);
-        }
-        held.values_mut().for_each(|allocations| allocations.sort());
-        let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
-        for ((resource, device), (capacity, used)) in amounts {
-            let key = (resource, device);
-            let used = used.max(told.get(&key).copied().unwrap_or(0));
-            stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
-        }
-        Self { model: facts.model, stocks, held, short: Vec::new() }
-    }
-
-    fn reservations(&self) -> impl Iterator<Item = Reservation> {
-        self.stocks.iter().flat_map(|(resource, stocks)| {
-            stocks.iter().flat_map(|(device, stock)| {
-                stock.reservations().map(|units| Reservation {
-                    resource: resource.clone(),
-                    units,
-                    device: device.clone(),
-                })
-            })
-        })
     }
 }
 

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 
 /// States that are looked at before a search is given up. A pod of one container needs one; only
 /// dozens of containers of different sizes on a nearly full node come near.
-const STATES: usize = 20_000;
+const MAX_STATES: usize = 20_000;
 
 /// A device for each size, as indices, or none where there is no way to hold all of them at once.
 ///
@@ -15,14 +15,14 @@ pub(super) fn pack(
     order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
 ) -> Option<Vec<usize>> {
     // The largest first: what is hard to place is placed while there is room.
-    let mut turns: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
-    turns.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
+    let mut indexed: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
+    indexed.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
     let mut search = Search { order, failed: BTreeSet::new(), states: 0 };
     let mut chosen = Vec::with_capacity(sizes.len());
-    if !search.place(&turns, &mut free.to_vec(), &mut chosen) {
+    if !search.place(&indexed, &mut free.to_vec(), &mut chosen) {
         return None;
     }
-    let mut devices: Vec<(usize, usize)> = turns.iter().map(|&(index, _)| index).zip(chosen).collect();
+    let mut devices: Vec<(usize, usize)> = indexed.iter().map(|&(index, _)| index).zip(chosen).collect();
     devices.sort_unstable();
     Some(devices.into_iter().map(|(_, device)| device).collect())
 }
@@ -35,16 +35,16 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    fn place(&mut self, turns: &[(usize, u32)], free: &mut [u32], chosen: &mut Vec<usize>) -> bool {
-        let Some((&(_, size), rest)) = turns.split_first() else { return true };
+    fn place(&mut self, sizes: &[(usize, u32)], free: &mut [u32], chosen: &mut Vec<usize>) -> bool {
+        let Some((&(_, size), rest)) = sizes.split_first() else { return true };
         let sum = |amounts: &mut dyn Iterator<Item = u32>| amounts.map(u64::from).sum::<u64>();
-        if sum(&mut turns.iter().map(|&(_, size)| size)) > sum(&mut free.iter().copied()) {
+        if sum(&mut sizes.iter().map(|&(_, size)| size)) > sum(&mut free.iter().copied()) {
             return false;
         }
         let mut state = free.to_vec();
         state.sort_unstable();
-        let state = (turns.len(), state);
-        if self.failed.contains(&state) || self.states >= STATES {
+        let state = (sizes.len(), state);
+        if self.failed.contains(&state) || self.states >= MAX_STATES {
             return false;
         }
         self.states += 1;

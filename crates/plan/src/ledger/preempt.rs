@@ -10,15 +10,17 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::choose::wanted;
+use super::facts::{Moment, Reservation};
+use super::node::{Node, Nominated};
 use super::pack::{pack, tightest};
+use super::request::Ask;
 use super::stock::Stock;
-use super::{Ask, Ledger, Moment, Node, Refused, Reservation, Units};
 
 /// Ways to put the asks on a node's devices that are compared. A pod of one container has as many
 /// as the node has devices.
-const WAYS: usize = 512;
+const MAX_OPTIONS: usize = 512;
 /// Steps of the search for them.
-const STEPS: usize = 20_000;
+const MAX_STEPS: usize = 20_000;
 
 /// A pod that waits.
 #[derive(Debug, Clone, Copy)]
@@ -72,113 +74,30 @@ pub struct Nomination {
 /// has run longest, the later the better.
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
-impl Ledger {
-    /// Who has to leave so that the pod fits on one of the nodes that it may go to; none where
-    /// nobody's leaving would help.
-    ///
-    /// Only pods of strictly lower priority leave, of which `holders` tells and of which the node
-    /// lists what they hold. Room that is reserved, and room that is nominated for others of the
-    /// same or higher priority, stays theirs; a node that is short of what is asked for has none to
-    /// give. What pods on their way out hold counts as free, so that nobody leaves for what comes
-    /// anyway, and asking again after the victims were told to go names nobody more.
-    ///
-    /// Of one way to put the asks on devices, all that can stay do: protected pods first, then
-    /// those of higher priority, then those that run longer. Of all ways, the one is taken that has
-    /// fewest protected victims, then the lowest highest priority, the smallest sum of priorities,
-    /// the fewest victims, the latest start among the highest; then the first by names.
-    ///
-    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about.
-    /// Of pods on a device that is to give nothing now, such as one that is not healthy, nothing is
-    /// to be told in `holders`: their leaving frees nothing.
-    pub fn preempt<'a>(
-        &self,
-        waiting: Waiting<'_>,
-        nodes: impl IntoIterator<Item = &'a str>,
-        holders: &BTreeMap<String, Holder>,
-    ) -> Option<Preemption> {
-        let nodes: BTreeSet<&str> = nodes.into_iter().collect();
-        let nominated = self.nominated(Some(waiting.pod), waiting.priority);
-        let mut best: Option<(Cost, Preemption)> = None;
-        for name in nodes {
-            let Some(node) = self.nodes.get(name) else { continue };
-            let asked = |short: &Ask| waiting.asks.iter().any(|ask| ask.resource == short.resource);
-            if node.short.iter().any(asked) {
-                continue;
-            }
-            for (cost, takes, victims) in View::new(node, waiting, nominated.get(name), holders).ways() {
-                if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                    best = Some((cost, Preemption { node: name.to_owned(), takes, victims }));
-                }
+/// The cheapest preemption on one of these nodes, given with what is nominated on them; none where
+/// no preemption helps. Of equal ones, the first node's.
+pub(super) fn cheapest<'a>(
+    waiting: Waiting<'_>,
+    nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
+    holders: &BTreeMap<String, Holder>,
+) -> Option<Preemption> {
+    let mut best: Option<(Cost, Preemption)> = None;
+    for (name, node, nominated) in nodes {
+        let asked = |short: &Ask| waiting.asks.iter().any(|ask| ask.resource == short.resource);
+        if node.short.iter().any(asked) {
+            continue;
+        }
+        for (cost, takes, victims) in NodeView::new(node, waiting, nominated, holders).options() {
+            if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+                best = Some((cost, Preemption { node: name.to_owned(), takes, victims }));
             }
         }
-        best.map(|(_, preemption)| preemption)
     }
-
-    /// Keeps room for a pod: what is free there, and what will be. Takes the place of an earlier
-    /// nomination.
-    ///
-    /// Nothing is reserved: the nodes' agents know nothing of it, and no pod is let through for it.
-    /// Pods that were let through already go first.
-    ///
-    /// # Errors
-    /// The pod has a claim: it was let through, and needs no other room.
-    pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
-        if self.claims.contains_key(pod) {
-            return Err(Refused::Claimed);
-        }
-        self.nominations.insert(pod.to_owned(), nomination);
-        Ok(())
-    }
-
-    /// Nothing is kept for the pod any more. That is so too once it has a claim, or is released.
-    pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
-        self.nominations.remove(pod)
-    }
-
-    /// All nominations, by pod.
-    pub fn nominations(&self) -> &BTreeMap<String, Nomination> {
-        &self.nominations
-    }
-
-    /// Units that are nominated for pods of this priority or a higher one, but not for this pod, by
-    /// node.
-    pub(super) fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
-        let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
-        for (of, nomination) in &self.nominations {
-            if nomination.priority >= priority && Some(of.as_str()) != pod {
-                let node = units.entry(nomination.node.clone()).or_default();
-                for take in &nomination.takes {
-                    let sum = node.entry((take.resource.clone(), take.device.clone())).or_default();
-                    *sum = sum.saturating_add(take.units.get());
-                }
-            }
-        }
-        units
-    }
-}
-
-/// Units by resource and device.
-pub(super) type Nominated = BTreeMap<(String, String), u32>;
-
-impl Node {
-    /// The node as those see it for whom these units are not free.
-    pub(super) fn without(&self, nominated: &Nominated) -> Self {
-        let mut node = self.clone();
-        for ((resource, device), &units) in nominated {
-            let stock = node.stocks.get_mut(resource).and_then(|stocks| stocks.get_mut(device));
-            if let Some(stock) = stock
-                && let Some(units) = Units::new(units.min(stock.free()))
-            {
-                // It is no more than is free.
-                let _ = stock.hold(units);
-            }
-        }
-        node
-    }
+    best.map(|(_, preemption)| preemption)
 }
 
 /// A device, as to one resource that is asked for.
-struct Spot<'a> {
+struct Slot<'a> {
     resource: &'a str,
     device: &'a str,
     /// Units that are free once all have left who may be made to; below zero where even then more
@@ -190,20 +109,20 @@ struct Spot<'a> {
 struct Candidate<'a> {
     pod: &'a str,
     holder: Holder,
-    /// What it holds, by spot.
+    /// What it holds, by slot.
     units: Vec<(usize, i64)>,
 }
 
 /// A node as one waiting pod sees it.
-struct View<'a> {
-    spots: Vec<Spot<'a>>,
+struct NodeView<'a> {
+    slots: Vec<Slot<'a>>,
     /// In the order in which they may stay.
     candidates: Vec<Candidate<'a>>,
     /// Asks by resource and the largest first, with their place in the pod's list.
     asks: Vec<(usize, &'a Ask)>,
 }
 
-impl<'a> View<'a> {
+impl<'a> NodeView<'a> {
     fn new(
         node: &'a Node,
         waiting: Waiting<'a>,
@@ -212,15 +131,15 @@ impl<'a> View<'a> {
     ) -> Self {
         let mut asks: Vec<(usize, &Ask)> = waiting.asks.iter().enumerate().collect();
         asks.sort_by_key(|&(index, ask)| (&ask.resource, Reverse(ask.units), index));
-        let mut spots: Vec<Spot<'a>> = Vec::new();
+        let mut slots: Vec<Slot<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in wanted(waiting.asks).into_keys() {
             for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
                 let kept = kept.copied().unwrap_or(0);
                 let most = room(stock) - i64::from(kept);
-                at.insert((resource, device), spots.len());
-                spots.push(Spot { resource, device, most });
+                at.insert((resource, device), slots.len());
+                slots.push(Slot { resource, device, most });
             }
         }
         let mut candidates = Vec::new();
@@ -231,13 +150,13 @@ impl<'a> View<'a> {
             }
             let mut units: BTreeMap<usize, i64> = BTreeMap::new();
             for part in held {
-                if let Some(&spot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
-                    *units.entry(spot).or_default() += i64::from(part.units.get());
+                if let Some(&slot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
+                    *units.entry(slot).or_default() += i64::from(part.units.get());
                 }
             }
-            for (&spot, units) in &units {
-                if let Some(spot) = spots.get_mut(spot) {
-                    spot.most += units;
+            for (&slot, units) in &units {
+                if let Some(slot) = slots.get_mut(slot) {
+                    slot.most += units;
                 }
             }
             if !holder.ending && !units.is_empty() {
@@ -245,19 +164,19 @@ impl<'a> View<'a> {
             }
         }
         candidates.sort_by_key(|one| (Reverse(one.holder.protected), Reverse(one.holder.priority), one.holder.started));
-        Self { spots, candidates, asks }
+        Self { slots, candidates, asks }
     }
 
     /// What each way costs: what is taken where, and who leaves.
-    fn ways(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
-        self.assignments().into_iter().map(|spots| {
-            let victims = self.victims(&spots);
+    fn options(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
+        self.assignments().into_iter().map(|slots| {
+            let victims = self.victims(&slots);
             let mut takes: Vec<(usize, Reservation)> = self
                 .asks
                 .iter()
-                .zip(&spots)
-                .filter_map(|(&(index, ask), &spot)| {
-                    let device = self.spots.get(spot)?.device.to_owned();
+                .zip(&slots)
+                .filter_map(|(&(index, ask), &slot)| {
+                    let device = self.slots.get(slot)?.device.to_owned();
                     Some((index, Reservation { resource: ask.resource.clone(), units: ask.units, device }))
                 })
                 .collect();
@@ -269,17 +188,17 @@ impl<'a> View<'a> {
         })
     }
 
-    /// A spot for each ask, in the order of `asks`, so that all would fit if all left who may be
+    /// A slot for each ask, in the order of `asks`, so that all would fit if all left who may be
     /// made to. All such ways, up to a bound, without those that differ in which of equal asks goes
     /// where.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
         // Where there are too many ways to look at, this one is among them.
         let Some(one) = self.packed() else { return found };
-        let mut left: Vec<i64> = self.spots.iter().map(|spot| spot.most).collect();
+        let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
         self.assign(&mut left, &mut Vec::new(), &mut found, &mut steps);
-        if found.len() >= WAYS || steps >= STEPS {
+        if found.len() >= MAX_OPTIONS || steps >= MAX_STEPS {
             found.insert(one);
         }
         found
@@ -297,19 +216,19 @@ impl<'a> View<'a> {
             .is_some_and(|(_, before)| *before == ask);
         let from = chosen.last().copied().filter(|_| equal).unwrap_or(0);
         let units = i64::from(ask.units.get());
-        for (spot, of) in self.spots.iter().enumerate().skip(from) {
-            if of.resource != ask.resource || left.get(spot).is_none_or(|left| *left < units) {
+        for (slot, of) in self.slots.iter().enumerate().skip(from) {
+            if of.resource != ask.resource || left.get(slot).is_none_or(|left| *left < units) {
                 continue;
             }
-            if found.len() >= WAYS || *steps >= STEPS {
+            if found.len() >= MAX_OPTIONS || *steps >= MAX_STEPS {
                 return;
             }
             *steps += 1;
-            left[spot] -= units;
-            chosen.push(spot);
+            left[slot] -= units;
+            chosen.push(slot);
             self.assign(left, chosen, found, steps);
             chosen.pop();
-            left[spot] += units;
+            left[slot] += units;
         }
     }
 
@@ -317,13 +236,13 @@ impl<'a> View<'a> {
     fn packed(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.asks.len());
         for asks in self.asks.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
-            let of = |spot: &Spot<'_>| asks.first().is_some_and(|(_, ask)| ask.resource == spot.resource);
-            let first = self.spots.iter().position(of)?;
+            let of = |slot: &Slot<'_>| asks.first().is_some_and(|(_, ask)| ask.resource == slot.resource);
+            let first = self.slots.iter().position(of)?;
             let free = self
-                .spots
+                .slots
                 .iter()
-                .filter(|spot| of(spot))
-                .map(|spot| u32::try_from(spot.most.max(0)).unwrap_or(u32::MAX));
+                .filter(|slot| of(slot))
+                .map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
             let sizes: Vec<u32> = asks.iter().map(|(_, ask)| ask.units.get()).collect();
             let devices = pack(&sizes, &free.collect::<Vec<u32>>(), &mut tightest)?;
             chosen.extend(devices.into_iter().map(|device| first + device));
@@ -332,16 +251,16 @@ impl<'a> View<'a> {
     }
 
     /// Who has to leave for this way: all that can stay do, in order.
-    fn victims(&self, spots: &[usize]) -> Vec<&Candidate<'a>> {
+    fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
-        for (&spot, (_, ask)) in spots.iter().zip(&self.asks) {
-            let most = self.spots.get(spot).map_or(0, |spot| spot.most);
-            *spare.entry(spot).or_insert(most) -= i64::from(ask.units.get());
+        for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
+            let most = self.slots.get(slot).map_or(0, |slot| slot.most);
+            *spare.entry(slot).or_insert(most) -= i64::from(ask.units.get());
         }
         let leaves = |candidate: &&Candidate<'a>| {
-            let fits = candidate.units.iter().all(|(spot, units)| spare.get(spot).is_none_or(|spare| spare >= units));
-            for (spot, units) in candidate.units.iter().filter(|_| fits) {
-                if let Some(spare) = spare.get_mut(spot) {
+            let fits = candidate.units.iter().all(|(slot, units)| spare.get(slot).is_none_or(|spare| spare >= units));
+            for (slot, units) in candidate.units.iter().filter(|_| fits) {
+                if let Some(spare) = spare.get_mut(slot) {
                     *spare -= units;
                 }
             }

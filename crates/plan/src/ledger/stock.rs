@@ -1,12 +1,12 @@
 //! One device's units of one resource, and the only place where units are subtracted.
 use std::collections::BTreeMap;
 
-use super::Units;
+use super::request::Units;
 
 /// What a device has of one resource, what of it is used, and what is reserved of the rest.
 ///
 /// By construction `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts
-/// without reservations, and [`Stock::hold`] is the only way to add one. Facts that change make a
+/// without reservations, and [`Stock::reserve`] is the only way to add one. Facts that change make a
 /// new stock, to which reservations have to be added again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stock {
@@ -55,7 +55,7 @@ impl Stock {
 
     /// Reserves as many units, if they are free.
     #[must_use]
-    pub(super) fn hold(&mut self, units: Units) -> bool {
+    pub(super) fn reserve(&mut self, units: Units) -> bool {
         let fits = units.get() <= self.free;
         if fits {
             *self.reserved.entry(units).or_default() += 1;
@@ -65,7 +65,7 @@ impl Stock {
     }
 
     /// Gives a reservation of that size back, if there is one.
-    pub(super) fn give_back(&mut self, units: Units) {
+    pub(super) fn unreserve(&mut self, units: Units) {
         if let Some(count) = self.reserved.get_mut(&units) {
             *count -= 1;
             if *count == 0 {
@@ -92,19 +92,19 @@ mod tests {
     #[test]
     fn no_more_is_reserved_than_is_free() {
         let mut stock = Stock::new(10, 3);
-        assert!(stock.hold(units(4)) && stock.hold(units(3)));
-        assert!(!stock.hold(units(1)));
+        assert!(stock.reserve(units(4)) && stock.reserve(units(3)));
+        assert!(!stock.reserve(units(1)));
         assert_eq!((stock.free(), stock.reserved()), (0, 7));
-        stock.give_back(units(4));
-        stock.give_back(units(4));
+        stock.unreserve(units(4));
+        stock.unreserve(units(4));
         assert_eq!((stock.free(), stock.reserved()), (4, 3), "given back once");
-        assert!(!stock.hold(units(5)) && stock.hold(units(4)));
+        assert!(!stock.reserve(units(5)) && stock.reserve(units(4)));
     }
 
     #[test]
     fn a_device_on_which_more_is_used_than_there_is_has_nothing_free() {
         let mut stock = Stock::new(2, 5);
         assert_eq!(stock.free(), 0);
-        assert!(!stock.hold(units(1)) && !stock.hold(units(u32::MAX)));
+        assert!(!stock.reserve(units(1)) && !stock.reserve(units(u32::MAX)));
     }
 }

@@ -103,11 +103,11 @@ fn what_a_pod_is_served_is_not_kept_for_it_any_more() {
     assert_eq!(held(&ledger, "n"), [on("a", 3)]);
     ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
     assert!(held(&ledger, "n").is_empty());
-    assert_eq!(ledger.rooms("n")[0].free, 7);
+    assert_eq!(ledger.devices("n")[0].free, 7);
     ledger.release("p");
-    assert_eq!(ledger.rooms("n")[0].free, 7, "it holds it until the node says otherwise");
+    assert_eq!(ledger.devices("n")[0].free, 7, "it holds it until the node says otherwise");
     ledger.observe("n", node(&[0, 0], &[]));
-    assert_eq!(ledger.rooms("n")[0].free, 10);
+    assert_eq!(ledger.devices("n")[0].free, 10);
 }
 
 #[test]
@@ -186,17 +186,17 @@ fn the_best_node_comes_first_and_only_so_many_are_given() {
 }
 
 #[test]
-fn time_frees_what_is_held_for_pods_that_never_came_but_not_for_bound_ones() {
+fn only_pods_that_are_not_bound_become_overdue() {
     let mut ledger = ledger(&[0]);
     reserve(&mut ledger, "late", &[2], 10);
     reserve(&mut ledger, "later", &[3], 20);
     reserve(&mut ledger, "bound", &[4], 10);
     ledger.bind("bound", "n", &asks(&[4]));
-    assert!(ledger.expire(Moment(9)).is_empty());
-    let expired = ledger.expire(Moment(10));
-    assert_eq!(expired.iter().map(|(pod, _)| pod.as_str()).collect::<Vec<_>>(), ["late"]);
+    assert!(ledger.overdue(Moment(9)).is_empty());
+    assert_eq!(ledger.overdue(Moment(10)), ["late"]);
+    ledger.release("late");
     assert_eq!(held(&ledger, "n"), [on("a", 3), on("a", 4)]);
-    assert!(ledger.expire(Moment(10)).is_empty(), "told once");
+    assert!(ledger.overdue(Moment(10)).is_empty());
 }
 
 #[test]
@@ -275,7 +275,7 @@ fn facts_told_twice_or_untrue_give_no_units_away() {
     let mut facts = node(&[0, 0], &[("x", "a", 4), ("y", "a", 5)]);
     facts.devices.push(DeviceFacts { capacity: 3, ..facts.devices[1].clone() });
     ledger.observe("n", facts);
-    assert_eq!(ledger.rooms("n").iter().map(|room| room.free).collect::<Vec<_>>(), [1, 3]);
+    assert_eq!(ledger.devices("n").iter().map(|device| device.free).collect::<Vec<_>>(), [1, 3]);
 }
 
 #[test]

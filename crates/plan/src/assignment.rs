@@ -7,7 +7,7 @@ use crate::states::{DemandId, StateId, States};
 
 /// Where a pod is: its node, and the GPU of each of its units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Spot {
+pub(crate) struct Location {
     pub(crate) node: u32,
     pub(crate) gpus: Vec<u32>,
 }
@@ -48,16 +48,16 @@ pub(crate) struct Costs {
 }
 
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Board {
+pub(crate) struct Assignment {
     /// By GPU.
     pub(crate) gpus: Vec<StateId>,
     /// By node and dimension.
     free: Vec<u64>,
     dimensions: usize,
     /// By pod.
-    pub(crate) at: Vec<Option<Spot>>,
+    pub(crate) locations: Vec<Option<Location>>,
     /// By node, in the order of their coming.
-    pub(crate) on: Vec<Vec<u32>>,
+    pub(crate) pods: Vec<Vec<u32>>,
     /// By node: changes with its GPUs, and is never the same again.
     versions: Vec<u64>,
     version: u64,
@@ -66,7 +66,7 @@ pub(crate) struct Board {
 /// Steps of one search for GPUs of a node for a pod with several kinds of units.
 const MAX_SPREAD_STEPS: u32 = 500;
 
-impl Board {
+impl Assignment {
     /// No pod anywhere.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
         // A class that cannot be packed with nothing does not exist: nothing is what it is now.
@@ -75,8 +75,8 @@ impl Board {
             gpus,
             free: model.nodes.iter().flat_map(|node| node.free.iter().copied()).collect(),
             dimensions: model.dimensions.len(),
-            at: vec![None; model.group_of.len()],
-            on: vec![Vec::new(); model.nodes.len()],
+            locations: vec![None; model.group_of.len()],
+            pods: vec![Vec::new(); model.nodes.len()],
             versions: vec![1; model.nodes.len()],
             version: 1,
         }
@@ -153,50 +153,50 @@ impl Board {
         }
     }
 
-    /// Puts a pod somewhere. What was offered can be done; a spot that was not may not be possible,
+    /// Puts a pod somewhere. What was offered can be done; a location that was not may not be possible,
     /// and then nothing is done.
-    pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, spot: Spot) -> bool {
+    pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group(model, pod) else { return false };
-        if !self.has_room(&group.needs, spot.node) {
+        if !self.has_room(&group.needs, location.node) {
             return false;
         }
         let mut done = 0;
-        for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
+        for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             let Some(state) = self.gpus.get_mut(*gpu as usize) else { break };
             let Some(next) = states.with(*state, *unit) else { break };
             *state = next;
             done += 1;
         }
         if done < group.units.len() {
-            for (unit, gpu) in group.units.iter().zip(&spot.gpus).take(done) {
+            for (unit, gpu) in group.units.iter().zip(&location.gpus).take(done) {
                 self.take_back(states, *unit, *gpu);
             }
             return false;
         }
-        self.account(&group.needs, spot.node, u64::saturating_sub);
-        if let Some(on) = self.on.get_mut(spot.node as usize) {
+        self.account(&group.needs, location.node, u64::saturating_sub);
+        if let Some(on) = self.pods.get_mut(location.node as usize) {
             on.push(pod);
         }
-        if let Some(at) = self.at.get_mut(pod as usize) {
-            *at = Some(spot);
+        if let Some(at) = self.locations.get_mut(pod as usize) {
+            *at = Some(location);
         }
         true
     }
 
     /// Takes a pod away; where it was.
-    pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Spot> {
+    pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Location> {
         let group = group(model, pod)?;
-        let spot = self.at.get_mut(pod as usize)?.take()?;
-        for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
+        let location = self.locations.get_mut(pod as usize)?.take()?;
+        for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             self.take_back(states, *unit, *gpu);
         }
-        self.account(&group.needs, spot.node, u64::saturating_add);
-        if let Some(on) = self.on.get_mut(spot.node as usize)
+        self.account(&group.needs, location.node, u64::saturating_add);
+        if let Some(on) = self.pods.get_mut(location.node as usize)
             && let Some(place) = on.iter().rposition(|&other| other == pod)
         {
             on.remove(place);
         }
-        Some(spot)
+        Some(location)
     }
 
     fn take_back(&mut self, states: &mut States, unit: DemandId, gpu: u32) {

@@ -1,0 +1,108 @@
+//! One node: what its devices have, and what is reserved of them.
+use std::collections::BTreeMap;
+
+use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
+use super::request::{Ask, Units};
+use super::stock::Stock;
+
+/// What a device has, for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceUsage {
+    /// The extended resource.
+    pub resource: String,
+    /// The device.
+    pub device: String,
+    /// Units that pods can be given.
+    pub capacity: u32,
+    /// Of these, units that pods hold.
+    pub used: u32,
+    /// Units that are kept for pods on their way.
+    pub reserved: u32,
+    /// Units that are neither.
+    pub free: u32,
+}
+
+/// One resource of a node: stocks by device.
+pub(super) type Stocks = BTreeMap<String, Stock>;
+
+/// A node as observed, and what is reserved on it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Node {
+    pub(super) model: String,
+    /// By resource, then by device.
+    pub(super) stocks: BTreeMap<String, Stocks>,
+    /// What each pod holds here.
+    pub(super) held: BTreeMap<String, Vec<Allocation>>,
+    /// What claims lack here and no device has room for.
+    pub(super) short: Vec<Ask>,
+}
+
+/// Units by resource and device.
+pub(super) type Nominated = BTreeMap<(String, String), u32>;
+
+impl Node {
+    pub(super) fn of(facts: NodeFacts) -> Self {
+        let mut held: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
+        let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
+        for DeviceFacts { device, resource, capacity, used } in facts.devices {
+            // Told twice, the worse counts.
+            let amount = amounts.entry((resource, device)).or_insert((capacity, used));
+            *amount = (amount.0.min(capacity), amount.1.max(used));
+        }
+        let mut told: BTreeMap<(String, String), u32> = BTreeMap::new();
+        for allocation in facts.allocations {
+            let sum = told.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
+            *sum = sum.saturating_add(allocation.units.get());
+            held.entry(allocation.pod.clone()).or_default().push(allocation);
+        }
+        held.values_mut().for_each(|allocations| allocations.sort());
+        let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
+        for ((resource, device), (capacity, used)) in amounts {
+            let key = (resource, device);
+            let used = used.max(told.get(&key).copied().unwrap_or(0));
+            stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
+        }
+        Self { model: facts.model, stocks, held, short: Vec::new() }
+    }
+
+    pub(super) fn reservations(&self) -> impl Iterator<Item = Reservation> {
+        self.stocks.iter().flat_map(|(resource, stocks)| {
+            stocks.iter().flat_map(|(device, stock)| {
+                stock.reservations().map(|units| Reservation {
+                    resource: resource.clone(),
+                    units,
+                    device: device.clone(),
+                })
+            })
+        })
+    }
+
+    /// Capacity, use and reservations of each device and resource.
+    pub(super) fn devices(&self) -> impl Iterator<Item = DeviceUsage> {
+        self.stocks.iter().flat_map(|(resource, stocks)| {
+            stocks.iter().map(move |(device, stock)| DeviceUsage {
+                resource: resource.clone(),
+                device: device.clone(),
+                capacity: stock.capacity(),
+                used: stock.used(),
+                reserved: stock.reserved(),
+                free: stock.free(),
+            })
+        })
+    }
+
+    /// The node as those see it for whom these units are not free.
+    pub(super) fn without(&self, nominated: &Nominated) -> Self {
+        let mut node = self.clone();
+        for ((resource, device), &units) in nominated {
+            let stock = node.stocks.get_mut(resource).and_then(|stocks| stocks.get_mut(device));
+            if let Some(stock) = stock
+                && let Some(units) = Units::new(units.min(stock.free()))
+            {
+                // It is no more than is free.
+                let _ = stock.reserve(units);
+            }
+        }
+        node
+    }
+}
