@@ -1,8 +1,8 @@
-//! A checker of plans that shares no arithmetic with the planner: it reads the snapshot and the plan
-//! as anybody could.
+//! Verifies plans, without sharing arithmetic with the planner: it uses only the snapshot and the
+//! plan.
 //!
-//! It runs in tests on every plan, and before a plan is acted on: a plan with a violation must not
-//! be.
+//! It runs in tests on every plan, and before a plan is applied. A plan with a violation must not
+//! be applied.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -28,7 +28,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Everything that is wrong with a plan for a snapshot; nothing if it may be acted on.
+/// All violations of a plan for a snapshot. The plan may be applied only if there are none.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
     checker.gpus(snapshot, plan);
@@ -36,8 +36,8 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
     checker.found
 }
 
-/// Whether groups can be put into bins, each in one. Says yes when the steps run out: then it is
-/// not known.
+/// Whether each of the wanted sizes fits into one of the bins. Returns true if the steps run out,
+/// because the answer is not known then.
 fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
@@ -59,14 +59,14 @@ fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
 
 struct Checker {
     found: Vec<Violation>,
-    /// GPUs given whole.
+    /// GPUs that were given to a pod whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 
-/// One slice, or one of some equal ones.
+/// Placement, resource and profile of a slice.
 type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 
-/// A node, a GPU of it, and a resource.
+/// A node, one of its GPUs, and a resource.
 type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
 fn count_slices(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
@@ -246,7 +246,7 @@ impl Checker {
             self.report(&unplaced.pod, "no reason is given");
         }
 
-        // What is free after the plan, and goes as pods take it.
+        // Slices that are free in the plan. Each pod reduces them.
         let mut free: BTreeMap<ResourceKey<'_>, u64> = BTreeMap::new();
         let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {
@@ -292,8 +292,8 @@ impl Checker {
         }
     }
 
-    /// What one pod gets of shares of MIG instances must be of one instance. The plan does not say
-    /// of which, so there must be a way.
+    /// Checks that a pod's shares of MIG instances can be of one instance. The plan does not name
+    /// the instance, so one must exist.
     fn shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {
@@ -347,7 +347,7 @@ impl Checker {
                 Some((Some(rest), left)) => *left = rest,
                 _ => self.report(&pod.name, format!("GPU {gpu} has too few free {resource}")),
             }
-            // What is no slice of its own is shares, and those are of one GPU.
+            // Anything that is not a slice by itself is shares, which must be of one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
             let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {

@@ -1,5 +1,5 @@
-//! Placements for any number of pods: one after the other, with others moved aside where that makes
-//! room.
+//! Places any number of pods, one after the other, and moves pods that were placed before if that
+//! makes room.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
@@ -11,35 +11,39 @@ pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) assignment: Assignment,
-    /// `states.work` at which nothing is moved aside any more: for all pods, and for those of the
-    /// present group.
+    /// Value of `states.work` from which no more pods are moved: for all pods, and for the current
+    /// group.
     work_limit: u64,
     group_limit: u64,
-    /// Grows with each placement that stands; what was worked out before may be wrong afterwards.
+    /// Counts lasting changes of the assignment. Cached alternatives of an older epoch can be
+    /// wrong.
     epoch: u64,
-    /// By group: some nodes that had an offer, and in which epoch and under which rule that was.
+    /// For each group, some nodes with room for one of its pods, and the epoch and rule that this
+    /// holds for.
     alternatives: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
     costs: &'g mut Costs,
 }
 
-/// How pods are placed one after the other. None is best for every cluster.
+/// Strategy for placing pods one after the other. None is best for every cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Style {
-    /// As the next, after those that an earlier plan gave a node are there.
+    /// Like `FewestChanges`, after placing pods on the nodes of the previous plan.
     AsPlanned,
-    /// On slices that exist before anything is cut, small ones first: changes least.
+    /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
+    /// the fewest GPUs.
     FewestChanges,
-    /// Where most room is left for others, small ones first: places more where room is short.
+    /// Places each pod where it leaves the most room, small pods first. Places more pods if room is
+    /// scarce.
     Packed,
-    /// The same with the large ones first.
+    /// Like `Packed`, with large pods first.
     LargeFirst,
 }
 
-/// Nodes remembered as places where a pod could go instead.
+/// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES: usize = 4;
-/// Of the work that is left for moving pods, what one group may use is one in so many parts.
+/// Each group may use this fraction of the remaining work for moving pods.
 const GROUP_PART: u64 = 8;
-/// Pods moved in a chain, each to make room for the one before.
+/// Maximum number of pods moved in a chain, each to make room for the one before.
 const MAX_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
@@ -61,8 +65,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
     }
 
-    /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for
-    /// one of a lower, but stay placed.
+    /// Places the pods of a part, priority by priority. Pods of a higher priority can be moved for
+    /// pods of a lower one, but they keep a place.
     pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
         self.work_limit = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
@@ -72,8 +76,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == Style::LargeFirst { -weight } else { weight };
-                // Small ones first: more of them fit. Of equal ones those with the fewest nodes,
-                // which have no choice.
+                // Small pods first, because more of them fit. Of equal ones, those with the fewest
+                // nodes to choose from.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -85,8 +89,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         });
         let level = |id: &u32| first(*id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
-            // First what needs no change, so that the slices that exist are not gone when one comes
-            // that could use them.
+            // Place pods without repartitioning first, so that existing slices are still there for
+            // pods that can use them.
             if style == Style::AsPlanned {
                 for &id in level {
                     self.place_as_planned(id);
@@ -120,7 +124,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             offers.push(self.assignment.cost(self.model, self.states, self.costs, id, node, rule));
         }
         let mut moving = true;
-        // One group for which there is no room at all must not use up what others could do with.
+        // A group for which there is no room must not use up the work that other groups need.
         self.group_limit = self.states.work + self.work_limit.saturating_sub(self.states.work) / GROUP_PART;
         for &pod in &of.pods {
             if self.assignment.locations.get(pod as usize).is_some_and(Option::is_some) {
@@ -141,7 +145,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                 continue;
             }
             self.epoch += 1;
-            // Others have moved: any node may have room now.
+            // Other pods moved, so any node may have room now.
             for (at, &node) in of.nodes.iter().enumerate() {
                 offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
             }
@@ -155,8 +159,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         offered && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving another away, which may move a third. All of them are placed
-    /// afterwards, or nothing has changed.
+    /// Places a pod by moving another one, which may move a third. Either all of them have a place
+    /// afterwards, or nothing changes.
     fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -200,8 +204,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Places a pod by moving two others away from one GPU. All of them are placed afterwards, or
-    /// nothing has changed.
+    /// Places a pod by moving two others from one GPU. Either all of them have a place afterwards,
+    /// or nothing changes.
     fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -235,10 +239,10 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Puts `pod` on a GPU in the place of two others, if those have room elsewhere.
+    /// Places `pod` on a GPU in place of two others, if these can be placed elsewhere.
     fn replace_two(&mut self, pod: u32, unit: DemandId, node: u32, gpu: u32, others: [u32; 2], rule: Rule) -> bool {
         let model = self.model;
-        // First whether the GPU would have room, by its states alone.
+        // Check first, by the states alone, that the GPU would have room.
         let mut state = self.assignment.gpus.get(gpu as usize).copied();
         for other in others {
             let Some(&[other_unit]) = group(model, other).map(|group| group.units.as_slice()) else { return false };
@@ -275,17 +279,17 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Whether a pod of group `id` could be on the node if `other` were not. Says no only where
-    /// that is sure.
+    /// Whether removing `other` from the node could make room for a pod of group `id`. False only
+    /// if it certainly does not.
     fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
-        // Short of CPU: what is missing may not be a GPU at all.
+        // The node may lack CPU or memory and not a GPU.
         if !self.assignment.has_room(&of.needs, node) {
             return true;
         }
         let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
-        // Not even the GPU that the other would leave has room.
+        // Even without the other pod, its GPU has no room.
         let gpu = self
             .assignment
             .locations
@@ -297,8 +301,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway,
-    /// or on what is left of `from`.
+    /// Places a pod that was moved from `from`: on a node with room for it, or on what is left of
+    /// `from`.
     fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
@@ -323,7 +327,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// The first few nodes that could take a pod of a group as things stand.
+    /// The first few nodes that currently have room for a pod of a group.
     fn find_alternatives(&mut self, id: u32, rule: Rule) -> Vec<u32> {
         let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
         let mut alternatives = Vec::new();
@@ -339,7 +343,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         alternatives
     }
 
-    /// Leaves GPUs as they were whose pods have room elsewhere without a further change.
+    /// Restores GPUs whose pods can be placed elsewhere without repartitioning another GPU.
     fn revert_changes(&mut self, part: &Part) {
         let changed = |greedy: &Self, gpu: u32| {
             greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
@@ -390,7 +394,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             location.is_some_and(|location| location.gpus.contains(&gpu))
         };
         let mut pods: Vec<u32> = on.iter().copied().filter(uses).collect();
-        // The ones that are hardest to place first.
+        // Pods that are hardest to place first.
         pods.sort_by_key(|&pod| {
             (std::cmp::Reverse(group(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
         });

@@ -1,10 +1,10 @@
-//! Pure planning: what GPUs are cut into, for whom, and why.
+//! Planning: which partition each GPU gets, for which pods, and why.
 //!
-//! Nothing here does I/O, reads a clock, draws a random number or is async, and the manifest keeps
-//! it so. Everything is a function of its arguments, and maps are ordered, so that the same input
-//! gives the same output, byte for byte.
+//! This crate does no I/O, reads no clock, draws no random numbers and is not async. Its
+//! dependencies enforce that. Every result depends only on the arguments, and maps are ordered: the
+//! same input gives the same output, byte for byte.
 //!
-//! [`plan`] makes a plan, [`check`] judges one, [`diff`] says what a node has to do.
+//! [`plan`] makes a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
 pub mod affinity;
 mod assignment;
 mod check;

@@ -1,5 +1,5 @@
-//! The snapshot made ready for planning: names become numbers, equal things become one, and what
-//! makes no sense is set aside.
+//! Prepares a snapshot for planning: names become indices, equal pods and GPUs become one, and
+//! invalid parts are left out.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -14,31 +14,31 @@ use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Slices that one pod may ask for. No node has as many; a pod that asks for a million must not
-/// cost a million.
+/// Maximum number of slices that one pod may request. No node has that many, and a pod that
+/// requests a million must not slow planning down.
 const MAX_SLICES: u64 = 1024;
 
-/// Equal slices of one GPU. No mode gives as many, and a plan lists each.
+/// Maximum number of equal slices of one GPU. No mode has that many, and a plan lists each slice.
 const MAX_EQUAL_SLICES: u32 = 4096;
 
-/// Resources that a node does not limit where it does not name them.
+/// Resources that a node does not limit unless it lists them.
 const UNLIMITED: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
 const PODS: &str = "pods";
 
 pub(crate) struct Model<'a> {
-    /// By name.
+    /// Nodes by name.
     pub(crate) nodes: Vec<NodeModel<'a>>,
-    /// By node, then index.
+    /// GPUs by node, then by index.
     pub(crate) gpus: Vec<GpuModel<'a>>,
-    /// By priority, the highest first.
+    /// Groups by priority, highest first.
     pub(crate) groups: Vec<Group<'a>>,
-    /// Index into `groups`, by pod; none for a pod that cannot be planned for.
+    /// For each pod, its index in `groups`. `None` for a pod that cannot be planned.
     pub(crate) group_of: Vec<Option<u32>>,
-    /// By pod: the node of the last plan.
+    /// For each pod, its node in the last plan.
     pub(crate) planned: Vec<Option<u32>>,
-    /// What is wrong with a pod that has no group.
+    /// Why a pod without a group cannot be planned.
     pub(crate) bad_pods: BTreeMap<u32, String>,
-    /// Other resources than GPUs that pods ask for.
+    /// Resources other than GPUs that pods request.
     pub(crate) dimensions: Vec<&'a str>,
     pub(crate) resources: Vec<String>,
     pub(crate) classes: Vec<Class>,
@@ -49,42 +49,42 @@ pub(crate) struct NodeModel<'a> {
     pub(crate) node: &'a Node,
     pub(crate) gpus: Range<u32>,
     pub(crate) left_out: Option<String>,
-    /// By dimension, in thousandths.
+    /// Free amounts by dimension, in thousandths.
     pub(crate) free: Vec<u64>,
 }
 
 pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
-    /// Why it is not cut anew, where that is nobody's wish.
+    /// Why the GPU is not repartitioned, if no policy asks for that.
     pub(crate) note: Option<String>,
 }
 
-/// Pods that differ in their names only.
+/// Pods that differ only in their names.
 pub(crate) struct Group<'a> {
     pub(crate) priority: i32,
-    /// One for each slice or group of shares.
+    /// Demands of one pod: one for each slice, or for each set of shares.
     pub(crate) units: Vec<DemandId>,
-    /// The same for groups with the same units.
+    /// Number that groups with the same units have in common.
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,
     pub(crate) constraints: Constraints<'a>,
-    /// In order of arrival.
+    /// Pods in order of arrival.
     pub(crate) pods: Vec<u32>,
-    /// Nodes that could take one of them if no other pod waited.
+    /// Nodes that could take one of the pods if no other pod were pending.
     pub(crate) nodes: Vec<u32>,
-    /// The least that one takes of a GPU.
+    /// The smallest part of a GPU that one of the pods takes.
     pub(crate) weight: Usage,
 }
 
-/// What a pod asks for: of GPUs, with how many of each; and amounts by dimension, in thousandths.
+/// Requests of a pod: GPU demands with their counts, and amounts by dimension in thousandths.
 type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
 
-/// What pods must agree in to be one group.
+/// What all pods of a group have in common.
 type Key<'k> = (Reverse<i32>, &'k Wanted, Constraints<'k>);
 
-/// Resource names and what they are.
+/// Resource names with their ids and kinds.
 struct Names<'a> {
     ids: BTreeMap<&'a str, (ResourceId, Kind)>,
 }
@@ -100,7 +100,7 @@ impl<'a> Names<'a> {
         }
         all.extend(tables.iter().flat_map(|table| table.resources()));
         all.extend(snapshot.pods.iter().flat_map(|pod| pod.requests.keys().map(String::as_str)));
-        // A name that means something else keeps that meaning, whatever a policy calls its shares.
+        // A reserved name keeps its meaning, even if a policy calls its shares by it.
         shares.retain(|name| kind_by_name(name).is_none());
         all.extend(&shares);
         let mut ids = BTreeMap::new();
@@ -128,11 +128,11 @@ fn kind_by_name(name: &str) -> Option<Kind> {
     }
 }
 
-/// Tables of MIG profiles, each once.
+/// Tables of MIG profiles without duplicates.
 #[derive(Default)]
 struct Tables {
     all: Vec<Rc<Table>>,
-    /// By node and GPU as the snapshot lists them.
+    /// Index of the table by node and GPU, in the snapshot's order.
     of: Vec<Vec<Result<usize, String>>>,
 }
 
@@ -188,7 +188,7 @@ impl<'a> Model<'a> {
             classes: Vec::new(),
             demands: Vec::new(),
         };
-        // Names borrow the tables, which end with this function.
+        // `names` borrows from `tables`, which is dropped at the end of this function.
         let names = Names::of(snapshot, &tables.all);
         model.resources = names.ids.keys().map(|name| (*name).to_owned()).collect();
         model.dimensions = dimensions(snapshot, &names);
@@ -200,7 +200,8 @@ impl<'a> Model<'a> {
 
     fn add_nodes(&mut self, snapshot: &'a Snapshot, policy: &Policy, names: &Names<'_>, tables: &Tables) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
-        // By name; of two nodes with one name the order must still not be the snapshot's.
+        // Nodes are sorted by name. Two nodes with one name must not stay in the snapshot's order
+        // either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
             a.name.cmp(&b.name).then_with(|| in_order(a).cmp(&in_order(b)))
@@ -241,7 +242,7 @@ impl<'a> Model<'a> {
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
 
-    /// What a node has left of each dimension, and what is wrong with what it says.
+    /// Free amounts of a node by dimension, and why its quantities are not valid.
     fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
@@ -331,7 +332,7 @@ impl<'a> Model<'a> {
         snapshot.pods.iter().map(node).collect()
     }
 
-    /// What a pod takes of GPUs and of the dimensions.
+    /// Requests of a pod.
     fn wanted(&self, pod: &Pod, names: &Names<'_>) -> Result<Wanted, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
@@ -378,7 +379,8 @@ impl<'a> Model<'a> {
     }
 }
 
-/// What pods ask for besides GPUs, sorted; the number of pods too, where a node limits it.
+/// Names of the resources other than GPUs that pods request, sorted. Includes the number of pods if
+/// a node limits it.
 fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
     let asked = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
     let mut all: BTreeSet<&str> = asked.filter(|name| names.get(name).is_none()).collect();
@@ -388,7 +390,7 @@ fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
     all.into_iter().collect()
 }
 
-/// A node whose lists are sorted, to be compared with its twin.
+/// The node with sorted lists, for comparison with a node of the same name.
 fn in_order(node: &Node) -> Node {
     let mut node = node.clone();
     node.gpus = node.gpus.iter().map(with_slices_in_order).collect();
@@ -407,12 +409,12 @@ pub(crate) fn as_u32(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
 
-/// Makes classes of GPUs.
+/// Builds the classes of GPUs.
 struct ClassBuilder<'b> {
     policy: &'b Policy,
     names: &'b Names<'b>,
     tables: &'b Tables,
-    /// By table: the resource of each profile, and of shares of it.
+    /// For each table, the resources of its profiles and of shares of their instances.
     mig: Vec<MigNames>,
 }
 
@@ -434,7 +436,7 @@ impl<'b> ClassBuilder<'b> {
         Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
     }
 
-    /// The class of a GPU, and why it is not planned with where that is so.
+    /// The class of a GPU, and why the GPU is left out of the plan, if it is.
     fn class(
         &self,
         gpu: &Gpu,
@@ -500,7 +502,7 @@ impl<'b> ClassBuilder<'b> {
         (class, out.or(note))
     }
 
-    /// What the GPU may be cut into besides MIG instances.
+    /// Fills in which partitions other than MIG the GPU can have.
     fn offers(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
@@ -519,7 +521,7 @@ impl<'b> ClassBuilder<'b> {
         }
         if gpu.mode.families().has(Family::TimeSlicing) {
             let replicas = number("replicas", gpu.replicas, self.policy.replicas, MAX_EQUAL_SLICES);
-            // Where one name would mean two things, it means shares under MPS.
+            // If shares and replicas have one name, it means MPS shares.
             let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
             class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
         }
@@ -530,10 +532,11 @@ impl<'b> ClassBuilder<'b> {
         }
     }
 
-    /// Reads what the GPU holds. What cannot be understood stays as it is, and nothing is cut
-    /// around it.
+    /// Reads the slices of the GPU. Slices that are not valid stay, and the GPU is not
+    /// repartitioned.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
-        // Of several complaints one is told, and always the same one.
+        // Only one problem is reported. The smallest is chosen, so that the report does not depend
+        // on the order.
         let mut wrong: Option<String> = None;
         let mut reject = |reason: String| {
             wrong = Some(wrong.take().map_or(reason.clone(), |other| other.min(reason)));

@@ -1,5 +1,5 @@
-//! One GPU: what it holds, what it may become, and what becomes of it when pods want something of
-//! it.
+//! One GPU: its slices, the partitions it can have, and the partition that serves a set of demands
+//! best.
 use std::cmp::Ordering;
 use std::rc::Rc;
 
@@ -7,48 +7,49 @@ use crate::device::{Families, Family};
 use crate::mig::{Instance, Mask, Table};
 use crate::mps::MAX_CLIENTS;
 
-/// A resource by its index in the model, which orders them by name.
+/// A resource, as its index in the model. Indices follow the order of names.
 pub(crate) type ResourceId = u16;
 
-/// What a resource is, as its name says.
+/// Kind of a resource, as its name says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Whole,
     Mig,
-    /// A slice of so many GiB.
+    /// A slice of this many GiB.
     Sized(u64),
-    /// Shares or replicas: what one pod asks for is of one GPU or MIG instance.
+    /// Shares or replicas. All that one pod requests are of one GPU or MIG instance.
     Shares,
 }
 
-/// What one pod wants of one GPU: one slice, or some shares.
+/// What one pod requests of one GPU: one slice, or some shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Demand {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// Shares; 1 of anything else.
+    /// Number of shares. 1 for any other kind.
     pub(crate) units: u32,
 }
 
-/// Equal slices at one place.
+/// Equal slices at one place of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Cell {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// The MIG instance that it is, or is a share of.
+    /// The MIG instance that the slice is, or is a share of.
     pub(crate) instance: Option<Instance>,
     pub(crate) count: u32,
 }
 
-/// Sharing inside MIG instances.
+/// How MIG instances are shared.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct InstanceSharing {
     pub(crate) units: u32,
-    /// The one name of all shares; none where the name says the profile.
+    /// Resource of the shares of every profile. `None` if the resource's name has the profile in
+    /// it.
     pub(crate) resource: Option<ResourceId>,
 }
 
-/// A table of MIG profiles that many classes use; compared by its number.
+/// A table of MIG profiles that many classes use. Compared by its id.
 #[derive(Debug, Clone)]
 pub(crate) struct Shared {
     pub(crate) id: u32,
@@ -75,68 +76,65 @@ impl Ord for Shared {
     }
 }
 
-/// All that planning needs to know of a GPU. GPUs that agree in this are planned alike, whatever
-/// they are called.
+/// Everything that planning needs to know about a GPU. GPUs of one class are planned alike.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class {
-    /// Ways in which it may be cut anew; none for a GPU that stays as it is.
+    /// Families that it can be repartitioned to. Empty for a GPU that must stay as it is.
     pub(crate) families: Families,
-    /// MiB.
+    /// Memory in MiB.
     pub(crate) memory: u64,
-    /// MPS shares that it can be cut into, and their name.
+    /// Resource and number of the MPS shares that it can have.
     pub(crate) shares: Option<(ResourceId, u32)>,
-    /// Whether sized slices may be cut.
+    /// Whether it can have sized slices.
     pub(crate) sizes: bool,
-    /// Replicas that it can have, and their name.
+    /// Resource and number of the replicas that it can have.
     pub(crate) replicas: Option<(ResourceId, u32)>,
     pub(crate) instance_sharing: Option<InstanceSharing>,
-    /// Resource of each MIG profile, and of a share of it.
+    /// Resource of each MIG profile, and of a share of its instances.
     pub(crate) mig: Vec<(ResourceId, u8)>,
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
     pub(crate) table: Option<Shared>,
-    /// In use: these stay.
+    /// Slices in use. They stay.
     pub(crate) in_use: Vec<Cell>,
-    /// Not in use.
+    /// Slices not in use.
     pub(crate) free: Vec<Cell>,
 }
 
-/// What a GPU becomes when some pods want something of it.
+/// Partition of a GPU that serves a set of demands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Packed {
-    /// Slices not in use before: those that the pods will take, and those that stay free.
+    /// Slices not in use yet: those that the pods will take, and those that stay free.
     pub(crate) free: Vec<Cell>,
     pub(crate) changed: bool,
-    /// Free slices that are no more.
+    /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// What the rest is worth to pods to come: less is closer to full.
+    /// Value of the free rest to future pods. The fuller the GPU, the lower.
     pub(crate) worth: i64,
-    /// Taken of its memory and compute, in 65,536ths, rounded down.
+    /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: Usage,
 }
 
-/// Parts of a GPU in 65,536ths.
+/// Memory and compute as parts of a GPU, in 65,536ths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) memory: u32,
     pub(crate) compute: u32,
 }
 
-/// All of a GPU.
+/// A whole GPU in 65,536ths.
 pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
-/// A GPU that nobody uses is worth this much more than what could be cut of it: it may be wanted
-/// whole, or in another mode.
+/// Additional value of an unused GPU: pods can request it whole or in another mode.
 const IDLE_WORTH: i64 = 2000;
 const FULL_WORTH: u64 = 1000;
 
 impl Class {
-    /// Whether what it holds can be true.
+    /// Whether the slices can exist on one GPU.
     pub(crate) fn consistent(&self) -> Result<(), String> {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
-            // A slice of a mode that the policy no longer allows has no family here, and is simply
-            // there.
+            // A slice of a mode that the policy no longer allows has no family here. It may stay.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
@@ -151,7 +149,7 @@ impl Class {
         Ok(())
     }
 
-    /// What becomes of the GPU when pods want these of it; none where it cannot be.
+    /// The best partition that serves all demands. `None` if there is none.
     pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
         if self.stays(demands) {
             return Some(self.packed(self.free.clone(), demands));
@@ -160,7 +158,7 @@ impl Class {
         Some(self.packed(free, demands))
     }
 
-    /// The name of a MIG profile.
+    /// Name of a MIG profile.
     pub(crate) fn profile_name(&self, profile: u8) -> Option<String> {
         self.table()?.name(profile).map(str::to_owned)
     }
@@ -181,7 +179,7 @@ impl Class {
         Packed { changed: free != self.free, destroyed, free, worth, used }
     }
 
-    /// Whether the slices that exist serve.
+    /// Whether the existing slices serve the demands without a repartition.
     fn stays(&self, demands: &[Demand]) -> bool {
         if demands.iter().any(|demand| demand.kind == Kind::Whole) {
             let listed = self.free.iter().any(|cell| cell.kind == Kind::Whole);
@@ -190,7 +188,7 @@ impl Class {
         }
         let mut rest: Vec<(Cell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
         let mut sorted = demands.to_vec();
-        // The largest groups of shares first, each where it leaves least.
+        // Place the largest groups of shares first, each where it leaves the least.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
         sorted.iter().all(|demand| take(&mut rest, demand).is_some())
     }
@@ -201,7 +199,7 @@ impl Class {
             .fold(Families::NONE, |families, cell| self.family_of(cell).map_or(families, |f| families.with(f)))
     }
 
-    /// The way of cutting that a slice is of; none for one that the policy no longer knows.
+    /// The family of a slice. `None` if the policy no longer allows the slice's mode.
     pub(crate) fn family_of(&self, cell: &Cell) -> Option<Family> {
         match cell.kind {
             Kind::Whole => Some(Family::Whole),
@@ -216,7 +214,7 @@ impl Class {
         }
     }
 
-    /// The way of cutting that gives this; none where no way of this GPU does.
+    /// The family that serves a demand. `None` if this GPU cannot serve it.
     pub(crate) fn family_for(&self, demand: &Demand) -> Option<Family> {
         let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
         let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);
@@ -261,7 +259,7 @@ impl Class {
         Some(vec![Cell { resource, kind: Kind::Shares, instance: None, count: free }])
     }
 
-    /// Memory in 1/n MiB, so that one of n shares is a whole number.
+    /// Memory in 1/n MiB, n being the number of shares, so that one share is a whole number.
     fn scaled_memory(&self, kind: Kind, count: u32) -> u128 {
         let units = u128::from(self.shares.map_or(1, |(_, units)| units));
         let one = match kind {
@@ -274,7 +272,7 @@ impl Class {
     fn repartition_mps(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let units = self.shares.map_or(1, |(_, units)| units);
         let mut room = (u128::from(self.memory)) * u128::from(units);
-        // Each slice may have a client of its own, and the server takes no more clients than this.
+        // Each slice may have a client, and the server limits the number of clients.
         let mut clients = MAX_CLIENTS;
         let mut take = |kind: Kind, count: u32| -> Option<()> {
             room = room.checked_sub(self.scaled_memory(kind, count))?;
@@ -299,7 +297,7 @@ impl Class {
             return None;
         }
 
-        // What was free stays where there is room: most slices first, so the smallest.
+        // Keep free slices where there is room: the smallest first, which keeps most of them.
         let mut spare: Vec<Cell> = Vec::new();
         for cell in &self.free {
             let Kind::Sized(_) = cell.kind else { continue };
@@ -342,8 +340,7 @@ impl Class {
             let all = found.placed.iter().chain(&found.kept);
             return Some(all.filter_map(|&instance| self.free_cell(instance, &self.mig, Kind::Mig, 1)).collect());
         };
-        // Shares: first of instances that are in_use anyway, then of others, each of which gives
-        // `units`.
+        // Place shares on instances in use first, then on new ones, each with `units` shares.
         let mut partly: Vec<(Cell, u32)> = self
             .free
             .iter()
@@ -371,8 +368,7 @@ impl Class {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// The cell of an instance that nobody holds: as it is where it exists, else as it will be
-    /// made.
+    /// The slices of an instance that no pod uses: the existing ones, or those that it will have.
     fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
         if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
             return Some(*cell);
@@ -381,7 +377,7 @@ impl Class {
         Some(Cell { resource: *resource, kind, instance: Some(instance), count })
     }
 
-    /// MIG instances that somebody holds (a share of), and those that nobody does.
+    /// MIG instances with slices in use, and those without.
     fn instances(&self) -> (Vec<Instance>, Vec<Instance>) {
         let mut in_use: Vec<Instance> = self.in_use.iter().filter_map(|cell| cell.instance).collect();
         in_use.sort_unstable();
@@ -411,8 +407,8 @@ impl Class {
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
-    /// What is left of what there was, on a scale that rises faster than the room does, and what is
-    /// taken.
+    /// Value left, the total value, and the parts in use. The value falls faster than the free
+    /// memory does.
     fn measure_partition(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Usage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
@@ -444,7 +440,7 @@ impl Class {
         (left.saturating_mul(left) / all.max(1), all, part(used, all))
     }
 
-    /// The memory slices that pods hold or will hold, as places; and the parts of the GPU that they
+    /// The memory slices that pods use or will use as a mask, and the parts of the GPU that they
     /// are.
     fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
         let (in_use, _) = self.instances();
@@ -471,8 +467,8 @@ impl Class {
         (mask, used)
     }
 
-    /// The least part of this GPU that a demand takes, in 65,536ths, rounded down; none where no
-    /// way of cutting it gives that.
+    /// The smallest part of this GPU that a demand takes, in 65,536ths, rounded down. `None` if
+    /// this GPU cannot serve the demand.
     pub(crate) fn weight(&self, demand: &Demand) -> Option<Usage> {
         let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         let existing = self.free.iter().any(|cell| cell.resource == demand.resource);
@@ -492,7 +488,7 @@ impl Class {
                 let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
                 Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
             }
-            // A share of an instance may cost nothing: the instance may be there for another.
+            // A share of an instance may take nothing more: the instance can exist for another pod.
             Some(Family::Mig) if demand.kind == Kind::Shares => Some(Usage::default()),
             Some(Family::Mig) => {
                 let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
@@ -503,8 +499,8 @@ impl Class {
     }
 }
 
-/// Takes a demand out of cells with so many left each, where it leaves least; the index of the
-/// cell.
+/// Takes a demand from the cell that it leaves the least of. Each cell comes with the number of
+/// slices left in it. Returns the cell's index.
 fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));
@@ -514,7 +510,7 @@ fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     Some(at)
 }
 
-/// Sorts, and joins equal ones.
+/// Sorts cells and joins equal ones.
 pub(crate) fn merge(cells: &mut Vec<Cell>) {
     cells.sort_unstable();
     cells.dedup_by(|next, first| {

@@ -1,8 +1,7 @@
-//! From a snapshot to a plan.
+//! Makes a plan for a snapshot.
 //!
-//! The order of everything is written down in `docs/explanation/planning.md`; nothing here depends
-//! on the order of nodes, GPUs or map entries in the snapshot, and pods come in the order of their
-//! arrival.
+//! `docs/explanation/planning.md` describes the order of all decisions. No result depends on the
+//! order of nodes, GPUs or map entries in the snapshot. Pods are placed in order of arrival.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -18,55 +17,55 @@ use crate::search::{Part, Score, search};
 use crate::snapshot::{Slice, Snapshot};
 use crate::states::{StateId, States};
 
-/// What every GPU shall be, and which pod goes where.
+/// The partition of every GPU, and the place of every pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
-    /// Some GPU is cut anew.
+    /// Whether any GPU is repartitioned.
     pub changed: bool,
     /// All GPUs, by node and index.
     pub gpus: Vec<GpuPlan>,
     /// Pods with a place, in order of arrival.
     pub placements: Vec<Placement>,
-    /// Pods without one, in order of arrival.
+    /// Pods without a place, in order of arrival.
     pub unplaced: Vec<Unplaced>,
 }
 
-/// What one GPU shall be.
+/// The planned partition of one GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuPlan {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// The GPU.
+    /// UUID of the GPU.
     pub uuid: String,
-    /// It is cut anew.
+    /// Whether the GPU is repartitioned.
     pub changed: bool,
-    /// How it shall be cut.
+    /// Kind of partition.
     pub mode: Family,
-    /// Its slices, those in use among them. An empty list is a whole GPU.
+    /// All slices of the GPU, including those in use. An empty list is a whole GPU.
     pub slices: Vec<Slice>,
 }
 
-/// Where one pod goes.
+/// The place of one pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Placement {
-    /// The pod.
+    /// Name of the pod.
     pub pod: String,
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// UUIDs of the GPUs that it gets something of.
+    /// UUIDs of the GPUs that the pod gets slices of.
     pub gpus: Vec<String>,
-    /// What it gets of which.
+    /// The slices that the pod gets of each GPU.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub takes: Vec<Take>,
-    /// Why there.
+    /// Why the pod is placed there.
     #[serde(default)]
     pub reason: String,
 }
 
-/// Something that a pod gets of a GPU.
+/// Equal slices of one GPU that a pod gets.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Take {
@@ -74,7 +73,7 @@ pub struct Take {
     pub gpu: String,
     /// The extended resource.
     pub resource: String,
-    /// Slices or shares.
+    /// Number of slices or shares.
     pub count: u32,
 }
 
@@ -82,36 +81,37 @@ pub struct Take {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Unplaced {
-    /// The pod.
+    /// Name of the pod.
     pub pod: String,
-    /// Why, for its owner.
+    /// Why no node can take it, for the pod's owner.
     pub reason: String,
 }
 
-/// A plan and the reasons for it.
+/// A plan and its explanation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Planned {
-    /// What shall be.
+    /// The plan.
     pub plan: Plan,
-    /// Why.
+    /// The explanation.
     pub report: Report,
 }
 
-/// Parts of the cluster up to this many pods and GPUs are searched exactly.
+/// Parts of the cluster with at most this many pods and GPUs are searched exactly.
 const SMALL_PODS: usize = 24;
 const SMALL_GPUS: usize = 32;
 
-/// Look-ups that may be spent on moving pods aside, in the whole plan: so many, and so many for
+/// Maximum number of look-ups for moving pods in a whole plan: a fixed number, and a number for
 /// each pod.
 const MOVING_WORK: u64 = 200_000;
 const MOVING_WORK_PER_POD: u64 = 300;
-/// And for one attempt at a part that is searched exactly afterwards.
+/// Maximum number of look-ups for moving pods in one attempt at a part that is searched exactly
+/// afterwards.
 const SMALL_MOVING_WORK: u64 = 10_000;
 
-/// Plans: which GPUs are cut into what, and which waiting pod goes where.
+/// Plans the partition of each GPU and the place of each pending pod.
 ///
-/// Most pods of the highest priority, then of the next. Slices in use stay. GPUs that need no
-/// change get none.
+/// The plan places the most pods of the highest priority, then the most of the next priority.
+/// Slices in use stay. A GPU is repartitioned only if a pod needs it.
 pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
@@ -148,15 +148,15 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     Planned { plan, report }
 }
 
-/// What may still be spent, in steps.
+/// Remaining steps.
 struct Budget {
     moving: u64,
     steps: u32,
     each: u32,
 }
 
-/// For each group of pods: the nodes that could take one if no other waited, and the least of a GPU
-/// that one takes.
+/// Finds for each group of pods the nodes that could take one if no other pod were pending, and the
+/// smallest part of a GPU that one takes.
 fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Assignment) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);
@@ -192,7 +192,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
     }
 }
 
-/// The least part of a GPU that a demand takes, whichever GPU it is.
+/// The smallest part of a GPU that a demand takes, over all classes of GPUs.
 fn least(states: &States, demand: &Demand) -> Usage {
     let parts = || states.classes().iter().filter_map(|class| class.weight(demand));
     Usage {
@@ -201,7 +201,7 @@ fn least(states: &States, demand: &Demand) -> Usage {
     }
 }
 
-/// The node that stands for all that one is joined with.
+/// The node that represents all nodes joined with this one.
 fn leader_of(leader: &mut [u32], of: u32) -> u32 {
     let mut at = of;
     while let Some(&next) = leader.get(at as usize)
@@ -215,8 +215,8 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
     at
 }
 
-/// The parts of the cluster between which no pod could choose, each with its groups. Nodes that no
-/// pod could use are in none.
+/// Divides the cluster into parts with their groups, such that no pod can be placed in two parts.
+/// Nodes that no pod can use are in no part.
 fn parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
@@ -275,7 +275,7 @@ fn solve(
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
         for rule in [Rule::Stay, Rule::Any] {
-            // Where every pod has a place, only changes are at stake.
+            // If every pod has a place, only the number of repartitioned GPUs can improve.
             let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
             let steps = worth.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);
@@ -290,7 +290,7 @@ fn solve(
     }
 }
 
-/// Of equal pods, those that came first get the places.
+/// Gives the places of equal pods to those that arrived first.
 fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
     for group in &model.groups {
         let mut locations: Vec<Location> = group

@@ -1,4 +1,4 @@
-//! Why each pod is where it is, or why nowhere, in words for its owner.
+//! Explains to each pod's owner why the pod is where it is, or why it has no place.
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
@@ -11,52 +11,52 @@ use crate::partition::{Demand, Kind};
 use crate::snapshot::Snapshot;
 use crate::states::{StateId, States};
 
-/// Reasons for a plan.
+/// Explanation of a plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
-    /// By pod, in order of arrival.
+    /// Pods in order of arrival.
     pub pods: Vec<PodReport>,
-    /// Nodes and GPUs that are left out of the plan or kept as they are, though nobody asked for
-    /// that.
+    /// Nodes and GPUs that are left out of the plan or not repartitioned, although no policy asks
+    /// for that.
     pub nodes: Vec<NodeReport>,
 }
 
-/// What became of a pod.
+/// Explanation for one pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodReport {
-    /// The pod.
+    /// Name of the pod.
     pub pod: String,
-    /// It has a place.
+    /// Whether the pod has a place.
     pub placed: bool,
-    /// Why it is there, or why nowhere.
+    /// Why the pod is there, or why it has no place.
     pub reason: String,
 }
 
-/// What takes no part in the plan.
+/// A node or GPU that is left out of the plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeReport {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// UUID of the GPU; none where it is the whole node.
+    /// UUID of the GPU. `None` if it is the whole node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
-    /// Why.
+    /// Why it is left out.
     pub reason: String,
 }
 
-/// Reasons that one pod is told, each for some nodes.
+/// Maximum number of reasons in one pod's explanation. Each covers some nodes.
 const MAX_REASONS: usize = 6;
 
-/// A plan that is made, and what it was made of.
+/// A finished plan and its input.
 pub(crate) struct Cluster<'r, 'a> {
     pub(crate) model: &'r Model<'a>,
     pub(crate) snapshot: &'r Snapshot,
-    /// Without the waiting pods.
+    /// The assignment without the pending pods.
     pub(crate) empty: &'r Assignment,
-    /// With them.
+    /// The assignment with the pending pods.
     pub(crate) assignment: &'r Assignment,
 }
 
@@ -69,7 +69,7 @@ impl Cluster<'_, '_> {
 pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
     let &Cluster { model, snapshot, assignment, .. } = cluster;
     let mut report = Report::default();
-    // Pods of one group wait for one reason.
+    // All pods of a group have the same reason.
     let mut waiting: BTreeMap<u32, String> = BTreeMap::new();
     for (index, pod) in snapshot.pods.iter().enumerate() {
         let location = assignment.locations.get(index).and_then(Option::as_ref);
@@ -138,7 +138,7 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
         let reason = obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // What holds for most nodes first; of equals, the first node's.
+    // The reason that holds for most nodes comes first. Of equal ones, the first node's.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
     let told = reasons.len().min(MAX_REASONS);
@@ -157,7 +157,7 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
     format!("No node can take it. {}.", texts.join("; "))
 }
 
-/// What keeps a pod of a group from a node.
+/// Why pods of a group cannot be placed on a node.
 fn obstacle(
     cluster: &Cluster<'_, '_>,
     states: &mut States,
@@ -215,7 +215,7 @@ fn obstacle(
     others(cluster, group, index)
 }
 
-/// Who has the room of a node that could otherwise take the pod.
+/// Names the pods that took the room of a node which could otherwise take the pod.
 fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
@@ -238,7 +238,7 @@ fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     }
 }
 
-/// Thousandths as a number.
+/// Formats thousandths as a number.
 fn amount(milli: u64) -> String {
     if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") }
 }

@@ -1,8 +1,8 @@
-//! The search for small parts of a cluster: every way, as far as it can matter.
+//! Exact search for small parts of a cluster. It tries every assignment that can be better.
 //!
-//! Depth first over the pods, the highest priority first. A branch ends where even placing all that
-//! is left could not be better than the best known, and where the same GPUs were met in the same
-//! states before.
+//! The search is depth first over the pods, highest priority first. It cuts a branch if placing all
+//! remaining pods would not be better than the best known assignment, or if it met the same states
+//! of the GPUs before.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Location, Rule, group, step};
@@ -10,15 +10,15 @@ use crate::model::Model;
 use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
 
-/// How good a set of placements is: pods placed by priority, the highest first, then GPUs left as
-/// they are.
+/// How good an assignment is: pods placed by priority, highest first, then GPUs that are not
+/// repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     pub(crate) placed: Vec<u32>,
     pub(crate) unchanged: u32,
 }
 
-/// A part of the cluster that has nothing to do with the rest.
+/// A part of the cluster that shares no pod's candidate nodes with the rest.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     pub(crate) nodes: Vec<u32>,
@@ -38,7 +38,7 @@ impl Part {
         self.nodes.iter().filter_map(|&node| model.node(node)).flat_map(|node| node.gpus.clone())
     }
 
-    /// The priorities of its pods, the highest first.
+    /// The priorities of the part's pods, highest first.
     fn levels(&self, model: &Model<'_>) -> Vec<i32> {
         let mut levels: Vec<i32> = self
             .groups
@@ -51,7 +51,7 @@ impl Part {
         levels
     }
 
-    /// The score if every pod were placed and nothing changed.
+    /// The score if every pod is placed and no GPU is repartitioned.
     pub(crate) fn ideal(&self, model: &Model<'_>) -> Score {
         let levels = self.levels(model);
         let mut placed = vec![0; levels.len()];
@@ -80,10 +80,10 @@ impl Part {
     }
 }
 
-/// What a search found: something better than what it was given, if anything.
+/// Result of a search: an assignment that is better than the given one, if there is one.
 pub(crate) struct Found {
     pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
-    /// Steps taken.
+    /// Number of steps used.
     pub(crate) steps: u32,
 }
 
@@ -95,7 +95,7 @@ struct Search<'s, 'a> {
     nodes: &'s [u32],
     pods: Vec<u32>,
     level_of: Vec<usize>,
-    /// By node of the part: nodes with equal numbers may stand for each other.
+    /// Number for each node of the part. Nodes with one number are interchangeable.
     alike: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
@@ -106,11 +106,11 @@ struct Search<'s, 'a> {
     max_steps: u32,
 }
 
-/// Ways of spreading one pod's units over a node's GPUs that are tried.
+/// Maximum number of ways to spread one pod's units over a node's GPUs.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for placements better than `best`. `assignment` must have none of the part's pods on it, and
-/// has none afterwards.
+/// Searches for an assignment better than `best`. None of the part's pods may be placed in
+/// `assignment`, and none is afterwards.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
@@ -151,8 +151,8 @@ pub(crate) fn search(
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
-/// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted
-/// by the same pods.
+/// Gives equal nodes one number: same states of GPUs, same free resources, and candidates for the
+/// same pods.
 fn alike(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
@@ -195,7 +195,7 @@ impl Search<'_, '_> {
         let twin = |other: Option<&u32>| {
             other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
         };
-        // Of equal pods, if one cannot be worth placing, no later one is.
+        // If one of several equal pods is skipped, the later ones are skipped too.
         let forced = skipped && at.checked_sub(1).is_some_and(|before| twin(self.pods.get(before)));
         if !forced {
             for location in self.options(pod) {
@@ -225,7 +225,7 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Whether the best that can still come of this is better than what is known.
+    /// Whether the best possible continuation is better than the best known assignment.
     fn promising(&self, at: usize) -> bool {
         let mut room = (0_u64, 0_u64); // Of memory and of compute.
         let mut unchanged = 0;
@@ -236,7 +236,7 @@ impl Search<'_, '_> {
             room.1 += u64::from(WHOLE_GPU.saturating_sub(summary.used.compute));
             unchanged += u32::from(!summary.changed);
         }
-        // Rounding down each part could hide as much as this.
+        // Allow for the rounding down of each part.
         let slack = self.gpus.len() as u64 * 64;
         room = (room.0 + slack, room.1 + slack);
         let mut rest = at;
@@ -255,14 +255,14 @@ impl Search<'_, '_> {
             if most != best {
                 return most > best;
             }
-            // To be as good as the best here, at least this much goes.
+            // An assignment as good as the best known one takes at least this much at this level.
             room.0 = room.0.saturating_sub(weights.0.iter().take(more).sum());
             room.1 = room.1.saturating_sub(weights.1.iter().take(more).sum());
         }
         unchanged > self.best.unchanged
     }
 
-    /// What of the situation matters for what can still come.
+    /// The part of the state that determines the possible continuations.
     fn key(&self, at: usize, skipped: bool) -> Vec<u32> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
         for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
@@ -280,7 +280,7 @@ impl Search<'_, '_> {
         key
     }
 
-    /// Everywhere that a pod could go, the cheapest first; only one of those that are alike.
+    /// All places for a pod, cheapest first. Of interchangeable places, only one.
     fn options(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
@@ -311,7 +311,7 @@ impl Search<'_, '_> {
         options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// All ways, but for those that are alike, to spread units over a node's GPUs.
+    /// All ways to spread units over a node's GPUs. Of interchangeable ways, only one.
     fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
         let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
@@ -334,7 +334,7 @@ impl Search<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that end in the same states, on whichever GPU, are one.
+            // Ways that end in the same states are one, no matter which GPU has which state.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();
@@ -355,7 +355,7 @@ impl Search<'_, '_> {
     }
 }
 
-/// Sorts the weights; how many of them, the smallest first, the room holds at most.
+/// Sorts the weights. Returns how many of them fit into the room, smallest first.
 fn fill(weights: &mut [u64], mut room: u64) -> usize {
     weights.sort_unstable();
     let fits = |weight: &&u64| match room.checked_sub(**weight) {

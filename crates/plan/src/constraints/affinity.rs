@@ -7,15 +7,15 @@ use super::rules::{Match, PodAffinityTerm};
 use super::selector::{Labels, MOST_REQUIREMENTS};
 use crate::snapshot::Node;
 
-/// Topology domains (key, value) with what is in them.
+/// Topology domains: for each topology key, values of nodes.
 type Domains<'a> = BTreeMap<&'a str, BTreeSet<&'a str>>;
 
 fn contains(domains: &Domains<'_>, key: &str, value: &str) -> bool {
     domains.get(key).is_some_and(|values| values.contains(value))
 }
 
-/// What the subject's affinity and anti-affinity, and the anti-affinity of others, say of topology
-/// domains.
+/// The topology domains that the subject's affinity and anti-affinity, and the anti-affinity of its
+/// neighbours, require or exclude.
 #[derive(Debug)]
 pub(super) struct Affinity<'a> {
     /// The subject's affinity.
@@ -24,8 +24,8 @@ pub(super) struct Affinity<'a> {
     apart: &'a [PodAffinityTerm],
     /// Domains with a pod that matches all terms of the subject's affinity.
     attracting: Domains<'a>,
-    /// The subject may start a group: no pod in any domain matches its affinity, and it does so
-    /// itself.
+    /// Whether the subject may be the first of a group: no pod in any domain matches its affinity,
+    /// and the subject itself does.
     first: bool,
     /// Domains with a pod that matches a term of the subject's anti-affinity.
     avoided: Domains<'a>,
@@ -43,7 +43,7 @@ impl<'a> Affinity<'a> {
         Self { near, apart, attracting, first, avoided, repelling }
     }
 
-    /// Counts a neighbour for the subject's own terms.
+    /// Counts a neighbour for the terms of the subject.
     pub(super) fn count(
         &mut self,
         subject: &Subject<'a>,
@@ -123,7 +123,7 @@ impl<'a> Affinity<'a> {
     }
 }
 
-/// The topology domain of a term that a node is in; none for a node without the topology key.
+/// The topology domain of a node for a term. `None` if the node does not have the topology key.
 fn domain<'a>(term: &'a PodAffinityTerm, node: &'a Node) -> Option<(&'a str, &'a str)> {
     node.labels.get_key_value(&term.topology_key).map(|(key, value)| (key.as_str(), value.as_str()))
 }

@@ -1,4 +1,4 @@
-//! The reasons for which a pod may not go to a node.
+//! The reasons why a pod may not go to a node because of other pods.
 use super::selector::MOST_REQUIREMENTS;
 
 /// Why a pod may not go to a node.
@@ -6,42 +6,42 @@ use super::selector::MOST_REQUIREMENTS;
 pub enum Conflict {
     /// No pod of the node's domain matches the pod's affinity.
     PodAffinity {
-        /// Node label that makes the domain.
+        /// Node label that defines the domain.
         topology_key: String,
     },
     /// A pod of the node's domain matches the pod's anti-affinity.
     PodAntiAffinity {
-        /// Node label that makes the domain.
+        /// Node label that defines the domain.
         topology_key: String,
     },
-    /// A pod of the node's domain has anti-affinity to the pod. Which one is left out: it may be
-    /// another tenant's.
+    /// A pod of the node's domain has anti-affinity to the pod. It is not named, because it may
+    /// belong to another tenant.
     AntiAffinityOf {
-        /// Node label that makes the domain.
+        /// Node label that defines the domain.
         topology_key: String,
     },
-    /// The node's domain would have too many pods more than the one with the fewest.
+    /// The pod would exceed the maximum skew of its spread constraint.
     Spread {
-        /// Node label that makes the domain.
+        /// Node label that defines the domain.
         topology_key: String,
-        /// How many more there may be.
+        /// Maximum difference to the domain with the fewest pods.
         max_skew: i32,
     },
-    /// The node has no label that the pod's affinity or spread constraints need.
+    /// The node does not have a topology label that the pod's affinity or spread constraints need.
     NoTopologyKey {
         /// The label.
         topology_key: String,
     },
-    /// Another pod takes a host port of the pod.
+    /// Another pod uses a host port of the pod.
     HostPort(u16),
     /// A volume of the pod cannot be used from the node.
     Volume,
-    /// The pod has more than [`MOST_REQUIREMENTS`].
+    /// The pod's rules exceed [`MOST_REQUIREMENTS`].
     TooManyRules,
 }
 
 impl Conflict {
-    /// Whether it can pass when other pods come or go.
+    /// Whether the conflict can end when other pods come or go.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::PodAffinity { .. }

@@ -1,20 +1,19 @@
-//! Which nodes a pod may run on, given the pods that are there: kube-scheduler's required rules
-//! between pods.
+//! Decides which nodes a pod may run on beside the pods that are there, by kube-scheduler's
+//! required rules between pods.
 //!
-//! A [`Judge`] reads the nodes and the pods once for one pod, the [`Subject`], and then answers for
-//! each node. It follows the scheduler's plugins `InterPodAffinity` (required terms only),
-//! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts` and the part of `VolumeBinding` that is
-//! about bound volumes. Node selector, node affinity and taints are those of
-//! [`scheduling`](crate::scheduling) and are not asked here.
+//! A [`Judge`] reads the nodes and pods once for one pod, the [`Subject`], and then answers for
+//! each node. It implements the scheduler's plugins `InterPodAffinity` (required terms only),
+//! `PodTopologySpread` (`DoNotSchedule` only), `NodePorts`, and `VolumeBinding` for bound volumes.
+//! [`scheduling`](crate::scheduling) covers node selector, node affinity and taints.
 //!
 //! # Cost
 //!
 //! [`Judge::new`] makes at most [`MOST_REQUIREMENTS`] comparisons for each node and twice as many
-//! for each neighbour. A subject with more rules is refused everywhere
+//! for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). Of a neighbour's anti-affinity and host ports, only those up to
-//! the limit count. Nodes and pods are read only where a rule needs them: a pod without rules, in a
-//! cluster without anti-affinity to it, reads only the neighbours with anti-affinity or host ports.
-//! [`Judge::refuse`] looks up each of the subject's rules once.
+//! the limit count. Nodes and pods are read only if a rule needs them: for a pod without rules,
+//! only the neighbours with anti-affinity or host ports are read. [`Judge::refuse`] looks up each
+//! of the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -34,7 +33,7 @@ pub use selector::{LabelSelector, Labels, MOST_REQUIREMENTS};
 use crate::scheduling;
 use crate::snapshot::{Node, NodeSelectorTerm};
 
-/// What the rules say of one pod in one state of the cluster.
+/// Answers for one pod in one state of the cluster.
 #[derive(Debug)]
 pub struct Judge<'a> {
     volumes: &'a [Vec<NodeSelectorTerm>],
@@ -45,16 +44,15 @@ pub struct Judge<'a> {
 }
 
 impl<'a> Judge<'a> {
-    /// Counts pods for a subject.
+    /// Counts the pods of the cluster for a subject.
     ///
-    /// - `nodes` are all nodes of the cluster, not only those with GPUs. Each name is there once.
-    /// - `all` are all pods on them except the subject. Read only if the subject has affinity,
-    ///   anti-affinity or spread constraints.
-    /// - `repelling` are those of them whose rules [repel](Rules::repels). Others among them change
-    ///   nothing.
-    /// - `namespaces` returns the labels of a namespace. Where it does not know them, a namespace
-    ///   selector with requirements counts as no match for affinity and as a match for
-    ///   anti-affinity.
+    /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
+    /// - `all` are all pods on them except the subject. They are read only if the subject has
+    ///   affinity, anti-affinity or spread constraints.
+    /// - `repelling` are the pods among them whose rules [repel](Rules::repels). Others have no
+    ///   effect.
+    /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace
+    ///   selector with requirements does not match for affinity and matches for anti-affinity.
     pub fn new(
         subject: Subject<'a>,
         nodes: impl IntoIterator<Item = &'a Node>,
@@ -96,7 +94,7 @@ impl<'a> Judge<'a> {
         judge
     }
 
-    /// Whether the pod may go to a node now, and why not. A conflict that cannot pass comes first.
+    /// Checks whether the pod may go to a node now. Permanent conflicts are reported first.
     ///
     /// # Errors
     ///
@@ -105,7 +103,8 @@ impl<'a> Judge<'a> {
         if self.too_many {
             return Err(Conflict::TooManyRules);
         }
-        // Of a node, the scheduler compares only the labels here: a term on its name matches none.
+        // For volumes, the scheduler compares only labels: a term on the node's name matches no
+        // node.
         if !self.volumes.iter().all(|terms| scheduling::matches_any(terms, &node.labels, "")) {
             return Err(Conflict::Volume);
         }

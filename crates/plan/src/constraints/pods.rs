@@ -1,9 +1,9 @@
-//! The pods that the rules are applied to.
+//! The pods to which the rules apply.
 use super::rules::Rules;
 use super::selector::Labels;
 use crate::snapshot::{NodeSelectorTerm, Pod};
 
-/// A pod that is on a node, or has a reservation on one. A reservation on several nodes is one
+/// A pod on a node, or with a reservation on one. A pod with reservations on several nodes is a
 /// neighbour on each.
 #[derive(Debug, Clone, Copy)]
 pub struct Neighbour<'a> {
@@ -11,11 +11,12 @@ pub struct Neighbour<'a> {
     pub namespace: &'a str,
     /// Its labels.
     pub labels: &'a Labels,
-    /// The node's name. A neighbour on a node that [`Judge::new`] is not given only takes ports.
+    /// Name of the node. A neighbour on a node that is not passed to
+    /// [`Judge::new`](super::Judge::new) only uses ports.
     pub node: &'a str,
     /// Its rules. Only anti-affinity and ports are read.
     pub rules: &'a Rules,
-    /// It is being deleted. It still counts for affinity and ports, but not for spread.
+    /// Whether it is being deleted. It still counts for affinity and ports, but not for spread.
     pub terminating: bool,
 }
 
@@ -31,7 +32,7 @@ pub struct Subject<'a> {
     /// Its node selector, node affinity and tolerations, which decide which nodes count for spread
     /// constraints.
     pub pod: &'a Pod,
-    /// Required node affinity of each `PersistentVolume` that it mounts and that is bound. A volume
-    /// without terms can be used anywhere.
+    /// Required node affinity of each bound `PersistentVolume` that it mounts. A volume without
+    /// terms can be used on every node.
     pub volumes: &'a [Vec<NodeSelectorTerm>],
 }

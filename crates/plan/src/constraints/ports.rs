@@ -1,11 +1,11 @@
-//! Ports of the node that pods take.
+//! Host ports that pods use.
 use std::collections::BTreeMap;
 
 use super::pods::Neighbour;
 use super::rules::HostPort;
 use super::selector::MOST_REQUIREMENTS;
 
-/// Nodes on which a port of the subject is taken.
+/// Nodes on which another pod uses a port of the subject.
 #[derive(Debug, Default)]
 pub(super) struct Taken<'a> {
     wanted: BTreeMap<(&'a str, u16), Vec<&'a HostPort>>,
@@ -33,7 +33,7 @@ impl<'a> Taken<'a> {
         }
     }
 
-    /// A port of the subject that is taken on a node.
+    /// A port of the subject that another pod uses on the node.
     pub(super) fn on(&self, node: &str) -> Option<u16> {
         self.nodes.get(node).copied()
     }

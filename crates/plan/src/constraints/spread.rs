@@ -8,17 +8,17 @@ use super::selector::{LabelSelector, Labels};
 use crate::scheduling;
 use crate::snapshot::Node;
 
-/// One constraint with the pods of each of its domains.
+/// One constraint with the number of pods in each of its domains.
 #[derive(Debug)]
 struct Count<'a> {
     constraint: &'a SpreadConstraint,
-    /// Labels of the subject that selected pods must have: those of `matchLabelKeys`.
+    /// Labels of the subject that selected pods must have, from `matchLabelKeys`.
     common: Vec<(&'a String, &'a String)>,
-    /// Selected pods by the value of the topology key.
+    /// Number of selected pods by the value of the topology key.
     domains: BTreeMap<&'a str, i64>,
-    /// 1 where the subject is selected itself, otherwise 0.
+    /// 1 if the subject itself is selected, otherwise 0.
     own: i64,
-    /// Pods of the domain with the fewest.
+    /// Number of pods in the domain with the fewest.
     least: i64,
 }
 
@@ -28,20 +28,20 @@ impl Count<'_> {
             && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
     }
 
-    /// kube-scheduler counts no pods for a selector without requirements.
+    /// Whether the selector has no requirements. kube-scheduler counts no pods for it.
     fn counts_nothing(&self) -> bool {
         self.common.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
     }
 }
 
-/// How the pods that the subject's hard constraints select are spread.
+/// Counts of the pods that the subject's hard constraints select.
 #[derive(Debug, Default)]
 pub(super) struct Spread<'a> {
     counts: Vec<Count<'a>>,
 }
 
 impl<'a> Spread<'a> {
-    /// The constraints that can refuse a node, with nothing counted yet.
+    /// Creates the counts of the constraints that can refuse a node.
     pub(super) fn new(subject: &Subject<'a>) -> Self {
         let count = |constraint: &'a SpreadConstraint| {
             let keys = constraint.match_label_keys.iter();
@@ -57,8 +57,8 @@ impl<'a> Spread<'a> {
         self.counts.is_empty()
     }
 
-    /// Finds the domains: those of nodes that have every topology key and that the policies do not
-    /// leave out. Returns the nodes, with whether the subject's node affinity selects them and
+    /// Finds the domains: those of nodes with every topology key, except nodes that the policies
+    /// ignore. Returns these nodes, with whether the subject's node affinity selects them and
     /// whether it tolerates their taints.
     pub(super) fn domains(
         &mut self,
@@ -101,7 +101,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// Finds the domains with the fewest pods, once all neighbours are counted.
+    /// Finds the domains with the fewest pods. Call it after counting all neighbours.
     pub(super) fn finish(&mut self) {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);
@@ -138,8 +138,7 @@ pub(super) struct Eligible<'a> {
 }
 
 impl<'a> Eligible<'a> {
-    /// The domain of a constraint that the node is in; none where the constraint's policies leave
-    /// the node out.
+    /// The node's domain for a constraint. `None` if the constraint's policies ignore the node.
     fn domain(&self, constraint: &SpreadConstraint) -> Option<&'a str> {
         let left_out = constraint.honors_affinity() && !self.selected || constraint.honors_taints() && !self.tolerated;
         self.node.labels.get(&constraint.topology_key).filter(|_| !left_out).map(String::as_str)

@@ -1,37 +1,38 @@
-//! What a ledger is made of: observed nodes, and the claims of pods.
+//! The input of a ledger: observed nodes, and the claims of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::request::{Ask, Units};
 
-/// A time: seconds since a moment that the caller chooses and keeps, such as the Unix epoch.
+/// A time in seconds since a moment that the caller chooses and keeps, such as the Unix epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
-/// A pod that is on its way to a node, or on it and perhaps not served yet.
+/// The claim of a pod that was released, and that may not have been allocated all its units yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
-    /// What it asks for.
+    /// What the pod requests.
     pub asks: Vec<Ask>,
-    /// Where it may go.
+    /// Where the pod may go.
     pub place: Place,
-    /// What was noted for it when it was let through, by node: who hands units out follows that.
-    /// Where pods that ask for the same have swapped, what they have by that. Nothing for one that
-    /// came around the gate.
+    /// The reservations noted for the pod when it was released, by node. Agents allocate by them.
+    /// After a swap, these are the notes of the pod that it swapped with. Empty for a pod that
+    /// bypassed the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 
 /// Where a claim's pod may go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// To one of these nodes; units are held on each until the pod is bound to one, or the time has
-    /// come.
+    /// The pod may go to any of these nodes. Units are reserved on each until the pod is bound to
+    /// one, or the claim expires.
     OneOf {
         /// The nodes.
         nodes: BTreeSet<String>,
-        /// From when on nothing is held any more.
+        /// When the claim expires.
         expires: Moment,
     },
-    /// It is bound to this node: units are held until it is served or gone.
+    /// The pod is bound to this node. Units are reserved until they are allocated or the pod is
+    /// gone.
     Bound(String),
 }
 
@@ -44,59 +45,59 @@ impl Place {
     }
 }
 
-/// What was observed of a node.
+/// Observed state of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// GPU model, as pods name it; for the choice among nodes.
+    /// GPU model, as pods name it. It is used to choose among nodes.
     pub model: String,
-    /// What its devices have.
+    /// Devices of the node.
     pub devices: Vec<DeviceFacts>,
-    /// Who holds what of it: of pods with a claim, what they need not be kept any more.
+    /// Allocations on the node. A claim needs no reservation for what its pod has been allocated.
     pub allocations: Vec<Allocation>,
 }
 
-/// What a device has of one resource.
+/// Observed units of one resource on one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceFacts {
-    /// The GPU or MIG device.
+    /// UUID of the GPU or MIG device.
     pub device: String,
     /// The extended resource.
     pub resource: String,
-    /// Units that pods can be given: those that cannot serve are not counted.
+    /// Units that can be allocated. Unhealthy units do not count.
     pub capacity: u32,
-    /// Of these, units that pods hold, whoever they are.
+    /// Units that are allocated, to any pod.
     pub used: u32,
 }
 
-/// What a pod holds.
+/// Units of one device that a pod has been allocated.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Allocation {
-    /// The pod, by the same name as its claim.
+    /// The pod, by the same name as in its claim.
     pub pod: String,
     /// The extended resource.
     pub resource: String,
-    /// The device.
+    /// UUID of the device.
     pub device: String,
-    /// How many units.
+    /// Number of units.
     pub units: Units,
 }
 
-/// Units of one device that are kept for a pod of that size.
+/// Units of one device that are reserved for a pod that requests that many.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reservation {
     /// The extended resource.
     pub resource: String,
-    /// How many units.
+    /// Number of units.
     pub units: Units,
-    /// The device.
+    /// UUID of the device.
     pub device: String,
 }
 
-/// All that a ledger is made of.
+/// Everything that a ledger is built from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// Nodes as observed.
+    /// Observed nodes by name.
     pub nodes: BTreeMap<String, NodeFacts>,
-    /// Pods that were let through and may still want something.
+    /// Claims of released pods, by pod.
     pub claims: BTreeMap<String, Claim>,
 }

@@ -1,8 +1,9 @@
-//! Places for a pod, and why they could not be reserved.
+//! Places for a pod, and why they cannot be reserved.
 use super::facts::Reservation;
 use super::request::Ask;
 
-/// A place for all asks of a pod on one node: one device for each. Only [`Ledger::fit`] makes one.
+/// A place for all asks of a pod on one node, with one device for each ask. Only
+/// [`Ledger::fit`](super::Ledger::fit) and its variants create one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fit {
     pub(super) node: String,
@@ -10,40 +11,40 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// The node.
+    /// Name of the node.
     pub fn node(&self) -> &str {
         &self.node
     }
 
-    /// What is taken of which device: as many as there are asks.
+    /// The units that the pod takes of each device, one entry for each ask.
     pub fn takes(&self) -> &[Reservation] {
         &self.takes
     }
 }
 
-/// Places for a pod, the best first; at least one.
+/// Places for a pod, best first. There is at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fits {
     pub(super) asks: Vec<Ask>,
     pub(super) places: Vec<Fit>,
-    /// Nominations of this priority or a higher one were heeded.
+    /// Priority from which nominations were respected.
     pub(super) priority: i32,
 }
 
 impl Fits {
-    /// One for each node.
+    /// The places, one for each node.
     pub fn iter(&self) -> impl Iterator<Item = &Fit> {
         self.places.iter()
     }
 }
 
-/// Why a fit was not reserved. Nothing has changed.
+/// Why a fit was not reserved. The ledger has not changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// The pod has a claim already.
+    /// The pod already has a claim.
     #[error("the pod has a claim already: it is to be released first")]
     Claimed,
-    /// What the fit takes is not free any more.
+    /// Units of the fit are no longer free.
     #[error("what the fit takes is not free any more")]
     Stale,
 }

@@ -1,4 +1,4 @@
-//! Where on a node is kept what its claims lack.
+//! Decides on which devices of a node the units of its claims are reserved.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::facts::{Allocation, Claim, Reservation};
@@ -7,16 +7,16 @@ use super::pack::{pack, tightest};
 use super::request::{Ask, Units};
 use super::stock::Stock;
 
-/// A claim on a node.
+/// A pod's claim on one node.
 pub(super) struct Claimed<'a> {
     asks: &'a [Ask],
-    /// What was noted for it here.
+    /// The pod's notes for the node.
     noted: &'a [Reservation],
-    /// What its pod holds here.
+    /// The pod's allocations on the node.
     held: &'a [Allocation],
 }
 
-/// The claims of pods on a node, as many as pods.
+/// The claims of these pods on a node, one for each pod.
 pub(super) fn claimed<'a>(
     claims: &'a BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -44,7 +44,8 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
 }
 
 impl<'a> Claimed<'a> {
-    /// What its pod was not given of what was noted, as indices, and what it was given elsewhere.
+    /// Compares allocations with notes: returns the indices of notes without an allocation, and the
+    /// allocations without a note.
     fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
         let elsewhere = self.held.iter().filter(|part| {
@@ -56,9 +57,8 @@ impl<'a> Claimed<'a> {
     }
 }
 
-/// Pods that ask for the same may be given each other's places: then each has what was noted for
-/// the other. Where a pod was given a place that was noted for nobody, what was noted for it is
-/// nobody's.
+/// Swaps notes of pods that were allocated each other's units. A note is changed if its pod was
+/// allocated units elsewhere that were noted for no pod.
 pub(super) fn follow_swaps(
     claims: &mut BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
@@ -73,7 +73,7 @@ pub(super) fn follow_swaps(
     let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
     for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
-            // It may be what an earlier one has left to it.
+            // The note can come from a swap with an earlier pod.
             let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
             let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
             let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
@@ -91,7 +91,7 @@ pub(super) fn follow_swaps(
     put_notes(claims, node, changed);
 }
 
-/// Puts notes of pods on a node in the place of others.
+/// Replaces the notes of these pods on a node.
 pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes: Vec<(String, Vec<Reservation>)>) {
     for (pod, notes) in notes {
         if let Some(claim) = claims.get_mut(&pod) {
@@ -100,8 +100,8 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
     }
 }
 
-/// Notes by which all that claims lack has a place, whatever was noted; none where there is no such
-/// way.
+/// Notes by which all missing units of the claims have a place, regardless of the old notes. `None`
+/// if there are none.
 pub(super) fn notes_for_all(
     stocks: &BTreeMap<String, Stocks>,
     claimed: &[Claimed<'_>],
@@ -132,11 +132,12 @@ pub(super) fn notes_for_all(
     Some(notes)
 }
 
-/// Reserves anew all that claims lack; gives what no device has room for.
+/// Replaces all reservations of a node by those that its claims need. Returns the asks that no
+/// device has room for.
 pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut noted: Vec<&Reservation> = Vec::new();
-    // Where pods are that have been given a part of what they ask for: the rest belongs beside it.
+    // If a pod has been allocated a part of an ask, reserve the rest on the same device.
     let mut begun: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
         let (left, _) = one.compare_with_notes();
@@ -150,7 +151,7 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
             }
         }
     }
-    // Large ones first, because they are harder to place again.
+    // Large ones first, because they are harder to place elsewhere.
     noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
     for stock in stocks.values_mut().flat_map(BTreeMap::values_mut) {
         *stock = stock.cleared();
@@ -175,8 +176,8 @@ pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[
     short
 }
 
-/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one.
-/// What is left over is given back.
+/// Reserves these sizes, in descending order, on devices: all of them if possible, otherwise as
+/// many as fit one by one. Returns the sizes without a place.
 fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
     let mut order = |size: u32, free: &[u32]| {
@@ -205,14 +206,14 @@ fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
     left
 }
 
-/// What a pod lacks, and the device that it began on, if so.
+/// Units that a pod still needs, and the device on which a part of the ask is allocated.
 type Missing<'a> = (Units, Option<&'a str>);
 
-/// What a pod that asks for this and holds that still lacks, by resource.
+/// Units that a pod still needs, by resource.
 ///
-/// Each part that it holds settles an ask of its size; else the smallest larger one, which then
-/// lacks the rest: one ask can be several containers. What it holds beyond that, other than asked
-/// for, settles what there is.
+/// Each allocation settles an ask of its size. Otherwise it settles a part of the smallest larger
+/// ask, because one ask can be several containers. Any further allocation reduces the remaining
+/// asks, the largest first.
 pub(super) fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {

@@ -1,22 +1,29 @@
-//! The ledger: which units of which device are kept for pods that are on their way.
+//! The ledger: the units of each device that are free, used, and reserved for pods.
 //!
-//! A scheduler that adds units up over a node's GPUs cannot see which are together. So a pod is let
-//! through only when the ledger holds units of one device for each of its [`Ask`]s. What is held is
-//! keyed by (node, resource, size), not by pod: two pods that ask for the same may swap, and
-//! nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie
-//! where, a reservation.
+//! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
+//! pod is released only when the ledger has reserved units of one device for each of its [`Ask`]s.
+//! A [`Claim`] says what a released pod requests. A [`Reservation`] keeps units of a device.
+//! Reservations are kept by node, resource and size, not by pod: two pods with equal requests can
+//! swap their units.
 //!
-//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims
-//! still lack is wanted; what was noted for their pods stays where it was noted while it fits and
-//! is wanted; what is still missing gets a device, if one has room. Notes follow what pods were
-//! given: where one was given what was noted for another, they have swapped. There is no other
-//! history in it. So
-//! - there are never more units reserved on a device than are free (`stock.rs` has the one
-//!   subtraction, and the one way to add),
-//! - a ledger made anew from what was observed and the same notes equals the one that was lost,
-//!   while nobody is short ([`Ledger::rebuild`]).
+//! [`Ledger::observe`] and every other change apply one rule to a node:
 //!
-//! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
+//! 1. The claims on the node determine which units must be reserved: those that their pods request
+//!    and have not been allocated yet.
+//! 2. A reservation stays on the device that the pod's note names, while it fits there and is
+//!    needed.
+//! 3. Any other needed unit is reserved on a device with room, if there is one.
+//!
+//! Notes follow allocations: if a pod was allocated the units noted for another pod, the two notes
+//! are swapped. There is no other history. It follows that
+//!
+//! - the units reserved on a device never exceed its free units (`stock.rs` has the only
+//!   subtraction, and the only way to add a reservation),
+//! - a ledger rebuilt from observations and notes equals the lost one, unless a node is short of
+//!   units ([`Ledger::rebuild`]).
+//!
+//! The ledger does not know how a node allocates units, and it reads no clock: callers pass in the
+//! time.
 mod choose;
 mod containers;
 mod facts;
@@ -47,24 +54,24 @@ use stock::Stock;
 
 use crate::placement::Score;
 
-/// Who is on the way where, and what is kept for them.
+/// Free, used and reserved units of all nodes, and the claims of released pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
     nodes: BTreeMap<String, Node>,
     claims: BTreeMap<String, Claim>,
-    /// Nodes by what they have free.
+    /// Nodes by the free units of their devices.
     index: Index,
-    /// Claims by node, also by nodes that are not known.
+    /// Pods with a claim by node, including nodes that are not known.
     pods: BTreeMap<String, BTreeSet<String>>,
-    /// Room that is kept for pods while others leave, by pod.
+    /// Nominations by pod: room that is kept for a pod while others terminate.
     nominations: BTreeMap<String, Nomination>,
 }
 
 impl Ledger {
-    /// The ledger that facts make. What is claimed and was not noted is reserved too, if it can be.
+    /// Builds a ledger from facts. Claims without notes are reserved too, if there is room.
     ///
-    /// The facts have to be at least as new as what the lost ledger wrote: a pod that was let
-    /// through and is not among the claims loses what was held for it.
+    /// The facts must be at least as new as the writes of the lost ledger: a released pod that is
+    /// not among the claims loses its reservation.
     pub fn rebuild(facts: Facts) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in facts.claims {
@@ -77,31 +84,30 @@ impl Ledger {
         ledger
     }
 
-    /// Takes in what was observed of a node. Pods that hold what they asked for are not kept
-    /// anything any more.
+    /// Updates a node. Pods that have been allocated their units need no reservation any more.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
         self.nodes.insert(name.to_owned(), Node::of(facts));
         self.update_reservations(name);
     }
 
-    /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for
-    /// when it comes back.
+    /// Removes a node that is gone or unknown, with its reservations. Claims on it stay, in case it
+    /// comes back.
     pub fn forget(&mut self, name: &str) {
         self.nodes.remove(name);
         self.index.remove(name);
     }
 
-    /// Places for a pod on the nodes that it may go to, at most `most` and the best first.
+    /// Finds places for a pod on these nodes, at most `most`, best first.
     ///
-    /// Of one node, each ask goes where the score says it costs least, unless there would then be
-    /// no place for another; a place that there is is found. Nothing is taken yet. A pod that asks
-    /// for nothing fits everywhere.
+    /// On each node, every ask goes to the device with the best score, unless another ask would
+    /// then have no place. If a placement exists, it is found. Nothing is reserved. A pod without
+    /// asks fits on every node.
     ///
-    /// Room that is [nominated](Self::nominate) is not free, for whomever: [`Self::fit_for`] knows
-    /// whose turn it is.
+    /// [Nominated](Self::nominate) room is not free here. Use [`Self::fit_for`] for a pod with a
+    /// priority or a nomination.
     ///
     /// # Errors
-    /// Why it fits nowhere.
+    /// Why the pod fits nowhere.
     pub fn fit<'a, S: Score>(
         &self,
         asks: &[Ask],
@@ -112,11 +118,11 @@ impl Ledger {
         self.find(asks, (None, i32::MIN), nodes, most, score)
     }
 
-    /// As [`Self::fit`], for a pod to whom what is nominated for itself, or for pods of lower
-    /// priority, is free.
+    /// Like [`Self::fit`], but room that is nominated for this pod, or for pods of lower priority,
+    /// is free.
     ///
     /// # Errors
-    /// Why it fits nowhere.
+    /// Why the pod fits nowhere.
     pub fn fit_for<'a, S: Score>(
         &self,
         waiting: Waiting<'_>,
@@ -127,9 +133,9 @@ impl Ledger {
         self.find(waiting.asks, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
-    /// As [`Self::fit_for`] with [`Tightest`] on all nodes that `may` lets through, without asking
-    /// each node. It answers only where that is simple: of one ask, while nothing is nominated, and
-    /// where there is a place. Otherwise [`Self::fit_for`] knows more.
+    /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
+    /// every node. Returns `None` if the pod has several asks, if there are nominations, or if
+    /// there is no place: then call [`Self::fit_for`].
     pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
         let Waiting { asks, priority, .. } = waiting;
         let [ask] = asks else { return None };
@@ -183,10 +189,10 @@ impl Ledger {
         if places.is_empty() { Err(why) } else { Ok(Fits { asks: asks.to_vec(), places, priority }) }
     }
 
-    /// Holds all that the fits take, for a pod that may then be let through to these nodes.
+    /// Reserves the units of the fits for a pod, which may then be released to these nodes.
     ///
     /// # Errors
-    /// Nothing is held.
+    /// Nothing is reserved.
     pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), Refused> {
         if self.claims.contains_key(pod) {
             return Err(Refused::Claimed);
@@ -215,9 +221,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// A pod was bound to a node: what was held for it elsewhere is free. One that came around the
-    /// gate gets a claim, and units if there are. What was held for it on the node stays where it
-    /// is.
+    /// Records that a pod was bound to a node. Its reservations on other nodes are freed, and those
+    /// on the node stay. A pod that bypassed the gate gets a claim, and a reservation if there is
+    /// room.
     pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
@@ -233,7 +239,7 @@ impl Ledger {
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
-    /// A pod that somebody else has let through.
+    /// Adds the claim of a pod that the ledger did not release.
     pub fn adopt(&mut self, pod: &str, claim: Claim) {
         self.release(pod);
         let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
@@ -241,8 +247,8 @@ impl Ledger {
         nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
-    /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is
-    /// free when the node is observed without it.
+    /// Removes the claim of a pod that is gone or will not come, and frees its reservations. Units
+    /// that are allocated to it stay used until the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
@@ -252,14 +258,14 @@ impl Ledger {
         Some(claim)
     }
 
-    /// Pods that are not bound and whose time has come.
+    /// Pods that are not bound and whose claims have expired.
     pub fn overdue(&self, now: Moment) -> Vec<String> {
         let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
 
-    /// Keeps what is reserved for a pod that is not bound until another time. Nothing is released
-    /// meanwhile, so nobody else can take it.
+    /// Extends the claim of a pod that is not bound. Its reservations stay, so no other pod can
+    /// take the units.
     pub fn extend(&mut self, pod: &str, until: Moment) {
         if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
             *expires = until;
@@ -271,7 +277,7 @@ impl Ledger {
         self.claims.get(pod)
     }
 
-    /// Whether a pod that is bound has not been seen with all that it asks for.
+    /// Whether the pod is bound and has not been allocated all that it requests.
     pub fn is_unserved(&self, pod: &str) -> bool {
         let Some(Claim { asks, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
         let held = self.nodes.get(node).and_then(|node| node.held.get(pod)).map(Vec::as_slice).unwrap_or_default();
@@ -283,43 +289,46 @@ impl Ledger {
         &self.claims
     }
 
-    /// The nodes that are known.
+    /// Names of the known nodes.
     pub fn nodes(&self) -> impl Iterator<Item = &str> {
         self.nodes.keys().map(String::as_str)
     }
 
-    /// What is held on a node: by resource, then by device, then by size.
+    /// Reservations on a node by resource, device and size.
     pub fn reservations(&self, node: &str) -> Vec<Reservation> {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// What claims lack on a node and no device has room for. A pod that gets there is refused.
+    /// Asks of claims on a node that no device has room for. The kubelet rejects a pod with such an
+    /// ask.
     pub fn short(&self, node: &str) -> &[Ask] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
 
-    /// Capacity, use and reservations of a node's devices, for people.
+    /// Capacity, use and reservations of a node's devices, for reports.
     pub fn devices(&self, node: &str) -> Vec<DeviceUsage> {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Who has to leave so that the pod fits on one of the nodes that it may go to; none where
-    /// nobody's leaving would help.
+    /// Finds the pods to preempt so that the pod fits on one of these nodes. `None` if no
+    /// preemption helps.
     ///
-    /// Only pods of strictly lower priority leave, of which `holders` tells and of which the node
-    /// lists what they hold. Room that is reserved, and room that is nominated for others of the
-    /// same or higher priority, stays theirs; a node that is short of what is asked for has none to
-    /// give. What pods on their way out hold counts as free, so that nobody leaves for what comes
-    /// anyway, and asking again after the victims were told to go names nobody more.
+    /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
+    /// the node. Reserved units stay reserved. Room that is nominated for other pods of the same or
+    /// higher priority stays nominated. A node that is short of a requested resource is left out.
+    /// Units of terminating pods count as free. So no pod is preempted for units that become free
+    /// anyway, and calling this again after the victims were told to terminate names no further
+    /// victims.
     ///
-    /// Of one way to put the asks on devices, all that can stay do: protected pods first, then
-    /// those of higher priority, then those that run longer. Of all ways, the one is taken that has
-    /// fewest protected victims, then the lowest highest priority, the smallest sum of priorities,
-    /// the fewest victims, the latest start among the highest; then the first by names.
+    /// For each way to place the asks on devices, as many pods as possible stay: protected pods
+    /// first, then those of higher priority, then those that started earlier. The best way has the
+    /// fewest protected victims, then the lowest highest priority, the lowest sum of priorities,
+    /// the fewest victims, and the latest start among the victims of the highest priority. Of equal
+    /// ways, the first by name is chosen.
     ///
-    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about.
-    /// Of pods on a device that is to give nothing now, such as one that is not healthy, nothing is
-    /// to be told in `holders`: their leaving frees nothing.
+    /// Callers must not pass pods with `preemptionPolicy: Never`. They must leave pods on devices
+    /// that cannot serve, such as unhealthy ones, out of `holders`, because preempting these frees
+    /// no usable units.
     pub fn preempt<'a>(
         &self,
         waiting: Waiting<'_>,
@@ -332,14 +341,14 @@ impl Ledger {
         preempt::cheapest(waiting, nodes, holders)
     }
 
-    /// Keeps room for a pod: what is free there, and what will be. Takes the place of an earlier
+    /// Keeps room for a pod: units that are free, and units that will be. Replaces an earlier
     /// nomination.
     ///
-    /// Nothing is reserved: the nodes' agents know nothing of it, and no pod is let through for it.
-    /// Pods that were let through already go first.
+    /// Nominated units are not reserved: agents do not know about them, and no pod is released to
+    /// them. Released pods take precedence.
     ///
     /// # Errors
-    /// The pod has a claim: it was let through, and needs no other room.
+    /// The pod has a claim: it was released, and needs no nomination.
     pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
         if self.claims.contains_key(pod) {
             return Err(Refused::Claimed);
@@ -348,7 +357,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Nothing is kept for the pod any more. That is so too once it has a claim, or is released.
+    /// Removes the pod's nomination. A claim or a release of the pod removes it too.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }
@@ -358,8 +367,7 @@ impl Ledger {
         &self.nominations
     }
 
-    /// Units that are nominated for pods of this priority or a higher one, but not for this pod, by
-    /// node.
+    /// Units by node that are nominated for pods of this priority or a higher one, except this pod.
     fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
@@ -382,7 +390,7 @@ impl Ledger {
         self.claims.insert(pod, claim);
     }
 
-    /// Takes a claim out; the nodes are to be laid out again.
+    /// Removes a claim. The caller must update the reservations of its nodes.
     fn remove(&mut self, pod: &str) -> Option<Claim> {
         let claim = self.claims.remove(pod)?;
         for node in claim.place.nodes() {
@@ -400,8 +408,8 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Where pods have swapped and then gone, what is noted on others may not be what the lost
-    /// ledger held: a place for all is sought then, wherever notes are.
+    /// Finds new notes for a rebuilt node if the old ones leave a claim without a place. That can
+    /// happen if pods swapped units and then terminated.
     fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {
@@ -414,7 +422,7 @@ impl Ledger {
         self.update_reservations(name);
     }
 
-    /// The one rule: see the module's description.
+    /// Applies the rule of the module's description to a node.
     fn update_reservations(&mut self, name: &str) {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();

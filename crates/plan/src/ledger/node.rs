@@ -1,43 +1,43 @@
-//! One node: what its devices have, and what is reserved of them.
+//! One node: the units of its devices, and the reservations on them.
 use std::collections::BTreeMap;
 
 use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
 use super::request::{Ask, Units};
 use super::stock::Stock;
 
-/// What a device has, for people.
+/// Capacity, use and reservations of one resource on one device, for reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceUsage {
     /// The extended resource.
     pub resource: String,
-    /// The device.
+    /// UUID of the device.
     pub device: String,
-    /// Units that pods can be given.
+    /// Units that can be allocated.
     pub capacity: u32,
-    /// Of these, units that pods hold.
+    /// Units that are allocated.
     pub used: u32,
-    /// Units that are kept for pods on their way.
+    /// Units that are reserved for pods.
     pub reserved: u32,
-    /// Units that are neither.
+    /// Units that are neither allocated nor reserved.
     pub free: u32,
 }
 
-/// One resource of a node: stocks by device.
+/// The stocks of one resource by device.
 pub(super) type Stocks = BTreeMap<String, Stock>;
 
-/// A node as observed, and what is reserved on it.
+/// A node as it was observed, and the reservations on it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Node {
     pub(super) model: String,
-    /// By resource, then by device.
+    /// Stocks by resource, then by device.
     pub(super) stocks: BTreeMap<String, Stocks>,
-    /// What each pod holds here.
+    /// Allocations of each pod.
     pub(super) held: BTreeMap<String, Vec<Allocation>>,
-    /// What claims lack here and no device has room for.
+    /// Asks of claims that no device has room for.
     pub(super) short: Vec<Ask>,
 }
 
-/// Units by resource and device.
+/// Nominated units by resource and device.
 pub(super) type Nominated = BTreeMap<(String, String), u32>;
 
 impl Node {
@@ -45,7 +45,7 @@ impl Node {
         let mut held: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
         let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
         for DeviceFacts { device, resource, capacity, used } in facts.devices {
-            // Told twice, the worse counts.
+            // If a device is listed twice, the lower capacity and the higher use count.
             let amount = amounts.entry((resource, device)).or_insert((capacity, used));
             *amount = (amount.0.min(capacity), amount.1.max(used));
         }
@@ -91,7 +91,7 @@ impl Node {
         })
     }
 
-    /// The node as those see it for whom these units are not free.
+    /// The node for pods that may not use the nominated units: these count as reserved.
     pub(super) fn without(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
@@ -99,7 +99,7 @@ impl Node {
             if let Some(stock) = stock
                 && let Some(units) = Units::new(units.min(stock.free()))
             {
-                // It is no more than is free.
+                // At most the free units are reserved, so this succeeds.
                 let _ = stock.reserve(units);
             }
         }

@@ -1,11 +1,12 @@
-//! Who has to leave so that a pod of higher priority fits, and what is kept for it while they do.
+//! Decides which pods to preempt so that a pod of higher priority fits.
 //!
-//! Which pods leave is decided as kube-scheduler decides it, with one difference: it adds a node's
-//! GPUs up, so what it frees may lie on two of them and help nobody. Here each way to put the asks
-//! on devices is looked at by itself, and a pod leaves only for room on a device where an ask goes.
+//! Victims are chosen like kube-scheduler chooses them, with one difference. kube-scheduler adds up
+//! a node's GPUs, so the units that it frees may be on two GPUs and be of no use. Here each way to
+//! place the asks on devices is considered separately, and a pod is preempted only if it frees
+//! units on a chosen device.
 //!
-//! The room is then [nominated](Ledger::nominate): until the pod has it, pods of the same or lower
-//! priority do not see it as free.
+//! The room is then [nominated](super::Ledger::nominate): until the pod has it, pods of the same or
+//! lower priority do not see it as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,66 +17,66 @@ use super::pack::{pack, tightest};
 use super::request::Ask;
 use super::stock::Stock;
 
-/// Ways to put the asks on a node's devices that are compared. A pod of one container has as many
-/// as the node has devices.
+/// Maximum number of ways to place the asks on a node's devices. A pod of one container has one for
+/// each device.
 const MAX_OPTIONS: usize = 512;
-/// Steps of the search for them.
+/// Maximum number of steps of the search for these ways.
 const MAX_STEPS: usize = 20_000;
 
-/// A pod that waits.
+/// A pending pod.
 #[derive(Debug, Clone, Copy)]
 pub struct Waiting<'a> {
-    /// Its name, as in a [`Nomination`].
+    /// Its name, as in [`Ledger::nominate`](super::Ledger::nominate).
     pub pod: &'a str,
-    /// Its priority: it goes before lower ones.
+    /// Its priority. Higher priorities are placed first.
     pub priority: i32,
-    /// What it asks for.
+    /// What it requests.
     pub asks: &'a [Ask],
 }
 
-/// What has to be known of a pod that holds units, besides the units.
+/// Properties of a pod with allocations that decide whether it is preempted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holder {
     /// Its priority.
     pub priority: i32,
-    /// Since when it runs.
+    /// When it started.
     pub started: Moment,
-    /// A disruption budget has none left for it: it leaves only where nothing else helps.
+    /// Whether evicting it would violate a disruption budget. It is preempted only if nothing else
+    /// helps.
     pub protected: bool,
-    /// It is on its way out: what it holds will be free without any doing.
+    /// Whether it is terminating. Its units become free without preempting it.
     pub ending: bool,
 }
 
-/// Room that a pod gets, and who has to leave for it.
+/// Room for a pod, and the pods to preempt for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preemption {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// What is taken of which device: as many as there are asks.
+    /// The units that the pod takes of each device, one entry for each ask.
     pub takes: Vec<Reservation>,
-    /// Pods that have to leave, by name. None where what is free, or held by pods that are on their
-    /// way out, is enough.
+    /// Names of the pods to preempt. Empty if free units and those of terminating pods are enough.
     pub victims: Vec<String>,
 }
 
-/// Room that is kept for a pod while those that hold it leave.
+/// Room that is kept for a pod while its victims terminate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nomination {
-    /// The pod's priority: pods of higher priority may have the room all the same.
+    /// The pod's priority. Pods of higher priority can use the room.
     pub priority: i32,
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// Units by device.
+    /// The units by device.
     pub takes: Vec<Reservation>,
 }
 
-/// How good a preemption is, the least the best: protected victims; the highest priority among
-/// victims; the sum of their priorities; how many they are; of the highest, when the one began that
-/// has run longest, the later the better.
+/// Cost of a preemption, lower is better: the number of protected victims, the highest priority of
+/// the victims, the sum of their priorities, their number, and the earliest start among the victims
+/// of the highest priority, for which later is better.
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
-/// The cheapest preemption on one of these nodes, given with what is nominated on them; none where
-/// no preemption helps. Of equal ones, the first node's.
+/// The cheapest preemption on these nodes, each given with its nominated units. `None` if no
+/// preemption helps. Of equal ones, the first node's.
 pub(super) fn cheapest<'a>(
     waiting: Waiting<'_>,
     nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
@@ -96,29 +97,29 @@ pub(super) fn cheapest<'a>(
     best.map(|(_, preemption)| preemption)
 }
 
-/// A device, as to one resource that is asked for.
+/// One requested resource of a device.
 struct Slot<'a> {
     resource: &'a str,
     device: &'a str,
-    /// Units that are free once all have left who may be made to; below zero where even then more
-    /// is kept than there is.
+    /// Units that are free if all candidates are preempted. Negative if more units are reserved
+    /// than there are.
     most: i64,
 }
 
-/// A pod that may be made to leave.
+/// A pod that may be preempted.
 struct Candidate<'a> {
     pod: &'a str,
     holder: Holder,
-    /// What it holds, by slot.
+    /// Its units by slot.
     units: Vec<(usize, i64)>,
 }
 
-/// A node as one waiting pod sees it.
+/// A node from the point of view of one pending pod.
 struct NodeView<'a> {
     slots: Vec<Slot<'a>>,
-    /// In the order in which they may stay.
+    /// Candidates in the order in which they may stay.
     candidates: Vec<Candidate<'a>>,
-    /// Asks by resource and the largest first, with their place in the pod's list.
+    /// Asks by resource, largest first, with their indices in the pod's list.
     asks: Vec<(usize, &'a Ask)>,
 }
 
@@ -167,7 +168,7 @@ impl<'a> NodeView<'a> {
         Self { slots, candidates, asks }
     }
 
-    /// What each way costs: what is taken where, and who leaves.
+    /// All ways to place the asks: their costs, the units taken, and the victims.
     fn options(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
         self.assignments().into_iter().map(|slots| {
             let victims = self.victims(&slots);
@@ -188,12 +189,12 @@ impl<'a> NodeView<'a> {
         })
     }
 
-    /// A slot for each ask, in the order of `asks`, so that all would fit if all left who may be
-    /// made to. All such ways, up to a bound, without those that differ in which of equal asks goes
-    /// where.
+    /// All ways to place the asks on slots if all candidates were preempted, up to a limit: a slot
+    /// for each ask, in the order of `asks`. Ways that differ only in the order of equal asks are
+    /// one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // Where there are too many ways to look at, this one is among them.
+        // If there are too many ways to consider, this one is among them.
         let Some(one) = self.packed() else { return found };
         let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
@@ -232,7 +233,7 @@ impl<'a> NodeView<'a> {
         }
     }
 
-    /// One way in which all fit if all left who may be made to.
+    /// One way to place all asks if all candidates were preempted.
     fn packed(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.asks.len());
         for asks in self.asks.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
@@ -250,7 +251,7 @@ impl<'a> NodeView<'a> {
         Some(chosen)
     }
 
-    /// Who has to leave for this way: all that can stay do, in order.
+    /// The victims of one way: candidates stay in order, as long as they fit.
     fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
         for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
@@ -270,14 +271,15 @@ impl<'a> NodeView<'a> {
     }
 }
 
-/// Units that are free, or how many more are kept than there are.
+/// Free units. Negative if more units are reserved than there are.
 fn room(stock: &Stock) -> i64 {
     i64::from(stock.capacity()) - i64::from(stock.used()) - i64::from(stock.reserved())
 }
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {
     let highest = victims.iter().map(|victim| victim.holder.priority).max();
-    // None counts less than nothing, so that of two sums that with fewer is not the greater for it.
+    // Each victim counts at least 1, so that of two sums of the lowest priority the one with fewer
+    // victims is lower.
     let above_least = |victim: &&Candidate<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
     let of_highest = victims.iter().filter(|victim| Some(victim.holder.priority) == highest);
     (

@@ -1,13 +1,13 @@
-//! What pods request of devices.
+//! The requests of pods.
 use std::fmt;
 use std::num::NonZeroU32;
 
-/// Units of one resource, at least one.
+/// A number of units of one resource, at least one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Units(NonZeroU32);
 
 impl Units {
-    /// As many, unless that is none.
+    /// A number of units. `None` for 0.
     pub const fn new(units: u32) -> Option<Self> {
         match NonZeroU32::new(units) {
             Some(units) => Some(Self(units)),
@@ -15,7 +15,7 @@ impl Units {
         }
     }
 
-    /// How many.
+    /// The number.
     pub const fn get(self) -> u32 {
         self.0.get()
     }
@@ -27,11 +27,12 @@ impl fmt::Display for Units {
     }
 }
 
-/// Units that must be of one device. A pod that wants several devices asks several times.
+/// A request for units of one device. A pod that requests units of several devices has several
+/// asks.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ask {
     /// The extended resource.
     pub resource: String,
-    /// How many.
+    /// Number of units.
     pub units: Units,
 }
