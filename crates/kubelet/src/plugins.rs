@@ -1,4 +1,5 @@
-//! Keeps a set of resources served and registered: one task for the directory, one per resource.
+//! Keeps resources served and registered, with one task for the directory and one for each
+//! resource.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -18,65 +19,66 @@ use crate::server::{Served, Session, Streams};
 /// The resources to serve, by name.
 type Wanted = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
-/// Where to serve, and with how much patience.
+/// Directory and timings.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The kubelet's device plugin directory, an absolute path; see
     /// [`DEVICE_PLUGINS`](crate::DEVICE_PLUGINS).
     pub directory: PathBuf,
-    /// How long to wait for what.
+    /// Delays and deadlines.
     pub timings: Timings,
 }
 
 impl Config {
-    /// For a directory, with the usual patience.
+    /// A configuration with default timings.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self { directory: directory.into(), timings: Timings::default() }
     }
 }
 
-/// Delays that double from the first to the cap.
+/// Delays that double from the first one up to a cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
-    /// Before the second attempt.
+    /// Delay before the second attempt.
     pub first: Duration,
-    /// No delay is longer.
+    /// Maximum delay.
     pub cap: Duration,
 }
 
 impl Backoff {
-    /// The delay after so many failed attempts, counted from 0.
+    /// The delay after this number of failures, counted from 0.
     pub fn after(self, failures: u32) -> Duration {
         let factor = 2_u32.saturating_pow(failures);
         self.first.saturating_mul(factor).min(self.cap)
     }
 }
 
-/// How long to wait for what.
+/// Delays and deadlines.
 #[derive(Clone, Copy, Debug)]
 pub struct Timings {
-    /// Between dials of a `kubelet.sock` at which nobody listens. The kubelet binds some 100 µs
-    /// before it listens, so the first is short.
+    /// Between attempts to connect to a `kubelet.sock` without a listener. The kubelet listens
+    /// about 100 µs after it binds, so the first delay is short.
     pub dial: Backoff,
-    /// Between registrations that the kubelet refused, and between failures to serve. Stays under 2
-    /// s: pods wait.
+    /// Between registrations that the kubelet refused, and between failures to serve. Less than 2
+    /// s, because pods wait.
     pub register: Backoff,
-    /// For the kubelet's answer to a registration; it gives itself 10 s to dial back.
+    /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
+    /// connecting to the plugin.
     pub register_deadline: Duration,
     /// Before a registered plugin without a stream registers again; doubles while that does not
     /// help.
     pub stream: Backoff,
-    /// For the kubelet to hang up after its stream ended.
+    /// How long the kubelet may take to disconnect after its stream ended.
     pub hang_up: Duration,
-    /// Between the kubelet's hanging up and the next registration with the same kubelet, which
-    /// after hanging up still marks the resource's devices unhealthy, whoever serves them by then
-    /// (up to Kubernetes 1.36).
+    /// Between the kubelet's disconnection and the next registration with the same kubelet. Up to
+    /// Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it disconnects, even
+    /// if a new client serves them by then.
     pub settle: Duration,
-    /// Between looks whether another process still holds the directory.
+    /// Between attempts to lock the directory.
     pub lock: Duration,
-    /// Between looks at a directory that inotify watches, in case an event was lost.
+    /// Between checks of a directory that inotify watches, in case an event was lost.
     pub look_watched: Duration,
-    /// Between looks at a directory that cannot be watched.
+    /// Between checks of a directory without inotify.
     pub look_unwatched: Duration,
 }
 
@@ -96,70 +98,71 @@ impl Default for Timings {
     }
 }
 
-/// How all plugins are, for readiness and metrics.
+/// The state of all plugins, for readiness and metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PluginsState {
-    /// The directory.
+    /// State of the directory.
     pub directory: DirectoryState,
-    /// Each resource that is served, or that was removed and is still ending.
+    /// State of each resource, including removed resources whose streams are ending.
     pub resources: BTreeMap<ResourceName, ResourceState>,
 }
 
 impl PluginsState {
-    /// Whether the kubelet has an open stream of every resource that is served, and the directory
-    /// is ours.
+    /// Whether this process has the directory, and the kubelet has an open stream of every
+    /// resource.
     pub fn is_ready(&self) -> bool {
         let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
         self.directory == DirectoryState::Held && self.resources.values().all(has_it)
     }
 }
 
-/// Who serves from the directory.
+/// Which process serves from the directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DirectoryState {
-    /// Not looked at yet.
+    /// Not known yet.
     #[default]
     Opening,
-    /// Another process serves from it; this one waits for its end.
+    /// Another process. This one waits for it to end.
     HeldByAnother,
     /// This process.
     Held,
-    /// Nobody can: the error and its causes.
+    /// No process can. The error and its causes.
     Failed(String),
 }
 
-/// How one resource is.
+/// The state of one resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourceState {
-    /// How far it is.
+    /// Phase of the resource.
     pub phase: Phase,
-    /// The name of its socket in the directory.
+    /// Name of its socket in the directory.
     pub socket: Option<String>,
-    /// `ListAndWatch` streams that are open.
+    /// Number of open `ListAndWatch` streams.
     pub streams: usize,
-    /// Registrations that the kubelet accepted.
+    /// Number of registrations that the kubelet accepted.
     pub registrations: u64,
-    /// Registrations that failed.
+    /// Number of failed registrations.
     pub failures: u64,
-    /// Registrations made because the kubelet had none, or lost its stream without restarting.
+    /// Number of registrations because the kubelet opened no stream, or ended it without
+    /// restarting.
     pub streamless: u64,
-    /// What went wrong last, until it goes right: the error and its causes.
+    /// The last error and its causes, until the next success.
     pub error: Option<String>,
 }
 
-/// How far a resource is.
+/// Phase of a resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     /// There is no `kubelet.sock`.
     #[default]
     WaitingForKubelet,
-    /// Its socket answers.
+    /// The resource's socket answers.
     Serving,
-    /// The kubelet accepted it.
+    /// The kubelet accepted the registration.
     Registered,
-    /// The kubelet receives its devices.
+    /// The kubelet has an open stream of the devices.
     Streaming,
-    /// It was removed, and its stream ends.
+    /// The resource was removed, and its stream is ending.
     Ending,
 }
 
@@ -171,21 +174,21 @@ pub struct Plugins {
     manager: AbortOnDropHandle<()>,
 }
 
-/// Whether a task goes on.
+/// What a task should do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Run {
     Serve,
-    /// The resource is gone for good.
+    /// End, because the resource was removed.
     Remove,
-    /// This process ends; another will serve the resource.
+    /// End, because this process ends. Another process will serve the resource.
     Shutdown,
 }
 
 impl Plugins {
-    /// Starts without any resource. Needs a tokio runtime around it, with I/O and time.
+    /// Starts without resources. Must be called within a tokio runtime with I/O and time.
     ///
-    /// What can pass (another process that serves, a directory that is not there yet) is waited for
-    /// and shown in the state; only a path that cannot work is an error.
+    /// Temporary problems are retried and shown in the state: another process serves, or the
+    /// directory does not exist yet. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(Wanted::new());
@@ -195,18 +198,18 @@ impl Plugins {
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
-    /// Serves exactly these from now on. A new name is registered, a missing one's stream is ended,
-    /// and a resource that was replaced under its name goes on in the open stream.
+    /// Replaces the set of resources. A new resource is registered, and the stream of a removed one
+    /// ends. A resource with a name that is already served replaces the old one in the open stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
 
-    /// How they are, as it changes.
+    /// The state, as it changes.
     pub fn state(&self) -> watch::Receiver<PluginsState> {
         self.state.clone()
     }
 
-    /// Ends all streams and gives the directory up. Bounded by [`Timings::hang_up`] twice.
+    /// Ends all streams and releases the directory. Takes at most twice [`Timings::hang_up`].
     pub async fn shutdown(self) {
         self.run.send_replace(Run::Shutdown);
         if let Err(error) = self.manager.await {
@@ -215,7 +218,7 @@ impl Plugins {
     }
 }
 
-/// The error and its causes, in one line.
+/// Formats an error and its causes in one line.
 fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
@@ -229,9 +232,9 @@ struct Manager {
     state: watch::Sender<PluginsState>,
 }
 
-/// Waits until the task is to end. Cancel-safe, as `wait_for` is.
+/// Waits until the task must end. Cancel-safe, because `wait_for` is.
 async fn stopped(run: &mut watch::Receiver<Run>) {
-    // Without a sender there is nobody left to serve for.
+    // An error means that the sender is gone, so the task must end too.
     let _ = run.wait_for(|run| *run != Run::Serve).await;
 }
 
@@ -265,7 +268,7 @@ impl Manager {
         });
     }
 
-    /// Waits until the directory is ours; nothing on shutdown.
+    /// Waits until this process has locked the directory. `None` on shutdown.
     async fn hold(&mut self) -> Option<Lock> {
         loop {
             match self.directory.try_lock() {
@@ -283,7 +286,7 @@ impl Manager {
         }
     }
 
-    /// Serves until shutdown, or until the directory is no longer the one that is held.
+    /// Serves until shutdown, or until the path no longer names the locked directory.
     async fn serve(&mut self, lock: &Lock) {
         let Timings { look_watched, look_unwatched, .. } = self.timings;
         let mut directory = Watch::arm(&self.directory, Look { watched: look_watched, unwatched: look_unwatched });
@@ -298,8 +301,8 @@ impl Manager {
             running: BTreeMap::new(),
         };
         self.wanted.mark_changed();
-        // A task that failed is started again only after a pause, so that one that always fails
-        // does not take a core.
+        // A failed task is restarted after a delay, so that a task that always fails does not use a
+        // whole core.
         let mut start_again: Option<Instant> = None;
         loop {
             let pause = async {
@@ -308,8 +311,8 @@ impl Manager {
                     None => std::future::pending().await,
                 }
             };
-            // All are cancel-safe: watches and joins by their documentation, `Watch::changed`
-            // because a look follows in any case.
+            // All are cancel-safe: watches and joins by their documentation, and `Watch::changed`
+            // because the directory is read afterwards in any case.
             let reconcile = tokio::select! {
                 () = stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
@@ -345,7 +348,7 @@ impl Manager {
     }
 }
 
-/// The resources' tasks.
+/// The tasks of all resources.
 struct Tasks {
     directory: Directory,
     timings: Timings,
@@ -356,7 +359,7 @@ struct Tasks {
     running: BTreeMap<ResourceName, Running>,
 }
 
-/// A resource's task, as the manager sees it.
+/// The task of one resource, from the manager's side.
 struct Running {
     resource: watch::Sender<Arc<dyn Resource>>,
     run: watch::Sender<Run>,
@@ -371,7 +374,7 @@ impl Tasks {
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // One that was removed and is still ending is started again when it has ended.
+                // A removed resource that is still ending is started again after its end.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
                     *served = Arc::clone(resource);
@@ -399,7 +402,7 @@ impl Tasks {
         }
     }
 
-    /// Takes an ended task off the books. Whether it ended because it was told to.
+    /// Removes a task that ended. Returns whether it ended without an error.
     fn ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
         let (id, failure) = match end {
             Ok((id, ())) => (id, None),
@@ -427,23 +430,23 @@ impl Tasks {
     }
 }
 
-/// One resource's task.
+/// The task of one resource.
 struct Plugin {
     name: ResourceName,
     directory: Directory,
     timings: Timings,
     served: Served,
     run: watch::Receiver<Run>,
-    /// Changes when the directory did.
+    /// Changes when the directory has changed.
     look: watch::Receiver<()>,
     state: watch::Sender<PluginsState>,
 }
 
-/// How a session's part of the work ended.
+/// How a session ended.
 enum Outcome {
-    /// The task is to end.
+    /// The task must end.
     Stop,
-    /// Begin again with a new session.
+    /// Start a new session.
     Again,
 }
 
@@ -457,7 +460,7 @@ impl Plugin {
         });
     }
 
-    /// Notes a failure, and says it where it is new.
+    /// Records a failure, and logs it if it is new.
     fn failed(&self, what: &'static str, error: &dyn std::error::Error) {
         let text = chain(error);
         let mut is_new = false;
@@ -477,10 +480,10 @@ impl Plugin {
 
     async fn run(mut self) {
         let mut failures = 0;
-        // Sessions in a row that ended for want of a stream.
+        // Number of consecutive sessions that ended because there was no stream.
         let mut streamless = 0;
         while let Some(kubelet) = self.kubelet().await {
-            // A name of its own for each session.
+            // Each session has a new name.
             let path = self.directory.path().join(socket_name(&self.name));
             let started = Session::start(path, self.served.clone());
             let mut session = match started {
@@ -509,7 +512,7 @@ impl Plugin {
         }
     }
 
-    /// Waits for a `kubelet.sock`; nothing if the task is to end.
+    /// Waits for a `kubelet.sock`. `None` if the task must end.
     async fn kubelet(&mut self) -> Option<SocketId> {
         loop {
             self.look.mark_unchanged();
@@ -528,7 +531,7 @@ impl Plugin {
         }
     }
 
-    /// Waits, unless the task is to end.
+    /// Waits, unless the task must end.
     async fn pause(&mut self, delay: Duration) {
         tokio::select! {
             () = stopped(&mut self.run) => {}
@@ -536,14 +539,15 @@ impl Plugin {
         }
     }
 
-    /// Waits until the kubelet that hung up is done with the old stream. Another one knows nothing
-    /// of it, and may admit pods 12 ms after it listens: whoever has not registered by then has
-    /// them refused for good.
+    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once for
+    /// another kubelet: it can admit pods 12 ms after it listens, and it rejects pods of resources
+    /// that are not registered by then.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.look.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
-            // A killed kubelet's socket lies there until the next one takes it away, after ours.
+            // The socket of a killed kubelet stays until the next kubelet removes it, which it does
+            // after it removed ours.
             tokio::select! {
                 () = stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -552,7 +556,7 @@ impl Plugin {
         }
     }
 
-    /// Registers a session and watches over it until it is over.
+    /// Registers a session and supervises it until it ends.
     async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
         if let Err(error) = self_dial(session.path()).await {
             self.failed("our own device plugin socket does not answer", &error);
@@ -570,7 +574,7 @@ impl Plugin {
         self.supervise(session, kubelet, streamless).await
     }
 
-    /// Registers, again and again; nothing once it succeeded.
+    /// Registers with retries. `None` after a success.
     async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<Outcome> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
@@ -583,8 +587,8 @@ impl Plugin {
             }
             let deadline = self.timings.register_deadline;
             let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
-            // A dropped attempt hangs up, which the kubelet survives. The others are cancel-safe by
-            // their documentation.
+            // Dropping an attempt disconnects, which the kubelet tolerates. The other futures are
+            // cancel-safe by their documentation.
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = stopped(&mut self.run) => continue,
@@ -605,8 +609,7 @@ impl Plugin {
             let delay = if let RegisterError::Unanswered(_) = error {
                 let delay = self.timings.dial.after(dials);
                 dials += 1;
-                // The first few are the kubelet on its way from bind to listen, and nothing to
-                // report.
+                // At first the kubelet may just not listen yet. That is not worth a log message.
                 if delay >= self.timings.register.first {
                     self.failed("cannot reach the kubelet", &error);
                 }
@@ -625,7 +628,7 @@ impl Plugin {
         }
     }
 
-    /// Watches over a registered session.
+    /// Supervises a registered session.
     async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
         let mut open = session.open_streams();
         let mut since = Instant::now();
@@ -685,7 +688,7 @@ impl Plugin {
                     None => std::future::pending().await,
                 }
             };
-            // Cancel-safe: each only says that it is time to look.
+            // Cancel-safe: each future only triggers another check.
             tokio::select! {
                 () = stopped(&mut self.run) => {}
                 _ = self.look.changed() => {}
@@ -701,7 +704,7 @@ impl Plugin {
     }
 }
 
-/// Waits until the directory changed in a way that makes an attempt to register vain.
+/// Waits until a change of the directory makes the current attempt to register useless.
 async fn changed_for_us(look: &mut watch::Receiver<()>, directory: &Directory, kubelet: SocketId, session: &Session) {
     while look.changed().await.is_ok() {
         if directory.kubelet() != Some(kubelet) || !session.is_reachable() {
@@ -723,12 +726,12 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_registration_is_tried_again_within_2_s() {
+    fn a_refused_registration_is_retried_within_2_s() {
         assert!(Timings::default().register.cap < Duration::from_secs(2));
     }
 
     #[test]
-    fn ready_means_that_the_kubelet_has_every_resource() {
+    fn ready_means_that_the_kubelet_streams_every_resource() {
         let name = |name: &str| ResourceName::parse(name).expect("a name");
         let streaming = ResourceState { phase: Phase::Streaming, ..ResourceState::default() };
         let mut state = PluginsState { directory: DirectoryState::Held, ..PluginsState::default() };

@@ -205,7 +205,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
 }
 
 #[tokio::test]
-async fn changes_go_through_the_open_stream_and_the_same_list_does_not() {
+async fn changes_are_streamed_and_the_same_list_is_not() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
@@ -245,7 +245,7 @@ async fn two_streams_both_see_every_change() {
 }
 
 #[tokio::test]
-async fn a_restarted_kubelet_is_registered_with_anew_each_time_at_another_socket() {
+async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
@@ -266,7 +266,7 @@ async fn a_restarted_kubelet_is_registered_with_anew_each_time_at_another_socket
 }
 
 #[tokio::test]
-async fn a_kubelet_that_comes_later_is_registered_with() {
+async fn a_kubelet_that_starts_later_is_registered_with() {
     let bench = Bench::new();
     let shares = Shares::of(&["a::0"]);
     let plugins = bench.plugins(&[(MPS, &shares)]);
@@ -277,7 +277,7 @@ async fn a_kubelet_that_comes_later_is_registered_with() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_is_gone_leaves_nothing_ready_and_is_found_again() {
+async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     let bench = Bench::new();
     let mut kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
@@ -291,7 +291,7 @@ async fn a_kubelet_that_is_gone_leaves_nothing_ready_and_is_found_again() {
 }
 
 #[tokio::test]
-async fn the_same_kubelet_socket_that_reappears_is_not_registered_with_again() {
+async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
@@ -308,7 +308,7 @@ async fn the_same_kubelet_socket_that_reappears_is_not_registered_with_again() {
 }
 
 #[tokio::test]
-async fn a_deleted_socket_is_bound_again_without_ending_the_stream() {
+async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let shares = Shares::of(&["a::0"]);
@@ -402,7 +402,7 @@ async fn a_refused_registration_is_tried_again_and_told() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_is_given_up_at_the_deadline() {
+async fn a_kubelet_that_hangs_times_out() {
     let mut bench = Bench::new();
     bench.config.timings.register_deadline = Duration::from_millis(50);
     let kubelet = bench.kubelet();
@@ -545,7 +545,7 @@ async fn shutdown_ends_the_streams_removes_the_sockets_and_gives_the_directory_u
 }
 
 #[tokio::test]
-async fn a_peer_that_never_hangs_up_does_not_hold_the_shutdown() {
+async fn a_peer_that_never_hangs_up_does_not_delay_the_shutdown() {
     let mut bench = Bench::new();
     bench.config.timings.hang_up = Duration::from_millis(50);
     let kubelet = bench.kubelet();
@@ -559,7 +559,7 @@ async fn a_peer_that_never_hangs_up_does_not_hold_the_shutdown() {
 }
 
 #[tokio::test]
-async fn stale_sockets_of_ours_are_removed_and_nothing_else() {
+async fn only_our_own_stale_sockets_are_removed() {
     let bench = Bench::new();
     let at = |name: &str| bench.path().join(name);
     let stale = ["cleave-00000000-00000001.sock", "cleave-deadbeef-0badf00d.sock"];
@@ -577,7 +577,7 @@ async fn stale_sockets_of_ours_are_removed_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_directory_that_comes_later_or_again_is_served_from() {
+async fn a_directory_that_is_created_later_is_served_from() {
     let mut bench = Bench::new();
     let directory = bench.path().join("device-plugins");
     bench.config.directory.clone_from(&directory);
@@ -598,7 +598,7 @@ async fn a_directory_that_comes_later_or_again_is_served_from() {
 }
 
 #[tokio::test]
-async fn a_path_that_cannot_work_is_an_error_at_once() {
+async fn an_invalid_path_is_an_error_at_once() {
     let long = PathBuf::from(format!("/{}", "d".repeat(100)));
     let error = Plugins::start(&Config::new(&long)).err().expect("too long");
     assert!(matches!(error, DirectoryError::TooLong { length: 131, .. }), "{error}");
@@ -616,7 +616,7 @@ async fn the_longest_resource_name_is_served() {
 }
 
 #[tokio::test]
-async fn calls_are_answered_as_the_resource_says() {
+async fn calls_return_the_resources_answers() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0", "a::1"]))]);
@@ -717,7 +717,7 @@ async fn next_of(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
 /// The kubelet says `localhost`, others say other names. A path is no authority, and h2 resets that
 /// call alone.
 #[tokio::test]
-async fn a_call_with_a_path_for_an_authority_is_reset_and_its_connection_goes_on() {
+async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0"]))]);
@@ -751,7 +751,7 @@ async fn a_call_with_a_path_for_an_authority_is_reset_and_its_connection_goes_on
 }
 
 #[tokio::test]
-async fn hostile_connections_hurt_nobody() {
+async fn hostile_connections_do_not_affect_the_kubelet() {
     let bench = Bench::new();
     let kubelet = bench.kubelet();
     let _plugins = bench.plugins(&[(MPS, &Shares::of(&["a::0"]))]);

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn terms_that_match_no_node_stay_so() {
+    fn terms_that_match_no_node_stay_unchanged() {
         let zone = Requirement { key: "zone".to_owned(), operator: Operator::Exists, values: Vec::new() };
         let some = NodeSelectorTerm { match_expressions: vec![zone], match_fields: Vec::new() };
         let empty = NodeSelectorTerm::default();
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_term_on_fields_gets_an_expression_beside_them() {
+    fn a_term_on_fields_also_gets_an_expression() {
         let name =
             Requirement { key: "metadata.name".to_owned(), operator: Operator::In, values: vec!["n1".to_owned()] };
         let terms = [NodeSelectorTerm { match_expressions: Vec::new(), match_fields: vec![name] }];
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_added_twice_and_nobody_is_narrowed_to_nothing() {
+    fn no_requirement_is_added_twice_and_no_pod_is_narrowed_to_no_nodes() {
         let terms = narrowed(Present::Nothing, &requirement()).unwrap();
         assert_eq!(narrow(Present::Required(&terms), &requirement()), Ok(Vec::new()));
         assert_eq!(among([]), None);
@@ -265,7 +265,7 @@ mod tests {
         /// requirement. The patch and the whole list agree, and nothing of the pod is changed or
         /// moved.
         #[test]
-        fn a_narrowed_pod_goes_where_it_might_before_and_where_it_is_meant_to(
+        fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
             terms in terms(),
             labels in prop::collection::btree_map(
                 prop::sample::select(vec!["zone", "gen"]).prop_map(str::to_owned),

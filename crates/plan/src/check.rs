@@ -106,7 +106,7 @@ impl Checker {
             self.report(uuid, format!("there is no such GPU on node {node}"));
         }
         if plan.changed != plan.gpus.iter().any(|gpu| gpu.changed) {
-            self.report("plan", "`changed` does not say whether a GPU changes");
+            self.report("plan", "`changed` does not match its GPUs");
         }
     }
 
@@ -115,16 +115,16 @@ impl Checker {
         let everything = |_: &Slice| true;
         let changed = count_slices(&gpu.slices, everything) != count_slices(&plan.slices, everything);
         if changed != plan.changed {
-            self.report(at, "`changed` does not say whether it changes");
+            self.report(at, "`changed` does not match its slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "slices in use do not stay as they are");
+            self.report(at, "slices in use change");
         }
         if !changed {
             return;
         }
         if gpu.fixed || gpu.left_out.is_some() || node.left_out.is_some() || gpu.mode == Mode::Unknown {
-            self.report(at, "it changes, and may not");
+            self.report(at, "it changes although it must not");
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
         let profiles = gpu.profiles.as_ref().unwrap_or(&known);
@@ -137,24 +137,24 @@ impl Checker {
             {
                 turns.push(slice);
             } else if resource == device::WHOLE {
-                self.report(at, "a whole GPU is an empty list");
+                self.report(at, "a whole GPU must be an empty list");
             } else {
                 mps.push(slice);
             }
         }
         if [&mig, &mps, &turns].iter().filter(|slices| !slices.is_empty()).count() > 1 {
-            self.report(at, "it is cut in two ways at once");
+            self.report(at, "it has two kinds of partition at once");
         }
         for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&turns, Mode::TimeSlicing)] {
             if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {
-                self.report(at, format!("its mode is {:?}, and it is cut for {mode:?}", gpu.mode));
+                self.report(at, format!("its mode is {:?}, and it is partitioned for {mode:?}", gpu.mode));
             }
         }
         self.mig(at, gpu, profiles, &mig);
         self.mps(at, gpu, &mps);
         let replicas: u64 = turns.iter().map(|slice| u64::from(slice.count)).sum();
         if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
-            self.report(at, format!("{replicas} replicas"));
+            self.report(at, format!("it has {replicas} replicas, more than its limit"));
         }
     }
 
@@ -172,14 +172,14 @@ impl Checker {
             *count += u64::from(slice.count);
             let most = if shared { gpu.mig_sharing.as_ref().map_or(0, |sharing| u64::from(sharing.units)) } else { 1 };
             if *count > most && !slice.in_use {
-                let text = format!("{} at {place} is given {count} times", slice.resource);
+                let text = format!("{} at {place} exists {count} times", slice.resource);
                 self.report(at, text);
             }
         }
         let (mut taken, mut extra, mut counts) = (BTreeSet::new(), 0, BTreeMap::new());
         for (place, name) in instances.keys() {
             let Some(profile) = profiles.iter().find(|profile| device::mig_resource(&profile.name) == *name) else {
-                self.report(at, format!("{name} is no profile of it"));
+                self.report(at, format!("it does not have the profile {name}"));
                 continue;
             };
             if !profile.starts.contains(place) {
@@ -192,7 +192,7 @@ impl Checker {
             let count: &mut u32 = counts.entry(name).or_default();
             *count += 1;
             if profile.count.is_some_and(|most| *count > most) {
-                self.report(at, format!("more {name} than there can be"));
+                self.report(at, format!("it has more {name} than it can have"));
             }
         }
         if extra > 1 {
@@ -212,16 +212,16 @@ impl Checker {
         let memory = gpu.memory.as_mebibytes().unwrap_or(0);
         let units = u64::from(gpu.units.unwrap_or(MAX_CLIENTS));
         if shares > units {
-            self.report(at, format!("{shares} shares of {units}"));
+            self.report(at, format!("{shares} shares exceed its {units} units"));
         }
         let needed = u128::from(sized) * u128::from(units) + u128::from(shares) * u128::from(memory);
         let of = if gpu.units.is_some() { needed } else { u128::from(sized) * u128::from(units) };
         if of > u128::from(memory) * u128::from(units) {
-            self.report(at, format!("{sized} MiB of slices and {shares} shares of {memory} MiB"));
+            self.report(at, format!("{sized} MiB of slices and {shares} shares exceed its {memory} MiB"));
         }
         let clients: u64 = slices.iter().map(|slice| u64::from(slice.count)).sum();
         if clients > u64::from(MAX_CLIENTS) {
-            self.report(at, format!("{clients} slices, and one MPS server takes {MAX_CLIENTS} clients"));
+            self.report(at, format!("it has {clients} slices, and an MPS server serves {MAX_CLIENTS} clients"));
         }
     }
 
@@ -236,7 +236,7 @@ impl Checker {
         }
         for (name, (count, _)) in &pods {
             if answers.get(name).copied().unwrap_or(0) != *count {
-                self.report(name, "it must be placed or not placed, once");
+                self.report(name, "it must be either placed or unplaced, once");
             }
         }
         for name in answers.keys().filter(|name| !pods.contains_key(*name)) {
@@ -287,7 +287,7 @@ impl Checker {
             };
             let before = node.requested.get(resource).and_then(super::Quantity::milli).unwrap_or(0);
             if !of_gpus && amount.saturating_add(before) > all {
-                self.report(&node.name, format!("more {resource} is given than it has"));
+                self.report(&node.name, format!("its pods request more {resource} than it has"));
             }
         }
     }
@@ -317,7 +317,7 @@ impl Checker {
             wanted.sort_unstable_by(|a, b| b.cmp(a));
             let mut free: Vec<u64> = free.into_values().collect();
             if !fit(&wanted, &mut free, &mut 10_000) {
-                self.report(uuid, format!("no way of giving {resource} keeps every pod's on one instance"));
+                self.report(uuid, format!("the {resource} of each pod cannot be on one instance"));
             }
         }
     }
@@ -338,7 +338,7 @@ impl Checker {
             *got.entry(resource).or_default() += u64::from(*count);
             if resource == device::WHOLE && plan.slices.is_empty() {
                 if *count != 1 || !self.taken_whole.insert((placement.node.clone(), gpu.clone())) {
-                    self.report(&pod.name, format!("GPU {gpu} is given twice"));
+                    self.report(&pod.name, format!("GPU {gpu} is given more than once"));
                 }
                 continue;
             }
@@ -365,7 +365,7 @@ impl Checker {
             }
         }
         for resource in got.keys() {
-            self.report(&pod.name, format!("it gets {resource}, which it did not ask for"));
+            self.report(&pod.name, format!("it gets {resource}, which it did not request"));
         }
     }
 }

@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_whole_gib_without_a_second_spelling() {
+    fn sizes_are_whole_gib_with_one_spelling() {
         assert_eq!(sized("nvidia.com/gpu-10gb"), Some(10));
         for resource in [
             "nvidia.com/gpu-0gb",
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn extended_profiles_are_named_as_resources_allow() {
+    fn extended_profiles_become_valid_resource_names() {
         assert_eq!(mig_resource("1g.10gb+me"), "nvidia.com/mig-1g.10gb.me");
         assert_eq!(mig_resource("1g.24gb-me"), "nvidia.com/mig-1g.24gb-me");
     }

@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn models_are_known_by_the_names_that_nvml_gives_them() {
+    fn models_are_recognized_by_their_nvml_names() {
         for (model, memory, profile) in [
             ("NVIDIA A30", 24_576, "2g.12gb"),
             ("NVIDIA A100-SXM4-40GB", 40_960, "1g.5gb"),
@@ -545,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_decide_and_not_counts() {
+    fn placements_decide_and_not_counts() {
         let table = a100();
         let in_use = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
         assert_eq!(table.arrange(&in_use, &[], &wanted(&table, &["3g.20gb"])), None);
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn free_instances_are_used_first_and_kept_where_they_are_in_nobodys_way() {
+    fn free_instances_are_reused_and_kept_if_possible() {
         let table = a100();
         let free = [instance(&table, "3g.20gb", 0), instance(&table, "2g.10gb", 4), instance(&table, "1g.5gb", 6)];
         let found = table.arrange(&[], &free, &wanted(&table, &["1g.5gb", "1g.5gb", "2g.10gb"])).expect("fits");
@@ -570,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_instance_goes_where_it_costs_least_room() {
+    fn a_small_instance_goes_where_it_leaves_the_most_room() {
         let table = a100();
         let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
         // Only a start at 6 leaves 4g at 0 and 2g at 4.
@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn media_engines_are_given_once() {
+    fn media_engines_are_allocated_once() {
         let table = a100();
         assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb"])).is_some());
         assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb+me"])).is_none());
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_from_a_machine_is_refused_or_bounded() {
+    fn invalid_profiles_are_refused_or_bounded() {
         let place = |size, start| Table::new(&[profile("1g.5gb", size, &[start])]);
         assert!(matches!(place(0, 0), Err(TableError::Place { .. })));
         assert!(matches!(place(1, 32), Err(TableError::Place { .. })));

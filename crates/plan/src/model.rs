@@ -153,7 +153,7 @@ impl Tables {
                         .entry((&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)))
                         .or_insert_with_key(|(model, memory)| {
                             Table::built_in(model, *memory)
-                                .ok_or_else(|| format!("it reports no MIG profiles, and none are known of {model}"))
+                                .ok_or_else(|| format!("it reports no MIG profiles, and none are known for {model}"))
                         })
                         .clone(),
                 };
@@ -215,7 +215,7 @@ impl<'a> Model<'a> {
             let (free, bad) = self.free_resources(node);
             let left_out = match (&node.left_out, twice) {
                 (Some(reason), _) => Some(reason.clone()),
-                (None, true) => Some("there are two nodes of this name".to_owned()),
+                (None, true) => Some("two nodes have this name".to_owned()),
                 (None, false) => bad,
             };
             let first = as_u32(self.gpus.len());
@@ -248,7 +248,7 @@ impl<'a> Model<'a> {
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
             let quantity = map.get(name)?;
             if quantity.milli().is_none() {
-                bad.get_or_insert_with(|| format!("its {of} {name} is {quantity}, which is no quantity"));
+                bad.get_or_insert_with(|| format!("its {of} {name} is {quantity}, which is not a quantity"));
             }
             quantity.milli()
         };
@@ -267,11 +267,8 @@ impl<'a> Model<'a> {
         let mut wanted: Vec<Option<Wanted>> = Vec::with_capacity(snapshot.pods.len());
         for (index, pod) in snapshot.pods.iter().enumerate() {
             let read = self.wanted(pod, names);
-            let read = if seen.insert(pod.name.as_str()) {
-                read
-            } else {
-                Err("another pod of this name came first".to_owned())
-            };
+            let read =
+                if seen.insert(pod.name.as_str()) { read } else { Err("another pod has the same name".to_owned()) };
             wanted.push(match read {
                 Ok(read) => Some(read),
                 Err(reason) => {
@@ -299,7 +296,7 @@ impl<'a> Model<'a> {
                 expanded.extend(std::iter::repeat_n(id, *count as usize));
             }
             let Some(expanded) = expanded.into_iter().collect::<Option<Vec<DemandId>>>() else {
-                let reason = "the waiting pods ask for too many different things";
+                let reason = "the pending pods have too many different requests";
                 self.bad_pods.extend(pods.iter().map(|&pod| (pod, reason.to_owned())));
                 continue;
             };
@@ -337,7 +334,8 @@ impl<'a> Model<'a> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
-            let milli = quantity.milli().ok_or_else(|| format!("its request {name}: {quantity} is no quantity"))?;
+            let milli =
+                quantity.milli().ok_or_else(|| format!("its request for {name}, {quantity}, is not a quantity"))?;
             if milli == 0 {
                 continue;
             }
@@ -348,8 +346,8 @@ impl<'a> Model<'a> {
                 continue;
             };
             let count =
-                quantity.count().ok_or_else(|| format!("its request {name}: {quantity} is not a whole number"))?;
-            let too_many = || format!("it asks for {count} {name}, more than any node has");
+                quantity.count().ok_or_else(|| format!("its request for {name}, {quantity}, is not a whole number"))?;
+            let too_many = || format!("it requests {count} {name}, more than any node has");
             let count =
                 u32::try_from(count).ok().filter(|&count| u64::from(count) <= MAX_SLICES).ok_or_else(too_many)?;
             units.push(match kind {
@@ -484,7 +482,7 @@ impl<'b> ClassBuilder<'b> {
             note = Some(reason);
         }
         if gpu.mode == Mode::Unknown {
-            note = Some("its mode is not known to this version".to_owned());
+            note = Some("this version does not know its mode".to_owned());
         }
         let out = match (&gpu.left_out, twice) {
             (Some(reason), _) => Some(reason.clone()),
@@ -511,7 +509,7 @@ impl<'b> ClassBuilder<'b> {
         let mut number = |what: &str, own: Option<u32>, policy: Option<u32>, most: u32| {
             let units = own.or(policy)?;
             if units == 0 || units > most {
-                *note = Some(format!("{units} {what} of a GPU are not from 1 to {most}"));
+                *note = Some(format!("{units} {what}: the number must be from 1 to {most}"));
             }
             (1..=most).contains(&units).then_some(units)
         };
@@ -544,7 +542,7 @@ impl<'b> ClassBuilder<'b> {
         let mut instances = Vec::new();
         for slice in &gpu.slices {
             let Some((resource, kind)) = self.names.get(&slice.resource) else {
-                reject(format!("it holds {}, which is not known", slice.resource));
+                reject(format!("it has slices of {}, which is not a known resource", slice.resource));
                 continue;
             };
             let of_mig =
@@ -555,8 +553,11 @@ impl<'b> ClassBuilder<'b> {
                 match instance {
                     Some(instance) => instances.push(instance),
                     None => reject(match slice.placement {
-                        Some(place) => format!("it holds {} at {place}, where no such profile can be", slice.resource),
-                        None => format!("it holds {} without a placement", slice.resource),
+                        Some(place) => format!(
+                            "it has {} at memory slice {place}, where that profile cannot start",
+                            slice.resource
+                        ),
+                        None => format!("it has {} without a placement", slice.resource),
                     }),
                 }
             }
@@ -568,7 +569,7 @@ impl<'b> ClassBuilder<'b> {
         merge(&mut class.in_use);
         merge(&mut class.free);
         if class.in_use.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
-            reject(format!("it holds more than {MAX_EQUAL_SLICES} equal slices"));
+            reject(format!("it has more than {MAX_EQUAL_SLICES} equal slices"));
         }
         instances.sort_unstable();
         let plain = class.in_use.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
@@ -577,7 +578,7 @@ impl<'b> ClassBuilder<'b> {
         if let Some(shared) = &class.table
             && (doubled || shared.table.together(&instances).is_none())
         {
-            reject("its MIG instances overlap, or are more than it can have".to_owned());
+            reject("its MIG instances overlap or exceed what it can have".to_owned());
         }
         if let Err(reason) = class.consistent() {
             reject(reason);

@@ -129,7 +129,7 @@ mod tests {
     ];
 
     #[test]
-    fn sms_are_those_measured() {
+    fn sms_match_measurements() {
         for (percent, expected) in MEASURED {
             assert_eq!(sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
         }
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_take_what_was_measured_and_nothing_is_said_of_others() {
+    fn contexts_match_measurements_and_others_are_unknown() {
         for (sms, measured) in CONTEXTS {
             let told = context((9, 0), "580.159.04", Sms(sms)).unwrap();
             assert!(told.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {told:?} told");
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn burst_is_twice_the_part_and_at_most_the_whole() {
+    fn burst_doubles_the_percentage_up_to_the_whole_gpu() {
         assert_eq!(threads(1, 10, Threads::Burst), Percent::new(20).ok());
         assert_eq!(threads(7, 10, Threads::Burst), Some(Percent::FULL));
         assert_eq!(threads(1, 7, Threads::Strict), Percent::new(14).ok());
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_that_fill_a_gpu_leave_the_server_its_part() {
+    fn slices_that_fill_a_gpu_leave_room_for_the_server() {
         let total = Mebibytes::from_gib(40);
         let slice = sized(Mebibytes::from_gib(20), total);
         assert_eq!(slice, Mebibytes(20_416));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_never_nothing_and_never_divides_by_zero() {
+    fn a_share_is_never_empty_and_zero_units_are_safe() {
         assert_eq!(threads(1, 48, Threads::Strict), Percent::new(2).ok());
         assert_eq!(threads(1, 0, Threads::Strict), Some(Percent::FULL));
         assert_eq!(memory(1, 0, Mebibytes(1024)), Mebibytes(896));

@@ -85,6 +85,9 @@ pub struct Unplaced {
     pub pod: String,
     /// Why no node can take it, for the pod's owner.
     pub reason: String,
+    /// Whether the pod's requests are not valid, so that it fits nowhere. Not part of the JSON.
+    #[serde(skip)]
+    pub malformed: bool,
 }
 
 /// A plan and its explanation.
@@ -129,9 +132,10 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut plan = Plan { gpus: gpu_plans(&model, &states, &assignment), ..Plan::default() };
     plan.changed = plan.gpus.iter().any(|gpu| gpu.changed);
     let report = report(&Cluster { model: &model, snapshot, empty: &empty, assignment: &assignment }, &mut states);
-    for (index, (pod, said)) in snapshot.pods.iter().zip(&report.pods).enumerate() {
+    for (index, (pod, explained)) in snapshot.pods.iter().zip(&report.pods).enumerate() {
         let Some(location) = assignment.locations.get(index).and_then(Option::as_ref) else {
-            plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: said.reason.clone() });
+            let malformed = model.bad_pods.contains_key(&as_u32(index));
+            plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: explained.reason.clone(), malformed });
             continue;
         };
         let takes = takes(&model, &states, as_u32(index), location);
@@ -142,7 +146,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
             node: model.node(location.node).map(|node| node.node.name.clone()).unwrap_or_default(),
             gpus,
             takes,
-            reason: said.reason.clone(),
+            reason: explained.reason.clone(),
         });
     }
     Planned { plan, report }

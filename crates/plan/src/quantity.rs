@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantities_are_read_as_kubernetes_writes_them() {
+    fn quantities_are_parsed_as_kubernetes_writes_them() {
         for (text, milli) in [
             ("64000m", 64_000),
             ("64", 64_000),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_quantity_has_no_value() {
+    fn an_invalid_quantity_has_no_value() {
         for text in [
             "",
             "-1",
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_texts_are_both_taken() {
+    fn numbers_and_texts_are_both_accepted() {
         let read = |json: &str| serde_json::from_str::<Quantity>(json).map(|quantity| quantity.milli()).ok();
         assert_eq!(read("2"), Some(Some(2000)));
         assert_eq!(read("0.25"), Some(Some(250)));

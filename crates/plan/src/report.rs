@@ -78,8 +78,8 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
             (Some(location), _) => placed(model, states, assignment, as_u32(index), location),
             (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
             (None, None) => {
-                let wrong = model.bad_pods.get(&as_u32(index)).map_or("it cannot be planned for", String::as_str);
-                format!("No plan is made for it: {wrong}.")
+                let wrong = model.bad_pods.get(&as_u32(index)).map_or("its requests are not valid", String::as_str);
+                format!("It cannot be planned: {wrong}.")
             }
         };
         report.pods.push(PodReport { pod: pod.name.clone(), placed: location.is_some(), reason });
@@ -109,7 +109,7 @@ fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32,
         }
     }
     if takes.is_empty() {
-        return format!("{name} has room for it; it asks for no GPU.");
+        return format!("{name} has room for it. It requests no GPU.");
     }
     let mut text = format!("On {name},");
     for (at, ((gpu, resource), count)) in takes.iter().enumerate() {
@@ -117,9 +117,9 @@ fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32,
         let state = assignment.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
         let _ = write!(text, "{} GPU {index}", if at == 0 { "" } else { "," });
         let _ = match (*resource == WHOLE, states.summary(state).changed) {
-            (true, true) => write!(text, ", made whole again"),
+            (true, true) => write!(text, ", which becomes whole again"),
             (true, false) => write!(text, ", which is free"),
-            (false, true) => write!(text, ", cut anew, gives {count} {resource}"),
+            (false, true) => write!(text, ", repartitioned, gives {count} {resource}"),
             (false, false) => write!(text, " has {count} {resource} free"),
         };
     }
@@ -177,7 +177,7 @@ fn obstacle(
         let free = empty.free(index).get(usize::from(*dimension)).copied().unwrap_or(0);
         let name = model.dimensions.get(usize::from(*dimension)).copied().unwrap_or_default();
         if free < *need {
-            return format!("too little {name}: {} wanted, {} free", amount(*need), amount(free));
+            return format!("not enough {name}: {} requested, {} free", amount(*need), amount(free));
         }
     }
     let mut demands: Vec<Demand> = group.units.iter().filter_map(|unit| states.demand(*unit).copied()).collect();
@@ -189,7 +189,7 @@ fn obstacle(
         if !classes().any(|class| class.weight(demand).is_some()) {
             let known = node.gpus.clone().filter_map(|gpu| model.gpu(gpu)?.note.as_ref());
             let why = known.map(|note| format!(" ({note})")).next().unwrap_or_default();
-            return format!("no GPU of it can be cut into {resource}{why}");
+            return format!("none of its GPUs can be partitioned into {resource}{why}");
         }
         if let Kind::Sized(gib) = demand.kind {
             let largest = classes().map(|class| class.memory).max().unwrap_or(0);
@@ -200,16 +200,16 @@ fn obstacle(
         let most = |units: u32| classes().any(|class| class.pack(&[Demand { units, ..*demand }]).is_some());
         if demand.kind == Kind::Shares && !most(demand.units) {
             let most = (1..demand.units.min(64)).rev().find(|&units| most(units)).unwrap_or(0);
-            return format!("{} {resource} of one GPU are wanted, and none has more than {most} free", demand.units);
+            return format!("{} {resource} of one GPU are requested, and none has more than {most} free", demand.units);
         }
     }
     if empty.offer(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {
         let (many, what) = (count > 1, demands.first().map_or("", |demand| model.resource(demand.resource)));
         let what = if many && demands.len() == 1 { format!("{count} {what}") } else { what.to_owned() };
         return if demands.iter().all(|demand| demand.kind == Kind::Whole) {
-            format!("fewer than {count} GPUs of it are wholly unused")
+            format!("fewer than {count} of its GPUs are unused")
         } else {
-            format!("what is in use leaves no room for {what}")
+            format!("slices in use leave no room for {what}")
         };
     }
     others(cluster, group, index)
@@ -220,7 +220,7 @@ fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
     let what = if higher.is_empty() {
-        "its room goes to others, as many as possible"
+        "its room goes to other pods, to place as many as possible"
     } else {
         "its room goes to pods of higher priority"
     };
@@ -232,7 +232,7 @@ fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let named: Vec<&str> = higher.iter().take(3).map(name).collect();
     let more = higher.len() - named.len();
     match (named.is_empty(), more) {
-        (true, _) => "its room goes to others".to_owned(),
+        (true, _) => "its room goes to other pods".to_owned(),
         (false, 0) => format!("{what} ({})", named.join(", ")),
         (false, more) => format!("{what} ({} and {more} more)", named.join(", ")),
     }

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_and_affinity_are_those_of_kubernetes() {
+    fn selectors_and_affinity_match_as_in_kubernetes() {
         let here = node(&[("zone", "a"), ("gen", "9")], &[]);
         for (expected, json) in [
             (true, r#"{"nodeSelector": {"zone": "a"}}"#),
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn taints_keep_away_whom_they_should() {
+    fn taints_refuse_pods_without_tolerations() {
         let tainted = node(&[], &[("gpu", "yes", "NoSchedule"), ("soft", "", "PreferNoSchedule")]);
         for (expected, json) in [
             (false, "{}"),
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lasting_taint_is_not_hidden_by_a_cordon_or_a_passing_one() {
+    fn a_permanent_taint_is_reported_before_temporary_reasons() {
         let both = node(&[], &[("node.kubernetes.io/not-ready", "", "NoSchedule"), ("dedicated", "", "NoSchedule")]);
         let both = Node { unschedulable: true, ..both };
         let refused = Constraints::of(&pod("{}")).admit(&both).unwrap_err();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_controllers_or_a_cordon_do_may_pass() {
+    fn only_cordons_and_taints_of_controllers_are_temporary() {
         let taint = |key: &str| Refused::Taint { key: key.to_owned(), value: String::new() };
         for passing in [
             Refused::Cordoned,

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_has_units_of_its_own_but_reuses_those_of_init_containers() {
+    fn containers_have_separate_units_but_reuse_those_of_init_containers() {
         use Kind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3)], vec![3]),
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_knows_its_ask_and_what_that_needs_so_far() {
+    fn parts_name_the_ask_and_the_units_needed_so_far() {
         use Kind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3), (Main, 2)], vec![(0, 0, 3), (1, 1, 2)]),
@@ -155,7 +155,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_parts_of_an_ask_add_up_to_it(
+        fn parts_add_up_to_their_ask(
             wanted in prop::collection::vec((0_u8..3, prop::collection::btree_map("[ab]", 0_u32..6, 0..3)), 0..8),
         ) {
             let kinds = [Kind::Init, Kind::Sidecar, Kind::Main];
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_are_apart() {
+    fn resources_are_separate() {
         let container = |kind, limits: &[(&str, u32)]| Container {
             kind,
             limits: limits.iter().map(|(resource, units)| ((*resource).to_owned(), *units)).collect(),

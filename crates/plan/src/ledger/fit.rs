@@ -42,9 +42,9 @@ impl Fits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// The pod already has a claim.
-    #[error("the pod has a claim already: it is to be released first")]
+    #[error("the pod already has a claim: release it first")]
     Claimed,
     /// Units of the fit are no longer free.
-    #[error("what the fit takes is not free any more")]
+    #[error("units of the fit are no longer free")]
     Stale,
 }

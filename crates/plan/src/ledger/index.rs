@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_found_by_what_a_device_has_free_the_tightest_first() {
+    fn nodes_are_found_by_free_units_tightest_first() {
         let mut index = Index::default();
         index.put("b", [("r", 3), ("r", 3), ("r", 9), ("other", 4)].into_iter());
         index.put("a", [("r", 5), ("r", 0)].into_iter());

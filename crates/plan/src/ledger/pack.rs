@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_size_goes_where_the_least_is_left() {
+    fn one_size_goes_to_the_tightest_device() {
         assert_eq!(pack(&[3], &[9, 3, 4], &mut tightest), Some(vec![1]));
         assert_eq!(pack(&[10], &[9, 3, 4], &mut tightest), None);
         assert_eq!(pack(&[], &[], &mut tightest), Some(vec![]));
@@ -92,14 +92,14 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_place_is_left_again_where_it_is_in_the_way() {
+    fn the_search_backtracks_from_the_tightest_device() {
         // The tightest device for 4 leaves 2 beside 7. Two sizes of 3 fit there, and the third does
         // not.
         assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
     }
 
     #[test]
-    fn a_search_without_end_is_given_up() {
+    fn a_search_that_takes_too_long_ends() {
         let sizes: Vec<u32> = (100..160).collect();
         // Three devices would need four of the sizes each, and even the twelve smallest exceed 3
         // × 421.
@@ -110,7 +110,7 @@ mod tests {
     proptest! {
         /// Compares with all possible assignments.
         #[test]
-        fn a_way_is_found_exactly_where_there_is_one(
+        fn an_assignment_is_found_exactly_if_one_exists(
             sizes in prop::collection::vec(1_u32..8, 0..5),
             free in prop::collection::vec(0_u32..11, 0..4),
         ) {

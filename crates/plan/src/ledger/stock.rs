@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_reserved_than_is_free() {
+    fn no_more_units_are_reserved_than_are_free() {
         let mut stock = Stock::new(10, 3);
         assert!(stock.reserve(units(4)) && stock.reserve(units(3)));
         assert!(!stock.reserve(units(1)));
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_on_which_more_is_used_than_there_is_has_nothing_free() {
+    fn an_overused_device_has_no_free_units() {
         let mut stock = Stock::new(2, 5);
         assert_eq!(stock.free(), 0);
         assert!(!stock.reserve(units(1)) && !stock.reserve(units(u32::MAX)));

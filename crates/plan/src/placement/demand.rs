@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_long_ago_fades() {
+    fn old_pods_fade() {
         let mut observed = Observed::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn fading_for_ever_neither_overflows_nor_forgets_the_present() {
+    fn fading_neither_overflows_nor_drops_recent_pods() {
         let mut observed = Observed::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
         let typical = observed.typical(false);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_seen_is_nothing_typical() {
+    fn without_pods_nothing_is_typical() {
         assert!(Observed::new(None).typical(true).is_empty());
     }
 }

@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn six_free_as_three_and_three_do_not_hold_five() {
+    fn six_free_units_on_two_gpus_cannot_hold_five() {
         let mut placer = Placer::new(vec![node(&[300, 300])], Tightest);
         assert_eq!(placer.choose(&shares(500)), None);
         assert_eq!(placer.choose(&shares(300)), Some(Choice { node: 0, devices: vec![0] }));
@@ -324,7 +324,7 @@ mod tests {
     proptest! {
         /// Cached results equal computed ones.
         #[test]
-        fn a_kept_answer_is_the_answer(steps in prop::collection::vec((1u32..=10, any::<bool>()), 1..60)) {
+        fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, any::<bool>()), 1..60)) {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Tightest);
             let mut held: Vec<(Demand, Choice)> = Vec::new();
             for (size, depart) in steps {

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_tile_a_gpu_are_worth_their_part() {
+    fn sizes_that_tile_a_gpu_are_worth_their_part_of_it() {
         let worth = packing_values(&shared(&[kind(470, 0.5), kind(230, 0.5)]));
         assert!((worth[100] - 1.0).abs() < 1e-9);
         assert!((worth[47] - 0.5).abs() < 0.03, "{}", worth[47]);
@@ -276,19 +276,19 @@ mod tests {
     }
 
     #[test]
-    fn the_hole_beside_a_large_pod_is_worth_nothing() {
+    fn a_hole_that_no_typical_pod_fits_has_no_value() {
         let worth = packing_values(&shared(&[kind(810, 0.6), kind(320, 0.4)]));
         assert!(worth[19].abs() < 1e-9 && (worth[81] - 1.0).abs() < 0.03, "{} {}", worth[19], worth[81]);
     }
 
     #[test]
-    fn without_sharing_only_whole_gpus_are_worth_something() {
+    fn without_sharing_only_whole_gpus_have_a_value() {
         let worth = packing_values(&[]);
         assert!(worth[99].abs() < 1e-9 && (worth[100] - 1.0).abs() < 1e-9);
     }
 
     #[test]
-    fn nothing_learned_is_no_division_by_zero() {
+    fn learning_from_nothing_does_not_divide_by_zero() {
         let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, memory: 0, gpus: vec![GPU] };
         let value = Value::learn(&[], std::slice::from_ref(&node));
         let demand = Demand { cpu: 0, memory: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
