@@ -54,7 +54,8 @@ struct Entry {
 pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
-        let what = format!("no checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
+        let what =
+            format!("not a checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
         io::Error::new(io::ErrorKind::InvalidData, what)
     };
     let file: File = serde_json::from_slice(text).map_err(wrong)?;

@@ -58,13 +58,13 @@ impl Connections {
                 let io = match listener.accept().await {
                     Ok((io, _)) => io,
                     Err(error) => {
-                        tracing::warn!(%error, "cannot accept a connection");
+                        tracing::warn!(%error, "failed to accept a connection");
                         tokio::time::sleep(ACCEPT_RETRY).await;
                         continue;
                     }
                 };
                 let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
-                    tracing::warn!(limit = MAX_CONNECTIONS, "too many connections; closed a new one");
+                    tracing::warn!(limit = MAX_CONNECTIONS, "too many connections; closed the new one");
                     continue;
                 };
                 let cut = Box::pin(cut.clone().cancelled_owned());
@@ -82,7 +82,7 @@ impl Connections {
         if tokio::time::timeout(patience, self.tracker.wait()).await.is_ok() {
             return;
         }
-        tracing::debug!(connections = self.tracker.len(), "peers did not hang up");
+        tracing::debug!(connections = self.tracker.len(), "peers did not disconnect");
         self.cut.cancel();
         if tokio::time::timeout(patience, self.tracker.wait()).await.is_err() {
             tracing::warn!(connections = self.tracker.len(), "connections did not end");

@@ -120,7 +120,7 @@ impl Directory {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
             Err(error) => {
-                tracing::warn!(directory = %self.path.display(), %error, "cannot look for sockets of earlier starts");
+                tracing::warn!(directory = %self.path.display(), %error, "failed to list sockets of earlier starts");
                 return;
             }
         };
@@ -137,7 +137,7 @@ impl Directory {
                 match std::fs::remove_file(&path) {
                     Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier start"),
                     Err(error) => {
-                        tracing::warn!(socket = %path.display(), %error, "cannot remove a socket of an earlier start");
+                        tracing::warn!(socket = %path.display(), %error, "failed to remove a socket of an earlier start");
                     }
                 }
             }
@@ -217,25 +217,25 @@ pub(crate) struct Watch {
     events: Option<EventStream<[u8; 1024]>>,
     /// Polls in addition to events: inotify can be unavailable (`max_user_instances`), and events
     /// can be lost.
-    look: tokio::time::Interval,
+    poll: tokio::time::Interval,
 }
 
 impl Watch {
-    pub(crate) fn arm(directory: &Directory, look: Look) -> Self {
+    pub(crate) fn arm(directory: &Directory, intervals: PollIntervals) -> Self {
         let events = match watch(directory.path()) {
             Ok(events) => Some(events),
             Err(error) => {
                 tracing::warn!(
-                    directory = %directory.path().display(), %error, every = ?look.unwatched,
-                    "cannot watch the device plugin directory with inotify; looking at it instead"
+                    directory = %directory.path().display(), %error, every = ?intervals.unwatched,
+                    "failed to watch the device plugin directory with inotify; polling it"
                 );
                 None
             }
         };
-        let every = if events.is_some() { look.watched } else { look.unwatched };
-        let mut look = tokio::time::interval(every);
-        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        Self { events, look }
+        let every = if events.is_some() { intervals.watched } else { intervals.unwatched };
+        let mut poll = tokio::time::interval(every);
+        poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        Self { events, poll }
     }
 
     /// Waits for the next relevant change. Cancel-safe: callers read the directory after each call,
@@ -243,12 +243,12 @@ impl Watch {
     pub(crate) async fn changed(&mut self) -> Change {
         loop {
             let Some(events) = &mut self.events else {
-                self.look.tick().await;
+                self.poll.tick().await;
                 return Change::Sockets;
             };
             let event = tokio::select! {
                 event = events.next() => event,
-                _ = self.look.tick() => return Change::Sockets,
+                _ = self.poll.tick() => return Change::Sockets,
             };
             match event {
                 Some(Ok(event)) => {
@@ -268,7 +268,7 @@ impl Watch {
                     }
                 }
                 Some(Err(error)) => {
-                    tracing::warn!(%error, "cannot read inotify events; looking at the device plugin directory instead");
+                    tracing::warn!(%error, "failed to read inotify events; polling the device plugin directory");
                     self.events = None;
                 }
                 None => self.events = None,
@@ -279,7 +279,7 @@ impl Watch {
 
 /// How often the directory is polled, with and without inotify.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Look {
+pub(crate) struct PollIntervals {
     pub(crate) watched: Duration,
     pub(crate) unwatched: Duration,
 }

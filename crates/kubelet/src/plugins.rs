@@ -11,8 +11,8 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::directory::{Change, Directory, DirectoryError, Lock, Look, SocketId, Watch, socket_name};
-use crate::registration::{Cause, RegisterError, Seen, Step, decide, register, self_dial};
+use crate::directory::{Change, Directory, DirectoryError, Lock, PollIntervals, SocketId, Watch, socket_name};
+use crate::registration::{Cause, Observation, RegisterError, Step, decide, register, self_dial};
 use crate::resource::{Resource, ResourceName};
 use crate::server::{Served, Session, Streams};
 
@@ -77,9 +77,9 @@ pub struct Timings {
     /// Between attempts to lock the directory.
     pub lock: Duration,
     /// Between checks of a directory that inotify watches, in case an event was lost.
-    pub look_watched: Duration,
+    pub poll_watched: Duration,
     /// Between checks of a directory without inotify.
-    pub look_unwatched: Duration,
+    pub poll_unwatched: Duration,
 }
 
 impl Default for Timings {
@@ -92,8 +92,8 @@ impl Default for Timings {
             hang_up: Duration::from_secs(1),
             settle: Duration::from_millis(50),
             lock: Duration::from_millis(200),
-            look_watched: Duration::from_secs(10),
-            look_unwatched: Duration::from_millis(500),
+            poll_watched: Duration::from_secs(10),
+            poll_unwatched: Duration::from_millis(500),
         }
     }
 }
@@ -213,7 +213,7 @@ impl Plugins {
     pub async fn shutdown(self) {
         self.run.send_replace(Run::Shutdown);
         if let Err(error) = self.manager.await {
-            tracing::error!(%error, "the device plugins' manager failed");
+            tracing::error!(%error, "device plugin manager failed");
         }
     }
 }
@@ -240,12 +240,12 @@ async fn stopped(run: &mut watch::Receiver<Run>) {
 
 impl Manager {
     async fn run(mut self) {
-        while let Some(lock) = self.hold().await {
+        while let Some(lock) = self.acquire_lock().await {
             self.serve(&lock).await;
             if *self.run.borrow() != Run::Serve {
                 break;
             }
-            tracing::warn!(directory = %self.directory.path().display(), "the device plugin directory was replaced; starting again in it");
+            tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new one");
         }
     }
 
@@ -255,9 +255,13 @@ impl Manager {
             if changed {
                 match &now {
                     DirectoryState::HeldByAnother => {
-                        tracing::warn!("another process serves from the device plugin directory; waiting for its end");
+                        tracing::warn!(
+                            "another process serves from the device plugin directory; waiting for it to end"
+                        );
                     }
-                    DirectoryState::Failed(error) => tracing::error!(%error, "cannot serve device plugins"),
+                    DirectoryState::Failed(error) => {
+                        tracing::error!(%error, "failed to use the device plugin directory")
+                    }
                     DirectoryState::Held | DirectoryState::Opening => {
                         tracing::debug!(state = ?now, "device plugin directory");
                     }
@@ -269,7 +273,7 @@ impl Manager {
     }
 
     /// Waits until this process has locked the directory. `None` on shutdown.
-    async fn hold(&mut self) -> Option<Lock> {
+    async fn acquire_lock(&mut self) -> Option<Lock> {
         loop {
             match self.directory.try_lock() {
                 Ok(Some(lock)) => {
@@ -288,14 +292,15 @@ impl Manager {
 
     /// Serves until shutdown, or until the path no longer names the locked directory.
     async fn serve(&mut self, lock: &Lock) {
-        let Timings { look_watched, look_unwatched, .. } = self.timings;
-        let mut directory = Watch::arm(&self.directory, Look { watched: look_watched, unwatched: look_unwatched });
+        let Timings { poll_watched, poll_unwatched, .. } = self.timings;
+        let mut directory =
+            Watch::arm(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
         self.directory.remove_stale().await;
         let mut tasks = Tasks {
             directory: self.directory.clone(),
             timings: self.timings,
             state: self.state.clone(),
-            look: watch::channel(()).0,
+            directory_changes: watch::channel(()).0,
             set: JoinSet::new(),
             names: HashMap::new(),
             running: BTreeMap::new(),
@@ -303,10 +308,10 @@ impl Manager {
         self.wanted.mark_changed();
         // A failed task is restarted after a delay, so that a task that always fails does not use a
         // whole core.
-        let mut start_again: Option<Instant> = None;
+        let mut restart_at: Option<Instant> = None;
         loop {
             let pause = async {
-                match start_again {
+                match restart_at {
                     Some(at) => tokio::time::sleep_until(at).await,
                     None => std::future::pending().await,
                 }
@@ -325,18 +330,18 @@ impl Manager {
                     if event == Change::Gone || !lock.holds(&self.directory) {
                         break;
                     }
-                    tasks.look.send_replace(());
+                    tasks.directory_changes.send_replace(());
                     false
                 }
                 Some(end) = tasks.set.join_next_with_id() => {
                     let orderly = tasks.ended(end);
                     if !orderly {
-                        start_again = Some(Instant::now() + self.timings.register.cap);
+                        restart_at = Some(Instant::now() + self.timings.register.cap);
                     }
                     orderly
                 }
                 () = pause => {
-                    start_again = None;
+                    restart_at = None;
                     true
                 }
             };
@@ -353,7 +358,7 @@ struct Tasks {
     directory: Directory,
     timings: Timings,
     state: watch::Sender<PluginsState>,
-    look: watch::Sender<()>,
+    directory_changes: watch::Sender<()>,
     set: JoinSet<()>,
     names: HashMap<Id, ResourceName>,
     running: BTreeMap<ResourceName, Running>,
@@ -393,7 +398,7 @@ impl Tasks {
                 timings: self.timings,
                 served,
                 run: runs,
-                look: self.look.subscribe(),
+                directory_changes: self.directory_changes.subscribe(),
                 state: self.state.clone(),
             };
             let id = self.set.spawn(plugin.run()).id();
@@ -414,7 +419,7 @@ impl Tasks {
             state.resources.remove(&name);
         });
         if let Some(error) = failure {
-            tracing::error!(resource = %name, %error, "a device plugin's task failed; it will be started again");
+            tracing::error!(resource = %name, %error, "device plugin task failed; restarting it");
             return false;
         }
         true
@@ -438,16 +443,16 @@ struct Plugin {
     served: Served,
     run: watch::Receiver<Run>,
     /// Changes when the directory has changed.
-    look: watch::Receiver<()>,
+    directory_changes: watch::Receiver<()>,
     state: watch::Sender<PluginsState>,
 }
 
 /// How a session ended.
-enum Outcome {
+enum SessionEnd {
     /// The task must end.
     Stop,
     /// Start a new session.
-    Again,
+    Restart,
 }
 
 impl Plugin {
@@ -470,7 +475,7 @@ impl Plugin {
             state.error = Some(text.clone());
         });
         if is_new {
-            tracing::warn!(resource = %self.name, error = text, "{what}; trying again");
+            tracing::warn!(resource = %self.name, error = text, "{what}; retrying");
         }
     }
 
@@ -489,7 +494,7 @@ impl Plugin {
             let mut session = match started {
                 Ok(session) => session,
                 Err(error) => {
-                    self.failed("cannot serve a device plugin", &error);
+                    self.failed("failed to serve a device plugin", &error);
                     let delay = self.timings.register.after(failures);
                     failures += 1;
                     self.pause(delay).await;
@@ -499,15 +504,16 @@ impl Plugin {
             failures = 0;
             let outcome = self.session(&mut session, kubelet, &mut streamless).await;
             self.show(|state| {
-                state.phase = if matches!(outcome, Outcome::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
+                state.phase =
+                    if matches!(outcome, SessionEnd::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
                 state.socket = None;
                 state.streams = 0;
             });
             let streams = if *self.run.borrow() == Run::Remove { Streams::Farewell } else { Streams::End };
             session.end(streams, self.timings.hang_up).await;
             match outcome {
-                Outcome::Stop => return,
-                Outcome::Again => self.settle(kubelet).await,
+                SessionEnd::Stop => return,
+                SessionEnd::Restart => self.settle(kubelet).await,
             }
         }
     }
@@ -515,7 +521,7 @@ impl Plugin {
     /// Waits for a `kubelet.sock`. `None` if the task must end.
     async fn kubelet(&mut self) -> Option<SocketId> {
         loop {
-            self.look.mark_unchanged();
+            self.directory_changes.mark_unchanged();
             if self.stopping() {
                 return None;
             }
@@ -526,7 +532,7 @@ impl Plugin {
             // Both are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 () = stopped(&mut self.run) => return None,
-                changed = self.look.changed() => changed.ok()?,
+                changed = self.directory_changes.changed() => changed.ok()?,
             }
         }
     }
@@ -544,24 +550,24 @@ impl Plugin {
     /// that are not registered by then.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
-        self.look.mark_unchanged();
+        self.directory_changes.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
             // The socket of a killed kubelet stays until the next kubelet removes it, which it does
             // after it removed ours.
             tokio::select! {
                 () = stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
-                changed = self.look.changed() => if changed.is_err() { return },
+                changed = self.directory_changes.changed() => if changed.is_err() { return },
             }
         }
     }
 
     /// Registers a session and supervises it until it ends.
-    async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
+    async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         if let Err(error) = self_dial(session.path()).await {
             self.failed("our own device plugin socket does not answer", &error);
             self.pause(self.timings.register.cap).await;
-            return Outcome::Again;
+            return SessionEnd::Restart;
         }
         let socket = session.path().file_name().map(|name| name.to_string_lossy().into_owned());
         self.show(|state| {
@@ -575,15 +581,15 @@ impl Plugin {
     }
 
     /// Registers with retries. `None` after a success.
-    async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<Outcome> {
+    async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
-            self.look.mark_unchanged();
+            self.directory_changes.mark_unchanged();
             if self.stopping() {
-                return Some(Outcome::Stop);
+                return Some(SessionEnd::Stop);
             }
             if self.directory.kubelet() != Some(kubelet) || !session.is_reachable() {
-                return Some(Outcome::Again);
+                return Some(SessionEnd::Restart);
             }
             let deadline = self.timings.register_deadline;
             let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
@@ -592,7 +598,7 @@ impl Plugin {
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = stopped(&mut self.run) => continue,
-                () = changed_for_us(&mut self.look, &self.directory, kubelet, session) => continue,
+                () = changed_for_us(&mut self.directory_changes, &self.directory, kubelet, session) => continue,
             };
             let error = match registered {
                 Ok(()) => {
@@ -617,26 +623,26 @@ impl Plugin {
             } else {
                 let delay = self.timings.register.after(refusals);
                 refusals += 1;
-                self.failed("cannot register with the kubelet", &error);
+                self.failed("failed to register with the kubelet", &error);
                 delay
             };
             tokio::select! {
                 () = stopped(&mut self.run) => {}
-                _ = self.look.changed() => {}
+                _ = self.directory_changes.changed() => {}
                 () = tokio::time::sleep(delay) => {}
             }
         }
     }
 
     /// Supervises a registered session.
-    async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
+    async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         let mut open = session.open_streams();
         let mut since = Instant::now();
         let mut was_open = false;
         loop {
-            self.look.mark_unchanged();
+            self.directory_changes.mark_unchanged();
             if self.stopping() {
-                return Outcome::Stop;
+                return SessionEnd::Stop;
             }
             let streams = *open.borrow_and_update();
             if streams > 0 {
@@ -650,25 +656,25 @@ impl Plugin {
                 state.phase = if streams > 0 { Phase::Streaming } else { Phase::Registered };
             });
             let options = self.served.borrow_and_update().options();
-            let seen = Seen {
+            let seen = Observation {
                 registered_with: kubelet,
                 kubelet: self.directory.kubelet(),
                 reachable: session.is_reachable(),
                 options_changed: options != session.options(),
                 streamless_for: (streams == 0).then(|| since.elapsed()),
             };
-            let mut look_again = None;
+            let mut check_again = None;
             match decide(&seen, self.timings.stream.after(*streamless)) {
                 Step::Keep => {}
-                Step::LookAgain(after) => look_again = Some(after),
+                Step::CheckAgain(after) => check_again = Some(after),
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound again");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound it again");
                         self.show(|state| state.error = None);
                     }
                     Err(error) => {
                         self.failed("our socket was deleted and cannot be bound again", &error);
-                        look_again = Some(self.timings.register.cap);
+                        check_again = Some(self.timings.register.cap);
                     }
                 },
                 Step::Register(cause) => {
@@ -679,11 +685,11 @@ impl Plugin {
                     } else {
                         tracing::info!(resource = %self.name, ?cause, "registering again");
                     }
-                    return Outcome::Again;
+                    return SessionEnd::Restart;
                 }
             }
             let timer = async {
-                match look_again {
+                match check_again {
                     Some(after) => tokio::time::sleep(after).await,
                     None => std::future::pending().await,
                 }
@@ -691,11 +697,11 @@ impl Plugin {
             // Cancel-safe: each future only triggers another check.
             tokio::select! {
                 () = stopped(&mut self.run) => {}
-                _ = self.look.changed() => {}
+                _ = self.directory_changes.changed() => {}
                 _ = open.changed() => {}
                 replaced = self.served.changed() => {
                     if replaced.is_err() {
-                        return Outcome::Stop;
+                        return SessionEnd::Stop;
                     }
                 }
                 () = timer => {}
@@ -705,8 +711,13 @@ impl Plugin {
 }
 
 /// Waits until a change of the directory makes the current attempt to register useless.
-async fn changed_for_us(look: &mut watch::Receiver<()>, directory: &Directory, kubelet: SocketId, session: &Session) {
-    while look.changed().await.is_ok() {
+async fn changed_for_us(
+    changes: &mut watch::Receiver<()>,
+    directory: &Directory,
+    kubelet: SocketId,
+    session: &Session,
+) {
+    while changes.changed().await.is_ok() {
         if directory.kubelet() != Some(kubelet) || !session.is_reachable() {
             return;
         }

@@ -27,7 +27,7 @@ pub(crate) fn unix(path: &str) -> Option<Endpoint> {
 pub(crate) enum RegisterError {
     /// No process listens at `kubelet.sock`. The kubelet binds before it listens, and a killed
     /// kubelet leaves its socket behind.
-    #[error("nobody answers at kubelet.sock")]
+    #[error("no process answers at kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet refused, or ended during the call.
     #[error("the kubelet refused: {}", .0.message())]
@@ -95,7 +95,7 @@ pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
 
 /// The observed state of a registered plugin.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Seen {
+pub(crate) struct Observation {
     /// The `kubelet.sock` that the plugin was registered with.
     pub(crate) registered_with: SocketId,
     /// The current `kubelet.sock`.
@@ -114,7 +114,7 @@ pub(crate) enum Step {
     /// Wait for a change.
     Keep,
     /// Check again after this time, or when something changes.
-    LookAgain(Duration),
+    CheckAgain(Duration),
     /// Bind our socket at its path again. The stream stays open.
     Rebind,
     /// End this session and register a new one.
@@ -136,7 +136,7 @@ pub(crate) enum Cause {
 
 /// Decides by the observed state and not by events. Events can be lost, late or repeated: the
 /// creation of `kubelet.sock` can be reported after the registration with that very socket.
-pub(crate) fn decide(seen: &Seen, grace: Duration) -> Step {
+pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
         Some(kubelet) if kubelet != seen.registered_with => return Step::Register(Cause::KubeletRestarted),
@@ -154,7 +154,7 @@ pub(crate) fn decide(seen: &Seen, grace: Duration) -> Step {
         None => Step::Keep,
         Some(_) if !seen.reachable => Step::Register(Cause::SocketLost),
         Some(since) if since >= grace => Step::Register(Cause::NoStream),
-        Some(since) => Step::LookAgain(grace.saturating_sub(since)),
+        Some(since) => Step::CheckAgain(grace.saturating_sub(since)),
     }
 }
 
@@ -166,7 +166,7 @@ mod tests {
 
     /// The state of a healthy plugin, and another socket bound after the one that it was registered
     /// with.
-    fn healthy() -> (Seen, SocketId) {
+    fn healthy() -> (Observation, SocketId) {
         let folder = tempfile::tempdir().expect("a folder");
         let bind = |name: &str| {
             let path = folder.path().join(name);
@@ -174,7 +174,7 @@ mod tests {
             SocketId::of(&path).expect("a socket")
         };
         let (first, second) = (bind("first"), bind("second"));
-        let seen = Seen {
+        let seen = Observation {
             registered_with: first,
             kubelet: Some(first),
             reachable: true,
@@ -188,14 +188,18 @@ mod tests {
     fn a_streaming_plugin_is_kept() {
         let (seen, _) = healthy();
         assert_eq!(decide(&seen, GRACE), Step::Keep);
-        assert_eq!(decide(&Seen { kubelet: None, ..seen }, GRACE), Step::Keep, "the stream works without kubelet.sock");
+        assert_eq!(
+            decide(&Observation { kubelet: None, ..seen }, GRACE),
+            Step::Keep,
+            "the stream works without kubelet.sock"
+        );
     }
 
     #[test]
     fn a_new_kubelet_socket_causes_a_registration_despite_an_open_stream() {
         let (seen, other) = healthy();
         for streamless_for in [None, Some(Duration::ZERO)] {
-            let seen = Seen { kubelet: Some(other), streamless_for, reachable: false, ..seen };
+            let seen = Observation { kubelet: Some(other), streamless_for, reachable: false, ..seen };
             assert_eq!(decide(&seen, GRACE), Step::Register(Cause::KubeletRestarted));
         }
     }
@@ -203,27 +207,30 @@ mod tests {
     #[test]
     fn a_missing_stream_causes_a_registration_after_the_grace_period() {
         let (seen, _) = healthy();
-        let after = |since| Seen { streamless_for: Some(since), ..seen };
-        assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::LookAgain(Duration::from_millis(1500)));
+        let after = |since| Observation { streamless_for: Some(since), ..seen };
+        assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::CheckAgain(Duration::from_millis(1500)));
         assert_eq!(decide(&after(GRACE), GRACE), Step::Register(Cause::NoStream));
-        let gone = Seen { kubelet: None, ..after(GRACE * 10) };
+        let gone = Observation { kubelet: None, ..after(GRACE * 10) };
         assert_eq!(decide(&gone, GRACE), Step::Keep, "there is nobody to register with");
     }
 
     #[test]
     fn a_deleted_socket_is_rebound_or_without_a_stream_registered_again() {
         let (seen, _) = healthy();
-        let lost = Seen { reachable: false, ..seen };
+        let lost = Observation { reachable: false, ..seen };
         assert_eq!(decide(&lost, GRACE), Step::Rebind);
-        let lost = Seen { streamless_for: Some(Duration::ZERO), ..lost };
+        let lost = Observation { streamless_for: Some(Duration::ZERO), ..lost };
         assert_eq!(decide(&lost, GRACE), Step::Register(Cause::SocketLost));
     }
 
     #[test]
     fn changed_options_cause_a_registration() {
         let (seen, _) = healthy();
-        assert_eq!(decide(&Seen { options_changed: true, ..seen }, GRACE), Step::Register(Cause::OptionsChanged));
-        let no_kubelet = Seen { options_changed: true, kubelet: None, ..seen };
+        assert_eq!(
+            decide(&Observation { options_changed: true, ..seen }, GRACE),
+            Step::Register(Cause::OptionsChanged)
+        );
+        let no_kubelet = Observation { options_changed: true, kubelet: None, ..seen };
         assert_eq!(decide(&no_kubelet, GRACE), Step::Keep);
     }
 }

@@ -229,13 +229,16 @@ impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredReq
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {
-            return Err(Refusal::Invalid(format!("{} devices asked for", wire.allocation_size)));
+            return Err(Refusal::Invalid(format!("{} devices requested", wire.allocation_size)));
         };
         if size > available.len() {
-            return Err(Refusal::Invalid(format!("{size} devices asked for out of {} available", available.len())));
+            return Err(Refusal::Invalid(format!("{size} devices requested, and {} are available", available.len())));
         }
         if must_include.len() > size {
-            return Err(Refusal::Invalid(format!("{size} devices asked for that include {}", must_include.len())));
+            return Err(Refusal::Invalid(format!(
+                "{size} devices requested, which must include {}",
+                must_include.len()
+            )));
         }
         Ok(Self { available, must_include, size })
     }

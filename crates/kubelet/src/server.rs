@@ -70,7 +70,7 @@ impl Session {
             // themselves. `end` closes them first.
             let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
-                tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server ended");
+                tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server failed");
             }
         });
         let task = AbortOnDropHandle::new(task);
@@ -124,7 +124,7 @@ impl Session {
 fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropHandle<()>, SocketId)> {
     let listener = UnixListener::bind(path)?;
     let socket = SocketId::of(path)
-        .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the socket vanished while it was bound"))?;
+        .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the socket disappeared while it was bound"))?;
     Ok((connections.accept_from(listener), socket))
 }
 

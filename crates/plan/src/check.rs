@@ -128,31 +128,31 @@ impl Checker {
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
         let profiles = gpu.profiles.as_ref().unwrap_or(&known);
-        let (mut mig, mut mps, mut turns) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut mig, mut mps, mut replica_slices) = (Vec::new(), Vec::new(), Vec::new());
         for slice in &plan.slices {
             let resource = slice.resource.as_str();
             if slice.placement.is_some() || resource.starts_with(device::MIG_PREFIX) {
                 mig.push(slice);
             } else if resource == device::REPLICAS || gpu.mode == Mode::TimeSlicing && device::sized(resource).is_none()
             {
-                turns.push(slice);
+                replica_slices.push(slice);
             } else if resource == device::WHOLE {
                 self.report(at, "a whole GPU must be an empty list");
             } else {
                 mps.push(slice);
             }
         }
-        if [&mig, &mps, &turns].iter().filter(|slices| !slices.is_empty()).count() > 1 {
+        if [&mig, &mps, &replica_slices].iter().filter(|slices| !slices.is_empty()).count() > 1 {
             self.report(at, "it has two kinds of partition at once");
         }
-        for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&turns, Mode::TimeSlicing)] {
+        for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&replica_slices, Mode::TimeSlicing)] {
             if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {
                 self.report(at, format!("its mode is {:?}, and it is partitioned for {mode:?}", gpu.mode));
             }
         }
         self.mig(at, gpu, profiles, &mig);
         self.mps(at, gpu, &mps);
-        let replicas: u64 = turns.iter().map(|slice| u64::from(slice.count)).sum();
+        let replicas: u64 = replica_slices.iter().map(|slice| u64::from(slice.count)).sum();
         if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
             self.report(at, format!("it has {replicas} replicas, more than its limit"));
         }

@@ -167,7 +167,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let mut gpus = Vec::new();
         for &node in &of.nodes {
             let others = self.assignment.pods.get(node as usize).cloned().unwrap_or_default();
-            let mut met: Vec<(u32, Vec<u32>)> = Vec::new();
+            let mut seen: Vec<(u32, Vec<u32>)> = Vec::new();
             for other in others {
                 if self.states.work > self.group_limit {
                     return false;
@@ -177,11 +177,11 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     continue;
                 }
                 let Some(location) = self.assignment.locations.get(other as usize).cloned().flatten() else { continue };
-                let like = (other_id, location.gpus.clone());
-                if met.contains(&like) {
+                let kind = (other_id, location.gpus.clone());
+                if seen.contains(&kind) {
                     continue;
                 }
-                met.push(like);
+                seen.push(kind);
                 self.assignment.remove(model, self.states, other);
                 let offered = self.assignment.offer(model, self.states, id, node, rule, &mut gpus).is_some();
                 if offered && self.assignment.put(model, self.states, pod, Location { node, gpus: gpus.clone() }) {
@@ -217,7 +217,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             }
             for gpu in range {
                 let pods = self.pods_on(node, gpu);
-                let mut met: Vec<(Option<u32>, Option<u32>)> = Vec::new();
+                let mut seen: Vec<(Option<u32>, Option<u32>)> = Vec::new();
                 for (at, &one) in pods.iter().enumerate() {
                     for &other in pods.iter().skip(at + 1) {
                         if self.states.work > self.group_limit {
@@ -225,10 +225,10 @@ impl<'g, 'a> Greedy<'g, 'a> {
                         }
                         let of = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
                         let pair = (of(one), of(other));
-                        if met.contains(&pair) || pair.0 == Some(id) || pair.1 == Some(id) {
+                        if seen.contains(&pair) || pair.0 == Some(id) || pair.1 == Some(id) {
                             continue;
                         }
-                        met.push(pair);
+                        seen.push(pair);
                         if self.replace_two(pod, unit, node, gpu, [one, other], rule) {
                             return true;
                         }

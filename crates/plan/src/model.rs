@@ -210,8 +210,9 @@ impl<'a> Model<'a> {
         let builder = ClassBuilder::new(policy, names, tables);
         for (at, &index) in order.iter().enumerate() {
             let node = &snapshot.nodes[index];
-            let twin = |other: Option<&usize>| other.is_some_and(|&other| snapshot.nodes[other].name == node.name);
-            let twice = twin(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| twin(order.get(before)));
+            let same_name = |other: Option<&usize>| other.is_some_and(|&other| snapshot.nodes[other].name == node.name);
+            let twice =
+                same_name(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| same_name(order.get(before)));
             let (free, bad) = self.free_resources(node);
             let left_out = match (&node.left_out, twice) {
                 (Some(reason), _) => Some(reason.clone()),
@@ -254,8 +255,8 @@ impl<'a> Model<'a> {
         };
         let mut free = Vec::with_capacity(self.dimensions.len());
         for name in &self.dimensions {
-            let otherwise = if UNLIMITED.contains(name) { u64::MAX } else { 0 };
-            let all = amount("allocatable", &node.allocatable, name).unwrap_or(otherwise);
+            let default = if UNLIMITED.contains(name) { u64::MAX } else { 0 };
+            let all = amount("allocatable", &node.allocatable, name).unwrap_or(default);
             let used = amount("requested", &node.requested, name).unwrap_or(0);
             free.push(if all == u64::MAX { all } else { all.saturating_sub(used) });
         }
@@ -380,8 +381,8 @@ impl<'a> Model<'a> {
 /// Names of the resources other than GPUs that pods request, sorted. Includes the number of pods if
 /// a node limits it.
 fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
-    let asked = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
-    let mut all: BTreeSet<&str> = asked.filter(|name| names.get(name).is_none()).collect();
+    let requested = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
+    let mut all: BTreeSet<&str> = requested.filter(|name| names.get(name).is_none()).collect();
     if snapshot.nodes.iter().any(|node| node.allocatable.contains_key(PODS)) {
         all.insert(PODS);
     }

@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn contexts_match_measurements_and_others_are_unknown() {
         for (sms, measured) in CONTEXTS {
-            let told = context((9, 0), "580.159.04", Sms(sms)).unwrap();
-            assert!(told.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {told:?} told");
+            let computed = context((9, 0), "580.159.04", Sms(sms)).unwrap();
+            assert!(computed.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {computed:?} computed");
         }
         assert_eq!(context((8, 0), "580.159.04", Sms(108)), None);
         assert_eq!(context((9, 0), "5800.1", Sms(108)), None);

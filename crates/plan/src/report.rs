@@ -141,11 +141,11 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
     // The reason that holds for most nodes comes first. Of equal ones, the first node's.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
-    let told = reasons.len().min(MAX_REASONS);
-    let more: usize = reasons.iter().skip(told).map(|(_, nodes)| nodes.len()).sum();
+    let shown = reasons.len().min(MAX_REASONS);
+    let more: usize = reasons.iter().skip(shown).map(|(_, nodes)| nodes.len()).sum();
     let mut texts: Vec<String> = reasons
         .into_iter()
-        .take(told)
+        .take(shown)
         .map(|(reason, nodes)| match nodes.as_slice() {
             few if few.len() <= 3 => format!("{}: {reason}", few.join(", ")),
             many => format!("{} of {} nodes: {reason}", many.len(), model.nodes.len()),
@@ -212,11 +212,11 @@ fn obstacle(
             format!("slices in use leave no room for {what}")
         };
     }
-    others(cluster, group, index)
+    competitors(cluster, group, index)
 }
 
 /// Names the pods that took the room of a node which could otherwise take the pod.
-fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
+fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
     let what = if higher.is_empty() {

@@ -192,11 +192,11 @@ impl Search<'_, '_> {
         self.seen.insert(key, self.placed.clone());
 
         let group = self.model.group_of.get(pod as usize).copied().flatten();
-        let twin = |other: Option<&u32>| {
+        let same_group = |other: Option<&u32>| {
             other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
         };
         // If one of several equal pods is skipped, the later ones are skipped too.
-        let forced = skipped && at.checked_sub(1).is_some_and(|before| twin(self.pods.get(before)));
+        let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
             for location in self.options(pod) {
                 if !self.assignment.put(self.model, self.states, pod, location) {
@@ -286,7 +286,7 @@ impl Search<'_, '_> {
         let model = self.model;
         let Some(group) = model.groups.get(group_id as usize) else { return Vec::new() };
         let mut options = Vec::new();
-        let mut met = Vec::new();
+        let mut seen = Vec::new();
         let mut gpus = Vec::new();
         let nodes = self.nodes;
         for (at, &node) in nodes.iter().enumerate() {
@@ -294,11 +294,11 @@ impl Search<'_, '_> {
             if group.nodes.binary_search(&node).is_err() {
                 continue;
             }
-            let like = (alike, sorted_states(self.model, &self.assignment, node), self.assignment.free(node).to_vec());
-            if met.contains(&like) {
+            let kind = (alike, sorted_states(self.model, &self.assignment, node), self.assignment.free(node).to_vec());
+            if seen.contains(&kind) {
                 continue;
             }
-            met.push(like);
+            seen.push(kind);
             let Some(cost) = self.assignment.offer(self.model, self.states, group_id, node, self.rule, &mut gpus)
             else {
                 continue;
@@ -311,14 +311,14 @@ impl Search<'_, '_> {
         options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// All ways to spread units over a node's GPUs. Of interchangeable ways, only one.
+    /// All ways to spread units over a node's GPUs. Of interchangeable combinations, only one.
     fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
         let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
-        let mut ways: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
+        let mut combinations: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
         for &unit in units {
             let mut next: Vec<(Vec<StateId>, Vec<u32>)> = Vec::new();
-            for (now, chosen) in &ways {
+            for (now, chosen) in &combinations {
                 for at in 0..now.len() {
                     if now[..at].contains(&now[at]) && units.len() == 1 {
                         continue;
@@ -343,9 +343,9 @@ impl Search<'_, '_> {
             next.sort_by_cached_key(|(states, chosen)| (canonical(states), chosen.clone()));
             next.dedup_by(|next, first| canonical(&next.0) == canonical(&first.0));
             next.truncate(MAX_SPREADS);
-            ways = next;
+            combinations = next;
         }
-        for (now, chosen) in ways {
+        for (now, chosen) in combinations {
             if chosen.len() == units.len() && !units.is_empty() {
                 let steps = slots.iter().zip(&now).map(|(&from, &to)| step(self.states, from, to, self.rule));
                 let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };

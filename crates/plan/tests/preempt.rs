@@ -526,7 +526,7 @@ proptest! {
     }
 
     /// The result does not depend on the order of the facts or of the nodes. After the victims were
-    /// told to terminate, asking again names no further victim, so callers need not remember them.
+    /// updated to terminate, asking again names no further victim, so callers need not remember them.
     #[test]
     fn the_result_does_not_depend_on_order(world in world(), turn in 0_usize..6) {
         let ledger = world.ledger();
@@ -541,11 +541,11 @@ proptest! {
         let nodes = ["n", "unknown", "m", "n"];
         prop_assert_eq!(&other.preempt(waiting("p", turned.priority, &turned.asks), nodes, &turned.holders), &found);
         let Some(found) = found else { return Ok(()) };
-        let mut told = world.clone();
+        let mut updated = world.clone();
         for victim in &found.victims {
-            told.holders.get_mut(victim).unwrap().ending = true;
+            updated.holders.get_mut(victim).unwrap().ending = true;
         }
-        let again = told.preempt(&ledger);
+        let again = updated.preempt(&ledger);
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 

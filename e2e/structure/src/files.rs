@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use crate::comments;
 use crate::model::{Crate, Sources};
 
-/// The list of known findings, in the repository.
+/// Path of the list of known findings in the repository.
 pub const KNOWN: &str = "e2e/structure/known.txt";
 
 /// Directories of a package that hold Rust code.
@@ -58,7 +58,7 @@ pub fn read(root: &Path) -> Result<Sources> {
         if files.contains_key(&path) {
             return Ok(());
         }
-        // Whether a file has comments can depend on its first line. Images and the like are no text.
+        // Whether a file has comments can depend on its first line. Binary files have none.
         let Ok(content) = String::from_utf8(bytes(file)?) else { return Ok(()) };
         if comments::marker(&path, &content).is_some() {
             others.insert(path, content);
@@ -100,7 +100,7 @@ fn package(manifest: &str) -> Option<String> {
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// The members that a workspace's manifest lists, one on each line.
+/// The members in a workspace's manifest, one on each line.
 fn members(manifest: &str) -> Vec<String> {
     let lines = manifest.lines().map(str::trim).skip_while(|line| *line != "members = [").skip(1);
     let names = lines.take_while(|line| *line != "]").filter(|line| line.starts_with('"'));

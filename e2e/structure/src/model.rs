@@ -21,7 +21,7 @@ pub struct Crate {
     pub root: String,
 }
 
-/// Something that the structure of the code must not have.
+/// A violation of the rules for the structure of the code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// What was found, without line numbers: a line of the list of known findings.

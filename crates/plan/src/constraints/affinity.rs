@@ -19,9 +19,9 @@ fn contains(domains: &Domains<'_>, key: &str, value: &str) -> bool {
 #[derive(Debug)]
 pub(super) struct Affinity<'a> {
     /// The subject's affinity.
-    near: &'a [PodAffinityTerm],
+    affinity: &'a [PodAffinityTerm],
     /// The subject's anti-affinity.
-    apart: &'a [PodAffinityTerm],
+    anti_affinity: &'a [PodAffinityTerm],
     /// Domains with a pod that matches all terms of the subject's affinity.
     attracting: Domains<'a>,
     /// Whether the subject may be the first of a group: no pod in any domain matches its affinity,
@@ -35,12 +35,12 @@ pub(super) struct Affinity<'a> {
 
 impl<'a> Affinity<'a> {
     pub(super) fn new(subject: &Subject<'a>, namespaces: &impl Fn(&str) -> Option<&'a Labels>) -> Self {
-        let near = subject.rules.affinity.as_slice();
+        let affinity = subject.rules.affinity.as_slice();
         let own = subject.namespace;
-        let first = near.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == Match::Yes);
-        let apart = subject.rules.anti_affinity.as_slice();
+        let first = affinity.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == Match::Yes);
+        let anti_affinity = subject.rules.anti_affinity.as_slice();
         let (attracting, avoided, repelling) = Default::default();
-        Self { near, apart, attracting, first, avoided, repelling }
+        Self { affinity, anti_affinity, attracting, first, avoided, repelling }
     }
 
     /// Counts a neighbour for the terms of the subject.
@@ -53,16 +53,16 @@ impl<'a> Affinity<'a> {
     ) {
         let selects =
             |term: &PodAffinityTerm| term.selects(subject.namespace, neighbour.labels, neighbour.namespace, namespaces);
-        if !self.near.is_empty() {
+        if !self.affinity.is_empty() {
             let mut least = Match::Yes;
-            for term in self.near {
+            for term in self.affinity {
                 least = least.min(selects(term));
                 if least == Match::No {
                     break;
                 }
             }
             if let Some(node) = node(neighbour.node).filter(|_| least != Match::No) {
-                for (key, value) in self.near.iter().filter_map(|term| domain(term, node)) {
+                for (key, value) in self.affinity.iter().filter_map(|term| domain(term, node)) {
                     self.first = false;
                     if least == Match::Yes {
                         self.attracting.entry(key).or_default().insert(value);
@@ -70,7 +70,7 @@ impl<'a> Affinity<'a> {
                 }
             }
         }
-        for term in self.apart.iter().filter(|term| selects(term) != Match::No) {
+        for term in self.anti_affinity.iter().filter(|term| selects(term) != Match::No) {
             if let Some((key, value)) = node(neighbour.node).and_then(|node| domain(term, node)) {
                 self.avoided.entry(key).or_default().insert(value);
             }
@@ -100,20 +100,20 @@ impl<'a> Affinity<'a> {
 
     /// A topology key of the subject's affinity that the node does not have.
     pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
-        self.near.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
+        self.affinity.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
     }
 
     pub(super) fn refuse(&self, node: &Node) -> Result<(), Conflict> {
         let inside =
             |domains: &Domains<'_>, key: &str| node.labels.get(key).is_some_and(|value| contains(domains, key, value));
         let key = |term: &PodAffinityTerm| term.topology_key.clone();
-        let lonely = |term: &&PodAffinityTerm| !inside(&self.attracting, &term.topology_key);
+        let unmatched = |term: &&PodAffinityTerm| !inside(&self.attracting, &term.topology_key);
         if !self.first
-            && let Some(term) = self.near.iter().find(lonely)
+            && let Some(term) = self.affinity.iter().find(unmatched)
         {
             return Err(Conflict::PodAffinity { topology_key: key(term) });
         }
-        if let Some(term) = self.apart.iter().find(|term| inside(&self.avoided, &term.topology_key)) {
+        if let Some(term) = self.anti_affinity.iter().find(|term| inside(&self.avoided, &term.topology_key)) {
             return Err(Conflict::PodAntiAffinity { topology_key: key(term) });
         }
         match self.repelling.keys().find(|key| inside(&self.repelling, key)) {

@@ -280,8 +280,9 @@ impl Ledger {
     /// Whether the pod is bound and has not been allocated all that it requests.
     pub fn is_unserved(&self, pod: &str) -> bool {
         let Some(Claim { asks, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
-        let held = self.nodes.get(node).and_then(|node| node.held.get(pod)).map(Vec::as_slice).unwrap_or_default();
-        outstanding(asks, held).values().any(|missing| !missing.is_empty())
+        let allocated =
+            self.nodes.get(node).and_then(|node| node.allocations.get(pod)).map(Vec::as_slice).unwrap_or_default();
+        outstanding(asks, allocated).values().any(|missing| !missing.is_empty())
     }
 
     /// All claims.
@@ -415,7 +416,7 @@ impl Ledger {
         if node.short.is_empty() {
             return;
         }
-        let claimed = layout::claimed(&self.claims, pods, name, &node.held);
+        let claimed = layout::claimed(&self.claims, pods, name, &node.allocations);
         let Some(notes) = layout::notes_for_all(&node.stocks, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::put_notes(&mut self.claims, name, notes);
@@ -427,8 +428,9 @@ impl Ledger {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
-        layout::follow_swaps(&mut self.claims, pods, name, &node.held);
-        node.short = layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.held));
+        layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
+        node.short =
+            layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.allocations));
         let free = node
             .stocks
             .iter()

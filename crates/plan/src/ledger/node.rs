@@ -32,7 +32,7 @@ pub(super) struct Node {
     /// Stocks by resource, then by device.
     pub(super) stocks: BTreeMap<String, Stocks>,
     /// Allocations of each pod.
-    pub(super) held: BTreeMap<String, Vec<Allocation>>,
+    pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
     /// Asks of claims that no device has room for.
     pub(super) short: Vec<Ask>,
 }
@@ -42,27 +42,27 @@ pub(super) type Nominated = BTreeMap<(String, String), u32>;
 
 impl Node {
     pub(super) fn of(facts: NodeFacts) -> Self {
-        let mut held: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
+        let mut allocations: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
         let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
         for DeviceFacts { device, resource, capacity, used } in facts.devices {
             // If a device is listed twice, the lower capacity and the higher use count.
             let amount = amounts.entry((resource, device)).or_insert((capacity, used));
             *amount = (amount.0.min(capacity), amount.1.max(used));
         }
-        let mut told: BTreeMap<(String, String), u32> = BTreeMap::new();
+        let mut sums: BTreeMap<(String, String), u32> = BTreeMap::new();
         for allocation in facts.allocations {
-            let sum = told.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
+            let sum = sums.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
             *sum = sum.saturating_add(allocation.units.get());
-            held.entry(allocation.pod.clone()).or_default().push(allocation);
+            allocations.entry(allocation.pod.clone()).or_default().push(allocation);
         }
-        held.values_mut().for_each(|allocations| allocations.sort());
+        allocations.values_mut().for_each(|allocations| allocations.sort());
         let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
         for ((resource, device), (capacity, used)) in amounts {
             let key = (resource, device);
-            let used = used.max(told.get(&key).copied().unwrap_or(0));
+            let used = used.max(sums.get(&key).copied().unwrap_or(0));
             stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
         }
-        Self { model: facts.model, stocks, held, short: Vec::new() }
+        Self { model: facts.model, stocks, allocations, short: Vec::new() }
     }
 
     pub(super) fn reservations(&self) -> impl Iterator<Item = Reservation> {

@@ -115,14 +115,14 @@ mod tests {
             free in prop::collection::vec(0_u32..11, 0..4),
         ) {
             let found = pack(&sizes, &free, &mut tightest);
-            let ways = free.len().pow(u32::try_from(sizes.len()).unwrap());
+            let assignments = free.len().pow(u32::try_from(sizes.len()).unwrap());
             let fits = |devices: &[usize]| {
                 let mut left = free.clone();
                 devices.iter().zip(&sizes).all(|(&device, &size)| {
                     left[device].checked_sub(size).map(|rest| left[device] = rest).is_some()
                 })
             };
-            let exists = (0..ways).any(|way| {
+            let exists = (0..assignments).any(|way| {
                 let devices: Vec<usize> =
                     (0..sizes.len()).map(|index| way / free.len().pow(u32::try_from(index).unwrap()) % free.len()).collect();
                 fits(&devices)

@@ -144,13 +144,13 @@ impl<'a> NodeView<'a> {
             }
         }
         let mut candidates = Vec::new();
-        for (pod, held) in &node.held {
+        for (pod, allocations) in &node.allocations {
             let Some(holder) = holders.get(pod).filter(|_| pod != waiting.pod) else { continue };
             if !holder.ending && holder.priority >= waiting.priority {
                 continue;
             }
             let mut units: BTreeMap<usize, i64> = BTreeMap::new();
-            for part in held {
+            for part in allocations {
                 if let Some(&slot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
                     *units.entry(slot).or_default() += i64::from(part.units.get());
                 }

@@ -16,7 +16,7 @@ fn asks(sizes: &[u32]) -> Vec<Ask> {
 }
 
 /// A node with devices `a`, `b` and so on, of ten units each, with these numbers of used units.
-fn node(used: &[u32], held: &[(&str, &str, u32)]) -> NodeFacts {
+fn node(used: &[u32], allocated: &[(&str, &str, u32)]) -> NodeFacts {
     let name = |index: usize| char::from(b'a' + u8::try_from(index).unwrap()).to_string();
     NodeFacts {
         model: "m".to_owned(),
@@ -25,7 +25,7 @@ fn node(used: &[u32], held: &[(&str, &str, u32)]) -> NodeFacts {
             .enumerate()
             .map(|(index, &used)| DeviceFacts { device: name(index), resource: R.to_owned(), capacity: 10, used })
             .collect(),
-        allocations: held
+        allocations: allocated
             .iter()
             .map(|&(pod, device, size)| Allocation {
                 pod: pod.to_owned(),
@@ -49,8 +49,8 @@ fn reserve(ledger: &mut Ledger, pod: &str, sizes: &[u32], expires: u64) {
     ledger.reserve(pod, &fits, Moment(expires)).unwrap();
 }
 
-fn held(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
-    ledger.reservations(node).into_iter().map(|held| (held.device, held.units.get())).collect()
+fn reserved(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
+    ledger.reservations(node).into_iter().map(|reservation| (reservation.device, reservation.units.get())).collect()
 }
 
 fn on(device: &str, size: u32) -> (String, u32) {
@@ -61,9 +61,9 @@ fn on(device: &str, size: u32) -> (String, u32) {
 fn the_tightest_device_is_chosen_until_it_is_full() {
     let mut ledger = ledger(&[3, 5, 0]);
     reserve(&mut ledger, "p", &[5], 1);
-    assert_eq!(held(&ledger, "n"), [on("b", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("b", 5)]);
     reserve(&mut ledger, "q", &[5], 1);
-    assert_eq!(held(&ledger, "n"), [on("a", 5), on("b", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 5), on("b", 5)]);
 }
 
 #[test]
@@ -100,9 +100,9 @@ fn allocated_units_are_no_longer_reserved() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[3], 1);
     ledger.bind("p", "n", &asks(&[3]));
-    assert_eq!(held(&ledger, "n"), [on("a", 3)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 3)]);
     ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
-    assert!(held(&ledger, "n").is_empty());
+    assert!(reserved(&ledger, "n").is_empty());
     assert_eq!(ledger.devices("n")[0].free, 7);
     ledger.release("p");
     assert_eq!(ledger.devices("n")[0].free, 7, "the units stay used until the node reports otherwise");
@@ -115,11 +115,11 @@ fn two_equal_pods_can_swap() {
     let mut ledger = ledger(&[6, 7]);
     reserve(&mut ledger, "first", &[3], 9);
     reserve(&mut ledger, "second", &[3], 9);
-    assert_eq!(held(&ledger, "n"), [on("a", 3), on("b", 3)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 3), on("b", 3)]);
     ledger.observe("n", node(&[9, 7], &[("first", "a", 3)]));
-    assert_eq!(held(&ledger, "n"), [on("b", 3)], "the first pod took the units of the second");
+    assert_eq!(reserved(&ledger, "n"), [on("b", 3)], "the first pod took the units of the second");
     ledger.observe("n", node(&[9, 10], &[("first", "a", 3), ("second", "b", 3)]));
-    assert!(held(&ledger, "n").is_empty() && ledger.short("n").is_empty());
+    assert!(reserved(&ledger, "n").is_empty() && ledger.short("n").is_empty());
 }
 
 #[test]
@@ -128,14 +128,14 @@ fn reservations_stay_on_the_noted_device_when_other_pods_go() {
     for (pod, size) in [("p", 9), ("q", 9), ("r", 1), ("s", 1)] {
         reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(held(&ledger, "n"), [on("a", 1), on("a", 9), on("b", 1), on("b", 9)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 1), on("a", 9), on("b", 1), on("b", 9)]);
     let noted = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().noted["n"][0].device.clone();
     assert_eq!((noted(&ledger, "r"), noted(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
     ledger.release("r");
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 1), on("b", 9)], "s is allocated what is noted");
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1), on("b", 9)], "s is allocated what is noted");
     ledger.bind("s", "n", &asks(&[1]));
     ledger.release("q");
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 1)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1)]);
 }
 
 #[test]
@@ -144,23 +144,27 @@ fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     for (pod, size) in [("y", 9), ("first", 5), ("x", 4), ("swapped", 5)] {
         reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5), on("c", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5), on("c", 5)]);
     ledger.observe("n", node(&[0, 0, 5], &[("first", "c", 5)]));
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5)], "the note of the first pod moved to the other");
+    assert_eq!(
+        reserved(&ledger, "n"),
+        [on("a", 9), on("b", 4), on("b", 5)],
+        "the note of the first pod moved to the other"
+    );
     ledger.release("swapped");
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4)]);
     // All free units but one. The first pod's old note for `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
     assert_eq!(ledger.short("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
-    assert_eq!(held(&ledger, "n"), all, "as noted");
+    assert_eq!(reserved(&ledger, "n"), all, "as noted");
     // Annotations are not rewritten: the first pod's still names the device of the last one.
     let mut claims = ledger.claims().clone();
     claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
     let rebuilt = Ledger::rebuild(Facts { nodes, claims });
     assert_eq!(rebuilt.short("n"), []);
-    assert_eq!(held(&rebuilt, "n"), all);
+    assert_eq!(reserved(&rebuilt, "n"), all);
 }
 
 #[test]
@@ -169,10 +173,10 @@ fn a_pod_has_reservations_on_several_nodes_until_it_is_bound() {
     ledger.observe("m", node(&[5], &[]));
     ledger.observe("full", node(&[9], &[]));
     reserve(&mut ledger, "p", &[4], 9);
-    assert_eq!((held(&ledger, "m"), held(&ledger, "n")), (vec![on("a", 4)], vec![on("a", 4)]));
-    assert!(held(&ledger, "full").is_empty());
+    assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![on("a", 4)], vec![on("a", 4)]));
+    assert!(reserved(&ledger, "full").is_empty());
     ledger.bind("p", "n", &asks(&[4]));
-    assert_eq!((held(&ledger, "m"), held(&ledger, "n")), (vec![], vec![on("a", 4)]));
+    assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![], vec![on("a", 4)]));
 }
 
 #[test]
@@ -194,7 +198,7 @@ fn only_pods_that_are_not_bound_become_overdue() {
     assert!(ledger.overdue(Moment(9)).is_empty());
     assert_eq!(ledger.overdue(Moment(10)), ["late"]);
     ledger.release("late");
-    assert_eq!(held(&ledger, "n"), [on("a", 3), on("a", 4)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 3), on("a", 4)]);
     assert!(ledger.overdue(Moment(10)).is_empty());
 }
 
@@ -203,14 +207,14 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
     let mut ledger = ledger(&[0, 5]);
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[7], 9);
-    assert_eq!(held(&ledger, "n"), [on("a", 7), on("b", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 7), on("b", 5)]);
     // A pod bypassed the gate and took a unit of `b`. The reservation of p cannot move, because `a`
     // has three units left.
     ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
-    assert_eq!((held(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
+    assert_eq!((reserved(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
     // One more device.
     ledger.observe("n", node(&[0, 6, 4], &[("x", "b", 1)]));
-    assert_eq!((held(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
+    assert_eq!((reserved(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
     // All devices are gone.
     ledger.observe("n", NodeFacts::default());
     assert_eq!(ledger.short("n"), asks(&[5, 7]).into_iter().rev().collect::<Vec<_>>());
@@ -220,12 +224,12 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
 fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
     let mut ledger = ledger(&[0]);
     ledger.bind("x", "n", &asks(&[4]));
-    assert_eq!(held(&ledger, "n"), [on("a", 4)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 4)]);
     ledger.bind("y", "n", &asks(&[7]));
     assert_eq!(ledger.short("n"), asks(&[4]), "there is no room for both, and the larger one is placed first");
     ledger.bind("z", "unknown", &asks(&[7]));
     ledger.observe("unknown", node(&[0], &[]));
-    assert_eq!(held(&ledger, "unknown"), [on("a", 7)]);
+    assert_eq!(reserved(&ledger, "unknown"), [on("a", 7)]);
 }
 
 #[test]
@@ -233,15 +237,15 @@ fn a_pod_of_several_containers_is_allocated_part_by_part() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[7, 6], 9);
     ledger.bind("p", "n", &asks(&[7, 6]));
-    assert_eq!(held(&ledger, "n"), [on("a", 7), on("b", 6)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 7), on("b", 6)]);
     ledger.observe("n", node(&[0, 6], &[("p", "b", 6)]));
-    assert_eq!(held(&ledger, "n"), [on("a", 7)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 7)]);
     // An init container's units are reused for one container of 3. The rest must be on the same
     // device.
     ledger.observe("n", node(&[3, 6], &[("p", "a", 3), ("p", "b", 6)]));
-    assert_eq!(held(&ledger, "n"), [on("a", 4)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 4)]);
     ledger.observe("n", node(&[7, 6], &[("p", "a", 3), ("p", "a", 4), ("p", "b", 6)]));
-    assert!(held(&ledger, "n").is_empty());
+    assert!(reserved(&ledger, "n").is_empty());
 }
 
 #[test]
@@ -291,9 +295,13 @@ fn a_ledger_can_be_rebuilt() {
     let mut unwritten = facts.clone();
     unwritten.claims.values_mut().for_each(|claim| claim.noted.clear());
     let unwritten = Ledger::rebuild(unwritten);
-    assert_eq!(held(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(), 8, "claims without notes are reserved too");
-    let nobody = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
-    assert!(held(&nobody, "n").is_empty(), "units without a claim are free");
+    assert_eq!(
+        reserved(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
+        8,
+        "claims without notes are reserved too"
+    );
+    let unclaimed = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
+    assert!(reserved(&unclaimed, "n").is_empty(), "units without a claim are free");
 }
 
 #[test]

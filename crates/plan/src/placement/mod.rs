@@ -326,10 +326,10 @@ mod tests {
         #[test]
         fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, any::<bool>()), 1..60)) {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Tightest);
-            let mut held: Vec<(Demand, Choice)> = Vec::new();
+            let mut placed: Vec<(Demand, Choice)> = Vec::new();
             for (size, depart) in steps {
-                if depart && !held.is_empty() {
-                    let (demand, choice) = held.remove(size as usize % held.len());
+                if depart && !placed.is_empty() {
+                    let (demand, choice) = placed.remove(size as usize % placed.len());
                     placer.give(&demand, &choice);
                     continue;
                 }
@@ -339,10 +339,10 @@ mod tests {
                 prop_assert_eq!(&choice, &fresh);
                 if let Some(choice) = choice {
                     placer.take(&demand, &choice);
-                    held.push((demand, choice));
+                    placed.push((demand, choice));
                 }
             }
-            for (demand, choice) in &held {
+            for (demand, choice) in &placed {
                 placer.give(demand, choice);
             }
             prop_assert!(placer.nodes().iter().all(|left| left == &node(&[1000, 1000])), "everything given back");
