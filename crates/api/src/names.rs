@@ -89,7 +89,7 @@ pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Prefix of node labels with the number of units of a resource that the node's largest GPU has:
 /// `largest.cleave.dev/gpu-mps`. A pod that no GPU of the cluster can hold is released with a
-/// requirement on this label, so that an autoscaler adds only nodes that can hold the pod.
+/// requirement on this label. So an autoscaler adds only nodes that can hold the pod.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
 /// Ways in which a tenant leaves its limits: kinds of [`crate::gpunode::FindingStatus`].

@@ -19,12 +19,12 @@ pub struct Placement {
     pub until: u64,
     /// The reservation on each node that the pod may go to. It has one entry for each part of the
     /// request that must be on one device, in the order of `cleave_plan::ledger::asks`.
-    pub nodes: BTreeMap<String, Vec<Held>>,
+    pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
 }
 
 /// Reserved units of one device.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Held {
+pub struct ReservedUnits {
     /// The extended resource.
     pub resource: String,
     /// Number of units.
@@ -57,8 +57,9 @@ mod tests {
 
     #[test]
     fn a_placement_survives_a_round_trip() {
-        let held = Held { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
-        let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![held])]) };
+        let reserved =
+            ReservedUnits { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
+        let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![reserved])]) };
         let text = placement.text().unwrap();
         assert_eq!(
             text,

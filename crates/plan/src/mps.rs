@@ -84,9 +84,9 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
 /// Part of its memory limit that a client's CUDA context takes, if the client can use `sms` SMs.
 /// `None` if it was not measured.
 ///
-/// GPUs of compute capability 9.0 with driver 580 take 27.1 MiB and 3.69 MiB for each SM, accurate
-/// to 1 MiB for 12 to 132 SMs (H100 and H200, `docs/explanation/measurements.md`). A larger stack
-/// and the code of kernels take more.
+/// GPUs of compute capability 9.0 with driver 580 take 27.1 MiB and 3.69 MiB for each SM. The
+/// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
+/// `docs/explanation/measurements.md`). A larger stack and the code of kernels take more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))

@@ -159,8 +159,8 @@ struct Budget {
     each: u32,
 }
 
-/// Finds for each group of pods the nodes that could take one if no other pod were pending, and the
-/// smallest part of a GPU that one takes.
+/// Finds for each group of pods the nodes that could take one if no other pod were pending. Finds
+/// also the smallest part of a GPU that one pod takes.
 fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Assignment) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);

@@ -1,8 +1,8 @@
 //! Exact search for small parts of a cluster. It tries every assignment that can be better.
 //!
-//! The search is depth first over the pods, highest priority first. It cuts a branch if placing all
-//! remaining pods would not be better than the best known assignment, or if it met the same states
-//! of the GPUs before.
+//! The search is depth first over the pods, highest priority first. It cuts a branch that cannot be
+//! better than the best known assignment, even if all remaining pods are placed. It also cuts a
+//! branch that leads to states of the GPUs that it has met before.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, Location, Rule, group, step};

@@ -70,9 +70,9 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
-/// Cost of a preemption, lower is better: the number of protected victims, the highest priority of
-/// the victims, the sum of their priorities, their number, and the earliest start among the victims
-/// of the highest priority, for which later is better.
+/// Cost of a preemption, lower is better. In order of weight: the number of protected victims, the
+/// highest priority of the victims, the sum of their priorities, and their number. Last comes the
+/// earliest start among the victims of the highest priority, for which later is better.
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
 /// The cheapest preemption on these nodes, each given with its nominated units. `None` if no

@@ -1,8 +1,8 @@
 //! The value of free capacity, given what pods typically request.
 //!
-//! The value of a node has three parts: what the free parts of its GPUs can still hold
-//! ([`packing_values`]), minus GPU capacity without CPU beside it, plus the value of its model to
-//! pods that can run on few models. A pod goes where it reduces the value least.
+//! The value of a node has three parts. The free parts of its GPUs are worth what they can still
+//! hold ([`packing_values`]). GPU capacity without CPU beside it is deducted. The node's model adds
+//! value for pods that can run on few models. A pod goes where it reduces the value least.
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, Typical};
