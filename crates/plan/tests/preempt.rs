@@ -525,8 +525,8 @@ proptest! {
         }
     }
 
-    /// The result does not depend on the order of the facts or of the nodes. After the victims were
-    /// updated to terminate, asking again names no further victim, so callers need not remember them.
+    /// The result does not depend on the order of the facts or of the nodes. When the victims are
+    /// terminating, asking again names no further victim, so callers need not remember them.
     #[test]
     fn the_result_does_not_depend_on_order(world in world(), turn in 0_usize..6) {
         let ledger = world.ledger();
