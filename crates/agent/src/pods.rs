@@ -194,7 +194,7 @@ impl PodObject {
     }
 }
 
-fn wants(spec: &PodSpec, held: &[cleave_api::placement::Held]) -> Vec<Want> {
+fn wants(spec: &PodSpec, held: &[cleave_api::placement::ReservedUnits]) -> Vec<Want> {
     let init = spec.init_containers.iter().map(|container| {
         let sidecar = container.restart_policy.as_deref() == Some("Always");
         (if sidecar { Kind::Sidecar } else { Kind::Init }, container)

@@ -1,50 +1,49 @@
-//! What an administrator says of single GPUs, as annotations of their `GpuNode`: written by the
-//! command line, read by the operator.
+//! Annotations of a `GpuNode` by which an administrator cordons and clears single GPUs. The command
+//! line writes them and the operator reads them.
 //!
-//! A GPU is named by its UUID, so that an entry stays true when GPUs are counted anew. What makes
-//! no sense is passed over: an annotation can be written by hand, and one bad entry must not hide
-//! the others.
+//! GPUs are named by UUID, because indices can change. Invalid entries are ignored: people can
+//! write annotations by hand, and one bad entry must not hide the others.
 use std::collections::BTreeMap;
 use std::fmt;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
-/// Longest reason, in bytes.
-const REASON: usize = 200;
+/// Maximum length of a reason in bytes.
+const MAX_REASON: usize = 200;
 
-/// Cordoned GPUs by UUID, with the reason that was given, or an empty one: `<uuid>[=reason],…`.
+/// Cordoned GPUs by UUID, each with its reason or an empty text. Format: `<uuid>[=reason],…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
-/// GPUs by UUID, with the time up to which what was found wrong with them is over: `<uuid>=<RFC
-/// 3339>,…`.
+/// GPUs by UUID, each with the time up to which its recorded faults are cleared. Format:
+/// `<uuid>=<RFC 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleared(pub BTreeMap<String, Time>);
 
-/// A reason that cannot be written.
+/// Why a reason is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadReason {
-    /// It would end the entry.
-    #[error("a reason has no commas and no line breaks")]
+    /// It contains a character that ends an entry.
+    #[error("a reason must not contain commas or line breaks")]
     Separator,
-    /// It is a story.
-    #[error("a reason has at most {REASON} bytes")]
+    /// It is longer than the maximum.
+    #[error("a reason must have at most {MAX_REASON} bytes")]
     Long,
 }
 
-/// Whether a reason can be written.
+/// Checks whether a reason can be written into the annotation.
 ///
 /// # Errors
-/// It has a comma or a control character, or is too long.
+/// The reason has a comma or a control character, or is too long.
 pub fn check_reason(reason: &str) -> Result<(), BadReason> {
     if reason.contains(|character: char| character == ',' || character.is_control()) {
         return Err(BadReason::Separator);
     }
-    if reason.len() > REASON { Err(BadReason::Long) } else { Ok(()) }
+    if reason.len() > MAX_REASON { Err(BadReason::Long) } else { Ok(()) }
 }
 
-/// Pairs of an annotation; the value is none where there is no `=`.
+/// The entries of an annotation. The value is `None` for an entry without `=`.
 fn entries(annotation: Option<&String>) -> impl Iterator<Item = (&str, Option<&str>)> {
     let parts = annotation.map_or("", String::as_str).split(',').map(str::trim);
     parts.filter(|part| !part.is_empty()).map(|part| match part.split_once('=') {
@@ -54,7 +53,7 @@ fn entries(annotation: Option<&String>) -> impl Iterator<Item = (&str, Option<&s
 }
 
 impl Cordons {
-    /// Reads an annotation; none is none.
+    /// Reads an annotation. A missing annotation has no entries.
     pub fn read(annotation: Option<&String>) -> Self {
         let named = entries(annotation).filter(|(uuid, _)| !uuid.is_empty());
         Self(named.map(|(uuid, reason)| (uuid.to_owned(), reason.unwrap_or_default().to_owned())).collect())
@@ -62,7 +61,7 @@ impl Cordons {
 }
 
 impl Cleared {
-    /// Reads an annotation; none is none.
+    /// Reads an annotation. A missing annotation has no entries.
     pub fn read(annotation: Option<&String>) -> Self {
         let timed = |(uuid, time): (&str, Option<&str>)| {
             let time: Timestamp = time?.parse().ok()?;
@@ -93,7 +92,7 @@ impl fmt::Display for Cleared {
     }
 }
 
-/// A time as the API server gives it back, which keeps no parts of seconds.
+/// Cuts a time to whole seconds, which is how the API server stores it.
 pub fn whole_seconds(time: Timestamp) -> Time {
     Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
@@ -109,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_read_and_nonsense_hides_no_other() {
+    fn invalid_entries_do_not_hide_valid_ones() {
         let pair = |uuid: &str, reason: &str| (uuid.to_owned(), reason.to_owned());
         assert_eq!(cordons("GPU-a, GPU-b=new fan=yes ,,=x,"), [pair("GPU-a", ""), pair("GPU-b", "new fan=yes")]);
         assert!(cordons("").is_empty() && Cordons::read(None).0.is_empty());
@@ -119,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reason_that_would_be_read_otherwise_is_refused() {
+    fn a_reason_that_cannot_be_read_back_is_refused() {
         assert_eq!(check_reason("fan: 3 of 4 = bad"), Ok(()));
         for bad in ["a,GPU-b", "a\nb"] {
             assert_eq!(check_reason(bad), Err(BadReason::Separator), "{bad:?}");
@@ -129,7 +128,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(all in proptest::collection::btree_map("GPU-[0-9a-f]{1,8}", "[ -+\\--~]{0,20}", 0..5)) {
+        fn cordons_survive_a_round_trip(all in proptest::collection::btree_map("GPU-[0-9a-f]{1,8}", "[ -+\\--~]{0,20}", 0..5)) {
             let all: BTreeMap<String, String> = all.into_iter().map(|(uuid, reason)| (uuid, reason.trim().to_owned())).collect();
             prop_assume!(all.values().all(|reason| check_reason(reason).is_ok()));
             let written = Cordons(all);
@@ -137,7 +136,7 @@ mod tests {
         }
 
         #[test]
-        fn no_annotation_makes_reading_fail(text in ".{0,60}") {
+        fn any_annotation_can_be_read(text in ".{0,60}") {
             Cordons::read(Some(&text));
             Cleared::read(Some(&text));
         }

@@ -1,5 +1,5 @@
-//! `GpuNode`: what a node's GPUs shall be (`spec`, written by the operator) and are (`status`,
-//! written by the agent).
+//! `GpuNode`: the desired state of a node's GPUs (`spec`, written by the operator) and their actual
+//! state (`status`, written by the agent).
 #![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
 #![expect(clippy::duplicated_attributes, reason = "columns of a type repeat `type_`")]
 
@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 
-/// What the GPUs of the node of the same name shall be. Complete: the agent makes no choices.
+/// Desired state of the GPUs of the node with the same name. It is complete: the agent makes no
+/// choices.
 #[derive(CustomResource, Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "cleave.dev",
@@ -23,31 +24,36 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
     category = "cleave",
     status = "GpuNodeStatus",
     derive = "PartialEq",
-    doc = "What the GPUs of the node of the same name shall be (spec, written by the operator) and are (status, written by the node's agent).",
+    doc = "Desired state (spec, written by the operator) and actual state (status, written by the node's agent) of the GPUs of the node with the same name.",
     printcolumn(
         name = "GPUs",
         type_ = "integer",
         json_path = ".status.summary.gpus",
-        description = "GPUs of the node"
+        description = "Number of GPUs of the node"
     ),
-    printcolumn(name = "Model", type_ = "string", json_path = ".status.summary.models", description = "Their models"),
+    printcolumn(
+        name = "Model",
+        type_ = "string",
+        json_path = ".status.summary.models",
+        description = "Models of the GPUs"
+    ),
     printcolumn(
         name = "Modes",
         type_ = "string",
         json_path = ".status.summary.modes",
-        description = "What they are served as"
+        description = "Modes that the GPUs are served in"
     ),
     printcolumn(
         name = "Slices",
         type_ = "string",
         json_path = ".status.summary.slices",
-        description = "Slices in use, of those told to the kubelet"
+        description = "Slices in use, of those advertised to the kubelet"
     ),
     printcolumn(
         name = "Applied",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Applied\")].status",
-        description = "The node matches its spec"
+        description = "Whether the node matches its spec"
     ),
     printcolumn(
         name = "Reason",
@@ -61,49 +67,49 @@ use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
-    /// A hash of `gpus`, so that a status can say which spec it is of. Empty until the operator has
-    /// seen the node's GPUs and planned them.
+    /// Hash of `gpus`. The status repeats it to report which spec the node matches. Empty until the
+    /// operator has seen the node's GPUs and planned them.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub plan_id: String,
-    /// GPUs that shall be as written, by index; a GPU that is not here is whole and served as
-    /// `nvidia.com/gpu`. One that is here and not in the node is to be ignored.
+    /// GPUs with a desired partition, by index. A GPU that is not listed is whole and served as
+    /// `nvidia.com/gpu`. The agent ignores entries for GPUs that the node does not have.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub gpus: Vec<GpuSpec>,
 }
 
-/// What one GPU shall be.
+/// Desired state of one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuSpec {
-    /// The GPU.
+    /// UUID of the GPU.
     pub uuid: String,
-    /// The `SharingPolicy` that this comes from.
+    /// Name of the `SharingPolicy` that this entry comes from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// What happens to a pod that leaves its limits.
+    /// What happens to a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
-    /// How the GPU (or, under `mig`, nothing itself) is served.
+    /// How the GPU is served. Under `mig`, its instances are served and not the GPU itself.
     pub partition: Partition,
-    /// An administrator keeps new pods away from it: its free slices are told as Unhealthy, those
-    /// in use stay as they are.
+    /// An administrator cordoned the GPU: its free slices are reported to the kubelet as Unhealthy.
+    /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// An administrator says that what was found wrong with it up to this time
-    /// (`status.gpus[].health.last`) is over.
+    /// Time up to which an administrator cleared the GPU's recorded faults. It is compared with
+    /// `status.gpus[].health.last`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
 }
 
-/// How a GPU is served: exactly one field is set.
+/// How a GPU is served. Exactly one field is set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing), has(self.mig)].filter(given, given).size() == 1")
     .message("a partition is one of whole, mps, timeSlicing and mig"))]
 pub struct Partition {
-    /// Undivided, one device of this resource.
+    /// The undivided GPU, as one device of this resource.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<Whole>,
     /// Shares under MPS.
@@ -112,13 +118,13 @@ pub struct Partition {
     /// Time-sliced replicas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slicing: Option<TimeSlicedPartition>,
-    /// MIG instances, each served in its own way.
+    /// MIG instances, each with its own partition.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub mig: Option<Vec<MigInstanceSpec>>,
 }
 
-/// Undivided.
+/// An undivided GPU or MIG instance.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Whole {
@@ -126,15 +132,16 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. The sum of `count · units` is at most `units` of the GPU.
+/// MPS slices of a GPU or MIG instance. Their memory and thread limits never add up to more than
+/// the device has.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsPartition {
-    /// Clients of several uids share one server.
+    /// Whether processes of different user ids share one MPS server.
     pub multi_user: bool,
-    /// The compute mode while the daemon runs.
+    /// Compute mode of the GPU while the daemon runs.
     pub compute_mode: ComputeMode,
-    /// What is served.
+    /// The slices that are served.
     pub slices: Vec<MpsSlices>,
 }
 
@@ -142,24 +149,24 @@ pub struct MpsPartition {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsSlices {
-    /// The extended resource: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
+    /// The extended resource, such as `nvidia.com/gpu-mps` or `nvidia.com/gpu-10gb`.
     pub resource: String,
-    /// How many; device ids are `<uuid>::<first>` and so on.
+    /// Number of slices. Device ids are `<uuid>::<first>`, `<uuid>::<first + 1>` and so on.
     pub count: u32,
-    /// Number of the first device id, so that ids stay what they were when other slices come and
-    /// go.
+    /// Number in the first device id. Device ids stay the same when slices of other resources come
+    /// and go.
     #[serde(default)]
     pub first: u32,
-    /// Memory of k slices, MiB, indexed by k − 1; empty is no limit.
+    /// Memory limit of k slices in MiB, at index k - 1. Empty means no limit.
     ///
-    /// A list and not a product, because k of n shares of a GPU are not k times one share rounded
-    /// down.
+    /// This is a list and not a product, because k of n shares of a GPU are not k times one share
+    /// rounded down.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memory_mib: Vec<u64>,
-    /// Active thread percentage of k slices, indexed by k − 1; empty is no limit.
+    /// Active thread percentage of k slices, at index k - 1. Empty means no limit.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<u8>,
-    /// Most clients of one allocation.
+    /// Maximum number of MPS clients of one allocation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_clients: Option<u32>,
 }
@@ -170,9 +177,9 @@ pub struct MpsSlices {
 pub struct TimeSlicedPartition {
     /// The extended resource.
     pub resource: String,
-    /// How many.
+    /// Number of replicas.
     pub replicas: u32,
-    /// How long a turn is.
+    /// Length of a time slice.
     #[serde(default)]
     pub interval: Interval,
 }
@@ -181,21 +188,21 @@ pub struct TimeSlicedPartition {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigInstanceSpec {
-    /// Profile name without prefix: `1g.10gb`, `1g.10gb+me`.
+    /// Profile name without prefix, such as `1g.10gb` or `1g.10gb+me`.
     pub profile: String,
-    /// First memory slice, as NVML's placements count.
+    /// First memory slice, numbered as in NVML's placements.
     pub start: u32,
     /// How the instance is served.
     pub partition: MigPartition,
 }
 
-/// How a MIG instance is served: exactly one field is set.
+/// How a MIG instance is served. Exactly one field is set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("[has(self.whole), has(self.mps), has(self.timeSlicing)].filter(given, given).size() == 1")
     .message("an instance's partition is one of whole, mps and timeSlicing"))]
 pub struct MigPartition {
-    /// Undivided.
+    /// The undivided instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<Whole>,
     /// Shares under MPS.
@@ -206,40 +213,40 @@ pub struct MigPartition {
     pub time_slicing: Option<TimeSlicedPartition>,
 }
 
-/// What the node is.
+/// Actual state of a node's GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeStatus {
-    /// Generation of the spec that this status is of.
+    /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// `spec.planId` that the node matches, when it does.
+    /// The `spec.planId` that the node matches. Empty if it matches none.
     #[serde(default)]
     pub plan_id: String,
     /// Version of the agent.
     #[serde(default)]
     pub agent_version: String,
-    /// Driver version, as NVML gives it.
+    /// Version of NVIDIA's driver, as NVML reports it.
     #[serde(default)]
     pub driver: String,
     /// Boot id of the node's kernel.
     #[serde(default)]
     pub boot_id: String,
-    /// `gpus` in a few words, for `kubectl get`.
+    /// Summary of `gpus` for `kubectl get`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub summary: Option<Summary>,
-    /// What GPUs of one model have in common, by model. Told once and not with each GPU: a status
-    /// is written whole whenever a pod comes or goes.
+    /// What all GPUs of one model have in common, by model. It is kept here and not in each GPU,
+    /// because the whole status is written whenever a pod comes or goes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<ModelStatus>,
-    /// GPUs by index.
+    /// The GPUs, by index.
     #[serde(default)]
     pub gpus: Vec<GpuStatus>,
-    /// What was done, or refused, to match the spec; of the last change only.
+    /// Steps that were done, waited or failed to match the spec, of the last change only.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
-    /// Tenants that left their shares, the first 32. Also when empty: it is the agent's word that
-    /// nobody did.
+    /// Tenants that left their limits, the first 32. An empty list means that the agent looked and
+    /// found none.
     #[serde(default)]
     #[schemars(length(max = 32))]
     pub findings: Vec<FindingStatus>,
@@ -250,8 +257,9 @@ pub struct GpuNodeStatus {
 }
 
 impl GpuNodeStatus {
-    /// Tells MIG profiles once for each model instead of with each GPU; of a model whose GPUs
-    /// differ in them they stay with the GPUs. [`Self::complete`] is the way back.
+    /// Moves MIG profiles from the GPUs to `models`, once for each model. If GPUs of one model
+    /// differ in their profiles, the profiles stay with the GPUs. [`Self::complete`] is the
+    /// inverse.
     #[must_use]
     pub fn compact(mut self) -> Self {
         let mut common: BTreeMap<&str, Option<&[MigProfileStatus]>> = BTreeMap::new();
@@ -259,11 +267,11 @@ impl GpuNodeStatus {
             let same = common.entry(model).or_insert(Some(&mig.profiles));
             *same = same.filter(|same| *same == mig.profiles);
         }
-        let told = |(model, profiles): (&str, Option<&[MigProfileStatus]>)| {
+        let common_of = |(model, profiles): (&str, Option<&[MigProfileStatus]>)| {
             let mig_profiles = profiles.filter(|profiles| !profiles.is_empty())?.to_vec();
             Some(ModelStatus { model: model.to_owned(), mig_profiles })
         };
-        self.models = common.into_iter().filter_map(told).collect();
+        self.models = common.into_iter().filter_map(common_of).collect();
         for gpu in &mut self.gpus {
             if let Some(mig) = gpu.mig.as_mut().filter(|_| self.models.iter().any(|known| known.model == gpu.model)) {
                 mig.profiles = Vec::new();
@@ -272,8 +280,8 @@ impl GpuNodeStatus {
         self
     }
 
-    /// Gives each GPU the MIG profiles of its model, as those who plan want them. What a GPU says
-    /// itself counts.
+    /// Copies each model's MIG profiles to its GPUs. Profiles that a GPU reports itself take
+    /// precedence.
     #[must_use]
     pub fn complete(mut self) -> Self {
         for gpu in &mut self.gpus {
@@ -287,33 +295,33 @@ impl GpuNodeStatus {
     }
 }
 
-/// What GPUs of one model have in common.
+/// What all GPUs of one model have in common.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ModelStatus {
-    /// Product name, as the GPUs have it.
+    /// Product name of the GPUs.
     pub model: String,
     /// MIG profiles and placements as NVML reports them.
     #[serde(default)]
     pub mig_profiles: Vec<MigProfileStatus>,
 }
 
-/// A node's GPUs in a few words, for `kubectl get gpunodes`.
+/// Summary of a node's GPUs for `kubectl get gpunodes`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Summary {
-    /// How many GPUs.
+    /// Number of GPUs.
     pub gpus: u32,
-    /// Their models, each once, by index.
+    /// Their models without duplicates, in the order of the GPUs' indices.
     pub models: String,
-    /// What they are served as: `Mps`, or `Mps=3,Whole=1`.
+    /// The modes that the GPUs are served in: `Mps`, or `Mps=3,Whole=1`.
     pub modes: String,
-    /// Slices in use, of those told to the kubelet: `7/31`.
+    /// Slices in use, of those advertised to the kubelet: `7/31`.
     pub slices: String,
 }
 
 impl Summary {
-    /// The summary of GPUs by index.
+    /// Summarizes GPUs that are sorted by index.
     pub fn of(gpus: &[GpuStatus]) -> Self {
         let mut products: Vec<&str> = Vec::new();
         let mut by_mode: BTreeMap<&str, u32> = BTreeMap::new();
@@ -343,19 +351,19 @@ impl Summary {
     }
 }
 
-/// One GPU as it is.
+/// Actual state of one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuStatus {
-    /// NVML's UUID.
+    /// UUID, as NVML reports it.
     pub uuid: String,
-    /// NVML's index.
+    /// NVML index.
     pub index: u32,
     /// Product name.
     pub model: String,
-    /// Total memory, MiB.
+    /// Total memory in MiB.
     pub memory_mib: u64,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     pub sms: u32,
     /// PCI bus id.
     #[serde(default)]
@@ -363,40 +371,40 @@ pub struct GpuStatus {
     /// NUMA node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<u32>,
-    /// MIG, where the GPU can.
+    /// MIG state, if the GPU supports MIG.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigStatus>,
-    /// Whole, Mps, `TimeSlicing` or Mig: what it is served as now.
+    /// How the GPU is served now: Whole, Mps, `TimeSlicing` or Mig.
     #[serde(default)]
     pub mode: String,
-    /// Slices by device and resource.
+    /// Slices, by device and resource.
     #[serde(default)]
     pub slices: Vec<SliceStatus>,
-    /// Who holds what.
+    /// Slices that containers hold.
     #[serde(default)]
     pub allocations: Vec<AllocationStatus>,
-    /// Whether it can serve.
+    /// Whether the GPU can serve slices.
     #[serde(default)]
     pub health: Health,
-    /// MPS daemons, of the GPU or of its MIG instances.
+    /// MPS daemons of the GPU or of its MIG instances.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mps: Vec<MpsStatus>,
 }
 
-/// MIG of one GPU.
+/// MIG state of one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigStatus {
-    /// MIG mode is on.
+    /// Whether MIG mode is on.
     pub enabled: bool,
-    /// MIG mode after the next reset, where it differs.
+    /// MIG mode after the next reset, if it differs from `enabled`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<bool>,
-    /// Profiles and placements as NVML reports them, where they are not told for all GPUs of the
+    /// Profiles and placements as NVML reports them. Empty if `models` lists them for the GPU's
     /// model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub profiles: Vec<MigProfileStatus>,
-    /// Instances that exist.
+    /// MIG instances that exist.
     #[serde(default)]
     pub instances: Vec<MigInstanceStatus>,
 }
@@ -405,23 +413,23 @@ pub struct MigStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigProfileStatus {
-    /// Name without prefix.
+    /// Profile name without prefix.
     pub name: String,
-    /// Memory, MiB.
+    /// Memory in MiB.
     pub memory_mib: u64,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     pub sms: u32,
-    /// Memory slices of one instance.
+    /// Number of memory slices of one instance.
     pub size: u32,
-    /// First memory slices where one may lie.
+    /// Memory slices at which an instance can start.
     pub starts: Vec<u32>,
 }
 
-/// One MIG instance as it is.
+/// One existing MIG instance.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigInstanceStatus {
-    /// UUID of the MIG device; empty while it has no compute instance.
+    /// UUID of the MIG device. Empty if the instance has no compute instance.
     pub uuid: String,
     /// Profile name without prefix.
     pub profile: String,
@@ -432,12 +440,12 @@ pub struct MigInstanceStatus {
     /// Compute instance id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_instance: Option<u32>,
-    /// What is wrong with this instance alone; none where nothing is.
+    /// Health of this instance, if it alone has a fault.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub health: Option<Health>,
 }
 
-/// Slices of one device and resource.
+/// Slices of one resource on one device.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceStatus {
@@ -445,24 +453,24 @@ pub struct SliceStatus {
     pub device: String,
     /// The extended resource.
     pub resource: String,
-    /// First memory slice, of a MIG instance.
+    /// First memory slice, if the device is a MIG instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<u32>,
-    /// How many the kubelet is told of.
+    /// Number of slices advertised to the kubelet.
     pub total: u32,
-    /// Of these, in use.
+    /// Number of these slices in use.
     pub in_use: u32,
-    /// Of these, told as Unhealthy.
+    /// Number of these slices reported to the kubelet as Unhealthy.
     pub unhealthy: u32,
 }
 
-/// What one container holds on one GPU, from the kubelet's PodResources.
+/// Slices of one GPU that one container holds, as the kubelet's PodResources API reports them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AllocationStatus {
-    /// Pod, `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Container.
+    /// Name of the container.
     pub container: String,
     /// The extended resource.
     pub resource: String,
@@ -470,47 +478,47 @@ pub struct AllocationStatus {
     pub device: String,
     /// Device ids.
     pub ids: Vec<String>,
-    /// Active thread percentage, under MPS.
+    /// Active thread percentage under MPS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<u8>,
-    /// SMs that its processes see.
+    /// Number of SMs that the container's processes can use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sms: Option<u32>,
-    /// Memory of each of its processes at most, MiB.
+    /// Memory limit of each of the container's processes in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
-    /// Of that memory, what each process's CUDA context takes itself, MiB, where it was measured
-    /// for the GPU and its driver: the rest can be allocated.
+    /// Part of the memory limit that each process's CUDA context takes, in MiB. The process can
+    /// allocate the rest. Set only if it was measured for this GPU and driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_mib: Option<u64>,
-    /// MPS clients.
+    /// Number of MPS clients.
     #[serde(default)]
     pub clients: u32,
 }
 
-/// Whether a GPU can serve.
+/// Whether a GPU can serve slices.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// It can.
+    /// Whether the GPU can serve.
     pub healthy: bool,
-    /// What has to happen until it can again: `Suspect` (a quiet time and an answer), `NeedsReset`
-    /// (a reset, or an administrator's word), `Lost` (NVML has to answer). Empty where it is
-    /// healthy, or another part of the node is in the way.
+    /// What makes the GPU healthy again: `Suspect` (a time without further faults and an answer
+    /// from NVML), `NeedsReset` (a reset, or `cleave uncordon`), `Lost` (an answer from NVML).
+    /// Empty if the GPU is healthy, or if another part of the node prevents it from serving.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
-    /// Why not, as one word: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`, `GpuLost`,
-    /// `GpuUnreachable`, `DriverUnavailable`, `MpsUnavailable`; of a healthy one `ResetPending`,
-    /// where a reset would mend what does not hinder it yet.
+    /// Why the GPU cannot serve: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
+    /// `GpuLost`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`. `ResetPending` on a
+    /// healthy GPU: it serves, and a reset would repair a minor fault.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// Why not, in words.
+    /// The reason as a sentence.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
-    /// When that was first found.
+    /// When the fault was first found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Time>,
-    /// When it was last found.
+    /// When the fault was last found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last: Option<Time>,
 }
@@ -521,18 +529,18 @@ pub struct Health {
 pub struct MpsStatus {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// Starting, Active, Fault, Restarting, `BackOff`, Stopping.
+    /// State of the daemon: Starting, Active, Fault, Restarting, `BackOff` or Stopping.
     pub state: String,
-    /// Pid of the control daemon on the node.
+    /// Process id of the control daemon on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// Hard or Advisory: whether the door can set each allocation's limits on this driver.
+    /// Hard if the door can set the limits of each allocation on this driver, otherwise Advisory.
     #[serde(default)]
     pub door: String,
-    /// Restarts since the MPS host started.
+    /// Number of restarts since the MPS host started.
     #[serde(default)]
     pub restarts: u32,
-    /// What is wrong, in words.
+    /// What is wrong, as a sentence.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
@@ -541,43 +549,43 @@ pub struct MpsStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct StepStatus {
-    /// The GPU.
+    /// UUID of the GPU.
     pub gpu: String,
-    /// What, in words: `serve 10 nvidia.com/gpu-mps`.
+    /// The step, such as `serve 10 nvidia.com/gpu-mps`.
     pub action: String,
-    /// Done, Waiting, Refused or Failed.
+    /// Result: Done, Waiting, Refused or Failed.
     pub result: String,
-    /// Why, in words; for Waiting and Refused which pods hold it.
+    /// Why, as a sentence. For Waiting and Refused it names the pods that hold the slices.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
 
-/// A tenant that left its share.
+/// A tenant that left its limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FindingStatus {
-    /// What it did: `MemoryExceeded`, `OutsideMps` or `NoShare`.
+    /// Kind of finding: `MemoryExceeded`, `OutsideMps` or `NoShare`.
     pub kind: String,
     /// UUID of the GPU.
     pub gpu: String,
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// Namespace of the pod; empty while that is not known, and where no pod did it.
+    /// Namespace of the pod. Empty if it is not known yet, or if the process belongs to no pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub namespace: String,
-    /// The pod.
+    /// Name of the pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub pod: String,
-    /// UID of the pod; empty where no pod did it.
+    /// UID of the pod. Empty if the process belongs to no pod.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub uid: String,
-    /// The container.
+    /// Name of the container.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub container: String,
-    /// Pid of one of its processes, on the node.
+    /// Process id, on the node, of one of the tenant's processes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// What, in words, and what to do.
+    /// What happened and what to do.
     pub message: String,
     /// When it was found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -604,28 +612,28 @@ mod tests {
     }
 
     #[test]
-    fn what_gpus_of_a_model_have_in_common_is_told_once_and_nothing_is_lost() {
+    fn compact_keeps_common_profiles_once_and_complete_restores_them() {
         for gpus in [
             vec![],
             vec![gpu("T4", "", 0, 0)],
             vec![with_mig("A100", &["1g", "7g"]); 8],
             vec![with_mig("A100", &["1g"]), with_mig("H100", &["1g", "7g"]), gpu("T4", "", 0, 0)],
             vec![with_mig("A100", &[]), with_mig("A100", &[])],
-            // One that cannot what its like can is not given it.
+            // A GPU does not get profiles that only its model's other GPUs have.
             vec![with_mig("A100", &["1g"]), with_mig("A100", &[]), with_mig("H100", &["1g"])],
             vec![gpu("A100", "", 0, 0), with_mig("A100", &["1g"])],
         ] {
-            let told = GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
-            let compact = told.clone().compact();
+            let original = GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
+            let compact = original.clone().compact();
             let read: GpuNodeStatus = serde_json::from_value(serde_json::to_value(&compact).unwrap()).unwrap();
-            assert_eq!(read.complete(), told, "{compact:?}");
+            assert_eq!(read.complete(), original, "{compact:?}");
         }
         let eight = GpuNodeStatus { gpus: vec![with_mig("A100", &["1g", "7g"]); 8], ..GpuNodeStatus::default() };
         assert_eq!(serde_json::to_string(&eight.compact()).unwrap().matches("7g").count(), 1);
     }
 
     #[test]
-    fn a_summary_says_what_a_column_holds() {
+    fn a_summary_counts_models_modes_and_slices() {
         let same = Summary::of(&[gpu("A", "Mps", 3, 10), gpu("A", "Mps", 4, 10)]);
         assert_eq!(
             (same.gpus, same.models.as_str(), same.modes.as_str(), same.slices.as_str()),

@@ -1,9 +1,9 @@
 //! The custom resources of Cleave (`cleave.dev/v1alpha1`), and the names, labels, conditions and
-//! reasons that it writes.
+//! reasons that Cleave writes.
 //!
-//! Types only: nothing here talks to a cluster. `SharingPolicy` is what a person writes; `GpuNode`
-//! lies between the operator, which alone writes its `spec`, and the node's agent, which alone
-//! writes its `status`.
+//! This crate has types only and never talks to a cluster. Users write `SharingPolicy`. `GpuNode`
+//! connects the operator and a node's agent: only the operator writes its `spec`, and only the
+//! agent writes its `status`.
 pub mod cordon;
 pub mod crds;
 pub mod gpunode;

@@ -1,118 +1,118 @@
-//! Names that Cleave and its users share: resources, labels, annotations, field managers, condition
-//! types and reasons.
+//! Names that Cleave shares with its users: resources, labels, annotations, field managers,
+//! condition types and reasons.
 
 use cleave_plan::device::SHARED_SUFFIX;
 
 /// API group of the custom resources, and prefix of labels and annotations.
 pub const GROUP: &str = "cleave.dev";
-/// Shares of one GPU under MPS, unless a policy's `resourceName` says otherwise.
+/// Resource of MPS shares of one GPU, unless a policy sets `resourceName`.
 pub const RESOURCE_MPS: &str = "nvidia.com/gpu-mps";
-/// Time-sliced replicas, unless a policy's `resourceName` says otherwise.
+/// Resource of time-sliced replicas, unless a policy sets `resourceName`.
 pub const RESOURCE_TIMESLICE: &str = "nvidia.com/gpu-timeslice";
-/// Time-sliced replicas as NVIDIA's plugin names them where asked to rename.
+/// Resource of time-sliced replicas as NVIDIA's device plugin names them with `renameByDefault`.
 pub const RESOURCE_SHARED: &str = "nvidia.com/gpu.shared";
-/// Prefix of shares' names: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
+/// Prefix of the resources of shares and sized slices: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
 pub const RESOURCE_SHARES_PREFIX: &str = "nvidia.com/gpu-";
-/// Whole GPUs.
+/// Resource of whole GPUs.
 pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
-/// Prefix of MIG instances' names: `nvidia.com/mig-1g.10gb`.
+/// Prefix of the resources of MIG instances: `nvidia.com/mig-1g.10gb`.
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
-/// The scheduling gate that pods asking for placed resources carry.
+/// The scheduling gate of pods that request shared resources.
 pub const GATE: &str = "cleave.dev/placement";
-/// The label of a namespace with exceptions to what is refused and gated: a word, or several with
-/// dots between them.
+/// Label of a namespace that exempts its pods from admission rules. Its value is one or more words,
+/// separated by dots.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
-/// Word of [`ALLOW_LABEL`]: pods go to the scheduler without a gate.
+/// Word of [`ALLOW_LABEL`]: pods get no placement gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
 /// Word of [`ALLOW_LABEL`]: containers with shares get no `preStop` hook.
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
-/// Annotation by which a pod declines a `preStop` hook: [`PRE_STOP_NONE`].
+/// Annotation by which a pod declines a `preStop` hook. Its value is [`PRE_STOP_NONE`].
 pub const PRE_STOP: &str = "cleave.dev/pre-stop";
 /// Value of [`PRE_STOP`].
 pub const PRE_STOP_NONE: &str = "none";
-/// Value of [`ALLOW_LABEL`], alone: nothing is looked at.
+/// The only word of [`ALLOW_LABEL`]: no admission rule applies.
 pub const ALLOW_ALL: &str = "all";
 
-/// The operator's field manager, on `GpuNode.spec` and `SharingPolicy.status`.
+/// Field manager of the operator, for `GpuNode.spec` and `SharingPolicy.status`.
 pub const OPERATOR_MANAGER: &str = "cleave-operator";
-/// The agent's field manager, on `GpuNode.status`.
+/// Field manager of the agent, for `GpuNode.status`.
 pub const AGENT_MANAGER: &str = "cleave-agent";
 
 /// Condition of a `GpuNode`: the node matches its spec.
 pub const CONDITION_APPLIED: &str = "Applied";
-/// Condition of a `GpuNode` and a `SharingPolicy`: everything is in order.
+/// Condition of a `GpuNode` and of a `SharingPolicy`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
 /// Condition of a `GpuNode`: every GPU can serve.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
-/// Annotation of a `GpuNode`: its cordoned GPUs; [`crate::cordon::Cordons`].
+/// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
-/// Annotation of a `GpuNode`: GPUs whose trouble up to a time an administrator says is over;
+/// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
 /// [`crate::cordon::Cleared`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
-/// Taint of nodes that can serve nobody, where the operator is asked for it.
+/// Taint of nodes that cannot serve any pod, if the operator is configured to set it.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
-/// Class of a GPU that is healthy again after a quiet time and an answer;
-/// [`crate::gpunode::Health::class`].
+/// Health class of a GPU that becomes healthy after a time without further faults and an answer
+/// from NVML; see [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
-/// Class of a GPU that has to be reset.
+/// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
-/// Class of a GPU that NVML cannot ask.
+/// Health class of a GPU for which NVML does not answer.
 pub const HEALTH_LOST: &str = "Lost";
-/// Mode of a GPU that serves nothing shared; [`crate::gpunode::GpuStatus::mode`].
+/// Mode of a GPU that is not shared; see [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
 /// Mode of a GPU that serves MPS shares.
 pub const MODE_MPS: &str = "Mps";
 /// Mode of a GPU that serves time-sliced replicas.
 pub const MODE_TIMESLICING: &str = "TimeSlicing";
-/// Mode of a GPU that is cut into MIG instances.
+/// Mode of a GPU that is divided into MIG instances.
 pub const MODE_MIG: &str = "Mig";
 
-/// Result of a step: the node is as this step wants it.
+/// Result of a step: the node matches it.
 pub const STEP_DONE: &str = "Done";
-/// Result of a step: pods hold what it would take away.
+/// Result of a step: pods hold slices that it would remove.
 pub const STEP_WAITING: &str = "Waiting";
-/// Result of a step: it cannot be done at all.
+/// Result of a step: the node cannot do it.
 pub const STEP_REFUSED: &str = "Refused";
-/// Result of a step: it was tried and went wrong.
+/// Result of a step: the agent tried it and failed.
 pub const STEP_FAILED: &str = "Failed";
 
-/// Condition of a pod, written by the operator: it keeps to the shares that it holds. Its reason is
-/// one of [`finding`].
+/// Condition of a pod, written by the operator: the pod keeps within its limits. If it is false,
+/// its reason is one of [`finding`].
 pub const CONDITION_WITHIN_SHARE: &str = "cleave.dev/WithinShare";
-/// Reason of [`CONDITION_WITHIN_SHARE`] when it is true again.
+/// Reason of [`CONDITION_WITHIN_SHARE`] when the pod is within its limits again.
 pub const WITHIN_SHARE: &str = "WithinShare";
 
-/// Condition of a pod, written by the operator: `False` when the pod was released to nodes that no
-/// longer take it and nothing re-creates it.
+/// Condition of a pod, written by the operator: `False` if the pod is stranded and has no
+/// controller that replaces it.
 pub const CONDITION_PLACED: &str = "cleave.dev/Placed";
-/// Annotation of a pod that the operator released although no GPU of the cluster could hold it.
+/// Annotation of a pod that the operator released although no GPU of the cluster can hold it.
 pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
-/// Prefix of node labels that say how many units of a resource the largest GPU of a node has:
+/// Prefix of node labels with the number of units of a resource that the node's largest GPU has:
 /// `largest.cleave.dev/gpu-mps`. A pod that no GPU of the cluster can hold is released with a
-/// requirement on it, so that an autoscaler adds only nodes that can hold the pod.
+/// requirement on this label. So an autoscaler adds only nodes that can hold the pod.
 pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
 
-/// What a tenant can do that leaves its share; kinds of [`crate::gpunode::FindingStatus`].
+/// Ways in which a tenant leaves its limits: kinds of [`crate::gpunode::FindingStatus`].
 pub mod finding {
     /// A container's processes use more of a GPU's memory than its shares allow.
     pub const MEMORY_EXCEEDED: &str = "MemoryExceeded";
-    /// A process computes on a shared GPU and is no client of its MPS daemon.
+    /// A process uses a shared GPU without being a client of its MPS daemon.
     pub const OUTSIDE_MPS: &str = "OutsideMps";
-    /// A client of an MPS daemon is of a pod that holds no share there.
+    /// A client of an MPS daemon belongs to a pod that holds no share there.
     pub const NO_SHARE: &str = "NoShare";
 }
 
-/// Label of Cleave's own pods: which of the three they are, as the chart writes it.
+/// Label of Cleave's own pods that names their component. The chart sets it.
 pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
 /// Value of [`COMPONENT_LABEL`] on the agents' pods.
 pub const COMPONENT_AGENT: &str = "agent";
 
-/// Condition of a `SharingPolicy`: its fields mean something on the GPUs that it selects.
+/// Condition of a `SharingPolicy`: its fields are valid for the GPUs that it selects.
 pub const CONDITION_ACCEPTED: &str = "Accepted";
-/// Condition of a `SharingPolicy`: a more specific or older policy took GPUs from it.
+/// Condition of a `SharingPolicy`: a more specific or older policy overrides it on some GPUs.
 pub const CONDITION_CONFLICT: &str = "Conflict";
 
-/// Whether a resource is one that Cleave can serve, by its name.
+/// Whether Cleave can serve a resource, by its name.
 pub fn is_served(resource: &str) -> bool {
     resource == RESOURCE_GPU
         || resource == RESOURCE_SHARED
@@ -120,67 +120,66 @@ pub fn is_served(resource: &str) -> bool {
         || resource.starts_with(RESOURCE_MIG_PREFIX)
 }
 
-/// Whether a resource is one that pods share GPUs by, by its name: all that is served but whole
-/// GPUs. The admission policies in the chart have the same.
+/// Whether pods share GPUs by a resource, by its name: everything that Cleave serves except whole
+/// GPUs. The chart's admission policies use the same rule.
 pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }
 
-/// Whether a resource may be shares under MPS, by its name; a policy may make turns of some. The
-/// admission policies in the chart have the same.
+/// Whether a resource can be MPS shares, by its name. A policy can use some of these names for
+/// time-slicing. The chart's admission policies use the same rule.
 pub fn is_mps(resource: &str) -> bool {
     let of_instance = resource.starts_with(RESOURCE_MIG_PREFIX) && resource.ends_with(SHARED_SUFFIX);
     resource.starts_with(RESOURCE_SHARES_PREFIX) && resource != RESOURCE_TIMESLICE || of_instance
 }
 
-/// The extended resource of MIG instances of a profile, named as NVIDIA's plugin names it: `+`
-/// becomes a dot.
+/// The extended resource of MIG instances of a profile. As in NVIDIA's device plugin, `+` becomes a
+/// dot.
 pub fn mig_resource(profile: &str) -> String {
     format!("{RESOURCE_MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
-/// Reasons of a `SharingPolicy`'s conditions.
+/// Reasons in the conditions of a `SharingPolicy`.
 pub mod reason {
-    /// Accepted: the fields mean something.
+    /// Accepted: the fields are valid.
     pub const ACCEPTED: &str = "Accepted";
     /// Ready: the GPUs are shared as the policy says.
     pub const READY: &str = "Ready";
-    /// Not Conflict: no GPU is selected by another policy that wins.
+    /// Conflict is false: no other policy overrides this one.
     pub const NO_CONFLICT: &str = "NoConflict";
-    /// Conflict, or not Ready: other policies have its GPUs.
+    /// Conflict, or not Ready: other policies override this one on its GPUs.
     pub const OVERRIDDEN: &str = "Overridden";
-    /// The object is not what the definition says.
+    /// The object does not match its definition.
     pub const MALFORMED: &str = "Malformed";
-    /// The fields mean nothing together.
+    /// The combination of fields is not valid.
     pub const INVALID: &str = "Invalid";
-    /// No node has the labels.
+    /// No node has the selected labels.
     pub const NO_NODE_MATCHES: &str = "NoNodeMatches";
     /// The selected nodes have no GPU.
     pub const NO_GPU: &str = "NoGpu";
-    /// The selected nodes have GPUs, and none is meant.
+    /// The selected nodes have GPUs, but the policy selects none of them.
     pub const NO_GPU_MATCHES: &str = "NoGpuMatches";
     /// No GPU of the selected nodes is of the model.
     pub const UNKNOWN_MODEL: &str = "UnknownModel";
     /// No selected node has the GPU.
     pub const UNKNOWN_GPU: &str = "UnknownGpu";
-    /// Not even one share fits.
+    /// Not even one share fits on the GPU.
     pub const GPU_TOO_SMALL: &str = "GpuTooSmall";
-    /// The GPU cannot do MIG.
+    /// The GPU does not support MIG.
     pub const MIG_NOT_SUPPORTED: &str = "MigNotSupported";
-    /// The MIG layout cannot be had on the GPU.
+    /// The GPU cannot have the MIG layout.
     pub const LAYOUT_NOT_POSSIBLE: &str = "LayoutNotPossible";
-    /// A node or GPU takes no part in plans: it does not answer, or could not be cut as it was
-    /// told.
+    /// A node or GPU is left out of plans: it is unreachable, or it failed to apply its partition.
     pub const LEFT_OUT: &str = "LeftOut";
-    /// No agent says what the node has, or is.
+    /// No agent reports the state of the node.
     pub const AGENT_NOT_REPORTING: &str = "AgentNotReporting";
-    /// The node has not done it yet.
+    /// The node has not applied its spec yet.
     pub const APPLYING: &str = "Applying";
-    /// Pods hold what would be taken away.
+    /// Pods hold slices that the policy would remove.
     pub const WAITING_FOR_PODS: &str = "WaitingForPods";
-    /// The agent refuses it.
+    /// The agent refuses the spec.
     pub const APPLY_REFUSED: &str = "ApplyRefused";
-    /// The agent tried and failed.
+    /// The agent tried to apply the spec and failed.
     pub const APPLY_FAILED: &str = "ApplyFailed";
     /// The GPU or its MPS daemon cannot serve.
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_that_pods_are_placed_for_are_served() {
+    fn only_names_of_gpu_resources_are_served() {
         for served in [
             RESOURCE_GPU,
             RESOURCE_MPS,
@@ -215,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_under_mps_are_told_by_their_names() {
+    fn mps_shares_are_recognized_by_their_names() {
         for mps in [RESOURCE_MPS, "nvidia.com/gpu-10gb", "nvidia.com/gpu-gold", "nvidia.com/mig-1g.10gb.shared"] {
             assert!(is_mps(mps), "{mps}");
         }

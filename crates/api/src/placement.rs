@@ -1,43 +1,43 @@
-//! What the operator notes on a pod when it lets it through: which units are held for it, and
-//! where.
+//! The annotation that the operator writes on a pod when it releases it: which units are reserved
+//! for the pod, and where.
 //!
-//! The note goes into the same patch that takes the gate away, so that there is no moment at which
-//! a pod is let through and nothing says so: it is the ledger's only record, and the node's agent
-//! follows it when the kubelet asks.
+//! The same patch removes the placement gate, so no pod is ever released without a note. The
+//! annotation is the only record of the ledger, and the node's agent follows it when the kubelet
+//! asks.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The annotation, with a [`Placement`] as JSON. Only the operator may write it: an admission
-/// policy sees to it.
+/// The annotation, with a [`Placement`] as JSON. An admission policy lets only the operator write
+/// it.
 pub const ANNOTATION: &str = "cleave.dev/placement";
 
-/// Units that are held for a pod until it has been given them.
+/// Units that are reserved for a pod until it has been allocated units.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
-    /// Until when, in seconds of the Unix epoch, if it is not bound by then.
+    /// When the reservation expires if the pod is not bound, in seconds since the Unix epoch.
     pub until: u64,
-    /// On each node that the pod may go to: one entry for each part of its request that has to be
-    /// on one device, in the order of `cleave_plan::ledger::asks`.
-    pub nodes: BTreeMap<String, Vec<Held>>,
+    /// The reservation on each node that the pod may go to. It has one entry for each part of the
+    /// request that must be on one device, in the order of `cleave_plan::ledger::asks`.
+    pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
 }
 
-/// Units of one device.
+/// Reserved units of one device.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Held {
+pub struct ReservedUnits {
     /// The extended resource.
     pub resource: String,
-    /// How many.
+    /// Number of units.
     pub units: u32,
     /// UUID of the GPU or MIG device.
     pub device: String,
 }
 
 impl Placement {
-    /// As a pod's annotation says.
+    /// Reads a pod's annotation.
     ///
     /// # Errors
-    /// It is not what the operator writes: it then says nothing.
+    /// The text is not a [`Placement`]. The pod then has no reservation.
     pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
         serde_json::from_str(text)
     }
@@ -45,7 +45,7 @@ impl Placement {
     /// The annotation's text.
     ///
     /// # Errors
-    /// Never for what can be made here.
+    /// None for values of this type.
     pub fn text(&self) -> Result<String, serde_json::Error> {
         serde_json::to_string(self)
     }
@@ -56,9 +56,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_note_is_read_as_it_was_written() {
-        let held = Held { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
-        let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![held])]) };
+    fn a_placement_survives_a_round_trip() {
+        let reserved =
+            ReservedUnits { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
+        let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![reserved])]) };
         let text = placement.text().unwrap();
         assert_eq!(
             text,

@@ -21,32 +21,37 @@ use serde::{Deserialize, Serialize};
     category = "cleave",
     status = "SharingPolicyStatus",
     derive = "PartialEq",
-    doc = "How the GPUs that it selects are shared between pods. Of two policies on one GPU the more specific, then the older wins.",
+    doc = "How the selected GPUs are shared between pods. If two policies select one GPU, the more specific one wins, then the older one.",
     printcolumn(name = "Mode", type_ = "string", json_path = ".spec.mode", description = "How a GPU is shared"),
     printcolumn(
         name = "GPUs",
         type_ = "integer",
         json_path = ".status.gpus",
-        description = "GPUs that the policy shares"
+        description = "Number of GPUs that the policy shares"
     ),
     printcolumn(
         name = "Nodes",
         type_ = "integer",
         json_path = ".status.nodes",
-        description = "Nodes that they are on"
+        description = "Number of nodes with these GPUs"
     ),
     printcolumn(
         name = "Units",
         type_ = "integer",
         json_path = ".status.total",
-        description = "Shares, replicas, instances or GPUs in total"
+        description = "Total number of shares, replicas, instances and GPUs"
     ),
-    printcolumn(name = "In-Use", type_ = "integer", json_path = ".status.inUse", description = "Of these, in use"),
+    printcolumn(
+        name = "In-Use",
+        type_ = "integer",
+        json_path = ".status.inUse",
+        description = "Number of units in use"
+    ),
     printcolumn(
         name = "Ready",
         type_ = "string",
         json_path = ".status.conditions[?(@.type==\"Ready\")].status",
-        description = "The GPUs are shared as the policy says"
+        description = "Whether the GPUs are shared as the policy says"
     ),
     printcolumn(
         name = "Reason",
@@ -75,25 +80,25 @@ use serde::{Deserialize, Serialize};
     validation = Rule::new("!has(self.mig) || self.mode in ['Mig', 'Auto']")
         .message("the section mig is for mode Mig or Auto"),
     validation = Rule::new("!has(self.dynamic) || self.mode == 'Auto' || (self.mode == 'Mig' && !(has(self.mig) && has(self.mig.layout))) || (self.mode == 'Mps' && has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')")
-        .message("dynamic says when GPUs are cut anew, and nothing is cut anew here: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
+        .message("dynamic sets when GPUs are repartitioned, and this policy never repartitions: it is for mode Auto, mode Mig without a layout, and mps.sizes: Dynamic"),
     validation = Rule::new("!has(self.resourceName) || (self.mode == 'Mps' && !(has(self.mps) && has(self.mps.sizes) && self.mps.sizes == 'Dynamic')) || self.mode == 'TimeSlicing' || (self.mode == 'Mig' && has(self.mig) && has(self.mig.layout) && has(self.mig.sharing))")
-        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; other resources have names that say what they are"),
+        .message("resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing with a layout; the names of other resources are fixed"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'Mps' || self.resourceName != 'nvidia.com/gpu-mps'")
-        .message("nvidia.com/gpu-mps is the name of MPS shares of GPUs: take another resourceName"),
+        .message("nvidia.com/gpu-mps is the name of MPS shares of GPUs: choose another resourceName"),
     validation = Rule::new("!has(self.resourceName) || self.mode == 'TimeSlicing' || !(self.resourceName in ['nvidia.com/gpu-timeslice', 'nvidia.com/gpu.shared'])")
-        .message("nvidia.com/gpu-timeslice and nvidia.com/gpu.shared are names of time-sliced replicas of GPUs: take another resourceName")
+        .message("nvidia.com/gpu-timeslice and nvidia.com/gpu.shared are names of time-sliced replicas of GPUs: choose another resourceName")
 )]
 pub struct SharingPolicySpec {
-    /// Labels that a node must have; every node when left out.
+    /// Labels that a node must have. If it is left out, every node is selected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "labels")]
     #[x_kube(validation = Rule::new("size(self) > 0")
         .message("nodeSelector is empty: leave it out to select every node, or name a label"))]
     pub node_selector: Option<BTreeMap<String, String>>,
-    /// Which GPUs of those nodes; all when left out.
+    /// GPUs of the selected nodes. If it is left out, every GPU is selected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpus: Option<GpuSelector>,
-    /// How they are shared.
+    /// How the GPUs are shared.
     pub mode: Mode,
     /// MPS settings, for `mode: Mps` and `Auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -104,24 +109,24 @@ pub struct SharingPolicySpec {
     /// MIG settings, for `mode: Mig` and `Auto`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<Mig>,
-    /// How pending pods are gathered before GPUs are cut anew.
+    /// How long to gather pending pods before GPUs are repartitioned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dynamic: Option<Dynamic>,
-    /// What happens to a pod that leaves its limits.
+    /// What happens to a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
     /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or
-    /// `nvidia.com/gpu-` and a word of your own.
+    /// `nvidia.com/gpu-` followed by a word of your choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 74))]
     #[x_kube(validation = Rule::new(r"self == 'nvidia.com/gpu.shared' || self.matches('^nvidia\\.com/gpu-[a-z0-9]([-a-z0-9.]{0,56}[a-z0-9])?$')")
-        .message("resourceName must be nvidia.com/gpu.shared or nvidia.com/gpu- followed by at most 58 lower-case letters, digits, dashes and dots, for example nvidia.com/gpu-small: pods that ask for other names are not placed by Cleave"))]
+        .message("resourceName must be nvidia.com/gpu.shared or nvidia.com/gpu- followed by at most 58 lower-case letters, digits, dashes and dots, for example nvidia.com/gpu-small: Cleave does not place pods that request other names"))]
     #[x_kube(validation = Rule::new(r"!self.matches('^nvidia\\.com/gpu-[0-9]+gb$')")
-        .message("names like nvidia.com/gpu-10gb are kept for slices of that many GiB (mps.sizes: Dynamic)"))]
+        .message("names like nvidia.com/gpu-10gb are reserved for slices of that many GiB (mps.sizes: Dynamic)"))]
     pub resource_name: Option<String>,
 }
 
-/// The schema of node labels: bounded, so that rules about them have a bounded cost.
+/// The schema of node labels. It is bounded, so that the cost of rules about labels is bounded.
 fn labels(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
@@ -130,14 +135,14 @@ fn labels(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// GPUs by model, UUID or index. A GPU must match each field that is given.
+/// GPUs by model, UUID or index. A GPU must match every field that is set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("(has(self.models) && size(self.models) > 0) || (has(self.uuids) && size(self.uuids) > 0) || (has(self.indices) && size(self.indices) > 0)")
-    .message("gpus selects nothing: leave it out to select every GPU, or give models, uuids or indices"))]
+    .message("gpus selects nothing: leave it out to select every GPU, or set models, uuids or indices"))]
 pub struct GpuSelector {
-    /// Product names as NVML gives them, or a part of one between word boundaries: `A100`, `NVIDIA
-    /// H200`.
+    /// Product names as NVML reports them, or a part of one between word boundaries, such as `A100`
+    /// or `NVIDIA H200`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32), inner(length(max = 96)))]
     #[x_kube(validation = Rule::new(r"self.all(model, model.matches('^[A-Za-z0-9]([-A-Za-z0-9 ./()+]*[A-Za-z0-9)])?$'))")
@@ -160,16 +165,16 @@ pub struct GpuSelector {
 /// How a GPU is shared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 pub enum Mode {
-    /// Not at all: `nvidia.com/gpu`.
+    /// Not shared: `nvidia.com/gpu`.
     #[default]
     Whole,
     /// Shares with limits under MPS.
     Mps,
-    /// Replicas without limits, in turns.
+    /// Time-sliced replicas without limits.
     TimeSlicing,
     /// MIG instances.
     Mig,
-    /// Whatever the waiting pods ask for.
+    /// Any of these modes, as pending pods request.
     Auto,
 }
 
@@ -178,39 +183,39 @@ pub enum Mode {
 #[serde(rename_all = "camelCase")]
 #[x_kube(
     validation = Rule::new("!(has(self.units) && has(self.unitMemory))")
-        .message("give units (how many shares each GPU has) or unitMemory (how large a share is), not both"),
+        .message("set units (how many shares each GPU has) or unitMemory (how large a share is), not both"),
     validation = Rule::new("!(has(self.sizes) && self.sizes == 'Dynamic') || !(has(self.units) || has(self.unitMemory))")
-        .message("sizes: Dynamic cuts slices as pods ask for them: leave units and unitMemory out")
+        .message("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out")
 )]
 pub struct Mps {
-    /// Shares of each GPU, 1 to 48. Excludes `unitMemory`.
+    /// Number of shares of each GPU, 1 to 48. Mutually exclusive with `unitMemory`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
         .message("units must be from 1 to 48: the MPS server of a GPU serves 48 clients at most"))]
     pub units: Option<u32>,
-    /// Memory of one share, a whole number of Mi or Gi; the GPU gets as many shares as fit.
-    /// Excludes `units`.
+    /// Memory of one share, a whole number of Mi or Gi. The GPU is divided into as many shares as
+    /// fit. Mutually exclusive with `units`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^[1-9][0-9]{0,6}(Mi|Gi)$')")
         .message("unitMemory must be a whole number of Mi or Gi, for example 10Gi or 5120Mi: MPS limits memory in whole MiB"))]
     pub unit_memory: Option<String>,
-    /// How hard the SM limit of a share is.
+    /// How strictly the SMs of a share are limited.
     #[serde(default)]
     pub threads: ThreadPolicy,
-    /// Whether a share's memory is limited.
+    /// Whether the memory of a share is limited.
     #[serde(default)]
     pub memory: MemoryPolicy,
-    /// Whether clients of several uids share one MPS server.
+    /// Whether processes of different user ids share one MPS server.
     #[serde(default = "yes")]
     pub multi_user: bool,
-    /// The compute mode of the GPU while its daemon runs; it is put back afterwards.
+    /// Compute mode of the GPU while its daemon runs. The previous mode is restored afterwards.
     #[serde(default)]
     pub compute_mode: ComputeMode,
-    /// Whether sized slices (`nvidia.com/gpu-10gb`) are cut as pods want them.
+    /// Whether sized slices (`nvidia.com/gpu-10gb`) are made when pods request them.
     #[serde(default)]
     pub sizes: Sizes,
-    /// What one allocation's processes may do; none is no rule.
+    /// Limits on the processes of one allocation. If it is left out, there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clients: Option<Clients>,
 }
@@ -219,12 +224,13 @@ const fn yes() -> bool {
     true
 }
 
-/// How hard the SM limit of a share is. Mirrors [`Threads`].
+/// How strictly the SMs of a share are limited. Mirrors [`Threads`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ThreadPolicy {
     /// k of n shares get 100·k/n % of the SMs.
     Strict,
-    /// Up to twice that, at most the whole GPU: on an H200 the most throughput at 4 to 7 clients.
+    /// k of n shares get up to twice their part, at most the whole GPU. On an H200 with 4 to 7
+    /// clients, this gave the highest throughput.
     #[default]
     Burst,
     /// No SM limit.
@@ -241,71 +247,72 @@ impl From<ThreadPolicy> for Threads {
     }
 }
 
-/// Whether a share's memory is limited.
+/// Whether the memory of a share is limited.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum MemoryPolicy {
-    /// Each process gets the memory of its pod's shares at most.
+    /// Each process can use at most the memory of its pod's shares.
     #[default]
     Limited,
     /// No limit.
     Unlimited,
 }
 
-/// The compute mode of a GPU under MPS.
+/// Compute mode of a GPU under MPS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ComputeMode {
-    /// `EXCLUSIVE_PROCESS`: nothing but the MPS server can open the GPU, so nothing escapes MPS.
-    /// Never set on MIG.
+    /// `EXCLUSIVE_PROCESS`: only the MPS server can open the GPU, so no process can bypass MPS.
+    /// Never set on a GPU in MIG mode.
     #[default]
     ExclusiveProcess,
-    /// `DEFAULT`, left alone.
+    /// `DEFAULT`: the mode is not changed.
     Default,
 }
 
-/// Whether MPS slices are cut as pods want them.
+/// Whether MPS slices are made when pods request them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Sizes {
-    /// Equal shares.
+    /// A fixed number of equal shares.
     #[default]
     Fixed,
-    /// Slices of G GiB, cut when wanted.
+    /// Slices of G GiB, made when pods request them.
     Dynamic,
 }
 
-/// What one allocation's processes may do.
+/// Limits on the processes of one allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.split) && self.split) || has(self.max)")
-    .message("clients.split divides an allocation's memory by clients.max: give max too"))]
+    .message("clients.split divides an allocation's memory by clients.max: set max too"))]
 pub struct Clients {
-    /// Most processes at once.
+    /// Maximum number of processes at the same time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
         .message("clients.max must be from 1 to 48: the MPS server of a GPU serves 48 clients at most"))]
     pub max: Option<u32>,
-    /// Give each process its part of the memory (allocation ÷ max) rather than all of it.
+    /// Limits each process to its part of the memory (the allocation's memory divided by `max`)
+    /// rather than to all of it.
     #[serde(default)]
     pub split: bool,
 }
 
-/// The most replicas of one GPU: above, the contexts of the programs alone (some 0.5 GiB each) fill
-/// the largest GPU.
+/// Maximum number of replicas of one GPU. With more, the programs' CUDA contexts alone (about 0.5
+/// GiB each) would fill the largest GPU.
 pub const MAX_REPLICAS: u32 = 100;
 
 /// Time-slicing settings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct TimeSlicing {
-    /// Replicas of each GPU, 1 to 100.
+    /// Number of replicas of each GPU, 1 to 100.
     #[x_kube(validation = Rule::new("self >= 1 && self <= 100")
         .message("replicas must be from 1 to 100"))]
     pub replicas: u32,
-    /// How long a turn is.
+    /// Length of a time slice.
     #[serde(default)]
     pub interval: Interval,
 }
 
-/// How long a time slice is, as `nvidia-smi compute-policy --set-timeslice` names it.
+/// Length of a time slice, in the terms of `nvidia-smi compute-policy --set-timeslice`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[allow(missing_docs, reason = "the driver's own names")]
 pub enum Interval {
@@ -320,23 +327,23 @@ pub enum Interval {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Mig {
-    /// Profiles that each GPU is cut into, for example `[3g.40gb, 4g.40gb]`; cut as pods want when
-    /// left out.
+    /// MIG profiles of each GPU, such as `[3g.40gb, 4g.40gb]`. If it is left out, instances are
+    /// made as pods request them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16), inner(length(max = 32)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
-        .message("layout is empty: leave it out to have GPUs cut as pods want, or name a profile"))]
+        .message("layout is empty: leave it out to partition GPUs as pods request, or name a profile"))]
     #[x_kube(validation = Rule::new("size(self) <= 8")
-        .message("layout names more than 8 profiles: no GPU has as many MIG instances"))]
+        .message("layout names more than 8 profiles: no GPU can have that many MIG instances"))]
     #[x_kube(validation = Rule::new(r"self.all(profile, profile.matches('^[1-9]g\\.[1-9][0-9]{0,2}gb([+-](me|gfx|me\\.all))?$'))")
-        .message("a MIG profile is written as nvidia-smi mig -lgip names it without MIG, for example 1g.10gb, 3g.40gb or 1g.10gb+me; instances within instances (1c.3g.40gb) are not served"))]
+        .message("a MIG profile is written as nvidia-smi mig -lgip prints it, without MIG, for example 1g.10gb, 3g.40gb or 1g.10gb+me; instances within instances (1c.3g.40gb) are not served"))]
     pub layout: Option<Vec<String>>,
-    /// Sharing inside each instance.
+    /// Sharing inside each MIG instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sharing: Option<MigSharing>,
 }
 
-/// Sharing inside a MIG instance: one of the two.
+/// Sharing inside a MIG instance. Exactly one field is set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(
@@ -354,21 +361,21 @@ pub struct MigSharing {
     pub time_slicing: Option<TimeSlicing>,
 }
 
-/// How pending pods are gathered before GPUs are cut anew.
+/// How long to gather pending pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.idle) && has(self.timeout)) || !self.idle.matches('^([0-9]{1,6}(ms|s|m))+$') || !self.timeout.matches('^([0-9]{1,6}(ms|s|m))+$') || duration(self.idle) <= duration(self.timeout)")
     .message("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"))]
 pub struct Dynamic {
-    /// Plan when no further pod came for this long, for example `500ms`.
+    /// Plan when no further pod arrived for this long, for example `500ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
         .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
-    /// Plan after this long at the latest, for example `10s`. Also how long a node may take to
-    /// become what it was told (at least 5 s, 30 s where this is left out) before pods are planned
-    /// for elsewhere.
+    /// Plan after this long at the latest, for example `10s`. It is also how long a node may take
+    /// to apply a partition before its pods are planned elsewhere: at least 5 s, and 30 s if it is
+    /// left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
@@ -376,36 +383,36 @@ pub struct Dynamic {
     pub timeout: Option<String>,
 }
 
-/// What happens to a pod that leaves its limits.
+/// What happens to a pod that exceeds its limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Enforcement {
-    /// Event, metric and condition.
+    /// The finding is reported: an Event, a metric and a condition.
     #[default]
     Report,
-    /// And it is evicted.
+    /// The finding is reported, and the pod is evicted.
     Evict,
 }
 
-/// What a policy amounts to.
+/// Effect of a policy.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SharingPolicyStatus {
-    /// Generation of the spec that this status is of.
+    /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// GPUs that the policy shares.
+    /// Number of GPUs that the policy shares.
     #[serde(default)]
     pub gpus: u32,
-    /// Nodes that they are on.
+    /// Number of nodes with these GPUs.
     #[serde(default)]
     pub nodes: u32,
-    /// Slices (shares, replicas, instances, GPUs) in total.
+    /// Total number of slices (shares, replicas, instances and GPUs).
     #[serde(default)]
     pub total: u32,
-    /// Slices in use.
+    /// Number of slices in use.
     #[serde(default)]
     pub in_use: u32,
-    /// Slices that pending pods want beyond what is free.
+    /// Number of slices that pending pods request beyond those that are free.
     #[serde(default)]
     pub wanted: u32,
     /// Conditions by type: Accepted, Ready, Conflict.

@@ -1,10 +1,9 @@
-//! The committed definitions are those of the types, and their rules take and refuse what they
-//! should.
+//! The committed definitions match the types, and their rules accept and refuse the right objects.
 //!
-//! `fixtures/good` and `fixtures/bad` are whole objects; each bad one names in its first line a
-//! part of the sentence that refuses it. Rules are judged here by an implementation of CEL, and the
-//! same files by a real API server in the cluster tests; those that say `judged by: schema` break
-//! the schema itself, which only the API server judges.
+//! `fixtures/good` and `fixtures/bad` hold whole objects. The first line of each bad one quotes a
+//! part of the message that refuses it. This test evaluates the rules with an implementation of
+//! CEL. The cluster tests send the same files to a real API server. Files with `checked by: schema`
+//! break the schema itself, which only the API server checks.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::path::Path;
@@ -41,8 +40,8 @@ fn without_nulls(value: Value) -> Value {
     }
 }
 
-/// What an API server does with an object before it stores it: drops nulls, sets defaults, judges
-/// the rules.
+/// Returns the refusals of the rules for an object, after dropping nulls and setting defaults as
+/// the API server does.
 fn refusals(text: &str) -> String {
     let schema = crd_schema();
     let object: Value = serde_saphyr::from_str(text).unwrap();
@@ -59,10 +58,10 @@ fn crd_schema() -> Value {
 }
 
 #[test]
-fn committed_definitions_are_those_of_the_types() {
+fn committed_definitions_match_the_types() {
     for (name, text) in files().unwrap() {
         let committed = read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crds").join(name));
-        assert!(committed == text, "crds/{name} is not what the types say: run `make crds`");
+        assert!(committed == text, "crds/{name} does not match the types: run `make crds`");
     }
 }
 
@@ -72,12 +71,12 @@ fn the_schema_has_no_format_that_the_api_server_does_not_know() {
         for line in text.lines().filter(|line| line.trim_start().starts_with("format:")) {
             assert!(["int32", "int64", "date-time"].iter().any(|known| line.ends_with(known)), "{name}: {line}");
         }
-        assert!(!text.contains("nullable:"), "{name}: a null is to be a field left out");
+        assert!(!text.contains("nullable:"), "{name}: null must mean that a field is left out");
     }
 }
 
 #[test]
-fn good_policies_are_taken() {
+fn good_policies_are_accepted() {
     let fixtures = fixtures("good");
     assert!(!fixtures.is_empty());
     for (name, text) in fixtures {
@@ -88,23 +87,22 @@ fn good_policies_are_taken() {
 }
 
 #[test]
-fn bad_policies_are_refused_with_their_sentence() {
-    let mut judged = 0;
+fn bad_policies_are_refused_with_their_message() {
+    let mut checked = 0;
     for (name, text) in fixtures("bad") {
         let expected =
             text.lines().next().and_then(|line| line.strip_prefix("# expect: ")).unwrap_or_else(|| panic!("{name}"));
-        if text.contains("# judged by: schema") {
+        if text.contains("# checked by: schema") {
             continue;
         }
-        judged += 1;
+        checked += 1;
         let refusals = refusals(&text);
         assert!(refusals.contains(expected), "{name}: {expected:?} is not in {refusals:?}");
     }
-    assert!(judged > 40);
+    assert!(checked > 40);
 }
 
-/// Each rule of the definition must be the reason for at least one refusal: a rule that nothing can
-/// break protects nobody.
+/// Each rule of the definition must refuse at least one fixture, so that no rule is without effect.
 #[test]
 fn each_rule_refuses_something() {
     let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();
@@ -122,7 +120,7 @@ fn collect(schema: &Value, messages: &mut Vec<String>) {
         Value::Object(map) => {
             if let Some(Value::Array(rules)) = map.get("x-kubernetes-validations") {
                 messages.extend(
-                    rules.iter().map(|rule| rule["message"].as_str().expect("each rule has a sentence").to_owned()),
+                    rules.iter().map(|rule| rule["message"].as_str().expect("each rule has a message").to_owned()),
                 );
             }
             map.values().for_each(|value| collect(value, messages));

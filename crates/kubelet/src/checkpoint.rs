@@ -1,10 +1,11 @@
-//! The checkpoint of the kubelet's device manager: what a kubelet that starts takes for allocated.
+//! The checkpoint of the kubelet's device manager: the devices that a restarted kubelet takes for
+//! allocated.
 //!
-//! It drops devices of pods that are no more from memory when it lists them or is about to
-//! allocate; the file is written only when it has allocated, and for each list of devices that a
-//! plugin sends. A kubelet that starts reads it, and admits the pods that it is told of first
-//! before it drops anything: a device that only the file has is refused to them. The layout is that
-//! of `pkg/kubelet/cm/devicemanager/checkpoint`, which is no public interface.
+//! The kubelet drops devices of deleted pods from memory when it lists devices or is about to
+//! allocate some. It writes the file only after an allocation, and for each list of devices that a
+//! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device: it
+//! does not allocate a device that only the file names. The layout is that of
+//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -14,13 +15,13 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-/// Its name in the device plugin directory.
+/// Name of the file in the device plugin directory.
 const FILE: &str = "kubelet_internal_checkpoint";
 
-/// Longest file: some hundred bytes for each container with devices.
+/// Maximum size of the file in bytes. It has a few hundred bytes for each container with devices.
 const MAX_FILE: u64 = 16 << 20;
 
-/// Devices, by extended resource and id.
+/// Devices by extended resource and id.
 pub type AllocatedDevices = BTreeSet<(String, String)>;
 
 #[derive(Deserialize)]
@@ -40,19 +41,21 @@ struct Data {
 struct Entry {
     #[serde(rename = "ResourceName")]
     resource: String,
-    /// By NUMA node.
+    /// Device ids by NUMA node.
     #[serde(rename = "DeviceIDs")]
     ids: BTreeMap<String, Vec<String>>,
 }
 
-/// The devices of a checkpoint.
+/// Reads the devices of a checkpoint.
 ///
 /// # Errors
-/// It is none. Says where, and repeats nothing of it: it may be long.
+/// The text is not a checkpoint. The error has the position and none of the text, which can be
+/// long.
 pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
-        let what = format!("no checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
+        let what =
+            format!("not a checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
         io::Error::new(io::ErrorKind::InvalidData, what)
     };
     let file: File = serde_json::from_slice(text).map_err(wrong)?;
@@ -64,10 +67,10 @@ pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     Ok(entries.into_iter().flat_map(of).collect())
 }
 
-/// Device, inode, time and size: the kubelet writes another file and renames it.
+/// Device, inode, modification time and size. The kubelet writes a new file and renames it.
 type FileId = (u64, u64, i64, i64, u64);
 
-/// The checkpoint of the kubelet whose device plugin directory this is.
+/// The checkpoint in a device plugin directory.
 #[derive(Debug)]
 pub struct KubeletCheckpoint {
     path: PathBuf,
@@ -76,17 +79,17 @@ pub struct KubeletCheckpoint {
 }
 
 impl KubeletCheckpoint {
-    /// In that directory; it need not be there.
+    /// The checkpoint in this directory. The file need not exist.
     pub fn of(directory: &Path) -> Self {
         Self { path: directory.join(FILE), read: None, devices: None }
     }
 
-    /// What a kubelet that started now would take for allocated; nothing where there is no such
-    /// file. It is read only where it is another than last time.
+    /// The devices that a kubelet would take for allocated if it restarted now. `None` if there is
+    /// no file. The file is read only if it has changed.
     ///
     /// # Errors
-    /// The file cannot be read, or is no checkpoint. Said once of a file: after that, none is
-    /// known.
+    /// The file cannot be read or is not a checkpoint. This is reported once for each file; later
+    /// calls return `None`.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -110,7 +113,7 @@ impl KubeletCheckpoint {
 mod tests {
     use super::*;
 
-    /// As a kubelet 1.36 writes it.
+    /// A checkpoint written by a kubelet 1.36.
     const WRITTEN: &str = r#"{"Data":{"PodDeviceEntries":[
         {"PodUID":"2f9a","ContainerName":"main","ResourceName":"nvidia.com/gpu-mps","DeviceIDs":{"-1":["GPU-a::1"],"0":["GPU-a::0"]},"AllocResp":"CgA="},
         {"PodUID":"77c1","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"0":["eth1"]},"AllocResp":"CgA="}],
@@ -121,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn it_has_the_devices_of_all_containers_whatever_their_node() {
+    fn the_checkpoint_has_the_devices_of_all_containers_and_numa_nodes() {
         let expected = devices(&[
             ("nvidia.com/gpu-mps", "GPU-a::0"),
             ("nvidia.com/gpu-mps", "GPU-a::1"),
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_came_or_changed_is_read_anew_and_a_wrong_one_is_told_once() {
+    async fn a_new_file_is_read_and_an_invalid_one_is_reported_once() {
         let folder = tempfile::tempdir().unwrap();
         let mut checkpoint = KubeletCheckpoint::of(folder.path());
         assert_eq!(checkpoint.devices().await.unwrap(), None, "there is none");

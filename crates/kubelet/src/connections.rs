@@ -1,4 +1,4 @@
-//! Connections accepted at unix sockets: bounded in number, counted, and ended together.
+//! Connections to unix sockets: limited in number, counted, and ended together.
 
 use std::future::Future;
 use std::io;
@@ -16,14 +16,14 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
-/// At once, per resource. The kubelet has one; the rest is slack for people with a gRPC tool, and a
-/// bound on descriptors.
+/// Maximum number of connections of one resource. The kubelet has one. The others are for people
+/// with a gRPC client, and the limit bounds the number of open files.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Between attempts to accept after an error such as "too many open files".
+/// Delay after an error such as "too many open files".
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
-/// The connections of one server. Dropping it ends them.
+/// The connections of one server. Dropping this ends them.
 pub(crate) struct Connections {
     accepted: mpsc::Sender<io::Result<Connection>>,
     slots: Arc<Semaphore>,
@@ -32,7 +32,7 @@ pub(crate) struct Connections {
     _cut_on_drop: DropGuard,
 }
 
-/// What a server accepts.
+/// Stream of accepted connections.
 pub(crate) type Incoming = ReceiverStream<io::Result<Connection>>;
 
 impl Connections {
@@ -49,7 +49,7 @@ impl Connections {
         (connections, ReceiverStream::new(incoming))
     }
 
-    /// Accepts from this listener, beside others, until the handle is dropped.
+    /// Accepts connections of this listener, in addition to others, until the handle is dropped.
     pub(crate) fn accept_from(&self, listener: UnixListener) -> AbortOnDropHandle<()> {
         let (accepted, slots) = (self.accepted.clone(), Arc::clone(&self.slots));
         let (tracker, cut) = (self.tracker.clone(), self.cut.clone());
@@ -58,13 +58,13 @@ impl Connections {
                 let io = match listener.accept().await {
                     Ok((io, _)) => io,
                     Err(error) => {
-                        tracing::warn!(%error, "cannot accept a connection");
+                        tracing::warn!(%error, "failed to accept a connection");
                         tokio::time::sleep(ACCEPT_RETRY).await;
                         continue;
                     }
                 };
                 let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
-                    tracing::warn!(limit = MAX_CONNECTIONS, "too many connections; closed a new one");
+                    tracing::warn!(limit = MAX_CONNECTIONS, "too many connections; closed the new one");
                     continue;
                 };
                 let cut = Box::pin(cut.clone().cancelled_owned());
@@ -76,13 +76,13 @@ impl Connections {
         }))
     }
 
-    /// Waits until the peers hung up, and hangs up itself when they do not within `patience`.
+    /// Waits until the peers disconnect, and disconnects after `patience`.
     pub(crate) async fn end(self, patience: Duration) {
         self.tracker.close();
         if tokio::time::timeout(patience, self.tracker.wait()).await.is_ok() {
             return;
         }
-        tracing::debug!(connections = self.tracker.len(), "peers did not hang up");
+        tracing::debug!(connections = self.tracker.len(), "peers did not disconnect");
         self.cut.cancel();
         if tokio::time::timeout(patience, self.tracker.wait()).await.is_err() {
             tracing::warn!(connections = self.tracker.len(), "connections did not end");
@@ -90,7 +90,7 @@ impl Connections {
     }
 }
 
-/// A connection that is counted, and that reads as ended once it was cut.
+/// A counted connection. It reads as ended after it was cut.
 pub(crate) struct Connection {
     io: UnixStream,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,

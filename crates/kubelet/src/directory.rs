@@ -1,5 +1,5 @@
-//! The kubelet's device plugin directory: whose sockets lie there, which `kubelet.sock` it is, who
-//! may serve, and what changes.
+//! The kubelet's device plugin directory: our sockets in it, the identity of `kubelet.sock`, the
+//! lock of the serving process, and changes.
 
 use std::fs::File;
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
@@ -15,60 +15,60 @@ use rustix::fs::FlockOperation;
 
 use crate::resource::ResourceName;
 
-/// Where the kubelet looks for device plugins.
+/// Directory in which the kubelet expects device plugins.
 pub const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
 
-/// The kubelet's own socket in the directory.
+/// Name of the kubelet's socket in the directory.
 pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 
-/// Of our sockets; what else lies in the directory belongs to others.
+/// Prefix of our sockets. All other files belong to other programs.
 const PREFIX: &str = "cleave-";
 const SUFFIX: &str = ".sock";
 
 /// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
 const MAX_SOCKET_PATH: usize = 107;
 
-/// How long a stranger at a socket of an earlier start may take to answer before it counts as
-/// alive.
+/// How long a process at a socket of an earlier start may take to answer. A socket without an
+/// answer by then counts as in use.
 const PROBE: Duration = Duration::from_millis(200);
 
-/// Why a directory cannot be served from.
+/// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
-    /// The path does not fit into a unix socket's address.
+    /// The path is too long for the address of a unix socket.
     #[error(
         "{directory} is too long: with a socket's name it has {length} bytes, and a unix socket's path may have {MAX_SOCKET_PATH}"
     )]
     TooLong {
         /// The directory.
         directory: PathBuf,
-        /// Bytes of the path of a socket in it.
+        /// Length in bytes of the path of a socket in the directory.
         length: usize,
     },
     /// The path is relative or not UTF-8.
     #[error("{0:?} is not an absolute path in UTF-8")]
     Path(PathBuf),
-    /// It cannot be opened.
+    /// The directory cannot be opened.
     #[error("cannot open the device plugin directory {directory}")]
     Open {
         /// The directory.
         directory: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The lock cannot be asked for.
+    /// Locking the directory failed.
     #[error("cannot lock the device plugin directory {directory}")]
     Lock {
         /// The directory.
         directory: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// A directory whose path is short enough for sockets in it.
+/// A directory whose path is short enough for sockets.
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
@@ -79,7 +79,7 @@ impl Directory {
         if !path.is_absolute() || path.to_str().is_none() {
             return Err(DirectoryError::Path(path.to_owned()));
         }
-        // Every name that `socket_name` makes has the same length.
+        // All names that `socket_name` returns have the same length.
         let longest = path.join(format!("{PREFIX}{:08x}-{:08x}{SUFFIX}", 0, 0));
         let length = longest.as_os_str().as_bytes().len();
         if length > MAX_SOCKET_PATH {
@@ -96,13 +96,13 @@ impl Directory {
         self.path.join(KUBELET_SOCKET)
     }
 
-    /// Which `kubelet.sock` lies there now, if any.
+    /// The current `kubelet.sock`, if there is one.
     pub(crate) fn kubelet(&self) -> Option<SocketId> {
         SocketId::of(&self.kubelet_socket())
     }
 
-    /// Takes the directory for this process, if no other has it. The kernel gives it back when the
-    /// process dies.
+    /// Locks the directory for this process, unless another process has the lock. The kernel
+    /// releases the lock when the process ends.
     pub(crate) fn try_lock(&self) -> Result<Option<Lock>, DirectoryError> {
         let directory = || self.path.clone();
         let file = File::open(&self.path).map_err(|source| DirectoryError::Open { directory: directory(), source })?;
@@ -114,13 +114,13 @@ impl Directory {
         }
     }
 
-    /// Removes sockets that earlier starts of ours left behind, those at which nobody answers. Only
-    /// for the holder of the lock.
+    /// Removes sockets of earlier starts to which no process listens. The caller must have the
+    /// lock.
     pub(crate) async fn remove_stale(&self) {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
             Err(error) => {
-                tracing::warn!(directory = %self.path.display(), %error, "cannot look for sockets of earlier starts");
+                tracing::warn!(directory = %self.path.display(), %error, "failed to list sockets of earlier starts");
                 return;
             }
         };
@@ -131,12 +131,13 @@ impl Directory {
             }
             let path = entry.path();
             let probe = tokio::time::timeout(PROBE, tokio::net::UnixStream::connect(&path)).await;
-            // Anything but a refusal may be somebody: a full queue, or a permission that we lack.
+            // Any error except a refusal can mean that a process listens: its queue is full, or we
+            // lack the permission.
             if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
                 match std::fs::remove_file(&path) {
                     Ok(()) => tracing::info!(socket = %path.display(), "removed a socket of an earlier start"),
                     Err(error) => {
-                        tracing::warn!(socket = %path.display(), %error, "cannot remove a socket of an earlier start");
+                        tracing::warn!(socket = %path.display(), %error, "failed to remove a socket of an earlier start");
                     }
                 }
             }
@@ -144,25 +145,25 @@ impl Directory {
     }
 }
 
-/// The directory held for this process.
+/// The lock of the directory.
 #[derive(Debug)]
 pub(crate) struct Lock {
-    /// Device and inode of what is held, which may no longer be what the path names.
+    /// Device and inode of the locked directory. The path can name another one by now.
     id: (u64, u64),
     _file: File,
 }
 
 impl Lock {
-    /// Whether the path still names the directory that is held.
+    /// Whether the path still names the locked directory.
     pub(crate) fn holds(&self, directory: &Directory) -> bool {
         std::fs::metadata(&directory.path).is_ok_and(|now| (now.dev(), now.ino()) == self.id)
     }
 }
 
-/// A socket in the filesystem, told apart from a later one at the same path.
+/// The identity of a socket file, which distinguishes it from a later one at the same path.
 ///
-/// The inode alone does not do: ext4 gives a freed one to the next file. A socket's modification
-/// time is that of its bind, and renaming or linking it leaves it as it is.
+/// The inode is not enough, because ext4 reuses a freed one for the next file. The modification
+/// time of a socket is the time of its bind. Renaming or linking it does not change that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketId {
     device: u64,
@@ -181,14 +182,13 @@ impl SocketId {
     }
 }
 
-/// A socket's name that no other start had: since Kubernetes 1.37 the kubelet tells an old stream
-/// from a new one by the path.
+/// A name for a socket that no other start has used. Since Kubernetes 1.37, the kubelet
+/// distinguishes streams by the path of their socket.
 pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
-    // Seeded by the system, so that it differs between starts even where process ids repeat, as
-    // they do in containers.
+    // The system seeds this number, so it differs between starts. Process ids repeat in containers.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
     format!("{PREFIX}{resource:08x}-{nonce:08x}{SUFFIX}")
 }
@@ -201,54 +201,54 @@ fn is_ours(name: &str) -> bool {
         .is_some_and(|(resource, nonce)| hex(resource) && hex(nonce))
 }
 
-/// What a look at the directory may have to act on.
+/// A change of the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// A socket came or went: the kubelet's, or one of ours.
+    /// A socket was created or removed: the kubelet's, or one of ours.
     Sockets,
-    /// The directory itself was removed, moved or unmounted.
+    /// The directory was removed, moved or unmounted.
     Gone,
 }
 
-/// Says when to look at the directory again.
+/// Notifies of changes of the directory.
 ///
-/// Arm it first and look afterwards: then nothing is missed in between.
+/// Create it before reading the directory, so that no change is missed.
 pub(crate) struct Watch {
     events: Option<EventStream<[u8; 1024]>>,
-    /// Looks without an event, too: a watch may be impossible (`max_user_instances`), and an event
-    /// lost.
-    look: tokio::time::Interval,
+    /// Polls in addition to events: inotify can be unavailable (`max_user_instances`), and events
+    /// can be lost.
+    poll: tokio::time::Interval,
 }
 
 impl Watch {
-    pub(crate) fn arm(directory: &Directory, look: Look) -> Self {
+    pub(crate) fn arm(directory: &Directory, intervals: PollIntervals) -> Self {
         let events = match watch(directory.path()) {
             Ok(events) => Some(events),
             Err(error) => {
                 tracing::warn!(
-                    directory = %directory.path().display(), %error, every = ?look.unwatched,
-                    "cannot watch the device plugin directory with inotify; looking at it instead"
+                    directory = %directory.path().display(), %error, every = ?intervals.unwatched,
+                    "failed to watch the device plugin directory with inotify; polling it"
                 );
                 None
             }
         };
-        let every = if events.is_some() { look.watched } else { look.unwatched };
-        let mut look = tokio::time::interval(every);
-        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        Self { events, look }
+        let every = if events.is_some() { intervals.watched } else { intervals.unwatched };
+        let mut poll = tokio::time::interval(every);
+        poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        Self { events, poll }
     }
 
-    /// Waits for the next change that concerns us. Cancel-safe: an event is lost at most with the
-    /// future that already took it, and every caller looks at the state itself after each call.
+    /// Waits for the next relevant change. Cancel-safe: callers read the directory after each call,
+    /// so a lost event does no harm.
     pub(crate) async fn changed(&mut self) -> Change {
         loop {
             let Some(events) = &mut self.events else {
-                self.look.tick().await;
+                self.poll.tick().await;
                 return Change::Sockets;
             };
             let event = tokio::select! {
                 event = events.next() => event,
-                _ = self.look.tick() => return Change::Sockets,
+                _ = self.poll.tick() => return Change::Sockets,
             };
             match event {
                 Some(Ok(event)) => {
@@ -260,15 +260,15 @@ impl Watch {
                     if event.mask.contains(EventMask::Q_OVERFLOW) {
                         return Change::Sockets;
                     }
-                    // The kubelet writes its checkpoint here for each pod; that is none of our
-                    // business.
+                    // The kubelet writes its checkpoint into this directory for each pod. It is not
+                    // relevant here.
                     let ours = |name: &std::ffi::OsStr| name == KUBELET_SOCKET || name.to_str().is_some_and(is_ours);
                     if event.name.as_deref().is_some_and(ours) {
                         return Change::Sockets;
                     }
                 }
                 Some(Err(error)) => {
-                    tracing::warn!(%error, "cannot read inotify events; looking at the device plugin directory instead");
+                    tracing::warn!(%error, "failed to read inotify events; polling the device plugin directory");
                     self.events = None;
                 }
                 None => self.events = None,
@@ -277,9 +277,9 @@ impl Watch {
     }
 }
 
-/// How often a directory is looked at without an event.
+/// How often the directory is polled, with and without inotify.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Look {
+pub(crate) struct PollIntervals {
     pub(crate) watched: Duration,
     pub(crate) unwatched: Duration,
 }
@@ -304,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_too_long_for_a_socket_is_refused_with_its_length() {
+    fn a_directory_with_too_long_a_path_is_refused_with_its_length() {
         let name = socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
         let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH - name.len() - 2));
         assert!(Directory::new(Path::new(&fits)).is_ok());
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn other_peoples_files_are_not_ours() {
+    fn foreign_files_are_not_ours() {
         for name in [
             "kubelet.sock",
             "nvidia-gpu.sock",
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_bound_again_at_the_same_path_is_another() {
+    fn a_rebound_socket_has_another_identity() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(SocketId::of(&path), None);
         std::fs::rename(folder.path().join("t"), &path).expect("rename");
         assert_eq!(SocketId::of(&path), Some(first), "renaming does not make another socket of it");
-        // Kept linked, so that the new one cannot have the same inode.
+        // Keep the old file, so that the new one cannot get the same inode.
         std::fs::rename(&path, folder.path().join("t")).expect("rename");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
         assert_ne!(SocketId::of(&path), Some(first));

@@ -1,8 +1,8 @@
 //! A fake kubelet on real unix sockets, for tests and benchmarks.
 //!
-//! It does what `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36 does on the wire, in that order,
-//! its race included: clients are keyed by resource name alone, so a stream that ends takes down
-//! whichever client the name has by then.
+//! It behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36, including its
+//! race: clients are keyed by resource name alone, so a stream that ends removes any client that
+//! has the name by then.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -28,11 +28,11 @@ use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_server::{Registration, RegistrationServer};
 
-/// How long the kubelet dials a plugin back.
+/// Deadline for connecting to a plugin after its registration.
 const DIAL_BACK: Duration = Duration::from_secs(10);
 
-/// A device plugin directory with a kubelet that can be restarted, made to refuse, and asked to
-/// call its plugins.
+/// A device plugin directory with a kubelet that can be restarted, can refuse registrations, and
+/// can call its plugins.
 pub struct FakeKubelet {
     directory: PathBuf,
     shared: Arc<Shared>,
@@ -42,47 +42,47 @@ pub struct FakeKubelet {
 /// A registration that the kubelet received.
 #[derive(Clone, Debug)]
 pub struct Registered {
-    /// When the request came.
+    /// When the request arrived.
     pub at: Instant,
     /// The request.
     pub request: wire::RegisterRequest,
-    /// Whether it was accepted; nothing while the kubelet dials back or hangs.
+    /// Whether it was accepted. `None` while the kubelet connects to the plugin or hangs.
     pub accepted: Option<bool>,
 }
 
-/// What the kubelet knows of a resource.
+/// The kubelet's view of a resource.
 #[derive(Clone, Debug, Default)]
 pub struct Endpoint {
-    /// Whether a client is connected. Without one, all devices count as unhealthy.
+    /// Whether a client is connected. Without a client, all devices count as unhealthy.
     pub connected: bool,
-    /// The socket's name that was registered last.
+    /// Name of the last registered socket.
     pub socket: String,
-    /// The options read at the last registration.
+    /// Options read at the last registration.
     pub options: wire::DevicePluginOptions,
-    /// The last list.
+    /// The last list of devices.
     pub devices: Vec<wire::Device>,
-    /// Bytes of the last list on the wire, without gRPC's frame of 5.
+    /// Size of the last list in bytes, without the 5 bytes of gRPC's frame.
     pub message_bytes: usize,
-    /// Lists received since the directory was made.
+    /// Number of lists received since the directory was created.
     pub lists: usize,
-    /// When the first list of the last registration came.
+    /// When the first list after the last registration arrived.
     pub listed: Option<Instant>,
-    /// Clients that were disconnected.
+    /// Number of clients that were disconnected.
     pub disconnected: usize,
 }
 
 impl Endpoint {
-    /// Ids of the devices that the kubelet would hand out.
+    /// Ids of the devices that the kubelet can allocate.
     pub fn healthy(&self) -> Vec<&str> {
         let devices = self.devices.iter().filter(|device| self.connected && device.health == "Healthy");
         devices.map(|device| device.id.as_str()).collect()
     }
 }
 
-/// Everything that a fake kubelet shows.
+/// The observable state of a fake kubelet.
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
-    /// All registrations, in order, over restarts.
+    /// All registrations in order, across restarts.
     pub registrations: Vec<Registered>,
     /// Resources by name.
     pub endpoints: BTreeMap<String, Endpoint>,
@@ -127,7 +127,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl FakeKubelet {
-    /// Cleans the directory as the kubelet does when it starts, and serves in it.
+    /// Cleans the directory as the kubelet does at its start, and serves in it.
     pub fn start(directory: &Path) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             directory: directory.to_owned(),
@@ -140,7 +140,7 @@ impl FakeKubelet {
         Ok(kubelet)
     }
 
-    /// Starts it again after [`stop`](Self::stop). When its socket was made.
+    /// Starts the kubelet after [`stop`](Self::stop). Returns when its socket was created.
     pub fn run(&mut self) -> io::Result<Instant> {
         self.clean()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
@@ -149,8 +149,8 @@ impl FakeKubelet {
         Ok(at)
     }
 
-    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening at it, as a
-    /// slow machine does.
+    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening, like a slow
+    /// machine.
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
@@ -158,7 +158,7 @@ impl FakeKubelet {
         self.listen(bound)
     }
 
-    /// Ends it as `SIGKILL` does: its connections are gone, and `kubelet.sock` stays behind.
+    /// Stops the kubelet like `SIGKILL`: its connections end and `kubelet.sock` stays.
     pub fn stop(&mut self) {
         self.running = None;
         let mut clients = locked(&self.shared.clients);
@@ -174,13 +174,13 @@ impl FakeKubelet {
         });
     }
 
-    /// Stops and starts it.
+    /// Stops and starts the kubelet.
     pub fn restart(&mut self) -> io::Result<Instant> {
         self.stop();
         self.run()
     }
 
-    /// `CleanupPluginDirectory`: removes every socket, whoever's it is.
+    /// `CleanupPluginDirectory`: removes every socket in the directory.
     fn clean(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
@@ -208,17 +208,17 @@ impl FakeKubelet {
         Ok(())
     }
 
-    /// The directory.
+    /// Path of the directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// What it sees, as it changes.
+    /// The observable state, as it changes.
     pub fn seen(&self) -> watch::Receiver<Seen> {
         self.shared.seen.subscribe()
     }
 
-    /// What it sees once the condition holds; nothing if that takes longer than `within`.
+    /// The observable state when the condition is met. `None` if it is not met within `within`.
     pub async fn once(&self, within: Duration, condition: impl FnMut(&Seen) -> bool) -> Option<Seen> {
         let mut seen = self.seen();
         let found = tokio::time::timeout(within, seen.wait_for(condition)).await;
@@ -230,7 +230,7 @@ impl FakeKubelet {
         locked(&self.shared.behaviour).refuse = times;
     }
 
-    /// Answers no registration while set.
+    /// While set, registrations are not answered.
     pub fn hang(&self, hang: bool) {
         locked(&self.shared.behaviour).hang = hang;
     }
@@ -240,13 +240,13 @@ impl FakeKubelet {
         locked(&self.shared.behaviour).no_stream = times;
     }
 
-    /// Takes this long between the end of a stream and the disconnection of the client, which
-    /// widens the kubelet's race.
+    /// Delays the disconnection of a client after its stream ended, which widens the kubelet's
+    /// race.
     pub fn disconnect_slowly(&self, delay: Duration) {
         locked(&self.shared.behaviour).slow_disconnect = delay;
     }
 
-    /// Gives up a resource's stream without restarting.
+    /// Ends a resource's stream without restarting.
     pub fn drop_stream(&self, resource: &str) {
         let mut clients = locked(&self.shared.clients);
         let Some(client) = clients.by_name.remove(resource) else { return };
@@ -257,8 +257,8 @@ impl FakeKubelet {
         self.shared.disconnected(resource);
     }
 
-    /// A client of the plugin that serves a resource, over the connection that the kubelet made
-    /// when it was registered.
+    /// A client of a resource's plugin, over the connection that the kubelet opened at the
+    /// registration.
     pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
         locked(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
     }
@@ -409,8 +409,8 @@ impl Shared {
         }
         let delay = locked(&self.behaviour).slow_disconnect;
         tokio::time::sleep(delay).await;
-        // By name alone, as the kubelet does it up to 1.36, and in its order: the client hangs up,
-        // then the endpoint is stopped.
+        // Like the kubelet up to 1.36, this uses the name alone, and the same order: the client
+        // disconnects, then the endpoint is stopped.
         drop(locked(&self.clients).by_name.remove(&resource));
         drop(client);
         self.disconnected(&resource);
@@ -426,7 +426,7 @@ impl Shared {
     }
 }
 
-/// A fake of the kubelet's PodResources.
+/// A fake of the kubelet's PodResources API.
 pub struct FakePodResources {
     shared: Arc<PodsShared>,
     _running: Running,
@@ -440,7 +440,7 @@ struct PodsShared {
 }
 
 impl FakePodResources {
-    /// Serves at this path, removing a socket that lies there.
+    /// Serves at this path, and removes an existing socket first.
     pub fn start(socket: &Path) -> io::Result<Self> {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;
@@ -456,7 +456,7 @@ impl FakePodResources {
         Ok(Self { shared, _running: Running { _connections: connections, _listener: listener, _server: server } })
     }
 
-    /// What containers hold from now on.
+    /// Sets the devices that are allocated to containers.
     pub fn hold(&self, rows: &[HeldDevices]) {
         let pod_resources = rows.iter().map(|row| pods::PodResources {
             name: row.pod.clone(),
@@ -474,7 +474,7 @@ impl FakePodResources {
         locked(&self.shared.list).pod_resources = pod_resources.collect();
     }
 
-    /// What could be handed out from now on.
+    /// Sets the devices that can be allocated.
     pub fn allocatable(&self, rows: &[AllocatableDevices]) {
         let devices = rows.iter().map(|row| pods::ContainerDevices {
             resource_name: row.resource.clone(),
@@ -484,7 +484,7 @@ impl FakePodResources {
         locked(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// Answers nothing while set.
+    /// While set, calls are not answered.
     pub fn hang(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }

@@ -1,20 +1,23 @@
-//! The kubelet's device plugin v1beta1 and PodResources v1 protocols: registration, streams,
-//! sockets. It knows no GPU.
+//! The kubelet's device plugin v1beta1 and PodResources v1 protocols: registration, streams and
+//! sockets. This crate knows nothing about GPUs.
 //!
-//! An agent hands [`Plugins`] the resources to serve, as a map from names to [`Resource`]s, as
-//! often as it likes; what did not change is not disturbed. Tasks, and what passes between them:
+//! An agent passes [`Plugins`] the resources to serve, as a map from names to [`Resource`]s,
+//! whenever they change. Resources that did not change are not disturbed.
 //!
 //! ```text
-//!  Plugins::set ──watch──▶ manager ── holds the flock, watches the directory (inotify)
-//!                             │ one task per resource: the resource, whether to go on, "look at the directory again" (all watch)
+//!  Plugins::set ──watch──▶ manager: locks the directory, watches it with inotify
+//!                             │ starts one task per resource
 //!                             ▼
-//!                       registration ── kubelet.sock: Register, with retries; decides by looking, never by counting events
-//!                             │ one session per registration, at a socket with a name of its own
+//!                       registration ──▶ kubelet.sock: Register, with retries
+//!                             │ one session per registration, each with its own socket
 //!                             ▼
-//!                       gRPC server ◀── the kubelet: ListAndWatch (fed from Resource::devices), Allocate, …
+//!                       gRPC server ◀── kubelet: ListAndWatch, Allocate, …
 //!
-//!  Plugins::state ◀─watch── all of them
+//!  Plugins::state ◀─watch── all tasks
 //! ```
+//!
+//! A resource's task decides by the state of the directory and never by counting events, because
+//! events can be lost or repeated.
 
 mod checkpoint;
 mod connections;

@@ -1,4 +1,5 @@
-//! Keeps a set of resources served and registered: one task for the directory, one per resource.
+//! Keeps resources served and registered, with one task for the directory and one for each
+//! resource.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -10,74 +11,75 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::directory::{Change, Directory, DirectoryError, Lock, Look, SocketId, Watch, socket_name};
-use crate::registration::{Cause, RegisterError, Seen, Step, decide, register, self_dial};
+use crate::directory::{Change, Directory, DirectoryError, Lock, PollIntervals, SocketId, Watch, socket_name};
+use crate::registration::{Cause, Observation, RegisterError, Step, decide, register, self_dial};
 use crate::resource::{Resource, ResourceName};
 use crate::server::{Served, Session, Streams};
 
 /// The resources to serve, by name.
 type Wanted = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
-/// Where to serve, and with how much patience.
+/// Directory and timings.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The kubelet's device plugin directory, an absolute path; see
     /// [`DEVICE_PLUGINS`](crate::DEVICE_PLUGINS).
     pub directory: PathBuf,
-    /// How long to wait for what.
+    /// Delays and deadlines.
     pub timings: Timings,
 }
 
 impl Config {
-    /// For a directory, with the usual patience.
+    /// A configuration with default timings.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self { directory: directory.into(), timings: Timings::default() }
     }
 }
 
-/// Delays that double from the first to the cap.
+/// Delays that double from the first one up to a cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
-    /// Before the second attempt.
+    /// Delay before the second attempt.
     pub first: Duration,
-    /// No delay is longer.
+    /// Maximum delay.
     pub cap: Duration,
 }
 
 impl Backoff {
-    /// The delay after so many failed attempts, counted from 0.
+    /// The delay after this number of failures, counted from 0.
     pub fn after(self, failures: u32) -> Duration {
         let factor = 2_u32.saturating_pow(failures);
         self.first.saturating_mul(factor).min(self.cap)
     }
 }
 
-/// How long to wait for what.
+/// Delays and deadlines.
 #[derive(Clone, Copy, Debug)]
 pub struct Timings {
-    /// Between dials of a `kubelet.sock` at which nobody listens. The kubelet binds some 100 µs
-    /// before it listens, so the first is short.
+    /// Between attempts to connect to a `kubelet.sock` without a listener. The kubelet listens
+    /// about 100 µs after it binds, so the first delay is short.
     pub dial: Backoff,
-    /// Between registrations that the kubelet refused, and between failures to serve. Stays under 2
-    /// s: pods wait.
+    /// Between registrations that the kubelet refused, and between failures to serve. Less than 2
+    /// s, because pods wait.
     pub register: Backoff,
-    /// For the kubelet's answer to a registration; it gives itself 10 s to dial back.
+    /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
+    /// connecting to the plugin.
     pub register_deadline: Duration,
     /// Before a registered plugin without a stream registers again; doubles while that does not
     /// help.
     pub stream: Backoff,
-    /// For the kubelet to hang up after its stream ended.
+    /// How long the kubelet may take to disconnect after its stream ended.
     pub hang_up: Duration,
-    /// Between the kubelet's hanging up and the next registration with the same kubelet, which
-    /// after hanging up still marks the resource's devices unhealthy, whoever serves them by then
-    /// (up to Kubernetes 1.36).
+    /// Between the kubelet's disconnection and the next registration with the same kubelet. Up to
+    /// Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it disconnects, even
+    /// if a new client serves them by then.
     pub settle: Duration,
-    /// Between looks whether another process still holds the directory.
+    /// Between attempts to lock the directory.
     pub lock: Duration,
-    /// Between looks at a directory that inotify watches, in case an event was lost.
-    pub look_watched: Duration,
-    /// Between looks at a directory that cannot be watched.
-    pub look_unwatched: Duration,
+    /// Between checks of a directory that inotify watches, in case an event was lost.
+    pub poll_watched: Duration,
+    /// Between checks of a directory without inotify.
+    pub poll_unwatched: Duration,
 }
 
 impl Default for Timings {
@@ -90,76 +92,77 @@ impl Default for Timings {
             hang_up: Duration::from_secs(1),
             settle: Duration::from_millis(50),
             lock: Duration::from_millis(200),
-            look_watched: Duration::from_secs(10),
-            look_unwatched: Duration::from_millis(500),
+            poll_watched: Duration::from_secs(10),
+            poll_unwatched: Duration::from_millis(500),
         }
     }
 }
 
-/// How all plugins are, for readiness and metrics.
+/// The state of all plugins, for readiness and metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PluginsState {
-    /// The directory.
+    /// State of the directory.
     pub directory: DirectoryState,
-    /// Each resource that is served, or that was removed and is still ending.
+    /// State of each resource, including removed resources whose streams are ending.
     pub resources: BTreeMap<ResourceName, ResourceState>,
 }
 
 impl PluginsState {
-    /// Whether the kubelet has an open stream of every resource that is served, and the directory
-    /// is ours.
+    /// Whether this process has the directory, and the kubelet has an open stream of every
+    /// resource.
     pub fn is_ready(&self) -> bool {
         let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
         self.directory == DirectoryState::Held && self.resources.values().all(has_it)
     }
 }
 
-/// Who serves from the directory.
+/// Which process serves from the directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DirectoryState {
-    /// Not looked at yet.
+    /// Not known yet.
     #[default]
     Opening,
-    /// Another process serves from it; this one waits for its end.
+    /// Another process. This one waits for it to end.
     HeldByAnother,
     /// This process.
     Held,
-    /// Nobody can: the error and its causes.
+    /// No process can. The error and its causes.
     Failed(String),
 }
 
-/// How one resource is.
+/// The state of one resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourceState {
-    /// How far it is.
+    /// Phase of the resource.
     pub phase: Phase,
-    /// The name of its socket in the directory.
+    /// Name of its socket in the directory.
     pub socket: Option<String>,
-    /// `ListAndWatch` streams that are open.
+    /// Number of open `ListAndWatch` streams.
     pub streams: usize,
-    /// Registrations that the kubelet accepted.
+    /// Number of registrations that the kubelet accepted.
     pub registrations: u64,
-    /// Registrations that failed.
+    /// Number of failed registrations.
     pub failures: u64,
-    /// Registrations made because the kubelet had none, or lost its stream without restarting.
+    /// Number of registrations because the kubelet opened no stream, or ended it without
+    /// restarting.
     pub streamless: u64,
-    /// What went wrong last, until it goes right: the error and its causes.
+    /// The last error and its causes, until the next success.
     pub error: Option<String>,
 }
 
-/// How far a resource is.
+/// Phase of a resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
     /// There is no `kubelet.sock`.
     #[default]
     WaitingForKubelet,
-    /// Its socket answers.
+    /// The resource's socket answers.
     Serving,
-    /// The kubelet accepted it.
+    /// The kubelet accepted the registration.
     Registered,
-    /// The kubelet receives its devices.
+    /// The kubelet has an open stream of the devices.
     Streaming,
-    /// It was removed, and its stream ends.
+    /// The resource was removed, and its stream is ending.
     Ending,
 }
 
@@ -171,21 +174,21 @@ pub struct Plugins {
     manager: AbortOnDropHandle<()>,
 }
 
-/// Whether a task goes on.
+/// What a task should do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Run {
     Serve,
-    /// The resource is gone for good.
+    /// End, because the resource was removed.
     Remove,
-    /// This process ends; another will serve the resource.
+    /// End, because this process ends. Another process will serve the resource.
     Shutdown,
 }
 
 impl Plugins {
-    /// Starts without any resource. Needs a tokio runtime around it, with I/O and time.
+    /// Starts without resources. Must be called within a tokio runtime with I/O and time.
     ///
-    /// What can pass (another process that serves, a directory that is not there yet) is waited for
-    /// and shown in the state; only a path that cannot work is an error.
+    /// Temporary problems are retried and shown in the state: another process serves, or the
+    /// directory does not exist yet. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(Wanted::new());
@@ -195,27 +198,27 @@ impl Plugins {
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
-    /// Serves exactly these from now on. A new name is registered, a missing one's stream is ended,
-    /// and a resource that was replaced under its name goes on in the open stream.
+    /// Replaces the set of resources. A new resource is registered, and the stream of a removed one
+    /// ends. A resource with a name that is already served replaces the old one in the open stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
 
-    /// How they are, as it changes.
+    /// The state, as it changes.
     pub fn state(&self) -> watch::Receiver<PluginsState> {
         self.state.clone()
     }
 
-    /// Ends all streams and gives the directory up. Bounded by [`Timings::hang_up`] twice.
+    /// Ends all streams and releases the directory. Takes at most twice [`Timings::hang_up`].
     pub async fn shutdown(self) {
         self.run.send_replace(Run::Shutdown);
         if let Err(error) = self.manager.await {
-            tracing::error!(%error, "the device plugins' manager failed");
+            tracing::error!(%error, "device plugin manager failed");
         }
     }
 }
 
-/// The error and its causes, in one line.
+/// Formats an error and its causes in one line.
 fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
@@ -229,20 +232,20 @@ struct Manager {
     state: watch::Sender<PluginsState>,
 }
 
-/// Waits until the task is to end. Cancel-safe, as `wait_for` is.
+/// Waits until the task must end. Cancel-safe, because `wait_for` is.
 async fn stopped(run: &mut watch::Receiver<Run>) {
-    // Without a sender there is nobody left to serve for.
+    // An error means that the sender is gone, so the task must end too.
     let _ = run.wait_for(|run| *run != Run::Serve).await;
 }
 
 impl Manager {
     async fn run(mut self) {
-        while let Some(lock) = self.hold().await {
+        while let Some(lock) = self.acquire_lock().await {
             self.serve(&lock).await;
             if *self.run.borrow() != Run::Serve {
                 break;
             }
-            tracing::warn!(directory = %self.directory.path().display(), "the device plugin directory was replaced; starting again in it");
+            tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new one");
         }
     }
 
@@ -252,9 +255,13 @@ impl Manager {
             if changed {
                 match &now {
                     DirectoryState::HeldByAnother => {
-                        tracing::warn!("another process serves from the device plugin directory; waiting for its end");
+                        tracing::warn!(
+                            "another process serves from the device plugin directory; waiting for it to end"
+                        );
                     }
-                    DirectoryState::Failed(error) => tracing::error!(%error, "cannot serve device plugins"),
+                    DirectoryState::Failed(error) => {
+                        tracing::error!(%error, "failed to use the device plugin directory")
+                    }
                     DirectoryState::Held | DirectoryState::Opening => {
                         tracing::debug!(state = ?now, "device plugin directory");
                     }
@@ -265,8 +272,8 @@ impl Manager {
         });
     }
 
-    /// Waits until the directory is ours; nothing on shutdown.
-    async fn hold(&mut self) -> Option<Lock> {
+    /// Waits until this process has locked the directory. `None` on shutdown.
+    async fn acquire_lock(&mut self) -> Option<Lock> {
         loop {
             match self.directory.try_lock() {
                 Ok(Some(lock)) => {
@@ -283,33 +290,34 @@ impl Manager {
         }
     }
 
-    /// Serves until shutdown, or until the directory is no longer the one that is held.
+    /// Serves until shutdown, or until the path no longer names the locked directory.
     async fn serve(&mut self, lock: &Lock) {
-        let Timings { look_watched, look_unwatched, .. } = self.timings;
-        let mut directory = Watch::arm(&self.directory, Look { watched: look_watched, unwatched: look_unwatched });
+        let Timings { poll_watched, poll_unwatched, .. } = self.timings;
+        let mut directory =
+            Watch::arm(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
         self.directory.remove_stale().await;
         let mut tasks = Tasks {
             directory: self.directory.clone(),
             timings: self.timings,
             state: self.state.clone(),
-            look: watch::channel(()).0,
+            directory_changes: watch::channel(()).0,
             set: JoinSet::new(),
             names: HashMap::new(),
             running: BTreeMap::new(),
         };
         self.wanted.mark_changed();
-        // A task that failed is started again only after a pause, so that one that always fails
-        // does not take a core.
-        let mut start_again: Option<Instant> = None;
+        // A failed task is restarted after a delay, so that a task that always fails does not use a
+        // whole core.
+        let mut restart_at: Option<Instant> = None;
         loop {
             let pause = async {
-                match start_again {
+                match restart_at {
                     Some(at) => tokio::time::sleep_until(at).await,
                     None => std::future::pending().await,
                 }
             };
-            // All are cancel-safe: watches and joins by their documentation, `Watch::changed`
-            // because a look follows in any case.
+            // All are cancel-safe: watches and joins by their documentation, and `Watch::changed`
+            // because the directory is read afterwards in any case.
             let reconcile = tokio::select! {
                 () = stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
@@ -322,18 +330,18 @@ impl Manager {
                     if event == Change::Gone || !lock.holds(&self.directory) {
                         break;
                     }
-                    tasks.look.send_replace(());
+                    tasks.directory_changes.send_replace(());
                     false
                 }
                 Some(end) = tasks.set.join_next_with_id() => {
                     let orderly = tasks.ended(end);
                     if !orderly {
-                        start_again = Some(Instant::now() + self.timings.register.cap);
+                        restart_at = Some(Instant::now() + self.timings.register.cap);
                     }
                     orderly
                 }
                 () = pause => {
-                    start_again = None;
+                    restart_at = None;
                     true
                 }
             };
@@ -345,18 +353,18 @@ impl Manager {
     }
 }
 
-/// The resources' tasks.
+/// The tasks of all resources.
 struct Tasks {
     directory: Directory,
     timings: Timings,
     state: watch::Sender<PluginsState>,
-    look: watch::Sender<()>,
+    directory_changes: watch::Sender<()>,
     set: JoinSet<()>,
     names: HashMap<Id, ResourceName>,
     running: BTreeMap<ResourceName, Running>,
 }
 
-/// A resource's task, as the manager sees it.
+/// The task of one resource, from the manager's side.
 struct Running {
     resource: watch::Sender<Arc<dyn Resource>>,
     run: watch::Sender<Run>,
@@ -371,7 +379,7 @@ impl Tasks {
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // One that was removed and is still ending is started again when it has ended.
+                // A removed resource that is still ending is started again after its end.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
                     *served = Arc::clone(resource);
@@ -390,7 +398,7 @@ impl Tasks {
                 timings: self.timings,
                 served,
                 run: runs,
-                look: self.look.subscribe(),
+                directory_changes: self.directory_changes.subscribe(),
                 state: self.state.clone(),
             };
             let id = self.set.spawn(plugin.run()).id();
@@ -399,7 +407,7 @@ impl Tasks {
         }
     }
 
-    /// Takes an ended task off the books. Whether it ended because it was told to.
+    /// Removes a task that ended. Returns whether it ended without an error.
     fn ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
         let (id, failure) = match end {
             Ok((id, ())) => (id, None),
@@ -411,7 +419,7 @@ impl Tasks {
             state.resources.remove(&name);
         });
         if let Some(error) = failure {
-            tracing::error!(resource = %name, %error, "a device plugin's task failed; it will be started again");
+            tracing::error!(resource = %name, %error, "device plugin task failed; restarting it");
             return false;
         }
         true
@@ -427,24 +435,24 @@ impl Tasks {
     }
 }
 
-/// One resource's task.
+/// The task of one resource.
 struct Plugin {
     name: ResourceName,
     directory: Directory,
     timings: Timings,
     served: Served,
     run: watch::Receiver<Run>,
-    /// Changes when the directory did.
-    look: watch::Receiver<()>,
+    /// Changes when the directory has changed.
+    directory_changes: watch::Receiver<()>,
     state: watch::Sender<PluginsState>,
 }
 
-/// How a session's part of the work ended.
-enum Outcome {
-    /// The task is to end.
+/// How a session ended.
+enum SessionEnd {
+    /// The task must end.
     Stop,
-    /// Begin again with a new session.
-    Again,
+    /// Start a new session.
+    Restart,
 }
 
 impl Plugin {
@@ -457,7 +465,7 @@ impl Plugin {
         });
     }
 
-    /// Notes a failure, and says it where it is new.
+    /// Records a failure, and logs it if it is new.
     fn failed(&self, what: &'static str, error: &dyn std::error::Error) {
         let text = chain(error);
         let mut is_new = false;
@@ -467,7 +475,7 @@ impl Plugin {
             state.error = Some(text.clone());
         });
         if is_new {
-            tracing::warn!(resource = %self.name, error = text, "{what}; trying again");
+            tracing::warn!(resource = %self.name, error = text, "{what}; retrying");
         }
     }
 
@@ -477,16 +485,16 @@ impl Plugin {
 
     async fn run(mut self) {
         let mut failures = 0;
-        // Sessions in a row that ended for want of a stream.
+        // Number of consecutive sessions that ended because there was no stream.
         let mut streamless = 0;
         while let Some(kubelet) = self.kubelet().await {
-            // A name of its own for each session.
+            // Each session has a new name.
             let path = self.directory.path().join(socket_name(&self.name));
             let started = Session::start(path, self.served.clone());
             let mut session = match started {
                 Ok(session) => session,
                 Err(error) => {
-                    self.failed("cannot serve a device plugin", &error);
+                    self.failed("failed to serve a device plugin", &error);
                     let delay = self.timings.register.after(failures);
                     failures += 1;
                     self.pause(delay).await;
@@ -496,23 +504,24 @@ impl Plugin {
             failures = 0;
             let outcome = self.session(&mut session, kubelet, &mut streamless).await;
             self.show(|state| {
-                state.phase = if matches!(outcome, Outcome::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
+                state.phase =
+                    if matches!(outcome, SessionEnd::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
                 state.socket = None;
                 state.streams = 0;
             });
             let streams = if *self.run.borrow() == Run::Remove { Streams::Farewell } else { Streams::End };
             session.end(streams, self.timings.hang_up).await;
             match outcome {
-                Outcome::Stop => return,
-                Outcome::Again => self.settle(kubelet).await,
+                SessionEnd::Stop => return,
+                SessionEnd::Restart => self.settle(kubelet).await,
             }
         }
     }
 
-    /// Waits for a `kubelet.sock`; nothing if the task is to end.
+    /// Waits for a `kubelet.sock`. `None` if the task must end.
     async fn kubelet(&mut self) -> Option<SocketId> {
         loop {
-            self.look.mark_unchanged();
+            self.directory_changes.mark_unchanged();
             if self.stopping() {
                 return None;
             }
@@ -523,12 +532,12 @@ impl Plugin {
             // Both are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 () = stopped(&mut self.run) => return None,
-                changed = self.look.changed() => changed.ok()?,
+                changed = self.directory_changes.changed() => changed.ok()?,
             }
         }
     }
 
-    /// Waits, unless the task is to end.
+    /// Waits, unless the task must end.
     async fn pause(&mut self, delay: Duration) {
         tokio::select! {
             () = stopped(&mut self.run) => {}
@@ -536,28 +545,29 @@ impl Plugin {
         }
     }
 
-    /// Waits until the kubelet that hung up is done with the old stream. Another one knows nothing
-    /// of it, and may admit pods 12 ms after it listens: whoever has not registered by then has
-    /// them refused for good.
+    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once for
+    /// another kubelet: it can admit pods 12 ms after it listens, and it rejects pods of resources
+    /// that are not registered by then.
     async fn settle(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
-        self.look.mark_unchanged();
+        self.directory_changes.mark_unchanged();
         while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
-            // A killed kubelet's socket lies there until the next one takes it away, after ours.
+            // The socket of a killed kubelet stays until the next kubelet removes it, which it does
+            // after it removed ours.
             tokio::select! {
                 () = stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
-                changed = self.look.changed() => if changed.is_err() { return },
+                changed = self.directory_changes.changed() => if changed.is_err() { return },
             }
         }
     }
 
-    /// Registers a session and watches over it until it is over.
-    async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
+    /// Registers a session and supervises it until it ends.
+    async fn session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         if let Err(error) = self_dial(session.path()).await {
             self.failed("our own device plugin socket does not answer", &error);
             self.pause(self.timings.register.cap).await;
-            return Outcome::Again;
+            return SessionEnd::Restart;
         }
         let socket = session.path().file_name().map(|name| name.to_string_lossy().into_owned());
         self.show(|state| {
@@ -570,25 +580,25 @@ impl Plugin {
         self.supervise(session, kubelet, streamless).await
     }
 
-    /// Registers, again and again; nothing once it succeeded.
-    async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<Outcome> {
+    /// Registers with retries. `None` after a success.
+    async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
-            self.look.mark_unchanged();
+            self.directory_changes.mark_unchanged();
             if self.stopping() {
-                return Some(Outcome::Stop);
+                return Some(SessionEnd::Stop);
             }
             if self.directory.kubelet() != Some(kubelet) || !session.is_reachable() {
-                return Some(Outcome::Again);
+                return Some(SessionEnd::Restart);
             }
             let deadline = self.timings.register_deadline;
             let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
-            // A dropped attempt hangs up, which the kubelet survives. The others are cancel-safe by
-            // their documentation.
+            // Dropping an attempt disconnects, which the kubelet tolerates. The other futures are
+            // cancel-safe by their documentation.
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = stopped(&mut self.run) => continue,
-                () = changed_for_us(&mut self.look, &self.directory, kubelet, session) => continue,
+                () = changed_for_us(&mut self.directory_changes, &self.directory, kubelet, session) => continue,
             };
             let error = match registered {
                 Ok(()) => {
@@ -605,8 +615,7 @@ impl Plugin {
             let delay = if let RegisterError::Unanswered(_) = error {
                 let delay = self.timings.dial.after(dials);
                 dials += 1;
-                // The first few are the kubelet on its way from bind to listen, and nothing to
-                // report.
+                // At first the kubelet may just not listen yet. That is not worth a log message.
                 if delay >= self.timings.register.first {
                     self.failed("cannot reach the kubelet", &error);
                 }
@@ -614,26 +623,26 @@ impl Plugin {
             } else {
                 let delay = self.timings.register.after(refusals);
                 refusals += 1;
-                self.failed("cannot register with the kubelet", &error);
+                self.failed("failed to register with the kubelet", &error);
                 delay
             };
             tokio::select! {
                 () = stopped(&mut self.run) => {}
-                _ = self.look.changed() => {}
+                _ = self.directory_changes.changed() => {}
                 () = tokio::time::sleep(delay) => {}
             }
         }
     }
 
-    /// Watches over a registered session.
-    async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> Outcome {
+    /// Supervises a registered session.
+    async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         let mut open = session.open_streams();
         let mut since = Instant::now();
         let mut was_open = false;
         loop {
-            self.look.mark_unchanged();
+            self.directory_changes.mark_unchanged();
             if self.stopping() {
-                return Outcome::Stop;
+                return SessionEnd::Stop;
             }
             let streams = *open.borrow_and_update();
             if streams > 0 {
@@ -647,25 +656,25 @@ impl Plugin {
                 state.phase = if streams > 0 { Phase::Streaming } else { Phase::Registered };
             });
             let options = self.served.borrow_and_update().options();
-            let seen = Seen {
+            let seen = Observation {
                 registered_with: kubelet,
                 kubelet: self.directory.kubelet(),
                 reachable: session.is_reachable(),
                 options_changed: options != session.options(),
                 streamless_for: (streams == 0).then(|| since.elapsed()),
             };
-            let mut look_again = None;
+            let mut check_again = None;
             match decide(&seen, self.timings.stream.after(*streamless)) {
                 Step::Keep => {}
-                Step::LookAgain(after) => look_again = Some(after),
+                Step::CheckAgain(after) => check_again = Some(after),
                 Step::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound again");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "our socket was deleted; bound it again");
                         self.show(|state| state.error = None);
                     }
                     Err(error) => {
                         self.failed("our socket was deleted and cannot be bound again", &error);
-                        look_again = Some(self.timings.register.cap);
+                        check_again = Some(self.timings.register.cap);
                     }
                 },
                 Step::Register(cause) => {
@@ -676,23 +685,23 @@ impl Plugin {
                     } else {
                         tracing::info!(resource = %self.name, ?cause, "registering again");
                     }
-                    return Outcome::Again;
+                    return SessionEnd::Restart;
                 }
             }
             let timer = async {
-                match look_again {
+                match check_again {
                     Some(after) => tokio::time::sleep(after).await,
                     None => std::future::pending().await,
                 }
             };
-            // Cancel-safe: each only says that it is time to look.
+            // Cancel-safe: each future only triggers another check.
             tokio::select! {
                 () = stopped(&mut self.run) => {}
-                _ = self.look.changed() => {}
+                _ = self.directory_changes.changed() => {}
                 _ = open.changed() => {}
                 replaced = self.served.changed() => {
                     if replaced.is_err() {
-                        return Outcome::Stop;
+                        return SessionEnd::Stop;
                     }
                 }
                 () = timer => {}
@@ -701,9 +710,14 @@ impl Plugin {
     }
 }
 
-/// Waits until the directory changed in a way that makes an attempt to register vain.
-async fn changed_for_us(look: &mut watch::Receiver<()>, directory: &Directory, kubelet: SocketId, session: &Session) {
-    while look.changed().await.is_ok() {
+/// Waits until a change of the directory makes the current attempt to register useless.
+async fn changed_for_us(
+    changes: &mut watch::Receiver<()>,
+    directory: &Directory,
+    kubelet: SocketId,
+    session: &Session,
+) {
+    while changes.changed().await.is_ok() {
         if directory.kubelet() != Some(kubelet) || !session.is_reachable() {
             return;
         }
@@ -723,12 +737,12 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_registration_is_tried_again_within_2_s() {
+    fn a_refused_registration_is_retried_within_2_s() {
         assert!(Timings::default().register.cap < Duration::from_secs(2));
     }
 
     #[test]
-    fn ready_means_that_the_kubelet_has_every_resource() {
+    fn ready_means_that_the_kubelet_streams_every_resource() {
         let name = |name: &str| ResourceName::parse(name).expect("a name");
         let streaming = ResourceState { phase: Phase::Streaming, ..ResourceState::default() };
         let mut state = PluginsState { directory: DirectoryState::Held, ..PluginsState::default() };

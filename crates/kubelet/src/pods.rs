@@ -1,4 +1,4 @@
-//! PodResources v1: which containers hold which devices, as the kubelet knows it.
+//! PodResources v1: the devices of each container, as the kubelet reports them.
 
 use std::error::Error;
 use std::path::Path;
@@ -9,37 +9,37 @@ use tonic::transport::Channel;
 use crate::proto::podresources as wire;
 use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
 
-/// Where the kubelet serves PodResources.
+/// The socket of the kubelet's PodResources API.
 pub const POD_RESOURCES: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
 
 type Client = PodResourcesListerClient<Channel>;
 
-/// Longest answer: the kubelet's own clients take 16 MiB.
+/// Maximum size of an answer in bytes. The kubelet's own clients allow 16 MiB.
 const MAX_ANSWER: usize = 16 << 20;
 
-/// Devices that a container holds.
+/// Devices that are allocated to a container.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HeldDevices {
-    /// The pod's namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// The pod's name.
+    /// Name of the pod.
     pub pod: String,
-    /// The container's name in the pod.
+    /// Name of the container.
     pub container: String,
     /// The extended resource.
     pub resource: String,
-    /// Ids of its devices, in order.
+    /// Ids of the devices, sorted.
     pub ids: Vec<String>,
 }
 
-/// Devices that the kubelet could hand out, held or not.
+/// Devices that the kubelet can allocate, including allocated ones.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AllocatableDevices {
     /// The extended resource.
     pub resource: String,
-    /// Ids of its devices.
+    /// Ids of the devices.
     pub ids: Vec<String>,
-    /// NUMA nodes that they are near to.
+    /// NUMA nodes of the devices.
     pub numa: Vec<i64>,
 }
 
@@ -49,18 +49,18 @@ pub enum PodResourcesError {
     /// The socket's path is relative or not UTF-8.
     #[error("{0:?} is not an absolute path in UTF-8")]
     Path(std::path::PathBuf),
-    /// Nobody answers at the socket, or not within the deadline.
+    /// There was no answer within the deadline.
     #[error("the kubelet's PodResources did not answer within {0:?}")]
     Deadline(Duration),
-    /// The kubelet refused or broke off.
+    /// The kubelet returned an error, or the connection failed.
     #[error("the kubelet's PodResources failed: {}", .0.message())]
     Call(#[source] Box<tonic::Status>),
 }
 
-/// A client of the kubelet's PodResources, which connects when asked, and again after the kubelet
-/// restarted.
+/// A client of the kubelet's PodResources API. It connects when it is first used, and again after
+/// the kubelet restarted.
 ///
-/// The kubelet answers at most 100 calls a second.
+/// The kubelet answers at most 100 calls per second.
 #[derive(Clone, Debug)]
 pub struct PodResources {
     client: Client,
@@ -68,8 +68,8 @@ pub struct PodResources {
 }
 
 impl PodResources {
-    /// A client for the socket at this absolute path. Each call ends within the deadline. Needs a
-    /// tokio runtime around it.
+    /// Creates a client for the socket at this absolute path. Each call ends within the deadline.
+    /// Must be called within a tokio runtime.
     pub fn new(socket: &Path, deadline: Duration) -> Result<Self, PodResourcesError> {
         let bad = || PodResourcesError::Path(socket.to_owned());
         let path = socket.to_str().filter(|_| socket.is_absolute()).ok_or_else(bad)?;
@@ -78,13 +78,13 @@ impl PodResources {
         Ok(Self { client, deadline })
     }
 
-    /// All devices of device plugins that containers hold, in the kubelet's order.
+    /// Lists all device plugin devices that are allocated to containers, in the kubelet's order.
     pub async fn list(&self) -> Result<Vec<HeldDevices>, PodResourcesError> {
         let list = async |mut client: Client| client.list(wire::ListPodResourcesRequest {}).await;
         Ok(held(self.ask(list).await?))
     }
 
-    /// All devices of device plugins that the kubelet could hand out.
+    /// Lists all device plugin devices that the kubelet can allocate.
     pub async fn allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
         let ask =
             async |mut client: Client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await;
@@ -102,8 +102,8 @@ impl PodResources {
     ) -> Result<T, PodResourcesError> {
         let asked = async {
             match call(self.client.clone()).await {
-                // The connection to a kubelet that restarted breaks only at its next use. Questions
-                // may be asked twice.
+                // A connection to a kubelet that restarted fails only when it is used. Calls can be
+                // repeated safely.
                 Err(status) if status.source().is_some() => call(self.client.clone()).await,
                 answer => answer,
             }
@@ -116,7 +116,8 @@ impl PodResources {
     }
 }
 
-/// One row per container and resource, its ids in order; the kubelet sends one per NUMA node.
+/// Returns one entry for each container and resource, with sorted ids. The kubelet sends one for
+/// each NUMA node.
 pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
     let mut rows: Vec<HeldDevices> = Vec::new();
     for pod in answer.pod_resources {
@@ -137,8 +138,7 @@ pub fn held(answer: wire::ListPodResourcesResponse) -> Vec<HeldDevices> {
             }
         }
     }
-    // It lists them in another order each time, and who compares two lists is not to find a
-    // difference.
+    // The kubelet's order changes from call to call. Sort, so that two lists can be compared.
     rows.iter_mut().for_each(|row| row.ids.sort_unstable());
     rows
 }
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_order_in_which_the_kubelet_lists_ids_makes_no_difference() {
+    fn the_order_of_ids_in_the_kubelets_list_does_not_matter() {
         let answer = |ids: [&str; 3]| wire::ListPodResourcesResponse {
             pod_resources: vec![wire::PodResources {
                 name: "p".to_owned(),

@@ -1,4 +1,4 @@
-//! The generated bindings of the vendored protocols.
+//! Generated bindings of the vendored protocols.
 
 /// Device plugin v1beta1.
 #[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub, reason = "generated")]
@@ -12,5 +12,5 @@ pub mod podresources {
     include!(concat!(env!("OUT_DIR"), "/v1.rs"));
 }
 
-/// The version of the device plugin API that [`v1beta1`] is.
+/// The version of the device plugin API in [`v1beta1`].
 pub const DEVICE_PLUGIN_VERSION: &str = "v1beta1";

@@ -1,4 +1,4 @@
-//! Registering with the kubelet: the call, and the decision when to make it.
+//! Registration with the kubelet: the call, and the decision when to make it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,36 +12,35 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{Options, ResourceName};
 
-/// For our own answer. The kubelet gives a plugin 10 s.
+/// Deadline for our own answer. The kubelet gives a plugin 10 s.
 const SELF_DIAL: Duration = Duration::from_secs(5);
 
-/// An endpoint for a unix socket, or nothing if the path is not one.
+/// Creates an endpoint for a unix socket. `None` if the path is not valid.
 pub(crate) fn unix(path: &str) -> Option<Endpoint> {
-    // Servers that check `:authority` refuse a path there; `localhost` is what gRPC's naming
-    // demands for unix sockets.
+    // Servers that check `:authority` reject a path. gRPC prescribes `localhost` for unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
     Some(Endpoint::from_shared(format!("unix://{path}")).ok()?.origin(localhost))
 }
 
-/// Why a registration did not succeed.
+/// Why a registration failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
-    /// Nobody listens at `kubelet.sock`: the kubelet binds before it listens, and a killed one
-    /// leaves its socket behind.
-    #[error("nobody answers at kubelet.sock")]
+    /// No process listens at `kubelet.sock`. The kubelet binds before it listens, and a killed
+    /// kubelet leaves its socket behind.
+    #[error("no process answers at kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
-    /// The kubelet said no, or died while it thought about it.
+    /// The kubelet refused, or ended during the call.
     #[error("the kubelet refused: {}", .0.message())]
     Refused(#[source] Box<tonic::Status>),
-    /// It neither accepted nor refused.
+    /// The kubelet did not answer in time.
     #[error("the kubelet did not answer within {0:?}")]
     Deadline(Duration),
-    /// The path cannot be dialled.
+    /// The path is not valid for a socket.
     #[error("{0:?} is not a path that can be dialled")]
     Path(std::path::PathBuf),
 }
 
-/// Asks the kubelet to connect to our socket. It dials back and reads the options before it
+/// Asks the kubelet to connect to our socket. The kubelet connects and reads the options before it
 /// answers.
 pub(crate) async fn register(
     directory: &Directory,
@@ -69,7 +68,7 @@ pub(crate) async fn register(
     tokio::time::timeout(deadline, call).await.map_err(|_| RegisterError::Deadline(deadline))?.map(drop)
 }
 
-/// Why our own socket does not serve.
+/// Why our own socket does not answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SelfDialError {
     #[error("cannot connect to our own socket")]
@@ -82,7 +81,8 @@ pub(crate) enum SelfDialError {
     Path,
 }
 
-/// Does what the kubelet will do first, so that it is asked to only if it will succeed.
+/// Makes the call that the kubelet will make first, so that a registration is attempted only if it
+/// can succeed.
 pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
     let endpoint = socket.to_str().and_then(unix).ok_or(SelfDialError::Path)?;
     let call = async {
@@ -93,38 +93,38 @@ pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
     tokio::time::timeout(SELF_DIAL, call).await.map_err(|_| SelfDialError::Deadline(SELF_DIAL))?.map(drop)
 }
 
-/// What a look at a registered plugin shows.
+/// The observed state of a registered plugin.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Seen {
-    /// The `kubelet.sock` that was registered with.
+pub(crate) struct Observation {
+    /// The `kubelet.sock` that the plugin was registered with.
     pub(crate) registered_with: SocketId,
-    /// The one that lies there now.
+    /// The current `kubelet.sock`.
     pub(crate) kubelet: Option<SocketId>,
-    /// Whether our own socket lies where the kubelet was told.
+    /// Whether our own socket is still at its path.
     pub(crate) reachable: bool,
-    /// Whether the kubelet was told other options than the resource has now.
+    /// Whether the resource's options have changed since the registration.
     pub(crate) options_changed: bool,
-    /// Since how long no stream is open; nothing while one is.
+    /// Time since the last stream ended. `None` while a stream is open.
     pub(crate) streamless_for: Option<Duration>,
 }
 
-/// What to do about it.
+/// What to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Nothing, until something changes.
+    /// Wait for a change.
     Keep,
-    /// Look again after this time, if nothing changes before.
-    LookAgain(Duration),
-    /// Bind our socket again at its path, leaving the stream as it is.
+    /// Check again after this time, or when something changes.
+    CheckAgain(Duration),
+    /// Bind our socket at its path again. The stream stays open.
     Rebind,
     /// End this session and register a new one.
     Register(Cause),
 }
 
-/// Why a registration is made again.
+/// Why to register again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
-    /// `kubelet.sock` is another socket than the one registered with.
+    /// `kubelet.sock` is not the socket that the plugin was registered with.
     KubeletRestarted,
     /// Our own socket is gone and no stream is open.
     SocketLost,
@@ -134,13 +134,13 @@ pub(crate) enum Cause {
     OptionsChanged,
 }
 
-/// Decides by what is there, not by which events came: events may be lost, late or repeated, as the
-/// creation of a `kubelet.sock` that arrives after the registration with that very socket.
-pub(crate) fn decide(seen: &Seen, grace: Duration) -> Step {
+/// Decides by the observed state and not by events. Events can be lost, late or repeated: the
+/// creation of `kubelet.sock` can be reported after the registration with that very socket.
+pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
         Some(kubelet) if kubelet != seen.registered_with => return Step::Register(Cause::KubeletRestarted),
-        // Nobody to register with; its return changes the directory.
+        // Without a kubelet there is nothing to do. Its return changes the directory.
         None if !streaming => return Step::Keep,
         _ => {}
     }
@@ -148,13 +148,13 @@ pub(crate) fn decide(seen: &Seen, grace: Duration) -> Step {
         return Step::Register(Cause::OptionsChanged);
     }
     match seen.streamless_for {
-        // Re-registering would take the devices away for a moment, while the kubelet's connection
-        // works without the file.
+        // Registering again would make the devices unavailable for a moment. The kubelet's
+        // connection works without the file.
         None if !seen.reachable => Step::Rebind,
         None => Step::Keep,
         Some(_) if !seen.reachable => Step::Register(Cause::SocketLost),
         Some(since) if since >= grace => Step::Register(Cause::NoStream),
-        Some(since) => Step::LookAgain(grace.saturating_sub(since)),
+        Some(since) => Step::CheckAgain(grace.saturating_sub(since)),
     }
 }
 
@@ -164,9 +164,9 @@ mod tests {
 
     const GRACE: Duration = Duration::from_secs(2);
 
-    /// Two sockets bound one after the other, and what a healthy plugin looks like that registered
-    /// with the first.
-    fn healthy() -> (Seen, SocketId) {
+    /// The state of a healthy plugin, and another socket bound after the one that it was registered
+    /// with.
+    fn healthy() -> (Observation, SocketId) {
         let folder = tempfile::tempdir().expect("a folder");
         let bind = |name: &str| {
             let path = folder.path().join(name);
@@ -174,7 +174,7 @@ mod tests {
             SocketId::of(&path).expect("a socket")
         };
         let (first, second) = (bind("first"), bind("second"));
-        let seen = Seen {
+        let seen = Observation {
             registered_with: first,
             kubelet: Some(first),
             reachable: true,
@@ -185,45 +185,52 @@ mod tests {
     }
 
     #[test]
-    fn a_streaming_plugin_is_left_alone() {
+    fn a_streaming_plugin_is_kept() {
         let (seen, _) = healthy();
         assert_eq!(decide(&seen, GRACE), Step::Keep);
-        assert_eq!(decide(&Seen { kubelet: None, ..seen }, GRACE), Step::Keep, "the stream works without kubelet.sock");
+        assert_eq!(
+            decide(&Observation { kubelet: None, ..seen }, GRACE),
+            Step::Keep,
+            "the stream works without kubelet.sock"
+        );
     }
 
     #[test]
-    fn another_kubelet_socket_is_registered_with_even_while_a_stream_is_open() {
+    fn a_new_kubelet_socket_causes_a_registration_despite_an_open_stream() {
         let (seen, other) = healthy();
         for streamless_for in [None, Some(Duration::ZERO)] {
-            let seen = Seen { kubelet: Some(other), streamless_for, reachable: false, ..seen };
+            let seen = Observation { kubelet: Some(other), streamless_for, reachable: false, ..seen };
             assert_eq!(decide(&seen, GRACE), Step::Register(Cause::KubeletRestarted));
         }
     }
 
     #[test]
-    fn a_missing_stream_is_waited_for_and_then_acted_on() {
+    fn a_missing_stream_causes_a_registration_after_the_grace_period() {
         let (seen, _) = healthy();
-        let after = |since| Seen { streamless_for: Some(since), ..seen };
-        assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::LookAgain(Duration::from_millis(1500)));
+        let after = |since| Observation { streamless_for: Some(since), ..seen };
+        assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::CheckAgain(Duration::from_millis(1500)));
         assert_eq!(decide(&after(GRACE), GRACE), Step::Register(Cause::NoStream));
-        let gone = Seen { kubelet: None, ..after(GRACE * 10) };
+        let gone = Observation { kubelet: None, ..after(GRACE * 10) };
         assert_eq!(decide(&gone, GRACE), Step::Keep, "there is nobody to register with");
     }
 
     #[test]
-    fn a_deleted_socket_is_bound_again_under_a_stream_and_registered_anew_without_one() {
+    fn a_deleted_socket_is_rebound_or_without_a_stream_registered_again() {
         let (seen, _) = healthy();
-        let lost = Seen { reachable: false, ..seen };
+        let lost = Observation { reachable: false, ..seen };
         assert_eq!(decide(&lost, GRACE), Step::Rebind);
-        let lost = Seen { streamless_for: Some(Duration::ZERO), ..lost };
+        let lost = Observation { streamless_for: Some(Duration::ZERO), ..lost };
         assert_eq!(decide(&lost, GRACE), Step::Register(Cause::SocketLost));
     }
 
     #[test]
-    fn other_options_are_registered() {
+    fn changed_options_cause_a_registration() {
         let (seen, _) = healthy();
-        assert_eq!(decide(&Seen { options_changed: true, ..seen }, GRACE), Step::Register(Cause::OptionsChanged));
-        let no_kubelet = Seen { options_changed: true, kubelet: None, ..seen };
+        assert_eq!(
+            decide(&Observation { options_changed: true, ..seen }, GRACE),
+            Step::Register(Cause::OptionsChanged)
+        );
+        let no_kubelet = Observation { options_changed: true, kubelet: None, ..seen };
         assert_eq!(decide(&no_kubelet, GRACE), Step::Keep);
     }
 }

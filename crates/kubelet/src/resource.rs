@@ -1,5 +1,5 @@
-//! What a served resource is, in the device plugin's words: devices, answers and refusals. No I/O,
-//! and no GPU.
+//! A resource in terms of the device plugin API: devices, answers and refusals. This module does no
+//! I/O and knows nothing about GPUs.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
@@ -11,61 +11,64 @@ use tokio::sync::watch;
 
 use crate::proto::v1beta1 as wire;
 
-/// One extended resource of this node, as the kubelet asks for it.
+/// One extended resource of this node, with the answers to the kubelet's calls.
 ///
-/// Everything but [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start) is
-/// answered from memory: the kubelet holds a pod's admission (and, on some paths, its device
-/// manager) while it waits.
+/// All methods except [`until_known`](Resource::until_known) and [`pre_start`](Resource::pre_start)
+/// must answer from memory. The kubelet blocks the admission of pods, and sometimes its device
+/// manager, while it waits.
 pub trait Resource: Send + Sync + 'static {
-    /// The devices, as they change. Each list that is published replaces the whole list in the open
-    /// stream, though it be equal: for each the kubelet writes its
-    /// [checkpoint](crate::KubeletCheckpoint). The same one (by its `Arc`) is not sent again.
+    /// The devices, as they change. Each published list replaces the previous one in the open
+    /// stream, even if it is equal, because the kubelet writes its
+    /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
+    /// sent again.
     ///
-    /// When the sender is dropped, the last list stays in force.
+    /// If the sender is dropped, the last list stays valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// What the kubelet may call. It reads this once per registration; a replacement with other
-    /// options is registered anew.
+    /// The calls that the kubelet may make. The kubelet reads the options once for each
+    /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
-    /// What the answer to such a question has to wait for, if anything; for a short, bounded time,
-    /// since no pod is admitted meanwhile.
+    /// What [`preferred`](Resource::preferred) must wait for before it can answer this request, if
+    /// anything. Keep the wait short and bounded: no pod is admitted meanwhile.
     fn until_known<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
     }
 
-    /// Which of the available devices to take. Only a hint: the kubelet may hand out others.
+    /// The devices to allocate, of those that are available. This is a hint: the kubelet may
+    /// allocate others.
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
-    /// What a container gets that holds exactly these devices. The kubelet may ask again for the
-    /// same ones.
+    /// The answer for a container that is allocated exactly these devices. The kubelet can repeat
+    /// the call for the same devices.
     ///
-    /// `ids` is as the kubelet sent it: unknown, repeated and empty lists must be refused here.
+    /// `ids` is as the kubelet sent it. Unknown ids, repeated ids and empty lists must be refused
+    /// here.
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
     /// Called before each start of a container with these devices, if [`Options::pre_start`] is
-    /// set. The kubelet waits 30 s and tries again with the container's restart back-off.
+    /// set. The kubelet waits 30 s and retries with the back-off of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
     }
 }
 
-/// Calls that the kubelet may make for a resource.
+/// The optional calls that a resource supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// `PreStartContainer` is called before each container start.
+    /// The kubelet calls `PreStartContainer` before each start of a container.
     pub pre_start: bool,
-    /// `GetPreferredAllocation` is answered.
+    /// The kubelet can call `GetPreferredAllocation`.
     pub preferred: bool,
 }
 
-/// The name of an extended resource, such as `nvidia.com/gpu-mps`, which the kubelet would accept.
+/// The name of an extended resource that the kubelet accepts, such as `nvidia.com/gpu-mps`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceName(Arc<str>);
 
-/// Why a text is not an extended resource's name.
+/// Why a text is not the name of an extended resource.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not the name of an extended resource: {why}")]
 pub struct InvalidResourceName {
@@ -74,8 +77,8 @@ pub struct InvalidResourceName {
 }
 
 impl ResourceName {
-    /// Longest domain part: the kubelet checks `requests.<name>` as a qualified name, whose domain
-    /// part may have 253 bytes.
+    /// Maximum length of the domain. The kubelet checks `requests.<name>` as a qualified name,
+    /// whose domain may have 253 bytes.
     const MAX_DOMAIN: usize = 253 - "requests.".len();
     const MAX_NAME: usize = 63;
 
@@ -140,22 +143,22 @@ impl Borrow<str> for ResourceName {
     }
 }
 
-/// A device's id: 1 to 63 bytes, unique in its resource, the same for ever. Cheap to clone.
+/// The id of a device: 1 to 63 bytes, unique within its resource, and permanent. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceId(Arc<str>);
 
-/// What an error repeats of a text: others wrote it, as long as they liked.
+/// The part of a text that an error quotes. The text comes from outside and can be long.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
 }
 
-/// Why a text is not a device's id.
+/// Why a text is not a device id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a device id: the kubelet's API allows 1 to 63 bytes")]
 pub struct InvalidDeviceId(String);
 
 impl DeviceId {
-    /// Checks the length, which is all that the API demands.
+    /// Checks the length. The API has no other requirement.
     pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
         if id.is_empty() || id.len() > 63 {
             return Err(InvalidDeviceId(beginning(id)));
@@ -184,11 +187,11 @@ impl Borrow<str> for DeviceId {
 /// One device of a resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Its id.
+    /// The device's id.
     pub id: DeviceId,
-    /// Whether the kubelet may hand it out. A container restarts only on healthy devices.
+    /// Whether the kubelet may allocate the device. A container restarts only on healthy devices.
     pub healthy: bool,
-    /// The NUMA node that it is near to, if known.
+    /// The NUMA node of the device, if known.
     pub numa: Option<u32>,
 }
 
@@ -207,33 +210,35 @@ pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse 
     wire::ListAndWatchResponse { devices }
 }
 
-/// A container's question which devices to take, as the kubelet sent it.
+/// A request for the devices to allocate to a container, as the kubelet sent it.
 #[derive(Clone, Copy, Debug)]
 pub struct PreferredRequest<'a> {
-    /// What may be chosen from, `must_include` among it. The order says nothing: the kubelet's is
-    /// random.
+    /// Devices to choose from, including `must_include`. The kubelet's order is random.
     pub available: &'a [String],
-    /// What must be part of the answer, having been handed out already.
+    /// Devices that must be part of the answer, because they are already allocated to the
+    /// container.
     pub must_include: &'a [String],
-    /// How many to choose, `must_include` counted.
+    /// Number of devices to choose, including `must_include`.
     pub size: usize,
 }
 
 impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
     type Error = Refusal;
 
-    /// Numbers that cannot be right are refused here; whether the ids are known, and which to take,
-    /// is the resource's business.
+    /// Refuses numbers that cannot be right. The resource checks the ids.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {
-            return Err(Refusal::Invalid(format!("{} devices asked for", wire.allocation_size)));
+            return Err(Refusal::Invalid(format!("{} devices requested", wire.allocation_size)));
         };
         if size > available.len() {
-            return Err(Refusal::Invalid(format!("{size} devices asked for out of {} available", available.len())));
+            return Err(Refusal::Invalid(format!("{size} devices requested, and {} are available", available.len())));
         }
         if must_include.len() > size {
-            return Err(Refusal::Invalid(format!("{size} devices asked for that include {}", must_include.len())));
+            return Err(Refusal::Invalid(format!(
+                "{size} devices requested, which must include {}",
+                must_include.len()
+            )));
         }
         Ok(Self { available, must_include, size })
     }
@@ -244,35 +249,35 @@ impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredReq
 pub struct ContainerResponse {
     /// Environment variables.
     pub envs: BTreeMap<String, String>,
-    /// Host folders or files to mount.
+    /// Host directories or files to mount.
     pub mounts: Vec<Mount>,
     /// Device nodes.
     pub devices: Vec<DeviceNode>,
     /// Fully qualified CDI names, such as `nvidia.com/gpu=all`.
     pub cdi_names: Vec<String>,
-    /// Annotations for the container runtime (not on the pod).
+    /// Annotations for the container runtime. They are not set on the pod.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// A host path inside a container.
+/// A host path that is mounted into a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Where the container sees it.
+    /// Path in the container.
     pub container_path: String,
-    /// Where it lies on the host.
+    /// Path on the host.
     pub host_path: String,
-    /// Whether the container may only read it.
+    /// Whether the container can only read it.
     pub read_only: bool,
 }
 
-/// A host's device node inside a container.
+/// A device node of the host that is added to a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceNode {
-    /// Where the container sees it.
+    /// Path in the container.
     pub container_path: String,
-    /// Where it lies on the host.
+    /// Path on the host.
     pub host_path: String,
-    /// The cgroup's permissions: any of `r`, `w` and `m`.
+    /// Permissions in the cgroup: any of `r`, `w` and `m`.
     pub permissions: String,
 }
 
@@ -303,14 +308,14 @@ impl From<ContainerResponse> for wire::ContainerAllocateResponse {
     }
 }
 
-/// A request that is not granted, with a sentence for the person who reads the pod's events.
+/// Why a request is refused. The text appears in the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The request can never be granted as it is: unknown or repeated ids, shares of two GPUs.
+    /// The request can never be granted: unknown or repeated ids, or shares of two GPUs.
     #[error("{0}")]
     Invalid(String),
-    /// The request is sound, but not now: what it needs is not ready. The kubelet tries a
-    /// container's start again.
+    /// The request is valid, but what it needs is not ready yet. The kubelet retries the start of a
+    /// container.
     #[error("{0}")]
     NotReady(String),
 }
@@ -338,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kubelet_would_refuse_is_refused() {
+    fn names_that_the_kubelet_refuses_are_refused() {
         let long_domain = format!("{}.{}.{}.{}/x", "a".repeat(63), "b".repeat(63), "c".repeat(63), "d".repeat(53));
         let long_name = format!("nvidia.com/{}", "x".repeat(64));
         for name in [
@@ -364,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_far_too_long_is_told_in_short() {
+    fn an_error_quotes_only_the_beginning_of_a_long_name() {
         let long = "\n".repeat(100_000);
         assert!(ResourceName::parse(&long).expect_err("no name").to_string().len() < 1000);
         assert!(DeviceId::parse(&long).expect_err("no id").to_string().len() < 1000);

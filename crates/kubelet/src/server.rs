@@ -1,4 +1,4 @@
-//! One start of a resource's device plugin server: its socket, its connections and its
+//! One session of a resource's device plugin server: its socket, its connections and its
 //! `ListAndWatch` streams.
 
 use std::io;
@@ -19,30 +19,30 @@ use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
 use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, list_response};
 
-/// Longest request. The longest that the kubelet sends is `GetPreferredAllocation` with every free
-/// id: 1 MiB holds 20,000 of them.
+/// Maximum size of a request in bytes. The largest request of the kubelet is
+/// `GetPreferredAllocation` with every free id: 1 MiB holds 20,000 of them.
 const MAX_REQUEST: usize = 1 << 20;
 
-/// For the end of calls on connections without a stream.
+/// How long to wait for calls on connections without a stream.
 const IDLE_PATIENCE: Duration = Duration::from_millis(50);
 
-/// A resource as it is served now; replaced in place when the agent hands in another for the same
+/// The current resource. It is replaced in place when the agent passes another one with the same
 /// name.
 pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
 
-/// What the streams of a session should do.
+/// What the streams of a session do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Streams {
     /// Send each change.
     Open,
-    /// End at once. The kubelet takes the devices for unhealthy, and keeps the resource for five
+    /// End at once. The kubelet regards the devices as unhealthy, and keeps the resource for five
     /// minutes.
     End,
-    /// Send an empty list and end: the resource is gone for good, and its capacity is 0 at once.
+    /// Send an empty list and end. The resource is removed, and its capacity becomes 0 at once.
     Farewell,
 }
 
-/// A running server. Dropping it takes its connections down.
+/// A running server. Dropping it ends its connections.
 pub(crate) struct Session {
     path: PathBuf,
     socket: SocketId,
@@ -55,7 +55,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Binds a new socket at `path` and answers there.
+    /// Binds a new socket at `path` and serves there.
     pub(crate) fn start(path: PathBuf, mut served: Served) -> io::Result<Self> {
         let options = served.borrow_and_update().options();
         let (orders, order) = watch::channel(Streams::Open);
@@ -66,11 +66,11 @@ impl Session {
             DevicePluginServer::new(Service { served, order, open: count }).max_decoding_message_size(MAX_REQUEST);
         let shown = path.clone();
         let task = tokio::spawn(async move {
-            // Without tonic's graceful shutdown, which waits for streams that never end by
-            // themselves: `end` closes them first.
+            // Do not use tonic's graceful shutdown: it waits for streams, which never end by
+            // themselves. `end` closes them first.
             let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
-                tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server ended");
+                tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server failed");
             }
         });
         let task = AbortOnDropHandle::new(task);
@@ -81,41 +81,41 @@ impl Session {
         &self.path
     }
 
-    /// The options that the kubelet was told, or will be.
+    /// The options that the kubelet reads at the registration.
     pub(crate) fn options(&self) -> Options {
         self.options
     }
 
-    /// How many `ListAndWatch` streams are open.
+    /// Number of open `ListAndWatch` streams.
     pub(crate) fn open_streams(&self) -> watch::Receiver<usize> {
         self.open.clone()
     }
 
-    /// Whether the socket still lies where it was bound.
+    /// Whether our socket is still at its path.
     pub(crate) fn is_reachable(&self) -> bool {
         SocketId::of(&self.path) == Some(self.socket)
     }
 
-    /// Binds the socket again at the same path after somebody deleted it. Open connections and
-    /// streams stay as they are.
+    /// Binds the socket at the same path again after it was deleted. Open connections and streams
+    /// are not affected.
     pub(crate) fn rebind(&mut self) -> io::Result<()> {
         (self.listener, self.socket) = listen_at(&self.path, &self.connections)?;
         Ok(())
     }
 
-    /// Ends the streams, waits until the kubelet hung up, and takes the socket away. After
-    /// `patience` it hangs up itself.
+    /// Ends the streams, waits until the kubelet disconnects, and removes the socket. After
+    /// `patience` it disconnects itself.
     ///
-    /// The wait matters: up to Kubernetes 1.36 a stream that ends after the next registration takes
-    /// the new client down with it.
+    /// The wait is necessary: up to Kubernetes 1.36, a stream that ends after the next registration
+    /// also ends the new client.
     pub(crate) async fn end(self, streams: Streams, patience: Duration) {
         self.listener.abort();
         if self.is_reachable() {
             let _ = std::fs::remove_file(&self.path);
         }
         self.orders.send_replace(streams);
-        // Without a stream that ends, nothing tells the kubelet to hang up; this is for calls that
-        // are being answered.
+        // Without a stream, the kubelet has no reason to disconnect. Wait only for calls in
+        // progress.
         let patience = if *self.open.borrow() > 0 { patience } else { patience.min(IDLE_PATIENCE) };
         self.connections.end(patience).await;
     }
@@ -124,7 +124,7 @@ impl Session {
 fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropHandle<()>, SocketId)> {
     let listener = UnixListener::bind(path)?;
     let socket = SocketId::of(path)
-        .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the socket vanished while it was bound"))?;
+        .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the socket disappeared while it was bound"))?;
     Ok((connections.accept_from(listener), socket))
 }
 
@@ -213,10 +213,11 @@ impl From<Options> for wire::DevicePluginOptions {
     }
 }
 
-/// What one `ListAndWatch` stream sends. Each stream has its own, so that two see every change.
+/// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and gets every
+/// change.
 struct Feed {
     served: Served,
-    /// None once its sender is gone: the last list stays in force.
+    /// `None` after the sender was dropped. The last list stays valid.
     devices: Option<watch::Receiver<Arc<DeviceList>>>,
     order: watch::Receiver<Streams>,
     sent: Option<Arc<DeviceList>>,
@@ -240,8 +241,8 @@ impl Feed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                // Not by what is in them: an equal one is published so that the kubelet has it
-                // again.
+                // Compare the pointers and not the contents: an equal list is published so that the
+                // kubelet writes its checkpoint.
                 if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);
@@ -271,7 +272,7 @@ impl Feed {
     }
 }
 
-/// Counts an open stream for as long as it lives.
+/// Counts an open stream until it is dropped.
 struct Open(watch::Sender<usize>);
 
 impl Open {

@@ -19,7 +19,7 @@ fn held(pod: &str, ids: &[&str]) -> HeldDevices {
 }
 
 #[tokio::test]
-async fn held_and_allocatable_devices_are_listed_also_after_a_restart() {
+async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("kubelet.sock");
     let pods = PodResources::new(&socket, DEADLINE).expect("a client");
@@ -39,7 +39,7 @@ async fn held_and_allocatable_devices_are_listed_also_after_a_restart() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_is_given_up_at_the_deadline() {
+async fn a_kubelet_that_hangs_times_out() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("kubelet.sock");
     let kubelet = FakePodResources::start(&socket).expect("a kubelet");

@@ -400,7 +400,7 @@ fn mig_pods_of_mixed_profiles_are_served_by_cutting() {
     world.pod("half", HALF, 1);
     let (plan, outcome) = world.pass();
     assert_eq!(world.written(), ["n1"]);
-    waits(&outcome, "small", Reason::Cutting, "cut anew, gives 1 nvidia.com/mig-1g.5gb");
+    waits(&outcome, "small", Reason::Cutting, "repartitioned, gives 1 nvidia.com/mig-1g.5gb");
     let (_, _, wanted) = world.says(&plan);
     assert_eq!(wanted, 2);
     let profiles: BTreeSet<String> = world.mig("n1", 0).into_iter().map(|instance| instance.profile).collect();
@@ -801,7 +801,7 @@ fn where_a_pod_cannot_run_nothing_is_cut_for_it() {
     let a = BTreeMap::from([("zone".to_owned(), "a".to_owned())]);
     world.observed.nodes.get_mut("n1").unwrap().labels = a;
     let (_, outcome) = world.pass();
-    waits(&outcome, "hungry", Reason::NoRoom, "too little cpu: 2 wanted, 1 free");
+    waits(&outcome, "hungry", Reason::NoRoom, "not enough cpu: 2 requested, 1 free");
     world.end("busy");
     let (_, outcome) = world.pass();
     waits(&outcome, "hungry", Reason::Cutting, "n1");
@@ -818,8 +818,8 @@ fn a_malformed_pod_or_node_costs_only_itself() {
         BTreeMap::from([(TEN.to_owned(), cleave_plan::Quantity::new("one"))]);
     world.pod("fine", TEN, 1);
     let (_, outcome) = world.pass();
-    waits(&outcome, "odd", Reason::Malformed, "one is no quantity");
-    waits(&outcome, "odd", Reason::Malformed, "No plan is made for it");
+    waits(&outcome, "odd", Reason::Malformed, "one, is not a quantity");
+    waits(&outcome, "odd", Reason::Malformed, "It cannot be planned");
     waits(&outcome, "fine", Reason::Cutting, "n1");
     assert_eq!(world.written(), ["n1"]);
 }
@@ -939,7 +939,7 @@ fn a_node_that_is_full_of_pods_is_not_cut() {
     world.pod_with("other", "cpu", 1, "  nodeName: n1\n");
     world.pod("one", TEN, 1);
     let (_, outcome) = world.pass();
-    waits(&outcome, "one", Reason::NoRoom, "too little pods");
+    waits(&outcome, "one", Reason::NoRoom, "not enough pods");
     world.end("other");
     let (_, outcome) = world.pass();
     waits(&outcome, "one", Reason::Cutting, "n1");

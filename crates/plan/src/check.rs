@@ -1,8 +1,8 @@
-//! A judge of plans that shares no arithmetic with the planner: it reads the snapshot and the plan
-//! as anybody could.
+//! Verifies plans, without sharing arithmetic with the planner: it uses only the snapshot and the
+//! plan.
 //!
-//! It runs in tests on every plan, and before a plan is acted on: a plan with a violation must not
-//! be.
+//! It runs in tests on every plan, and before a plan is applied. A plan with a violation must not
+//! be applied.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -28,16 +28,16 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Everything that is wrong with a plan for a snapshot; nothing if it may be acted on.
+/// All violations of a plan for a snapshot. The plan may be applied only if there are none.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
-    let mut judge = Judge { found: Vec::new(), wholly: BTreeSet::new() };
-    judge.gpus(snapshot, plan);
-    judge.pods(snapshot, plan);
-    judge.found
+    let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
+    checker.gpus(snapshot, plan);
+    checker.pods(snapshot, plan);
+    checker.found
 }
 
-/// Whether groups can be put into bins, each in one. Says yes when the steps run out: then it is
-/// not known.
+/// Whether each of the wanted sizes fits into one of the bins. Returns true if the steps run out,
+/// because the answer is not known then.
 fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
@@ -57,19 +57,19 @@ fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     false
 }
 
-struct Judge {
+struct Checker {
     found: Vec<Violation>,
-    /// GPUs given whole.
-    wholly: BTreeSet<(String, String)>,
+    /// GPUs that were given to a pod whole.
+    taken_whole: BTreeSet<(String, String)>,
 }
 
-/// One slice, or one of some equal ones.
-type One<'a> = (Option<u32>, &'a str, Option<&'a str>);
+/// Placement, resource and profile of a slice.
+type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 
-/// A node, a GPU of it, and a resource.
-type On<'a> = (&'a str, &'a str, &'a str);
+/// A node, one of its GPUs, and a resource.
+type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
-fn ones(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<One<'_>, u64> {
+fn count_slices(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
     let mut all = BTreeMap::new();
     for slice in slices.iter().filter(|slice| of(slice) && slice.count > 0) {
         *all.entry((slice.placement, slice.resource.as_str(), slice.profile.as_deref())).or_default() +=
@@ -78,8 +78,8 @@ fn ones(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<One<'_>, u64>
     all
 }
 
-impl Judge {
-    fn say(&mut self, at: &str, what: impl Into<String>) {
+impl Checker {
+    fn report(&mut self, at: &str, what: impl Into<String>) {
         self.found.push(Violation { at: at.to_owned(), what: what.into() });
     }
 
@@ -97,64 +97,64 @@ impl Judge {
                     Some([plan]) => self.gpu(node, gpu, plan),
                     Some(_) if twice => {}
                     Some(many) if many.iter().all(|plan| !plan.changed) => {}
-                    Some(_) => self.say(&gpu.uuid, "it is in the plan more than once, and changed"),
-                    None => self.say(&gpu.uuid, "it is not in the plan"),
+                    Some(_) => self.report(&gpu.uuid, "it is in the plan more than once, and changed"),
+                    None => self.report(&gpu.uuid, "it is not in the plan"),
                 }
             }
         }
         for (node, uuid) in planned.keys().filter(|key| !observed.contains(*key)) {
-            self.say(uuid, format!("there is no such GPU on node {node}"));
+            self.report(uuid, format!("there is no such GPU on node {node}"));
         }
         if plan.changed != plan.gpus.iter().any(|gpu| gpu.changed) {
-            self.say("plan", "`changed` does not say whether a GPU changes");
+            self.report("plan", "`changed` does not match its GPUs");
         }
     }
 
     fn gpu(&mut self, node: &Node, gpu: &Gpu, plan: &GpuPlan) {
         let at = gpu.uuid.as_str();
         let everything = |_: &Slice| true;
-        let changed = ones(&gpu.slices, everything) != ones(&plan.slices, everything);
+        let changed = count_slices(&gpu.slices, everything) != count_slices(&plan.slices, everything);
         if changed != plan.changed {
-            self.say(at, "`changed` does not say whether it changes");
+            self.report(at, "`changed` does not match its slices");
         }
-        if ones(&gpu.slices, |slice| slice.in_use) != ones(&plan.slices, |slice| slice.in_use) {
-            self.say(at, "slices in use do not stay as they are");
+        if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
+            self.report(at, "slices in use change");
         }
         if !changed {
             return;
         }
         if gpu.fixed || gpu.left_out.is_some() || node.left_out.is_some() || gpu.mode == Mode::Unknown {
-            self.say(at, "it changes, and may not");
+            self.report(at, "it changes although it must not");
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
         let profiles = gpu.profiles.as_ref().unwrap_or(&known);
-        let (mut mig, mut mps, mut turns) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut mig, mut mps, mut replica_slices) = (Vec::new(), Vec::new(), Vec::new());
         for slice in &plan.slices {
             let resource = slice.resource.as_str();
             if slice.placement.is_some() || resource.starts_with(device::MIG_PREFIX) {
                 mig.push(slice);
             } else if resource == device::REPLICAS || gpu.mode == Mode::TimeSlicing && device::sized(resource).is_none()
             {
-                turns.push(slice);
+                replica_slices.push(slice);
             } else if resource == device::WHOLE {
-                self.say(at, "a whole GPU is an empty list");
+                self.report(at, "a whole GPU must be an empty list");
             } else {
                 mps.push(slice);
             }
         }
-        if [&mig, &mps, &turns].iter().filter(|slices| !slices.is_empty()).count() > 1 {
-            self.say(at, "it is cut in two ways at once");
+        if [&mig, &mps, &replica_slices].iter().filter(|slices| !slices.is_empty()).count() > 1 {
+            self.report(at, "it has two kinds of partition at once");
         }
-        for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&turns, Mode::TimeSlicing)] {
+        for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&replica_slices, Mode::TimeSlicing)] {
             if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {
-                self.say(at, format!("its mode is {:?}, and it is cut for {mode:?}", gpu.mode));
+                self.report(at, format!("its mode is {:?}, and it is partitioned for {mode:?}", gpu.mode));
             }
         }
         self.mig(at, gpu, profiles, &mig);
         self.mps(at, gpu, &mps);
-        let replicas: u64 = turns.iter().map(|slice| u64::from(slice.count)).sum();
+        let replicas: u64 = replica_slices.iter().map(|slice| u64::from(slice.count)).sum();
         if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
-            self.say(at, format!("{replicas} replicas"));
+            self.report(at, format!("it has {replicas} replicas, more than its limit"));
         }
     }
 
@@ -162,7 +162,7 @@ impl Judge {
         let mut instances: BTreeMap<(u32, String), u64> = BTreeMap::new();
         for slice in slices {
             let Some(place) = slice.placement else {
-                self.say(at, format!("{} has no placement", slice.resource));
+                self.report(at, format!("{} has no placement", slice.resource));
                 continue;
             };
             let resource = slice.profile.as_deref().map_or_else(|| slice.resource.clone(), device::mig_resource);
@@ -172,31 +172,31 @@ impl Judge {
             *count += u64::from(slice.count);
             let most = if shared { gpu.mig_sharing.as_ref().map_or(0, |sharing| u64::from(sharing.units)) } else { 1 };
             if *count > most && !slice.in_use {
-                let text = format!("{} at {place} is given {count} times", slice.resource);
-                self.say(at, text);
+                let text = format!("{} at {place} exists {count} times", slice.resource);
+                self.report(at, text);
             }
         }
         let (mut taken, mut extra, mut counts) = (BTreeSet::new(), 0, BTreeMap::new());
         for (place, name) in instances.keys() {
             let Some(profile) = profiles.iter().find(|profile| device::mig_resource(&profile.name) == *name) else {
-                self.say(at, format!("{name} is no profile of it"));
+                self.report(at, format!("it does not have the profile {name}"));
                 continue;
             };
             if !profile.starts.contains(place) {
-                self.say(at, format!("{name} cannot start at {place}"));
+                self.report(at, format!("{name} cannot start at {place}"));
             }
             if (*place..place.saturating_add(profile.size).min(4096)).any(|slice| !taken.insert(slice)) {
-                self.say(at, format!("{name} at {place} overlaps another"));
+                self.report(at, format!("{name} at {place} overlaps another"));
             }
             extra += u32::from(profile.name.contains("+me"));
             let count: &mut u32 = counts.entry(name).or_default();
             *count += 1;
             if profile.count.is_some_and(|most| *count > most) {
-                self.say(at, format!("more {name} than there can be"));
+                self.report(at, format!("it has more {name} than it can have"));
             }
         }
         if extra > 1 {
-            self.say(at, "two instances with the extra media engines");
+            self.report(at, "two instances with the extra media engines");
         }
     }
 
@@ -212,42 +212,42 @@ impl Judge {
         let memory = gpu.memory.as_mebibytes().unwrap_or(0);
         let units = u64::from(gpu.units.unwrap_or(MAX_CLIENTS));
         if shares > units {
-            self.say(at, format!("{shares} shares of {units}"));
+            self.report(at, format!("{shares} shares exceed its {units} units"));
         }
         let needed = u128::from(sized) * u128::from(units) + u128::from(shares) * u128::from(memory);
         let of = if gpu.units.is_some() { needed } else { u128::from(sized) * u128::from(units) };
         if of > u128::from(memory) * u128::from(units) {
-            self.say(at, format!("{sized} MiB of slices and {shares} shares of {memory} MiB"));
+            self.report(at, format!("{sized} MiB of slices and {shares} shares exceed its {memory} MiB"));
         }
         let clients: u64 = slices.iter().map(|slice| u64::from(slice.count)).sum();
         if clients > u64::from(MAX_CLIENTS) {
-            self.say(at, format!("{clients} slices, and one MPS server takes {MAX_CLIENTS} clients"));
+            self.report(at, format!("it has {clients} slices, and an MPS server serves {MAX_CLIENTS} clients"));
         }
     }
 
     fn pods(&mut self, snapshot: &Snapshot, plan: &Plan) {
-        let mut said: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut answers: BTreeMap<&str, usize> = BTreeMap::new();
         for name in plan.placements.iter().map(|one| &one.pod).chain(plan.unplaced.iter().map(|one| &one.pod)) {
-            *said.entry(name).or_default() += 1;
+            *answers.entry(name).or_default() += 1;
         }
         let mut pods: BTreeMap<&str, (usize, &Pod)> = BTreeMap::new();
         for pod in &snapshot.pods {
             pods.entry(&pod.name).or_insert((0, pod)).0 += 1;
         }
         for (name, (count, _)) in &pods {
-            if said.get(name).copied().unwrap_or(0) != *count {
-                self.say(name, "it must be placed or not placed, once");
+            if answers.get(name).copied().unwrap_or(0) != *count {
+                self.report(name, "it must be either placed or unplaced, once");
             }
         }
-        for name in said.keys().filter(|name| !pods.contains_key(*name)) {
-            self.say(name, "there is no such pod");
+        for name in answers.keys().filter(|name| !pods.contains_key(*name)) {
+            self.report(name, "there is no such pod");
         }
         for unplaced in plan.unplaced.iter().filter(|unplaced| unplaced.reason.is_empty()) {
-            self.say(&unplaced.pod, "no reason is given");
+            self.report(&unplaced.pod, "no reason is given");
         }
 
-        // What is free after the plan, and goes as pods take it.
-        let mut free: BTreeMap<On<'_>, u64> = BTreeMap::new();
+        // Slices that are free in the plan. Each pod reduces them.
+        let mut free: BTreeMap<ResourceKey<'_>, u64> = BTreeMap::new();
         let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {
             slices_of.insert((&gpu.node, &gpu.uuid), gpu);
@@ -261,11 +261,11 @@ impl Judge {
         for placement in &plan.placements {
             let Some((_, pod)) = pods.get(placement.pod.as_str()) else { continue };
             let Some(node) = nodes.get(placement.node.as_str()) else {
-                self.say(&pod.name, format!("there is no node {}", placement.node));
+                self.report(&pod.name, format!("there is no node {}", placement.node));
                 continue;
             };
             if node.left_out.is_some() || Constraints::of(pod).admit(node).is_err() {
-                self.say(&pod.name, format!("it may not run on {}", node.name));
+                self.report(&pod.name, format!("it may not run on {}", node.name));
             }
             for (name, request) in &pod.requests {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
@@ -287,15 +287,15 @@ impl Judge {
             };
             let before = node.requested.get(resource).and_then(super::Quantity::milli).unwrap_or(0);
             if !of_gpus && amount.saturating_add(before) > all {
-                self.say(&node.name, format!("more {resource} is given than it has"));
+                self.report(&node.name, format!("its pods request more {resource} than it has"));
             }
         }
     }
 
-    /// What one pod gets of shares of MIG instances must be of one instance. The plan does not say
-    /// of which, so there must be a way.
+    /// Checks that a pod's shares of MIG instances can be of one instance. The plan does not name
+    /// the instance, so one must exist.
     fn shares_of_instances(&mut self, plan: &Plan) {
-        let mut taken: BTreeMap<On<'_>, Vec<u64>> = BTreeMap::new();
+        let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {
             for take in &placement.takes {
                 taken.entry((&placement.node, &take.gpu, &take.resource)).or_default().push(u64::from(take.count));
@@ -317,7 +317,7 @@ impl Judge {
             wanted.sort_unstable_by(|a, b| b.cmp(a));
             let mut free: Vec<u64> = free.into_values().collect();
             if !fit(&wanted, &mut free, &mut 10_000) {
-                self.say(uuid, format!("no way of giving {resource} keeps every pod's on one instance"));
+                self.report(uuid, format!("the {resource} of each pod cannot be on one instance"));
             }
         }
     }
@@ -327,31 +327,31 @@ impl Judge {
         pod: &Pod,
         placement: &'p Placement,
         plans: &BTreeMap<(&str, &str), &GpuPlan>,
-        free: &mut BTreeMap<On<'p>, u64>,
+        free: &mut BTreeMap<ResourceKey<'p>, u64>,
     ) {
         let mut got: BTreeMap<&str, u64> = BTreeMap::new();
         for Take { gpu, resource, count } in &placement.takes {
             let Some(plan) = plans.get(&(placement.node.as_str(), gpu.as_str())) else {
-                self.say(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
+                self.report(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
                 continue;
             };
             *got.entry(resource).or_default() += u64::from(*count);
             if resource == device::WHOLE && plan.slices.is_empty() {
-                if *count != 1 || !self.wholly.insert((placement.node.clone(), gpu.clone())) {
-                    self.say(&pod.name, format!("GPU {gpu} is given twice"));
+                if *count != 1 || !self.taken_whole.insert((placement.node.clone(), gpu.clone())) {
+                    self.report(&pod.name, format!("GPU {gpu} is given more than once"));
                 }
                 continue;
             }
             let left = free.get_mut(&(placement.node.as_str(), gpu.as_str(), resource.as_str()));
             match left.map(|left| (left.checked_sub(u64::from(*count)), left)) {
                 Some((Some(rest), left)) => *left = rest,
-                _ => self.say(&pod.name, format!("GPU {gpu} has too few free {resource}")),
+                _ => self.report(&pod.name, format!("GPU {gpu} has too few free {resource}")),
             }
-            // What is no slice of its own is shares, and those are of one GPU.
+            // Anything that is not a slice by itself is shares, which must be of one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
             let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
-                self.say(&pod.name, format!("its {resource} are of two GPUs"));
+                self.report(&pod.name, format!("its {resource} are of two GPUs"));
             }
         }
         for (name, request) in &pod.requests {
@@ -361,11 +361,11 @@ impl Judge {
                 || device::sized(name).is_some()
                 || [device::SHARES, device::REPLICAS].contains(&name.as_str());
             if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
-                self.say(&pod.name, format!("it does not get its {wanted} {name}"));
+                self.report(&pod.name, format!("it does not get its {wanted} {name}"));
             }
         }
         for resource in got.keys() {
-            self.say(&pod.name, format!("it gets {resource}, which it did not ask for"));
+            self.report(&pod.name, format!("it gets {resource}, which it did not request"));
         }
     }
 }

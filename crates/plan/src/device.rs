@@ -1,42 +1,42 @@
-//! Names of what a GPU can be cut into, and what they mean.
+//! Names of the resources and modes that a GPU can be partitioned into.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Whole GPUs.
+/// Resource of whole GPUs.
 pub const WHOLE: &str = "nvidia.com/gpu";
-/// Shares of one GPU under MPS, unless a GPU's `resourceName` says otherwise.
+/// Resource of MPS shares, unless a GPU sets `resourceName`.
 pub const SHARES: &str = "nvidia.com/gpu-mps";
-/// Time-sliced replicas, unless a GPU's `resourceName` says otherwise.
+/// Resource of time-sliced replicas, unless a GPU sets `resourceName`.
 pub const REPLICAS: &str = "nvidia.com/gpu-timeslice";
-/// Prefix of MIG instances.
+/// Prefix of the resources of MIG instances.
 pub const MIG_PREFIX: &str = "nvidia.com/mig-";
-/// Suffix of shares of a MIG instance, as NVIDIA's plugin names them.
+/// Suffix of the resources of shares of MIG instances. NVIDIA's device plugin uses it too.
 pub const SHARED_SUFFIX: &str = ".shared";
 
-/// How a GPU may be shared: what the policy allows.
+/// Sharing mode that the policy allows for a GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Mode {
-    /// Not at all.
+    /// Not shared.
     #[default]
     Whole,
     /// Shares and sized slices under MPS.
     Mps,
-    /// Replicas in turns.
+    /// Time-sliced replicas.
     TimeSlicing,
     /// MIG instances.
     Mig,
-    /// Whatever the waiting pods ask for.
+    /// Any mode, as pending pods request.
     Auto,
-    /// One that this version does not know: the GPU stays as it is.
+    /// A mode that this version does not know. The GPU is not repartitioned.
     #[serde(other)]
     Unknown,
 }
 
-/// One way of cutting a GPU. A GPU is cut in one way at a time.
+/// Kind of partition. A GPU has one kind at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Family {
-    /// Not cut.
+    /// Undivided.
     Whole,
     /// MPS shares and sized slices.
     Mps,
@@ -51,28 +51,28 @@ pub enum Family {
 pub struct Families(u8);
 
 impl Families {
-    /// None of them.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
-    /// With one more.
+    /// The set with one more family.
     #[must_use]
     pub const fn with(self, family: Family) -> Self {
         Self(self.0 | 1 << family as u8)
     }
 
-    /// Whether it is one of them.
+    /// Whether the set has the family.
     pub const fn has(self, family: Family) -> bool {
         self.0 & 1 << family as u8 != 0
     }
 
-    /// None but perhaps this one.
+    /// Whether the set has no other family.
     pub const fn at_most(self, family: Family) -> bool {
         self.0 & !(1 << family as u8) == 0
     }
 }
 
 impl Mode {
-    /// The ways of cutting that it allows. A GPU that nobody uses can always be given whole.
+    /// Families that the mode allows. An unused GPU can always be served whole.
     pub const fn families(self) -> Families {
         let whole = Families::NONE.with(Family::Whole);
         match self {
@@ -97,13 +97,13 @@ impl fmt::Display for Family {
     }
 }
 
-/// The resource of a MIG profile: `1g.10gb+me` is `nvidia.com/mig-1g.10gb.me`, as NVIDIA's plugin
-/// names it.
+/// The resource of a MIG profile. As in NVIDIA's device plugin, `1g.10gb+me` is
+/// `nvidia.com/mig-1g.10gb.me`.
 pub fn mig_resource(profile: &str) -> String {
     format!("{MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
-/// The G of `nvidia.com/gpu-<G>gb`, a slice of G GiB; at least 1.
+/// The G of `nvidia.com/gpu-<G>gb`, a slice of G GiB. It is at least 1.
 pub fn sized(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
     // `010` would be a second name of the same slice.
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_whole_gib_without_a_second_spelling() {
+    fn sizes_are_whole_gib_with_one_spelling() {
         assert_eq!(sized("nvidia.com/gpu-10gb"), Some(10));
         for resource in [
             "nvidia.com/gpu-0gb",
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn extended_profiles_are_named_as_resources_allow() {
+    fn extended_profiles_become_valid_resource_names() {
         assert_eq!(mig_resource("1g.10gb+me"), "nvidia.com/mig-1g.10gb.me");
         assert_eq!(mig_resource("1g.24gb-me"), "nvidia.com/mig-1g.24gb-me");
     }

@@ -1,8 +1,8 @@
-//! Placements for any number of pods: one after the other, with others moved aside where that makes
-//! room.
+//! Places any number of pods, one after the other, and moves pods that were placed before if that
+//! makes room.
 use std::collections::BTreeMap;
 
-use crate::board::{Board, Cost, Costs, Rule, Spot, group, step};
+use crate::assignment::{Assignment, Cost, Costs, Location, Rule, group, step};
 use crate::model::Model;
 use crate::search::Part;
 use crate::states::{DemandId, States};
@@ -10,47 +10,65 @@ use crate::states::{DemandId, States};
 pub(crate) struct Greedy<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
-    pub(crate) board: Board,
-    /// `states.work` at which nothing is moved aside any more: for all pods, and for those of the
-    /// present group.
-    last: u64,
-    limit: u64,
-    /// Grows with each placement that stands; what was worked out before may be wrong afterwards.
+    pub(crate) assignment: Assignment,
+    /// Value of `states.work` from which no more pods are moved: for all pods, and for the current
+    /// group.
+    work_limit: u64,
+    group_limit: u64,
+    /// Counts lasting changes of the assignment. Cached alternatives of an older epoch can be
+    /// wrong.
     epoch: u64,
-    /// By group: some nodes that had an offer, and in which epoch and under which rule that was.
-    homes: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
+    /// For each group, some nodes with room for one of its pods, and the epoch and rule that this
+    /// holds for.
+    alternatives: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
     costs: &'g mut Costs,
 }
 
-/// How pods are placed one after the other. None is best for every cluster.
+/// Strategy for placing pods one after the other. None is best for every cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Style {
-    /// As the next, after those that an earlier plan gave a node are there.
+    /// Like `FewestChanges`, after placing pods on the nodes of the previous plan.
     AsPlanned,
-    /// On slices that exist before anything is cut, small ones first: changes least.
-    Thrifty,
-    /// Where most room is left for others, small ones first: places more where room is short.
+    /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
+    /// the fewest GPUs.
+    FewestChanges,
+    /// Places each pod where it leaves the most room, small pods first. Places more pods if room is
+    /// scarce.
     Packed,
-    /// The same with the large ones first.
+    /// Like `Packed`, with large pods first.
     LargeFirst,
 }
 
-/// Nodes remembered as places where a pod could go instead.
-const HOMES: usize = 4;
-/// Of the work that is left for moving pods, what one group may use is one in so many parts.
+/// Number of alternative nodes that are cached for each group.
+const ALTERNATIVES: usize = 4;
+/// Each group may use this fraction of the remaining work for moving pods.
 const GROUP_PART: u64 = 8;
-/// Pods moved in a chain, each to make room for the one before.
+/// Maximum number of pods moved in a chain, each to make room for the one before.
 const MAX_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
-    pub(crate) fn new(model: &'g Model<'a>, states: &'g mut States, costs: &'g mut Costs, board: Board) -> Self {
-        Self { model, states, board, last: 0, limit: 0, epoch: 0, homes: BTreeMap::new(), costs }
+    pub(crate) fn new(
+        model: &'g Model<'a>,
+        states: &'g mut States,
+        costs: &'g mut Costs,
+        assignment: Assignment,
+    ) -> Self {
+        Self {
+            model,
+            states,
+            assignment,
+            work_limit: 0,
+            group_limit: 0,
+            epoch: 0,
+            alternatives: BTreeMap::new(),
+            costs,
+        }
     }
 
-    /// Places the pods of a part, priority by priority. Pods of a higher priority may be moved for
-    /// one of a lower, but stay placed.
+    /// Places the pods of a part, priority by priority. Pods of a higher priority can be moved for
+    /// pods of a lower one, but they keep a place.
     pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
-        self.last = self.states.work.saturating_add(work);
+        self.work_limit = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
         let model = self.model;
         let first = |id: u32| model.groups.get(id as usize);
@@ -58,8 +76,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == Style::LargeFirst { -weight } else { weight };
-                // Small ones first: more of them fit. Of equal ones those with the fewest nodes,
-                // which have no choice.
+                // Small pods first, because more of them fit. Of equal ones, those with the fewest
+                // nodes to choose from.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -71,22 +89,22 @@ impl<'g, 'a> Greedy<'g, 'a> {
         });
         let level = |id: &u32| first(*id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
-            // First what needs no change, so that the slices that exist are not gone when one comes
-            // that could use them.
+            // Place pods without repartitioning first, so that existing slices are still there for
+            // pods that can use them.
             if style == Style::AsPlanned {
                 for &id in level {
                     self.place_as_planned(id);
                 }
             }
-            let sparing = matches!(style, Style::AsPlanned | Style::Thrifty);
-            let rules: &[Rule] = if sparing { &[Rule::Stay, Rule::Any] } else { &[Rule::Pack] };
+            let few_changes = matches!(style, Style::AsPlanned | Style::FewestChanges);
+            let rules: &[Rule] = if few_changes { &[Rule::Stay, Rule::Any] } else { &[Rule::Pack] };
             for &rule in rules {
                 for &id in level {
                     self.place_group(id, rule);
                 }
             }
         }
-        self.spare_changes(part);
+        self.revert_changes(part);
     }
 
     fn place_as_planned(&mut self, id: u32) {
@@ -94,7 +112,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         for &pod in &of.pods {
             let node = self.model.planned.get(pod as usize).copied().flatten();
             if let Some(node) = node.filter(|node| of.nodes.binary_search(node).is_ok()) {
-                self.take_offer(id, pod, node, Rule::Stay);
+                self.place_at(id, pod, node, Rule::Stay);
             }
         }
     }
@@ -103,20 +121,20 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let Some(of) = self.model.groups.get(id as usize) else { return };
         let mut offers: Vec<Option<Cost>> = Vec::with_capacity(of.nodes.len());
         for &node in &of.nodes {
-            offers.push(self.board.cost(self.model, self.states, self.costs, id, node, rule));
+            offers.push(self.assignment.cost(self.model, self.states, self.costs, id, node, rule));
         }
         let mut moving = true;
-        // One group for which there is no room at all must not use up what others could do with.
-        self.limit = self.states.work + self.last.saturating_sub(self.states.work) / GROUP_PART;
+        // A group for which there is no room must not use up the work that other groups need.
+        self.group_limit = self.states.work + self.work_limit.saturating_sub(self.states.work) / GROUP_PART;
         for &pod in &of.pods {
-            if self.board.at.get(pod as usize).is_some_and(Option::is_some) {
+            if self.assignment.locations.get(pod as usize).is_some_and(Option::is_some) {
                 continue;
             }
             let best = offers.iter().enumerate().filter_map(|(at, offer)| offer.map(|cost| (cost, at))).min();
             if let Some((_, at)) = best {
                 let node = of.nodes[at];
-                self.take_offer(id, pod, node, rule);
-                offers[at] = self.board.cost(self.model, self.states, self.costs, id, node, rule);
+                self.place_at(id, pod, node, rule);
+                offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
                 continue;
             }
             if !moving || !(self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) || self.move_two(pod, id, rule)) {
@@ -127,91 +145,91 @@ impl<'g, 'a> Greedy<'g, 'a> {
                 continue;
             }
             self.epoch += 1;
-            // Others have moved: any node may have room now.
+            // Other pods moved, so any node may have room now.
             for (at, &node) in of.nodes.iter().enumerate() {
-                offers[at] = self.board.cost(self.model, self.states, self.costs, id, node, rule);
+                offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
             }
         }
     }
 
-    fn take_offer(&mut self, id: u32, pod: u32, node: u32, rule: Rule) -> bool {
+    fn place_at(&mut self, id: u32, pod: u32, node: u32, rule: Rule) -> bool {
         let mut gpus = Vec::new();
-        let offered = self.board.offer(self.model, self.states, id, node, rule, &mut gpus).is_some();
+        let offered = self.assignment.offer(self.model, self.states, id, node, rule, &mut gpus).is_some();
         self.epoch += 1;
-        offered && self.board.put(self.model, self.states, pod, Spot { node, gpus })
+        offered && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving another away, which may move a third. All of them are placed
-    /// afterwards, or nothing has changed.
+    /// Places a pod by moving another one, which may move a third. Either all of them have a place
+    /// afterwards, or nothing changes.
     fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
         let mut gpus = Vec::new();
         for &node in &of.nodes {
-            let others = self.board.on.get(node as usize).cloned().unwrap_or_default();
-            let mut met: Vec<(u32, Vec<u32>)> = Vec::new();
+            let others = self.assignment.pods.get(node as usize).cloned().unwrap_or_default();
+            let mut seen: Vec<(u32, Vec<u32>)> = Vec::new();
             for other in others {
-                if self.states.work > self.limit {
+                if self.states.work > self.group_limit {
                     return false;
                 }
                 let Some(other_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
                 if other_id == id || moved.contains(&other) || !self.may_help(id, node, other, other_id, rule) {
                     continue;
                 }
-                let Some(spot) = self.board.at.get(other as usize).cloned().flatten() else { continue };
-                let like = (other_id, spot.gpus.clone());
-                if met.contains(&like) {
+                let Some(location) = self.assignment.locations.get(other as usize).cloned().flatten() else { continue };
+                let kind = (other_id, location.gpus.clone());
+                if seen.contains(&kind) {
                     continue;
                 }
-                met.push(like);
-                self.board.remove(model, self.states, other);
-                let offered = self.board.offer(model, self.states, id, node, rule, &mut gpus).is_some();
-                if offered && self.board.put(model, self.states, pod, Spot { node, gpus: gpus.clone() }) {
-                    if self.settle(other, other_id, node, rule) {
+                seen.push(kind);
+                self.assignment.remove(model, self.states, other);
+                let offered = self.assignment.offer(model, self.states, id, node, rule, &mut gpus).is_some();
+                if offered && self.assignment.put(model, self.states, pod, Location { node, gpus: gpus.clone() }) {
+                    if self.relocate(other, other_id, node, rule) {
                         return true;
                     }
                     if chain > 1 {
                         moved.push(other);
-                        let settled = self.make_room(other, other_id, rule, chain - 1, moved);
+                        let relocated = self.make_room(other, other_id, rule, chain - 1, moved);
                         moved.pop();
-                        if settled {
+                        if relocated {
                             return true;
                         }
                     }
-                    self.board.remove(model, self.states, pod);
+                    self.assignment.remove(model, self.states, pod);
                 }
-                self.board.put(model, self.states, other, spot);
+                self.assignment.put(model, self.states, other, location);
             }
         }
         false
     }
 
-    /// Places a pod by moving two others away from one GPU. All of them are placed afterwards, or
-    /// nothing has changed.
+    /// Places a pod by moving two others from one GPU. Either all of them have a place afterwards,
+    /// or nothing changes.
     fn move_two(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
         let &[unit] = of.units.as_slice() else { return false };
         for &node in &of.nodes {
             let range = model.node(node).map_or(0..0, |node| node.gpus.clone());
-            if !self.board.has_room(&of.needs, node) {
+            if !self.assignment.has_room(&of.needs, node) {
                 continue;
             }
             for gpu in range {
                 let pods = self.pods_on(node, gpu);
-                let mut met: Vec<(Option<u32>, Option<u32>)> = Vec::new();
+                let mut seen: Vec<(Option<u32>, Option<u32>)> = Vec::new();
                 for (at, &one) in pods.iter().enumerate() {
                     for &other in pods.iter().skip(at + 1) {
-                        if self.states.work > self.limit {
+                        if self.states.work > self.group_limit {
                             return false;
                         }
                         let of = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
                         let pair = (of(one), of(other));
-                        if met.contains(&pair) || pair.0 == Some(id) || pair.1 == Some(id) {
+                        if seen.contains(&pair) || pair.0 == Some(id) || pair.1 == Some(id) {
                             continue;
                         }
-                        met.push(pair);
-                        if self.swap_two(pod, unit, node, gpu, [one, other], rule) {
+                        seen.push(pair);
+                        if self.replace_two(pod, unit, node, gpu, [one, other], rule) {
                             return true;
                         }
                     }
@@ -221,11 +239,11 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Puts `pod` on a GPU in the place of two others, if those have room elsewhere.
-    fn swap_two(&mut self, pod: u32, unit: DemandId, node: u32, gpu: u32, others: [u32; 2], rule: Rule) -> bool {
+    /// Places `pod` on a GPU in place of two others, if these can be placed elsewhere.
+    fn replace_two(&mut self, pod: u32, unit: DemandId, node: u32, gpu: u32, others: [u32; 2], rule: Rule) -> bool {
         let model = self.model;
-        // First whether the GPU would have room, by its states alone.
-        let mut state = self.board.gpus.get(gpu as usize).copied();
+        // Check first, by the states alone, that the GPU would have room.
+        let mut state = self.assignment.gpus.get(gpu as usize).copied();
         for other in others {
             let Some(&[other_unit]) = group(model, other).map(|group| group.units.as_slice()) else { return false };
             state = state.and_then(|state| self.states.without(state, other_unit));
@@ -234,63 +252,69 @@ impl<'g, 'a> Greedy<'g, 'a> {
         if self.states.with(less, unit).is_none_or(|then| step(self.states, less, then, rule).is_none()) {
             return false;
         }
-        let before: Vec<(u32, Spot)> =
-            others.iter().filter_map(|&other| Some((other, self.board.remove(model, self.states, other)?))).collect();
-        if self.board.put(model, self.states, pod, Spot { node, gpus: vec![gpu] }) {
-            let mut settled = Vec::new();
+        let before: Vec<(u32, Location)> = others
+            .iter()
+            .filter_map(|&other| Some((other, self.assignment.remove(model, self.states, other)?)))
+            .collect();
+        if self.assignment.put(model, self.states, pod, Location { node, gpus: vec![gpu] }) {
+            let mut relocated = Vec::new();
             for other in others {
                 let id = model.group_of.get(other as usize).copied().flatten();
-                if !id.is_some_and(|id| self.settle(other, id, node, rule)) {
+                if !id.is_some_and(|id| self.relocate(other, id, node, rule)) {
                     break;
                 }
-                settled.push(other);
+                relocated.push(other);
             }
-            if settled.len() == others.len() {
+            if relocated.len() == others.len() {
                 return true;
             }
-            for other in settled {
-                self.board.remove(model, self.states, other);
+            for other in relocated {
+                self.assignment.remove(model, self.states, other);
             }
-            self.board.remove(model, self.states, pod);
+            self.assignment.remove(model, self.states, pod);
         }
-        for (other, spot) in before {
-            self.board.put(model, self.states, other, spot);
+        for (other, location) in before {
+            self.assignment.put(model, self.states, other, location);
         }
         false
     }
 
-    /// Whether a pod of group `id` could be on the node if `other` were not. Says no only where
-    /// that is sure.
+    /// Whether removing `other` from the node could make room for a pod of group `id`. False only
+    /// if it certainly does not.
     fn may_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
-        // Short of CPU: what is missing may not be a GPU at all.
-        if !self.board.has_room(&of.needs, node) {
+        // The node may lack CPU or memory and not a GPU.
+        if !self.assignment.has_room(&of.needs, node) {
             return true;
         }
         let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
-        // Not even the GPU that the other would leave has room.
-        let gpu =
-            self.board.at.get(other as usize).and_then(Option::as_ref).and_then(|spot| spot.gpus.first().copied());
-        let state = gpu.and_then(|gpu| self.board.gpus.get(gpu as usize).copied());
+        // Even without the other pod, its GPU has no room.
+        let gpu = self
+            .assignment
+            .locations
+            .get(other as usize)
+            .and_then(Option::as_ref)
+            .and_then(|location| location.gpus.first().copied());
+        let state = gpu.and_then(|gpu| self.assignment.gpus.get(gpu as usize).copied());
         let Some(less) = state.and_then(|state| self.states.without(state, other_unit)) else { return false };
         self.states.with(less, unit).is_some_and(|then| step(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved away from `from`: on a node where it would have fitted anyway,
-    /// or on what is left of `from`.
-    fn settle(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
-        let known = self.homes.get(&id).filter(|home| (home.0, home.1) == (self.epoch, rule));
+    /// Places a pod that was moved from `from`: on a node with room for it, or on what is left of
+    /// `from`.
+    fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
+        let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
-            Some((_, _, homes)) => homes.clone(),
-            None => self.find_homes(id, rule),
+            Some((_, _, alternatives)) => alternatives.clone(),
+            None => self.find_alternatives(id, rule),
         };
         if !nodes.contains(&from) {
             nodes.push(from);
         }
         let mut best: Option<(Cost, u32)> = None;
         for node in nodes {
-            let offer = self.board.cost(self.model, self.states, self.costs, id, node, rule);
+            let offer = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
             if let Some(cost) = offer
                 && best.is_none_or(|(least, _)| cost < least)
             {
@@ -299,30 +323,30 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
         let Some((_, node)) = best else { return false };
         let mut gpus = Vec::new();
-        self.board.offer(self.model, self.states, id, node, rule, &mut gpus).is_some()
-            && self.board.put(self.model, self.states, pod, Spot { node, gpus })
+        self.assignment.offer(self.model, self.states, id, node, rule, &mut gpus).is_some()
+            && self.assignment.put(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// The first few nodes that could take a pod of a group as things stand.
-    fn find_homes(&mut self, id: u32, rule: Rule) -> Vec<u32> {
+    /// The first few nodes that currently have room for a pod of a group.
+    fn find_alternatives(&mut self, id: u32, rule: Rule) -> Vec<u32> {
         let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
-        let mut homes = Vec::new();
+        let mut alternatives = Vec::new();
         for &node in nodes {
-            if self.board.cost(self.model, self.states, self.costs, id, node, rule).is_some() {
-                homes.push(node);
+            if self.assignment.cost(self.model, self.states, self.costs, id, node, rule).is_some() {
+                alternatives.push(node);
             }
-            if homes.len() == HOMES {
+            if alternatives.len() == ALTERNATIVES {
                 break;
             }
         }
-        self.homes.insert(id, (self.epoch, rule, homes.clone()));
-        homes
+        self.alternatives.insert(id, (self.epoch, rule, alternatives.clone()));
+        alternatives
     }
 
-    /// Leaves GPUs as they were whose pods have room elsewhere without a further change.
-    fn spare_changes(&mut self, part: &Part) {
+    /// Restores GPUs whose pods can be placed elsewhere without repartitioning another GPU.
+    fn revert_changes(&mut self, part: &Part) {
         let changed = |greedy: &Self, gpu: u32| {
-            greedy.board.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
+            greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
         };
         let mut candidates: Vec<(usize, u32, u32)> = Vec::new();
         for &node in &part.nodes {
@@ -333,28 +357,30 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
         candidates.sort_unstable();
         for (_, node, gpu) in candidates {
-            if self.states.work > self.last || !changed(self, gpu) {
+            if self.states.work > self.work_limit || !changed(self, gpu) {
                 continue;
             }
             let pods = self.pods_on(node, gpu);
-            let before: Vec<(u32, Spot)> =
-                pods.iter().filter_map(|&pod| Some((pod, self.board.remove(self.model, self.states, pod)?))).collect();
+            let before: Vec<(u32, Location)> = pods
+                .iter()
+                .filter_map(|&pod| Some((pod, self.assignment.remove(self.model, self.states, pod)?)))
+                .collect();
             self.epoch += 1;
-            let mut settled = Vec::new();
+            let mut relocated = Vec::new();
             for &pod in &pods {
                 let id = self.model.group_of.get(pod as usize).copied().flatten();
-                if !id.is_some_and(|id| self.settle(pod, id, node, Rule::NoFurther)) {
+                if !id.is_some_and(|id| self.relocate(pod, id, node, Rule::NoFurther)) {
                     break;
                 }
-                settled.push(pod);
+                relocated.push(pod);
                 self.epoch += 1;
             }
-            if settled.len() < pods.len() {
-                for pod in settled {
-                    self.board.remove(self.model, self.states, pod);
+            if relocated.len() < pods.len() {
+                for pod in relocated {
+                    self.assignment.remove(self.model, self.states, pod);
                 }
-                for (pod, spot) in before {
-                    self.board.put(self.model, self.states, pod, spot);
+                for (pod, location) in before {
+                    self.assignment.put(self.model, self.states, pod, location);
                 }
                 self.epoch += 1;
             }
@@ -362,13 +388,13 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     fn pods_on(&self, node: u32, gpu: u32) -> Vec<u32> {
-        let on = self.board.on.get(node as usize).map_or(&[][..], Vec::as_slice);
+        let on = self.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
         let uses = |pod: &u32| {
-            let spot = self.board.at.get(*pod as usize).and_then(Option::as_ref);
-            spot.is_some_and(|spot| spot.gpus.contains(&gpu))
+            let location = self.assignment.locations.get(*pod as usize).and_then(Option::as_ref);
+            location.is_some_and(|location| location.gpus.contains(&gpu))
         };
         let mut pods: Vec<u32> = on.iter().copied().filter(uses).collect();
-        // The ones that are hardest to place first.
+        // Pods that are hardest to place first.
         pods.sort_by_key(|&pod| {
             (std::cmp::Reverse(group(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
         });

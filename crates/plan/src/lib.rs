@@ -1,24 +1,24 @@
-//! Pure planning: what GPUs are cut into, for whom, and why.
+//! Planning: which partition each GPU gets, for which pods, and why.
 //!
-//! Nothing here does I/O, reads a clock, draws a random number or is async, and the manifest keeps
-//! it so. Everything is a function of its arguments, and maps are ordered, so that the same input
-//! gives the same output, byte for byte.
+//! This crate does no I/O, reads no clock, draws no random numbers and is not async. Its
+//! dependencies enforce that. Every result depends only on the arguments, and maps are ordered: the
+//! same input gives the same output, byte for byte.
 //!
-//! [`plan`] makes a plan, [`check`] judges one, [`diff`] says what a node has to do.
+//! [`plan`] makes a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
 pub mod affinity;
-mod board;
+mod assignment;
 mod check;
 pub mod constraints;
-mod cut;
 pub mod device;
-mod diff;
 mod greedy;
 pub mod ledger;
 pub mod mig;
 mod model;
 pub mod mps;
+mod partition;
 pub mod placement;
 mod planner;
+mod policy;
 mod quantity;
 mod report;
 pub mod scheduling;
@@ -28,8 +28,8 @@ mod states;
 pub mod units;
 
 pub use check::{Violation, check};
-pub use diff::{Desired, Observed, Step, diff};
-pub use planner::{GpuPlan, Placement, Plan, Planned, Policy, Take, Unplaced, plan};
+pub use planner::{GpuPlan, Placement, Plan, Planned, Take, Unplaced, plan};
+pub use policy::Policy;
 pub use quantity::Quantity;
 pub use report::{NodeReport, PodReport, Report};
 pub use snapshot::Snapshot;

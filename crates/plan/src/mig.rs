@@ -1,50 +1,50 @@
-//! MIG profiles as data, and the search for places on one GPU.
+//! MIG profiles, and the search for placements on one GPU.
 //!
-//! A GPU's memory slices are bits of a mask, and a profile may start where NVML says that it may.
-//! Nothing here knows how many instances of which profiles "fit together": that follows from the
-//! places.
+//! The memory slices of a GPU are bits of a mask, and NVML reports at which of them a profile can
+//! start. No rule here says how many instances of which profiles fit together: it follows from the
+//! placements.
 use serde::{Deserialize, Serialize};
 
 use crate::device::mig_resource;
 
-/// One MIG profile of a GPU as NVML reports it.
+/// One MIG profile of a GPU, as NVML reports it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Profile {
-    /// Name without prefix: `1g.10gb`, `1g.10gb+me`.
+    /// Name without prefix, such as `1g.10gb` or `1g.10gb+me`.
     pub name: String,
-    /// Memory, MiB.
+    /// Memory in MiB.
     #[serde(default)]
     pub memory_mib: u64,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     #[serde(default)]
     pub sms: u32,
-    /// Memory slices of one instance.
+    /// Number of memory slices of one instance.
     pub size: u32,
-    /// First memory slices where one may lie.
+    /// Memory slices at which an instance can start.
     pub starts: Vec<u32>,
-    /// Most instances of it on one GPU, where the places alone do not say it (`+me`: 1).
+    /// Maximum number of instances on one GPU, if the placements do not determine it (1 for `+me`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<u32>,
 }
 
-/// Why a GPU's profiles cannot be planned with.
+/// Why the profiles of a GPU are not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
-    /// More than the planner's masks hold.
+    /// There are more profiles than the planner supports.
     #[error("it reports {0} MIG profiles, more than 32")]
     TooManyProfiles(usize),
-    /// A place that cannot be.
+    /// A placement is outside the GPU.
     #[error("MIG profile {name} of size {size} cannot start at memory slice {start}")]
     Place {
-        /// The profile.
+        /// Name of the profile.
         name: String,
-        /// Its memory slices.
+        /// Its number of memory slices.
         size: u32,
         /// Its first memory slice.
         start: u32,
     },
-    /// The same name twice.
+    /// Two profiles have the same name.
     #[error("MIG profile {0} is reported twice")]
     Repeated(String),
 }
@@ -52,23 +52,23 @@ pub enum TableError {
 /// Memory slices as bits.
 pub(crate) type Mask = u32;
 
-/// One MIG instance: the profile's index in its [`Table`], and its first memory slice.
+/// One MIG instance: the index of its profile in the [`Table`], and its first memory slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Instance {
     pub(crate) profile: u8,
     pub(crate) start: u8,
 }
 
-/// Which of a GPU's media engines a profile takes, by NVIDIA's suffixes.
+/// The media engines of a profile, by NVIDIA's suffixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Media {
-    /// Its part.
+    /// Its part of the media engines.
     Plain,
-    /// `+me`: the one set of extra engines.
+    /// `+me`: the one set of extra media engines.
     Extra,
-    /// `+me.all`: all of them, so that only instances without any fit beside it.
+    /// `+me.all`: all media engines. Only instances without media engines fit beside it.
     All,
-    /// `-me`: none.
+    /// `-me`: no media engines.
     Without,
 }
 
@@ -80,37 +80,37 @@ struct Entry {
     starts: Vec<u8>,
     count: u32,
     media: Media,
-    /// Compute slices, as the name says; 0 where it does not.
+    /// Number of compute slices, from the name. 0 if the name does not have it.
     compute: u32,
 }
 
-/// The profiles of a kind of GPU and where they may lie, validated.
+/// The validated profiles and placements of a kind of GPU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Table {
     entries: Vec<Entry>,
-    /// Distinct sizes with their starts: what is counted when the worth of free room is estimated.
+    /// Distinct sizes with their starts, for estimating the value of free room.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
 }
 
-/// Where wanted instances go on one GPU.
+/// Placements for wanted instances on one GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Arrangement {
-    /// The wanted ones.
+    /// The wanted instances.
     pub(crate) placed: Vec<Instance>,
-    /// Instances that were free before, are not needed, and are in nobody's way.
+    /// Instances that were free before and can stay, although they are not wanted.
     pub(crate) kept: Vec<Instance>,
 }
 
 const MASK_BITS: u32 = Mask::BITS;
 
-/// Steps of one search for places. A real GPU needs a few hundred at most; a machine that reports
-/// nonsense must not hold up the plan.
+/// Maximum number of steps of one search for placements. A real GPU needs a few hundred. A machine
+/// that reports invalid data must not delay the plan.
 const MAX_STEPS: u32 = 20_000;
 
 impl Table {
-    /// Checks what NVML reported. The order of profiles and starts does not matter.
+    /// Validates the profiles that NVML reported, in any order.
     pub fn new(profiles: &[Profile]) -> Result<Self, TableError> {
         let mut entries = Vec::with_capacity(profiles.len());
         for profile in profiles {
@@ -124,7 +124,7 @@ impl Table {
             }
             starts.sort_unstable();
             starts.dedup();
-            // A profile without a place cannot be made; that is no reason to refuse the others.
+            // A profile without a placement cannot be created. The other profiles are still valid.
             let Some(size) = u8::try_from(profile.size).ok().filter(|_| !starts.is_empty()) else { continue };
             let media = media(&profile.name);
             let count = profile.count.unwrap_or(if matches!(media, Media::Extra | Media::All) { 1 } else { u32::MAX });
@@ -158,29 +158,29 @@ impl Table {
         })
     }
 
-    /// What is known of a model when a snapshot does not carry NVML's own report.
+    /// The built-in profiles of a model, for snapshots without NVML's report.
     pub fn built_in(model: &str, memory_mib: u64) -> Option<Self> {
         let profiles = built_in(model, memory_mib)?;
         Self::new(&profiles).ok()
     }
 
-    /// The profile that a resource such as `nvidia.com/mig-1g.10gb` names.
+    /// Index of the profile that a resource such as `nvidia.com/mig-1g.10gb` names.
     pub(crate) fn profile(&self, resource: &str) -> Option<u8> {
         let at = self.entries.iter().position(|entry| entry.resource == resource)?;
         u8::try_from(at).ok()
     }
 
-    /// The name of a profile.
+    /// Name of a profile.
     pub(crate) fn name(&self, profile: u8) -> Option<&str> {
         self.entries.get(usize::from(profile)).map(|entry| entry.name.as_str())
     }
 
-    /// The profiles' resources, in the order of their indices.
+    /// Resources of the profiles, in the order of their indices.
     pub(crate) fn resources(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().map(|entry| entry.resource.as_str())
     }
 
-    /// An instance's part of the GPU's memory slices and compute slices, each in 65,536ths, rounded
+    /// An instance's part of the GPU's memory slices and compute slices, in 65,536ths, rounded
     /// down.
     pub(crate) fn part(&self, profile: u8) -> (u32, u32) {
         let Some(entry) = self.entries.get(usize::from(profile)) else { return (0, 0) };
@@ -188,14 +188,14 @@ impl Table {
         (((u32::from(entry.size)) << 16).checked_div(self.slices).unwrap_or(0), compute)
     }
 
-    /// The memory slices of an instance; none where it may not lie there.
+    /// The memory slices of an instance. `None` if it cannot start there.
     pub(crate) fn mask(&self, instance: Instance) -> Option<Mask> {
         let entry = self.entries.get(usize::from(instance.profile))?;
         entry.starts.binary_search(&instance.start).ok()?;
         Some(bits(entry.size, instance.start))
     }
 
-    /// Whether these may be on one GPU as far as their numbers go: places are another question.
+    /// Whether instances of these profiles can be on one GPU, regardless of their placements.
     fn allows(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
         let mut counts = [0_u32; 32];
         let (mut extra, mut all, mut plain) = (0, 0, 0);
@@ -216,15 +216,14 @@ impl Table {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// What could still be made where `mask` is taken, as a number: for each shape, the slices that
-    /// most instances of it alone would cover. More is better; nothing is lost by an instance whose
-    /// place no larger one could have used.
+    /// Estimates what can still be created beside `mask`: for each shape, the number of slices that
+    /// its instances alone could cover. More is better. Placing an instance where no larger one
+    /// could start costs little.
     pub(crate) fn room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * most(*size, starts, mask)).sum()
     }
 
-    /// Whether these instances can all be there at once. The last field of the answer is their
-    /// mask.
+    /// The mask of instances that exist at the same time. `None` if they cannot.
     pub(crate) fn together(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
@@ -237,13 +236,14 @@ impl Table {
         self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
     }
 
-    /// Places for `wanted` profiles beside the `held` instances, which stay where they are.
+    /// Finds placements for the `wanted` profiles beside the instances `in_use`, which stay where
+    /// they are.
     ///
-    /// Of all ways, the one that destroys and creates least beside the `free` instances, then
-    /// leaves most room, then starts lowest.
-    pub(crate) fn arrange(&self, held: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
-        let taken = self.together(held)?;
-        let everyone = held.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
+    /// Prefers placements that destroy and create the fewest instances, then those that leave the
+    /// most room, then those that start lowest.
+    pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
+        let taken = self.together(in_use)?;
+        let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
         if !self.allows(everyone) {
             return None;
         }
@@ -259,7 +259,7 @@ impl Table {
         let mut kept = Vec::new();
         for &instance in free {
             let Some(bits) = self.mask(instance) else { continue };
-            let everyone = held.iter().chain(&placed).chain(&kept).map(|other| other.profile);
+            let everyone = in_use.iter().chain(&placed).chain(&kept).map(|other| other.profile);
             if bits & mask == 0 && self.allows(everyone.chain([instance.profile])) {
                 mask |= bits;
                 kept.push(instance);
@@ -269,8 +269,8 @@ impl Table {
     }
 }
 
-/// Less is better: instances destroyed and created, room lost, and the places themselves, so that
-/// no two ways are equal.
+/// Instances destroyed and created, lost room, and the placements themselves, so that no two costs
+/// are equal. Less is better.
 type Cost = (usize, u32, Vec<Instance>);
 
 struct Search<'a> {
@@ -287,7 +287,7 @@ impl Search<'_> {
         self.steps += 1;
         let Some(&profile) = self.order.get(self.placed.len()) else { return self.found(mask) };
         let Some(entry) = self.table.entries.get(usize::from(profile)) else { return };
-        // Equal profiles in rising places: their order among themselves means nothing.
+        // Place equal profiles in ascending order: exchanging them makes no difference.
         let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
         for &start in entry.starts.iter().filter(|&&start| start >= after) {
             let bits = bits(entry.size, start);
@@ -314,12 +314,12 @@ impl Search<'_> {
 }
 
 const fn bits(size: u8, start: u8) -> Mask {
-    // A shift by all of the bits would be none: that size is a case of its own.
+    // A shift by the width of the type is not defined, so this size is a special case.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
-/// Most instances of one shape in what `mask` leaves. Intervals of one length: taking the lowest
-/// that fits is optimal.
+/// Maximum number of instances of one shape beside `mask`. For intervals of equal length, taking
+/// the lowest that fits is optimal.
 fn most(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
@@ -345,14 +345,14 @@ fn media(name: &str) -> Media {
     }
 }
 
-/// The compute slices that a profile's name tells: 3 of `3g.20gb`. More than 64 is no name of
-/// NVIDIA's.
+/// The number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no profile
+/// with more than 64.
 fn compute(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
 
-/// Memory in GB of `1g`, `1g` of double memory (where there is one), half and whole of a GPU of
-/// seven compute and eight memory slices.
+/// Memory in GB of the profiles of a GPU with seven compute and eight memory slices: `1g`, `1g`
+/// with double memory, half and whole.
 struct Sevenths {
     one: u32,
     two: u32,
@@ -360,8 +360,8 @@ struct Sevenths {
     whole: u32,
 }
 
-/// The places of A30, of the data centre GPUs with seven compute slices, and of the RTX PRO 6000,
-/// as `nvidia-smi mig -lgipp` prints them.
+/// Placements of A30, of data center GPUs with seven compute slices, and of RTX PRO 6000, as
+/// `nvidia-smi mig -lgipp` prints them.
 pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn models_are_known_by_the_names_that_nvml_gives_them() {
+    fn models_are_recognized_by_their_nvml_names() {
         for (model, memory, profile) in [
             ("NVIDIA A30", 24_576, "2g.12gb"),
             ("NVIDIA A100-SXM4-40GB", 40_960, "1g.5gb"),
@@ -473,8 +473,8 @@ mod tests {
         assert!(Table::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// All layouts to which nothing can be added, by an enumeration that shares nothing with the
-    /// search.
+    /// All layouts that cannot take another instance, found by an enumeration that is independent
+    /// of the search.
     fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
         fn grow(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
             for (at, &next) in from.iter().enumerate() {
@@ -500,8 +500,8 @@ mod tests {
     #[test]
     fn an_a100_has_exactly_the_layouts_of_nvidias_guide() {
         let table = a100();
-        // Without the variants of 1g: NVIDIA's guide lists 14 full layouts as counts of each
-        // profile, 4g + 3g and 3g + 4 × 1g among them.
+        // Leave out the variants of 1g. NVIDIA's guide lists 14 full layouts as counts of each
+        // profile, among them 4g + 3g and 3g + 4 × 1g.
         let plain = |name: &str| matches!(name, "1g.5gb" | "2g.10gb" | "3g.20gb" | "4g.20gb" | "7g.40gb");
         let profiles: Vec<Profile> =
             built_in("A100", 40_960).expect("known").into_iter().filter(|profile| plain(&profile.name)).collect();
@@ -545,21 +545,21 @@ mod tests {
     }
 
     #[test]
-    fn positions_decide_and_not_counts() {
+    fn placements_decide_and_not_counts() {
         let table = a100();
-        let held = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
-        assert_eq!(table.arrange(&held, &[], &wanted(&table, &["3g.20gb"])), None);
-        let held = [instance(&table, "1g.5gb", 4), instance(&table, "1g.5gb", 5)];
-        let found = table.arrange(&held, &[], &wanted(&table, &["3g.20gb"])).expect("fits");
+        let in_use = [instance(&table, "1g.5gb", 1), instance(&table, "1g.5gb", 5)];
+        assert_eq!(table.arrange(&in_use, &[], &wanted(&table, &["3g.20gb"])), None);
+        let in_use = [instance(&table, "1g.5gb", 4), instance(&table, "1g.5gb", 5)];
+        let found = table.arrange(&in_use, &[], &wanted(&table, &["3g.20gb"])).expect("fits");
         assert_eq!(found.placed, [instance(&table, "3g.20gb", 0)]);
     }
 
     #[test]
-    fn free_instances_are_used_first_and_kept_where_they_are_in_nobodys_way() {
+    fn free_instances_are_reused_and_kept_if_possible() {
         let table = a100();
         let free = [instance(&table, "3g.20gb", 0), instance(&table, "2g.10gb", 4), instance(&table, "1g.5gb", 6)];
         let found = table.arrange(&[], &free, &wanted(&table, &["1g.5gb", "1g.5gb", "2g.10gb"])).expect("fits");
-        // The 2g and the 1g that exist are used; the second 1g needs the 3g's room.
+        // The existing 2g and 1g are used. The second 1g needs the room of the 3g.
         assert!(found.placed.contains(&free[1]) && found.placed.contains(&free[2]));
         assert_eq!(found.kept, []);
         let found = table.arrange(&[], &free[..1], &wanted(&table, &["1g.5gb"])).expect("fits");
@@ -570,15 +570,15 @@ mod tests {
     }
 
     #[test]
-    fn a_small_instance_goes_where_it_costs_least_room() {
+    fn a_small_instance_goes_where_it_leaves_the_most_room() {
         let table = a100();
         let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
-        // At 6 only: 4g at 0 and 2g at 4 remain.
+        // Only a start at 6 leaves 4g at 0 and 2g at 4.
         assert_eq!(found.placed, [instance(&table, "1g.5gb", 6)]);
     }
 
     #[test]
-    fn media_engines_are_given_once() {
+    fn media_engines_are_allocated_once() {
         let table = a100();
         assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb"])).is_some());
         assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb+me"])).is_none());
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_from_a_machine_is_refused_or_bounded() {
+    fn invalid_profiles_are_refused_or_bounded() {
         let place = |size, start| Table::new(&[profile("1g.5gb", size, &[start])]);
         assert!(matches!(place(0, 0), Err(TableError::Place { .. })));
         assert!(matches!(place(1, 32), Err(TableError::Place { .. })));
@@ -601,7 +601,7 @@ mod tests {
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = Table::new(&[]).expect("nothing is valid");
         assert_eq!((none.slices, none.room(0)), (0, 0));
-        // 16 of 31 places each: far more ways than the search may try.
+        // 16 of 31 placements each: many more ways than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());

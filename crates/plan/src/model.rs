@@ -1,44 +1,44 @@
-//! The snapshot made ready for planning: names become numbers, equal things become one, and what
-//! makes no sense is set aside.
+//! Prepares a snapshot for planning: names become indices, equal pods and GPUs become one, and
+//! invalid parts are left out.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::Policy;
-use crate::cut::{Cell, Class, Demand, Inside, Kind, ResourceId, Shared, Used, merge};
 use crate::device::{self, Families, Family, Mode};
 use crate::mig::{Instance, Table};
 use crate::mps::MAX_CLIENTS;
+use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, Shared, Usage, merge};
+use crate::policy::Policy;
 use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Slices that one pod may ask for. No node has as many; a pod that asks for a million must not
-/// cost a million.
+/// Maximum number of slices that one pod may request. No node has that many, and a pod that
+/// requests a million must not slow planning down.
 const MAX_SLICES: u64 = 1024;
 
-/// Equal slices of one GPU. No mode gives as many, and a plan lists each.
+/// Maximum number of equal slices of one GPU. No mode has that many, and a plan lists each slice.
 const MAX_EQUAL_SLICES: u32 = 4096;
 
-/// Resources that a node does not limit where it does not name them.
+/// Resources that a node does not limit unless it lists them.
 const UNLIMITED: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
 const PODS: &str = "pods";
 
 pub(crate) struct Model<'a> {
-    /// By name.
+    /// Nodes by name.
     pub(crate) nodes: Vec<NodeModel<'a>>,
-    /// By node, then index.
+    /// GPUs by node, then by index.
     pub(crate) gpus: Vec<GpuModel<'a>>,
-    /// By priority, the highest first.
+    /// Groups by priority, highest first.
     pub(crate) groups: Vec<Group<'a>>,
-    /// Index into `groups`, by pod; none for a pod that cannot be planned for.
+    /// For each pod, its index in `groups`. `None` for a pod that cannot be planned.
     pub(crate) group_of: Vec<Option<u32>>,
-    /// By pod: the node of the last plan.
+    /// For each pod, its node in the last plan.
     pub(crate) planned: Vec<Option<u32>>,
-    /// What is wrong with a pod that has no group.
+    /// Why a pod without a group cannot be planned.
     pub(crate) bad_pods: BTreeMap<u32, String>,
-    /// Other resources than GPUs that pods ask for.
+    /// Resources other than GPUs that pods request.
     pub(crate) dimensions: Vec<&'a str>,
     pub(crate) resources: Vec<String>,
     pub(crate) classes: Vec<Class>,
@@ -49,42 +49,42 @@ pub(crate) struct NodeModel<'a> {
     pub(crate) node: &'a Node,
     pub(crate) gpus: Range<u32>,
     pub(crate) left_out: Option<String>,
-    /// By dimension, in thousandths.
+    /// Free amounts by dimension, in thousandths.
     pub(crate) free: Vec<u64>,
 }
 
 pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
-    /// Why it is not cut anew, where that is nobody's wish.
+    /// Why the GPU is not repartitioned, if no policy asks for that.
     pub(crate) note: Option<String>,
 }
 
-/// Pods that differ in their names only.
+/// Pods that differ only in their names.
 pub(crate) struct Group<'a> {
     pub(crate) priority: i32,
-    /// One for each slice or group of shares.
+    /// Demands of one pod: one for each slice, or for each set of shares.
     pub(crate) units: Vec<DemandId>,
-    /// The same for groups with the same units.
+    /// Number that groups with the same units have in common.
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,
     pub(crate) constraints: Constraints<'a>,
-    /// In order of arrival.
+    /// Pods in order of arrival.
     pub(crate) pods: Vec<u32>,
-    /// Nodes that could take one of them if no other pod waited.
+    /// Nodes that could take one of the pods if no other pod were pending.
     pub(crate) nodes: Vec<u32>,
-    /// The least that one takes of a GPU.
-    pub(crate) weight: Used,
+    /// The smallest part of a GPU that one of the pods takes.
+    pub(crate) weight: Usage,
 }
 
-/// What a pod asks for: of GPUs, with how many of each; and amounts by dimension, in thousandths.
+/// Requests of a pod: GPU demands with their counts, and amounts by dimension in thousandths.
 type Wanted = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
 
-/// What pods must agree in to be one group.
+/// What all pods of a group have in common.
 type Key<'k> = (Reverse<i32>, &'k Wanted, Constraints<'k>);
 
-/// Resource names and what they are.
+/// Resource names with their ids and kinds.
 struct Names<'a> {
     ids: BTreeMap<&'a str, (ResourceId, Kind)>,
 }
@@ -100,7 +100,7 @@ impl<'a> Names<'a> {
         }
         all.extend(tables.iter().flat_map(|table| table.resources()));
         all.extend(snapshot.pods.iter().flat_map(|pod| pod.requests.keys().map(String::as_str)));
-        // A name that means something else keeps that meaning, whatever a policy calls its shares.
+        // A reserved name keeps its meaning, even if a policy calls its shares by it.
         shares.retain(|name| kind_by_name(name).is_none());
         all.extend(&shares);
         let mut ids = BTreeMap::new();
@@ -128,11 +128,11 @@ fn kind_by_name(name: &str) -> Option<Kind> {
     }
 }
 
-/// Tables of MIG profiles, each once.
+/// Tables of MIG profiles without duplicates.
 #[derive(Default)]
 struct Tables {
     all: Vec<Rc<Table>>,
-    /// By node and GPU as the snapshot lists them.
+    /// Index of the table by node and GPU, in the snapshot's order.
     of: Vec<Vec<Result<usize, String>>>,
 }
 
@@ -153,7 +153,7 @@ impl Tables {
                         .entry((&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)))
                         .or_insert_with_key(|(model, memory)| {
                             Table::built_in(model, *memory)
-                                .ok_or_else(|| format!("it reports no MIG profiles, and none are known of {model}"))
+                                .ok_or_else(|| format!("it reports no MIG profiles, and none are known for {model}"))
                         })
                         .clone(),
                 };
@@ -188,7 +188,7 @@ impl<'a> Model<'a> {
             classes: Vec::new(),
             demands: Vec::new(),
         };
-        // Names borrow the tables, which end with this function.
+        // `names` borrows from `tables`, which is dropped at the end of this function.
         let names = Names::of(snapshot, &tables.all);
         model.resources = names.ids.keys().map(|name| (*name).to_owned()).collect();
         model.dimensions = dimensions(snapshot, &names);
@@ -200,7 +200,8 @@ impl<'a> Model<'a> {
 
     fn add_nodes(&mut self, snapshot: &'a Snapshot, policy: &Policy, names: &Names<'_>, tables: &Tables) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
-        // By name; of two nodes with one name the order must still not be the snapshot's.
+        // Nodes are sorted by name. Two nodes with one name must not stay in the snapshot's order
+        // either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
             a.name.cmp(&b.name).then_with(|| in_order(a).cmp(&in_order(b)))
@@ -209,12 +210,13 @@ impl<'a> Model<'a> {
         let builder = ClassBuilder::new(policy, names, tables);
         for (at, &index) in order.iter().enumerate() {
             let node = &snapshot.nodes[index];
-            let twin = |other: Option<&usize>| other.is_some_and(|&other| snapshot.nodes[other].name == node.name);
-            let twice = twin(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| twin(order.get(before)));
-            let (free, bad) = self.room(node);
+            let same_name = |other: Option<&usize>| other.is_some_and(|&other| snapshot.nodes[other].name == node.name);
+            let twice =
+                same_name(order.get(at + 1)) || at.checked_sub(1).is_some_and(|before| same_name(order.get(before)));
+            let (free, bad) = self.free_resources(node);
             let left_out = match (&node.left_out, twice) {
                 (Some(reason), _) => Some(reason.clone()),
-                (None, true) => Some("there are two nodes of this name".to_owned()),
+                (None, true) => Some("two nodes have this name".to_owned()),
                 (None, false) => bad,
             };
             let first = as_u32(self.gpus.len());
@@ -241,20 +243,20 @@ impl<'a> Model<'a> {
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
 
-    /// What a node has left of each dimension, and what is wrong with what it says.
-    fn room(&self, node: &Node) -> (Vec<u64>, Option<String>) {
+    /// Free amounts of a node by dimension, and why its quantities are not valid.
+    fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
             let quantity = map.get(name)?;
             if quantity.milli().is_none() {
-                bad.get_or_insert_with(|| format!("its {of} {name} is {quantity}, which is no quantity"));
+                bad.get_or_insert_with(|| format!("its {of} {name} is {quantity}, which is not a quantity"));
             }
             quantity.milli()
         };
         let mut free = Vec::with_capacity(self.dimensions.len());
         for name in &self.dimensions {
-            let otherwise = if UNLIMITED.contains(name) { u64::MAX } else { 0 };
-            let all = amount("allocatable", &node.allocatable, name).unwrap_or(otherwise);
+            let default = if UNLIMITED.contains(name) { u64::MAX } else { 0 };
+            let all = amount("allocatable", &node.allocatable, name).unwrap_or(default);
             let used = amount("requested", &node.requested, name).unwrap_or(0);
             free.push(if all == u64::MAX { all } else { all.saturating_sub(used) });
         }
@@ -266,11 +268,8 @@ impl<'a> Model<'a> {
         let mut wanted: Vec<Option<Wanted>> = Vec::with_capacity(snapshot.pods.len());
         for (index, pod) in snapshot.pods.iter().enumerate() {
             let read = self.wanted(pod, names);
-            let read = if seen.insert(pod.name.as_str()) {
-                read
-            } else {
-                Err("another pod of this name came first".to_owned())
-            };
+            let read =
+                if seen.insert(pod.name.as_str()) { read } else { Err("another pod has the same name".to_owned()) };
             wanted.push(match read {
                 Ok(read) => Some(read),
                 Err(reason) => {
@@ -298,7 +297,7 @@ impl<'a> Model<'a> {
                 expanded.extend(std::iter::repeat_n(id, *count as usize));
             }
             let Some(expanded) = expanded.into_iter().collect::<Option<Vec<DemandId>>>() else {
-                let reason = "the waiting pods ask for too many different things";
+                let reason = "the pending pods have too many different requests";
                 self.bad_pods.extend(pods.iter().map(|&pod| (pod, reason.to_owned())));
                 continue;
             };
@@ -317,7 +316,7 @@ impl<'a> Model<'a> {
                 constraints: Constraints::of(pod),
                 pods,
                 nodes: Vec::new(),
-                weight: Used::default(),
+                weight: Usage::default(),
             });
         }
     }
@@ -331,12 +330,13 @@ impl<'a> Model<'a> {
         snapshot.pods.iter().map(node).collect()
     }
 
-    /// What a pod takes of GPUs and of the dimensions.
+    /// Requests of a pod.
     fn wanted(&self, pod: &Pod, names: &Names<'_>) -> Result<Wanted, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
-            let milli = quantity.milli().ok_or_else(|| format!("its request {name}: {quantity} is no quantity"))?;
+            let milli =
+                quantity.milli().ok_or_else(|| format!("its request for {name}, {quantity}, is not a quantity"))?;
             if milli == 0 {
                 continue;
             }
@@ -347,8 +347,8 @@ impl<'a> Model<'a> {
                 continue;
             };
             let count =
-                quantity.count().ok_or_else(|| format!("its request {name}: {quantity} is not a whole number"))?;
-            let too_many = || format!("it asks for {count} {name}, more than any node has");
+                quantity.count().ok_or_else(|| format!("its request for {name}, {quantity}, is not a whole number"))?;
+            let too_many = || format!("it requests {count} {name}, more than any node has");
             let count =
                 u32::try_from(count).ok().filter(|&count| u64::from(count) <= MAX_SLICES).ok_or_else(too_many)?;
             units.push(match kind {
@@ -378,17 +378,18 @@ impl<'a> Model<'a> {
     }
 }
 
-/// What pods ask for besides GPUs, sorted; the number of pods too, where a node limits it.
+/// Names of the resources other than GPUs that pods request, sorted. Includes the number of pods if
+/// a node limits it.
 fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
-    let asked = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
-    let mut all: BTreeSet<&str> = asked.filter(|name| names.get(name).is_none()).collect();
+    let requested = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
+    let mut all: BTreeSet<&str> = requested.filter(|name| names.get(name).is_none()).collect();
     if snapshot.nodes.iter().any(|node| node.allocatable.contains_key(PODS)) {
         all.insert(PODS);
     }
     all.into_iter().collect()
 }
 
-/// A node whose lists are sorted, to be compared with its twin.
+/// The node with sorted lists, for comparison with a node of the same name.
 fn in_order(node: &Node) -> Node {
     let mut node = node.clone();
     node.gpus = node.gpus.iter().map(with_slices_in_order).collect();
@@ -407,12 +408,12 @@ pub(crate) fn as_u32(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
 }
 
-/// Makes classes of GPUs.
+/// Builds the classes of GPUs.
 struct ClassBuilder<'b> {
     policy: &'b Policy,
     names: &'b Names<'b>,
     tables: &'b Tables,
-    /// By table: the resource of each profile, and of shares of it.
+    /// For each table, the resources of its profiles and of shares of their instances.
     mig: Vec<MigNames>,
 }
 
@@ -434,7 +435,7 @@ impl<'b> ClassBuilder<'b> {
         Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
     }
 
-    /// The class of a GPU, and why it is not planned with where that is so.
+    /// The class of a GPU, and why the GPU is left out of the plan, if it is.
     fn class(
         &self,
         gpu: &Gpu,
@@ -450,11 +451,11 @@ impl<'b> ClassBuilder<'b> {
             shares: None,
             sizes: gpu.sizes.unwrap_or(true),
             replicas: None,
-            inside: None,
+            instance_sharing: None,
             mig: Vec::new(),
             mig_shared: Vec::new(),
             table: None,
-            held: Vec::new(),
+            in_use: Vec::new(),
             free: Vec::new(),
         };
         self.offers(gpu, &mut class, &mut note);
@@ -482,7 +483,7 @@ impl<'b> ClassBuilder<'b> {
             note = Some(reason);
         }
         if gpu.mode == Mode::Unknown {
-            note = Some("its mode is not known to this version".to_owned());
+            note = Some("this version does not know its mode".to_owned());
         }
         let out = match (&gpu.left_out, twice) {
             (Some(reason), _) => Some(reason.clone()),
@@ -500,7 +501,7 @@ impl<'b> ClassBuilder<'b> {
         (class, out.or(note))
     }
 
-    /// What the GPU may be cut into besides MIG instances.
+    /// Fills in which partitions other than MIG the GPU can have.
     fn offers(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
@@ -509,7 +510,7 @@ impl<'b> ClassBuilder<'b> {
         let mut number = |what: &str, own: Option<u32>, policy: Option<u32>, most: u32| {
             let units = own.or(policy)?;
             if units == 0 || units > most {
-                *note = Some(format!("{units} {what} of a GPU are not from 1 to {most}"));
+                *note = Some(format!("{units} {what}: the number must be from 1 to {most}"));
             }
             (1..=most).contains(&units).then_some(units)
         };
@@ -519,29 +520,30 @@ impl<'b> ClassBuilder<'b> {
         }
         if gpu.mode.families().has(Family::TimeSlicing) {
             let replicas = number("replicas", gpu.replicas, self.policy.replicas, MAX_EQUAL_SLICES);
-            // Where one name would mean two things, it means shares under MPS.
+            // If shares and replicas have one name, it means MPS shares.
             let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
             class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
         }
         if let Some(sharing) = &gpu.mig_sharing {
             let units = number("shares of a MIG instance", Some(sharing.units), None, MAX_CLIENTS).unwrap_or(1);
             let named = sharing.resource_name.as_deref().and_then(|name| self.names.get(name)).map(|(id, _)| id);
-            class.inside = Some(Inside { units, resource: named });
+            class.instance_sharing = Some(InstanceSharing { units, resource: named });
         }
     }
 
-    /// Reads what the GPU holds. What cannot be understood stays as it is, and nothing is cut
-    /// around it.
+    /// Reads the slices of the GPU. Slices that are not valid stay, and the GPU is not
+    /// repartitioned.
     fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
-        // Of several complaints one is told, and always the same one.
+        // Only one problem is reported. The smallest is chosen, so that the report does not depend
+        // on the order.
         let mut wrong: Option<String> = None;
-        let mut wrong_is = |reason: String| {
+        let mut reject = |reason: String| {
             wrong = Some(wrong.take().map_or(reason.clone(), |other| other.min(reason)));
         };
         let mut instances = Vec::new();
         for slice in &gpu.slices {
             let Some((resource, kind)) = self.names.get(&slice.resource) else {
-                wrong_is(format!("it holds {}, which is not known", slice.resource));
+                reject(format!("it has slices of {}, which is not a known resource", slice.resource));
                 continue;
             };
             let of_mig =
@@ -551,33 +553,36 @@ impl<'b> ClassBuilder<'b> {
                 instance = Self::instance(slice, class);
                 match instance {
                     Some(instance) => instances.push(instance),
-                    None => wrong_is(match slice.placement {
-                        Some(place) => format!("it holds {} at {place}, where no such profile can be", slice.resource),
-                        None => format!("it holds {} without a placement", slice.resource),
+                    None => reject(match slice.placement {
+                        Some(place) => format!(
+                            "it has {} at memory slice {place}, where that profile cannot start",
+                            slice.resource
+                        ),
+                        None => format!("it has {} without a placement", slice.resource),
                     }),
                 }
             }
             let cell = Cell { resource, kind, instance, count: slice.count };
             if slice.count > 0 {
-                if slice.in_use { &mut class.held } else { &mut class.free }.push(cell);
+                if slice.in_use { &mut class.in_use } else { &mut class.free }.push(cell);
             }
         }
-        merge(&mut class.held);
+        merge(&mut class.in_use);
         merge(&mut class.free);
-        if class.held.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
-            wrong_is(format!("it holds more than {MAX_EQUAL_SLICES} equal slices"));
+        if class.in_use.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
+            reject(format!("it has more than {MAX_EQUAL_SLICES} equal slices"));
         }
         instances.sort_unstable();
-        let plain = class.held.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
+        let plain = class.in_use.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
         let doubled = plain.clone().any(|cell| cell.count > 1);
         instances.dedup();
         if let Some(shared) = &class.table
             && (doubled || shared.table.together(&instances).is_none())
         {
-            wrong_is("its MIG instances overlap, or are more than it can have".to_owned());
+            reject("its MIG instances overlap or exceed what it can have".to_owned());
         }
         if let Err(reason) = class.consistent() {
-            wrong_is(reason);
+            reject(reason);
         }
         wrong.map_or(Ok(()), Err)
     }

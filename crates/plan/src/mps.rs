@@ -1,22 +1,21 @@
-//! What k of n MPS shares of a GPU are worth: thread percentage, SMs, memory.
+//! The limits of k of n MPS shares of a GPU: thread percentage, SMs and memory.
 //!
-//! The figures that this arithmetic must agree with were measured on an H200 under driver 580
+//! The results must match the figures measured on an H200 with driver 580
 //! (`docs/explanation/measurements.md`).
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Mebibytes, Percent, Sms};
 
-/// The most client contexts that one MPS server serves; the 49th is refused with CUDA error 808.
+/// Maximum number of client contexts of one MPS server. It refuses the 49th with CUDA error 808.
 pub const MAX_CLIENTS: u32 = 48;
 
-/// Memory that is not handed out: the MPS server's own context (66 MiB measured), rounded up to
-/// leave it room to grow.
+/// Memory kept for the MPS server's own context. It measured 66 MiB; the rest is a margin.
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
-/// SMs below which MPS never limits a client, whatever the percentage.
+/// Number of SMs below which MPS never limits a client.
 const LEAST_SMS: u32 = 8;
 
-/// How hard the SM limit of a share is.
+/// How strictly the SMs of a share are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Threads {
     /// k of n shares get 100·k/n % of the SMs.
@@ -27,23 +26,23 @@ pub enum Threads {
     Uncapped,
 }
 
-/// What one allocation of shares may use.
+/// Limits of one allocation of shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// The active thread percentage; none is no limit.
+    /// Active thread percentage. `None` is no limit.
     pub threads: Option<Percent>,
-    /// The memory that all of the allocation may take; none is no limit.
+    /// Memory that all processes of the allocation may use. `None` is no limit.
     pub memory: Option<Mebibytes>,
 }
 
-/// The memory of a GPU that shares can be made of.
+/// Memory of a GPU that can be divided into shares.
 pub const fn shareable(total: Mebibytes) -> Mebibytes {
     total.saturating_sub(SERVER_RESERVE)
 }
 
-/// The thread percentage of `shares` of `units`, rounded down, never below 1 %.
+/// Thread percentage of `shares` of `units`, rounded down, at least 1 %.
 ///
-/// `shares` above `units`, and no `units` at all, count as the whole GPU.
+/// If `shares` is larger than `units`, or `units` is 0, the result is that of the whole GPU.
 pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
     let parts = match policy {
         Threads::Strict => 100,
@@ -54,27 +53,27 @@ pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
     u8::try_from(percent).ok().and_then(|percent| Percent::new(percent).ok())
 }
 
-/// The memory of `shares` of `units` of a GPU with `total` memory, in whole MiB, rounded down.
+/// Memory of `shares` of `units` of a GPU with `total` memory, in whole MiB, rounded down.
 pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(shares)).checked_div(u128::from(units)).unwrap_or(u128::from(whole.0));
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
-/// The memory that a slice of `size` of a GPU with `total` memory may really use, in whole MiB,
-/// rounded down.
+/// Memory that a sized slice of a GPU with `total` memory can use, in whole MiB, rounded down.
 ///
-/// Slices are as large as their names say, so that two of 20 GiB are a GPU of 40 GiB; what the
-/// server needs is taken off each in proportion. A slice above the GPU counts as the whole GPU.
+/// Slices have the size that their names say, so two of 20 GiB fill a GPU of 40 GiB. The memory of
+/// the MPS server is deducted from each slice in proportion. A slice larger than the GPU counts as
+/// the whole GPU.
 pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
 
-/// The SMs that a client limited to `threads` of a GPU with `total` SMs really gets.
+/// Number of SMs that a client limited to `threads` of a GPU with `total` SMs gets.
 ///
-/// MPS rounds down to an even count and never goes below 8.
+/// MPS rounds down to an even number, but not below 8.
 pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
     let part = u64::from(total.0) * u64::from(percent.get()) / 100;
@@ -82,12 +81,12 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
     Sms(even.max(LEAST_SMS).min(total.0))
 }
 
-/// The memory that the CUDA context of a client which may use `sms` SMs takes of its limit; none
-/// where it was not measured.
+/// Part of its memory limit that a client's CUDA context takes, if the client can use `sms` SMs.
+/// `None` if it was not measured.
 ///
-/// 27.1 MiB and 3.69 MiB for each SM on GPUs of compute capability 9.0 under driver 580, right to
-/// within 1 MiB for 12 to 132 SMs (H100 and H200, `docs/explanation/measurements.md`). A program
-/// that asks for a larger stack, and its kernels' code, take more.
+/// GPUs of compute capability 9.0 with driver 580 take 27.1 MiB and 3.69 MiB for each SM. The
+/// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
+/// `docs/explanation/measurements.md`). A larger stack and the code of kernels take more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))
@@ -97,7 +96,7 @@ pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibyt
 mod tests {
     use super::*;
 
-    /// SMs → MiB of a limit that could not be allocated, as an H100 and an H200 gave them.
+    /// SMs → MiB of the limit that could not be allocated, measured on an H100 and an H200.
     const CONTEXTS: [(u32, u64); 10] = [
         (12, 72),
         (26, 123),
@@ -111,7 +110,7 @@ mod tests {
         (132, 514),
     ];
 
-    /// Thread percentage → SMs as an H200 (132 SMs) gave them.
+    /// Thread percentage → SMs, measured on an H200 with 132 SMs.
     const MEASURED: [(u8, u32); 14] = [
         (1, 8),
         (2, 8),
@@ -130,7 +129,7 @@ mod tests {
     ];
 
     #[test]
-    fn sms_are_those_measured() {
+    fn sms_match_measurements() {
         for (percent, expected) in MEASURED {
             assert_eq!(sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
         }
@@ -138,10 +137,10 @@ mod tests {
     }
 
     #[test]
-    fn contexts_take_what_was_measured_and_nothing_is_said_of_others() {
+    fn contexts_match_measurements_and_others_are_unknown() {
         for (sms, measured) in CONTEXTS {
-            let told = context((9, 0), "580.159.04", Sms(sms)).unwrap();
-            assert!(told.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {told:?} told");
+            let computed = context((9, 0), "580.159.04", Sms(sms)).unwrap();
+            assert!(computed.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {computed:?} computed");
         }
         assert_eq!(context((8, 0), "580.159.04", Sms(108)), None);
         assert_eq!(context((9, 0), "5800.1", Sms(108)), None);
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn burst_is_twice_the_part_and_at_most_the_whole() {
+    fn burst_doubles_the_percentage_up_to_the_whole_gpu() {
         assert_eq!(threads(1, 10, Threads::Burst), Percent::new(20).ok());
         assert_eq!(threads(7, 10, Threads::Burst), Some(Percent::FULL));
         assert_eq!(threads(1, 7, Threads::Strict), Percent::new(14).ok());
@@ -166,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_that_fill_a_gpu_leave_the_server_its_part() {
+    fn slices_that_fill_a_gpu_leave_room_for_the_server() {
         let total = Mebibytes::from_gib(40);
         let slice = sized(Mebibytes::from_gib(20), total);
         assert_eq!(slice, Mebibytes(20_416));
@@ -176,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_never_nothing_and_never_divides_by_zero() {
+    fn a_share_is_never_empty_and_zero_units_are_safe() {
         assert_eq!(threads(1, 48, Threads::Strict), Percent::new(2).ok());
         assert_eq!(threads(1, 0, Threads::Strict), Some(Percent::FULL));
         assert_eq!(memory(1, 0, Mebibytes(1024)), Mebibytes(896));

@@ -1,23 +1,23 @@
-//! Kubernetes quantities, held in thousandths.
+//! Kubernetes quantities, in thousandths.
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// An amount of a resource as Kubernetes writes it: `64`, `500m`, `40960Mi`, `1e3`.
 ///
-/// A text that is not a quantity is kept, and has no value: one bad object of a snapshot must not
-/// make the whole unreadable.
+/// A text that is not a quantity is kept, and has no value. One invalid object must not make a
+/// whole snapshot unreadable.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity {
     text: String,
     milli: Option<u64>,
 }
 
-/// Longer texts are no quantity that any Kubernetes object holds.
+/// Maximum length of a quantity in bytes. No Kubernetes object has a longer one.
 const MAX_LENGTH: usize = 40;
 
 impl Quantity {
-    /// Reads a quantity; a text that is none has no value.
+    /// Parses a quantity. An invalid text has no value.
     pub fn new(text: &str) -> Self {
         Self { text: text.to_owned(), milli: parse(text) }
     }
@@ -32,18 +32,18 @@ impl Quantity {
         Self::new(&format!("{mebibytes}Mi"))
     }
 
-    /// The value in thousandths, rounded up; amounts beyond what 64 bits hold are the largest that
-    /// they do. None where the text is no quantity or is below zero.
+    /// The value in thousandths, rounded up. An amount that exceeds 64 bits is `u64::MAX`. `None`
+    /// if the text is not a quantity or is negative.
     pub const fn milli(&self) -> Option<u64> {
         self.milli
     }
 
-    /// The value where it is a whole number.
+    /// The value, if it is a whole number.
     pub fn count(&self) -> Option<u64> {
         self.milli.filter(|milli| milli % 1000 == 0).map(|milli| milli / 1000)
     }
 
-    /// The value in MiB (2^20), rounded down.
+    /// The value in MiB (2^20 bytes), rounded down.
     pub fn as_mebibytes(&self) -> Option<u64> {
         self.milli.map(|milli| milli / 1000 / (1 << 20))
     }
@@ -84,7 +84,7 @@ impl<'de> Deserialize<'de> for Quantity {
     }
 }
 
-/// Thousandths, rounded up, of a text such as `1.5Gi`.
+/// Parses a text such as `1.5Gi` to thousandths, rounded up.
 fn parse(text: &str) -> Option<u64> {
     if text.len() > MAX_LENGTH {
         return None;
@@ -103,7 +103,7 @@ fn parse(text: &str) -> Option<u64> {
     Some(u64::try_from(milli).unwrap_or(u64::MAX))
 }
 
-/// What a suffix multiplies by and divides by.
+/// Multiplier and divisor of a suffix.
 fn scale(suffix: &str) -> Option<(u128, u128)> {
     Some(match suffix {
         "n" => (1, 1_000_000_000),
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantities_are_read_as_kubernetes_writes_them() {
+    fn quantities_are_parsed_as_kubernetes_writes_them() {
         for (text, milli) in [
             ("64000m", 64_000),
             ("64", 64_000),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_quantity_has_no_value() {
+    fn an_invalid_quantity_has_no_value() {
         for text in [
             "",
             "-1",
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_texts_are_both_taken() {
+    fn numbers_and_texts_are_both_accepted() {
         let read = |json: &str| serde_json::from_str::<Quantity>(json).map(|quantity| quantity.milli()).ok();
         assert_eq!(read("2"), Some(Some(2000)));
         assert_eq!(read("0.25"), Some(Some(250)));

@@ -1,63 +1,63 @@
-//! Why each pod is where it is, or why nowhere, in words for its owner.
+//! Explains to each pod's owner why the pod is where it is, or why it has no place.
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::board::{Board, Rule, Spot};
-use crate::cut::{Demand, Kind};
+use crate::assignment::{Assignment, Location, Rule};
 use crate::device::WHOLE;
 use crate::model::{Group, Model, NodeModel, as_u32};
+use crate::partition::{Demand, Kind};
 use crate::snapshot::Snapshot;
 use crate::states::{StateId, States};
 
-/// Reasons for a plan.
+/// Explanation of a plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
-    /// By pod, in order of arrival.
+    /// Pods in order of arrival.
     pub pods: Vec<PodReport>,
-    /// Nodes and GPUs that are left out of the plan or kept as they are, though nobody asked for
-    /// that.
+    /// Nodes and GPUs that are left out of the plan or not repartitioned, although no policy asks
+    /// for that.
     pub nodes: Vec<NodeReport>,
 }
 
-/// What became of a pod.
+/// Explanation for one pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodReport {
-    /// The pod.
+    /// Name of the pod.
     pub pod: String,
-    /// It has a place.
+    /// Whether the pod has a place.
     pub placed: bool,
-    /// Why it is there, or why nowhere.
+    /// Why the pod is there, or why it has no place.
     pub reason: String,
 }
 
-/// What takes no part in the plan.
+/// A node or GPU that is left out of the plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeReport {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// UUID of the GPU; none where it is the whole node.
+    /// UUID of the GPU. `None` if it is the whole node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
-    /// Why.
+    /// Why it is left out.
     pub reason: String,
 }
 
-/// Reasons that one pod is told, each for some nodes.
+/// Maximum number of reasons in one pod's explanation. Each covers some nodes.
 const MAX_REASONS: usize = 6;
 
-/// A plan that is made, and what it was made of.
+/// A finished plan and its input.
 pub(crate) struct Cluster<'r, 'a> {
     pub(crate) model: &'r Model<'a>,
     pub(crate) snapshot: &'r Snapshot,
-    /// Without the waiting pods.
-    pub(crate) empty: &'r Board,
-    /// With them.
-    pub(crate) board: &'r Board,
+    /// The assignment without the pending pods.
+    pub(crate) empty: &'r Assignment,
+    /// The assignment with the pending pods.
+    pub(crate) assignment: &'r Assignment,
 }
 
 impl Cluster<'_, '_> {
@@ -67,22 +67,22 @@ impl Cluster<'_, '_> {
 }
 
 pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
-    let &Cluster { model, snapshot, board, .. } = cluster;
+    let &Cluster { model, snapshot, assignment, .. } = cluster;
     let mut report = Report::default();
-    // Pods of one group wait for one reason.
+    // All pods of a group have the same reason.
     let mut waiting: BTreeMap<u32, String> = BTreeMap::new();
     for (index, pod) in snapshot.pods.iter().enumerate() {
-        let spot = board.at.get(index).and_then(Option::as_ref);
+        let location = assignment.locations.get(index).and_then(Option::as_ref);
         let group = model.group_of.get(index).copied().flatten();
-        let reason = match (spot, group) {
-            (Some(spot), _) => placed(model, states, board, as_u32(index), spot),
+        let reason = match (location, group) {
+            (Some(location), _) => placed(model, states, assignment, as_u32(index), location),
             (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
             (None, None) => {
-                let wrong = model.bad_pods.get(&as_u32(index)).map_or("it cannot be planned for", String::as_str);
-                format!("No plan is made for it: {wrong}.")
+                let wrong = model.bad_pods.get(&as_u32(index)).map_or("its requests are not valid", String::as_str);
+                format!("It cannot be planned: {wrong}.")
             }
         };
-        report.pods.push(PodReport { pod: pod.name.clone(), placed: spot.is_some(), reason });
+        report.pods.push(PodReport { pod: pod.name.clone(), placed: location.is_some(), reason });
     }
     for node in &model.nodes {
         let name = || node.node.name.clone();
@@ -99,27 +99,27 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
     report
 }
 
-fn placed(model: &Model<'_>, states: &States, board: &Board, pod: u32, spot: &Spot) -> String {
-    let name = model.node(spot.node).map_or("", |node| node.node.name.as_str());
-    let units = crate::board::group(model, pod).map_or(&[][..], |group| group.units.as_slice());
+fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32, location: &Location) -> String {
+    let name = model.node(location.node).map_or("", |node| node.node.name.as_str());
+    let units = crate::assignment::group(model, pod).map_or(&[][..], |group| group.units.as_slice());
     let mut takes: BTreeMap<(u32, &str), u32> = BTreeMap::new();
-    for (unit, &gpu) in units.iter().zip(&spot.gpus) {
+    for (unit, &gpu) in units.iter().zip(&location.gpus) {
         if let Some(demand) = states.demand(*unit) {
             *takes.entry((gpu, model.resource(demand.resource))).or_default() += demand.units;
         }
     }
     if takes.is_empty() {
-        return format!("{name} has room for it; it asks for no GPU.");
+        return format!("{name} has room for it. It requests no GPU.");
     }
     let mut text = format!("On {name},");
     for (at, ((gpu, resource), count)) in takes.iter().enumerate() {
         let index = model.gpu(*gpu).map_or(0, |gpu| gpu.gpu.index);
-        let state = board.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
+        let state = assignment.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
         let _ = write!(text, "{} GPU {index}", if at == 0 { "" } else { "," });
         let _ = match (*resource == WHOLE, states.summary(state).changed) {
-            (true, true) => write!(text, ", made whole again"),
+            (true, true) => write!(text, ", which becomes whole again"),
             (true, false) => write!(text, ", which is free"),
-            (false, true) => write!(text, ", cut anew, gives {count} {resource}"),
+            (false, true) => write!(text, ", repartitioned, gives {count} {resource}"),
             (false, false) => write!(text, " has {count} {resource} free"),
         };
     }
@@ -138,14 +138,14 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
         let reason = obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // What holds for most nodes first; of equals, the first node's.
+    // The reason that holds for most nodes comes first. Of equal ones, the first node's.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
-    let told = reasons.len().min(MAX_REASONS);
-    let more: usize = reasons.iter().skip(told).map(|(_, nodes)| nodes.len()).sum();
+    let shown = reasons.len().min(MAX_REASONS);
+    let more: usize = reasons.iter().skip(shown).map(|(_, nodes)| nodes.len()).sum();
     let mut texts: Vec<String> = reasons
         .into_iter()
-        .take(told)
+        .take(shown)
         .map(|(reason, nodes)| match nodes.as_slice() {
             few if few.len() <= 3 => format!("{}: {reason}", few.join(", ")),
             many => format!("{} of {} nodes: {reason}", many.len(), model.nodes.len()),
@@ -157,7 +157,7 @@ fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
     format!("No node can take it. {}.", texts.join("; "))
 }
 
-/// What keeps a pod of a group from a node.
+/// Why pods of a group cannot be placed on a node.
 fn obstacle(
     cluster: &Cluster<'_, '_>,
     states: &mut States,
@@ -177,7 +177,7 @@ fn obstacle(
         let free = empty.free(index).get(usize::from(*dimension)).copied().unwrap_or(0);
         let name = model.dimensions.get(usize::from(*dimension)).copied().unwrap_or_default();
         if free < *need {
-            return format!("too little {name}: {} wanted, {} free", amount(*need), amount(free));
+            return format!("not enough {name}: {} requested, {} free", amount(*need), amount(free));
         }
     }
     let mut demands: Vec<Demand> = group.units.iter().filter_map(|unit| states.demand(*unit).copied()).collect();
@@ -189,7 +189,7 @@ fn obstacle(
         if !classes().any(|class| class.weight(demand).is_some()) {
             let known = node.gpus.clone().filter_map(|gpu| model.gpu(gpu)?.note.as_ref());
             let why = known.map(|note| format!(" ({note})")).next().unwrap_or_default();
-            return format!("no GPU of it can be cut into {resource}{why}");
+            return format!("none of its GPUs can be partitioned into {resource}{why}");
         }
         if let Kind::Sized(gib) = demand.kind {
             let largest = classes().map(|class| class.memory).max().unwrap_or(0);
@@ -200,27 +200,27 @@ fn obstacle(
         let most = |units: u32| classes().any(|class| class.pack(&[Demand { units, ..*demand }]).is_some());
         if demand.kind == Kind::Shares && !most(demand.units) {
             let most = (1..demand.units.min(64)).rev().find(|&units| most(units)).unwrap_or(0);
-            return format!("{} {resource} of one GPU are wanted, and none has more than {most} free", demand.units);
+            return format!("{} {resource} of one GPU are requested, and none has more than {most} free", demand.units);
         }
     }
     if empty.offer(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {
         let (many, what) = (count > 1, demands.first().map_or("", |demand| model.resource(demand.resource)));
         let what = if many && demands.len() == 1 { format!("{count} {what}") } else { what.to_owned() };
         return if demands.iter().all(|demand| demand.kind == Kind::Whole) {
-            format!("fewer than {count} GPUs of it are wholly unused")
+            format!("fewer than {count} of its GPUs are unused")
         } else {
-            format!("what is in use leaves no room for {what}")
+            format!("slices in use leave no room for {what}")
         };
     }
-    others(cluster, group, index)
+    competitors(cluster, group, index)
 }
 
-/// Who has the room of a node that could otherwise take the pod.
-fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
-    let on = cluster.board.on.get(node as usize).map_or(&[][..], Vec::as_slice);
+/// Names the pods that took the room of a node which could otherwise take the pod.
+fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
+    let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
     let what = if higher.is_empty() {
-        "its room goes to others, as many as possible"
+        "its room goes to other pods, to place as many as possible"
     } else {
         "its room goes to pods of higher priority"
     };
@@ -232,13 +232,13 @@ fn others(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
     let named: Vec<&str> = higher.iter().take(3).map(name).collect();
     let more = higher.len() - named.len();
     match (named.is_empty(), more) {
-        (true, _) => "its room goes to others".to_owned(),
+        (true, _) => "its room goes to other pods".to_owned(),
         (false, 0) => format!("{what} ({})", named.join(", ")),
         (false, more) => format!("{what} ({} and {more} more)", named.join(", ")),
     }
 }
 
-/// Thousandths as a number.
+/// Formats thousandths as a number.
 fn amount(milli: u64) -> String {
     if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") }
 }

@@ -1,9 +1,11 @@
-//! Which nodes a pod may run on, by the scheduler's rules: selector, required affinity, taints.
+//! Decides which nodes a pod may run on, by the scheduler's rules for node selectors, required node
+//! affinity and taints.
 use std::collections::BTreeMap;
 
 use crate::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Taint, Toleration};
 
-/// What of a pod decides which nodes it may run on. Pods that agree in this are asked once.
+/// The part of a pod that decides which nodes it may run on. Pods with equal constraints are
+/// checked once.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Constraints<'a> {
     selector: &'a BTreeMap<String, String>,
@@ -22,15 +24,15 @@ pub enum Refused {
     Taint {
         /// The taint's key.
         key: String,
-        /// Its value; often empty.
+        /// The taint's value. It is often empty.
         value: String,
     },
     /// The node is cordoned.
     Cordoned,
 }
 
-/// Taints that controllers add and remove by themselves: conditions of the node, its start, and its
-/// removal by an autoscaler. A prefix ends with `/`.
+/// Taints that controllers add and remove without an administrator: node conditions, startup, and
+/// removal by an autoscaler. An entry that ends with `/` is a prefix.
 const PASSING_TAINTS: [&str; 11] = [
     "node.kubernetes.io/",
     "node.cloudprovider.kubernetes.io/",
@@ -46,9 +48,9 @@ const PASSING_TAINTS: [&str; 11] = [
 ];
 
 impl Refused {
-    /// Whether it can end without a change of the pod, or of the node by an administrator who means
-    /// it for good: a cordon, and taints that controllers add and remove. Labels and other taints
-    /// stay until somebody changes them.
+    /// Whether the refusal can end although nobody changes the pod, or changes the node for good.
+    /// That holds for a cordon and for taints that controllers add and remove. Labels and other
+    /// taints are permanent.
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
@@ -72,7 +74,7 @@ impl std::fmt::Display for Refused {
     }
 }
 
-/// Whether a pod may run on a node, whoever leaves.
+/// Whether a pod may run on a node, regardless of other pods.
 ///
 /// # Errors
 /// Why it may not.
@@ -80,7 +82,7 @@ pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
     Constraints::of(pod).admit(node)
 }
 
-/// Why a pod may not run on a node, in words; nothing where it may.
+/// Why a pod may not run on a node, as a sentence. `None` if it may.
 pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
     admit(pod, node).err().map(|refused| refused.to_string())
 }
@@ -90,7 +92,7 @@ impl<'a> Constraints<'a> {
         Self { selector: &pod.node_selector, affinity: &pod.affinity, tolerations: &pod.tolerations }
     }
 
-    /// Whether a pod with these may run on the node.
+    /// Whether a pod with these constraints may run on the node.
     pub(crate) fn admit(&self, node: &Node) -> Result<(), Refused> {
         if let Some((key, value)) = self.unselected(node) {
             return Err(Refused::Selector(format!("{key}={value}")));
@@ -101,19 +103,19 @@ impl<'a> Constraints<'a> {
         let cordoned = || (node.unschedulable && !self.tolerates(&cordon())).then_some(Refused::Cordoned);
         let tainted = |taint: &Taint| Refused::Taint { key: taint.key.clone(), value: taint.value.clone() };
         let taints: Vec<Refused> = self.untolerated(node).map(tainted).collect();
-        // What stays comes first: who asks whether it can pass is not to be answered by something
-        // beside it that can.
+        // Report permanent reasons first: a temporary one must not hide that the pod can never run
+        // there.
         let lasting = taints.iter().find(|refused| !refused.may_pass()).cloned();
         lasting.or_else(cordoned).or_else(|| taints.into_iter().next()).map_or(Ok(()), Err)
     }
 
-    /// Whether the node matches the pod's node selector and required node affinity, whatever its
+    /// Whether the node matches the pod's node selector and required node affinity, regardless of
     /// taints.
     pub(crate) fn selects(&self, node: &Node) -> bool {
         self.unselected(node).is_none() && self.has_affinity_to(node)
     }
 
-    /// Whether the pod tolerates every taint of the node that keeps pods away.
+    /// Whether the pod tolerates all taints of the node with effect `NoSchedule` or `NoExecute`.
     pub(crate) fn tolerates_all(&self, node: &Node) -> bool {
         self.untolerated(node).next().is_none()
     }
@@ -127,7 +129,7 @@ impl<'a> Constraints<'a> {
         matches_any(self.affinity, &node.labels, &node.name)
     }
 
-    /// The taints that keep the pod away.
+    /// Taints of the node that the pod does not tolerate.
     fn untolerated<'n>(&self, node: &'n Node) -> impl Iterator<Item = &'n Taint> {
         let hard = |taint: &&Taint| taint.effect == "NoSchedule" || taint.effect == "NoExecute";
         node.taints.iter().filter(hard).filter(|taint| !self.tolerates(taint))
@@ -151,8 +153,8 @@ fn cordon() -> Taint {
     Taint { key, value: String::new(), effect: "NoSchedule".to_owned() }
 }
 
-/// Whether a node with these labels and this name matches one of the terms. No terms are no
-/// requirement.
+/// Whether a node with these labels and this name matches one of the terms. An empty list matches
+/// every node.
 pub(crate) fn matches_any(terms: &[NodeSelectorTerm], labels: &BTreeMap<String, String>, name: &str) -> bool {
     terms.is_empty() || terms.iter().any(|term| matches_term(term, labels, name))
 }
@@ -164,7 +166,7 @@ fn matches_term(term: &NodeSelectorTerm, labels: &BTreeMap<String, String>, name
     some && term.match_expressions.iter().all(label) && term.match_fields.iter().all(field)
 }
 
-/// Whether a requirement holds for a value; none is a label that is not there.
+/// Whether a value meets a requirement. `None` is a label that the node does not have.
 pub(crate) fn matches(requirement: &Requirement, value: Option<&str>) -> bool {
     let listed = value.is_some_and(|value| requirement.values.iter().any(|one| one == value));
     let compared = || {
@@ -212,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_and_affinity_are_those_of_kubernetes() {
+    fn selectors_and_affinity_match_as_in_kubernetes() {
         let here = node(&[("zone", "a"), ("gen", "9")], &[]);
         for (expected, json) in [
             (true, r#"{"nodeSelector": {"zone": "a"}}"#),
@@ -243,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn taints_keep_away_whom_they_should() {
+    fn taints_refuse_pods_without_tolerations() {
         let tainted = node(&[], &[("gpu", "yes", "NoSchedule"), ("soft", "", "PreferNoSchedule")]);
         for (expected, json) in [
             (false, "{}"),
@@ -262,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lasting_taint_is_not_hidden_by_a_cordon_or_a_passing_one() {
+    fn a_permanent_taint_is_reported_before_temporary_reasons() {
         let both = node(&[], &[("node.kubernetes.io/not-ready", "", "NoSchedule"), ("dedicated", "", "NoSchedule")]);
         let both = Node { unschedulable: true, ..both };
         let refused = Constraints::of(&pod("{}")).admit(&both).unwrap_err();
@@ -272,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_controllers_or_a_cordon_do_may_pass() {
+    fn only_cordons_and_taints_of_controllers_are_temporary() {
         let taint = |key: &str| Refused::Taint { key: key.to_owned(), value: String::new() };
         for passing in [
             Refused::Cordoned,

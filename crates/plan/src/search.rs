@@ -1,24 +1,24 @@
-//! The search for small parts of a cluster: every way, as far as it can matter.
+//! Exact search for small parts of a cluster. It tries every assignment that can be better.
 //!
-//! Depth first over the pods, the highest priority first. A branch ends where even placing all that
-//! is left could not be better than the best known, and where the same GPUs were met in the same
-//! states before.
+//! The search is depth first over the pods, highest priority first. It cuts a branch that cannot be
+//! better than the best known assignment, even if all remaining pods are placed. It also cuts a
+//! branch that leads to states of the GPUs that it has met before.
 use std::collections::BTreeMap;
 
-use crate::board::{Board, Rule, Spot, group, step};
-use crate::cut::WHOLE_GPU;
+use crate::assignment::{Assignment, Location, Rule, group, step};
 use crate::model::Model;
+use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
 
-/// How good a set of placements is: pods placed by priority, the highest first, then GPUs left as
-/// they are.
+/// How good an assignment is: pods placed by priority, highest first, then GPUs that are not
+/// repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     pub(crate) placed: Vec<u32>,
     pub(crate) unchanged: u32,
 }
 
-/// A part of the cluster that has nothing to do with the rest.
+/// A part of the cluster that shares no pod's candidate nodes with the rest.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Part {
     pub(crate) nodes: Vec<u32>,
@@ -38,7 +38,7 @@ impl Part {
         self.nodes.iter().filter_map(|&node| model.node(node)).flat_map(|node| node.gpus.clone())
     }
 
-    /// The priorities of its pods, the highest first.
+    /// The priorities of the part's pods, highest first.
     fn levels(&self, model: &Model<'_>) -> Vec<i32> {
         let mut levels: Vec<i32> = self
             .groups
@@ -51,7 +51,7 @@ impl Part {
         levels
     }
 
-    /// The score if every pod were placed and nothing changed.
+    /// The score if every pod is placed and no GPU is repartitioned.
     pub(crate) fn ideal(&self, model: &Model<'_>) -> Score {
         let levels = self.levels(model);
         let mut placed = vec![0; levels.len()];
@@ -64,56 +64,57 @@ impl Part {
         Score { placed, unchanged: crate::model::as_u32(self.gpus(model).count()) }
     }
 
-    pub(crate) fn score(&self, model: &Model<'_>, states: &States, board: &Board) -> Score {
+    pub(crate) fn score(&self, model: &Model<'_>, states: &States, assignment: &Assignment) -> Score {
         let levels = self.levels(model);
         let mut placed = vec![0; levels.len()];
         for pod in self.pods(model) {
-            let there = board.at.get(pod as usize).is_some_and(Option::is_some);
+            let there = assignment.locations.get(pod as usize).is_some_and(Option::is_some);
             let Some(group) = group(model, pod).filter(|_| there) else { continue };
             if let Some(level) = levels.iter().position(|&level| level == group.priority) {
                 placed[level] += 1;
             }
         }
-        let unchanged = |&gpu: &u32| board.gpus.get(gpu as usize).is_some_and(|&state| !states.summary(state).changed);
+        let unchanged =
+            |&gpu: &u32| assignment.gpus.get(gpu as usize).is_some_and(|&state| !states.summary(state).changed);
         Score { placed, unchanged: crate::model::as_u32(self.gpus(model).filter(unchanged).count()) }
     }
 }
 
-/// What a search found: something better than what it was given, if anything.
+/// Result of a search: an assignment that is better than the given one, if there is one.
 pub(crate) struct Found {
-    pub(crate) better: Option<(Score, Vec<(u32, Spot)>)>,
-    /// Steps taken.
+    pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
+    /// Number of steps used.
     pub(crate) steps: u32,
 }
 
 struct Search<'s, 'a> {
     model: &'s Model<'a>,
     states: &'s mut States,
-    board: Board,
+    assignment: Assignment,
     rule: Rule,
     nodes: &'s [u32],
     pods: Vec<u32>,
     level_of: Vec<usize>,
-    /// By node of the part: nodes with equal numbers may stand for each other.
+    /// Number for each node of the part. Nodes with one number are interchangeable.
     alike: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
     best: Score,
-    found: Option<Vec<(u32, Spot)>>,
+    found: Option<Vec<(u32, Location)>>,
     seen: BTreeMap<Vec<u32>, Vec<u32>>,
     steps: u32,
     max_steps: u32,
 }
 
-/// Ways of spreading one pod's units over a node's GPUs that are tried.
+/// Maximum number of ways to spread one pod's units over a node's GPUs.
 const MAX_SPREADS: usize = 24;
 
-/// Searches for placements better than `best`. `board` must have none of the part's pods on it, and
-/// has none afterwards.
+/// Searches for an assignment better than `best`. None of the part's pods may be placed in
+/// `assignment`, and none is afterwards.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
-    board: &mut Board,
+    assignment: &mut Assignment,
     part: &Part,
     rule: Rule,
     best: Score,
@@ -128,10 +129,10 @@ pub(crate) fn search(
     let level_of =
         pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
     let mut search = Search {
-        alike: alike(model, board, part),
+        alike: alike(model, assignment, part),
         model,
         states,
-        board: std::mem::take(board),
+        assignment: std::mem::take(assignment),
         rule,
         nodes: &part.nodes,
         gpus: part.gpus(model).collect(),
@@ -145,14 +146,14 @@ pub(crate) fn search(
         max_steps,
     };
     search.descend(0, false);
-    *board = search.board;
+    *assignment = search.assignment;
     let score = search.best;
     Found { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
-/// Numbers nodes so that equal ones may stand for each other: the same GPUs, the same room, wanted
-/// by the same pods.
-fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
+/// Gives equal nodes one number: same states of GPUs, same free resources, and candidates for the
+/// same pods.
+fn alike(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
     for &node in &part.nodes {
@@ -161,14 +162,16 @@ fn alike(model: &Model<'_>, board: &Board, part: &Part) -> Vec<u32> {
         };
         let groups: Vec<u32> = part.groups.iter().filter(wanted_by).copied().collect();
         let next = crate::model::as_u32(kinds.len());
-        numbers.push(*kinds.entry((sorted_states(model, board, node), board.free(node), groups)).or_insert(next));
+        numbers.push(
+            *kinds.entry((sorted_states(model, assignment, node), assignment.free(node), groups)).or_insert(next),
+        );
     }
     numbers
 }
 
-fn sorted_states(model: &Model<'_>, board: &Board, node: u32) -> Vec<StateId> {
+fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<StateId> {
     let range = model.node(node).map_or(0..0, |node| node.gpus.clone());
-    let mut states = board.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
+    let mut states = assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
     states.sort_unstable();
     states
 }
@@ -189,50 +192,51 @@ impl Search<'_, '_> {
         self.seen.insert(key, self.placed.clone());
 
         let group = self.model.group_of.get(pod as usize).copied().flatten();
-        let twin = |other: Option<&u32>| {
+        let same_group = |other: Option<&u32>| {
             other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
         };
-        // Of equal pods, if one cannot be worth placing, no later one is.
-        let forced = skipped && at.checked_sub(1).is_some_and(|before| twin(self.pods.get(before)));
+        // If one of several equal pods is skipped, the later ones are skipped too.
+        let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
-            for spot in self.options(pod) {
-                if !self.board.put(self.model, self.states, pod, spot) {
+            for location in self.options(pod) {
+                if !self.assignment.put(self.model, self.states, pod, location) {
                     continue;
                 }
                 self.placed[self.level_of[at]] += 1;
                 self.descend(at + 1, false);
                 self.placed[self.level_of[at]] -= 1;
-                self.board.remove(self.model, self.states, pod);
+                self.assignment.remove(self.model, self.states, pod);
             }
         }
         self.descend(at + 1, true);
     }
 
     fn finish(&mut self) {
-        let changed =
-            |&&gpu: &&u32| self.board.gpus.get(gpu as usize).is_some_and(|&state| self.states.summary(state).changed);
+        let changed = |&&gpu: &&u32| {
+            self.assignment.gpus.get(gpu as usize).is_some_and(|&state| self.states.summary(state).changed)
+        };
         let changed = self.gpus.iter().filter(changed).count();
         let unchanged = crate::model::as_u32(self.gpus.len() - changed);
         let score = Score { placed: self.placed.clone(), unchanged };
         if score > self.best {
             self.best = score;
-            let spot = |&pod: &u32| Some((pod, self.board.at.get(pod as usize)?.clone()?));
-            self.found = Some(self.pods.iter().filter_map(spot).collect());
+            let location = |&pod: &u32| Some((pod, self.assignment.locations.get(pod as usize)?.clone()?));
+            self.found = Some(self.pods.iter().filter_map(location).collect());
         }
     }
 
-    /// Whether the best that can still come of this is better than what is known.
+    /// Whether the best possible continuation is better than the best known assignment.
     fn promising(&self, at: usize) -> bool {
         let mut room = (0_u64, 0_u64); // Of memory and of compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
-            let Some(&state) = self.board.gpus.get(gpu as usize) else { continue };
+            let Some(&state) = self.assignment.gpus.get(gpu as usize) else { continue };
             let summary = self.states.summary(state);
             room.0 += u64::from(WHOLE_GPU.saturating_sub(summary.used.memory));
             room.1 += u64::from(WHOLE_GPU.saturating_sub(summary.used.compute));
             unchanged += u32::from(!summary.changed);
         }
-        // Rounding down each part could hide as much as this.
+        // Allow for the rounding down of each part.
         let slack = self.gpus.len() as u64 * 64;
         room = (room.0 + slack, room.1 + slack);
         let mut rest = at;
@@ -251,20 +255,20 @@ impl Search<'_, '_> {
             if most != best {
                 return most > best;
             }
-            // To be as good as the best here, at least this much goes.
+            // An assignment as good as the best known one takes at least this much at this level.
             room.0 = room.0.saturating_sub(weights.0.iter().take(more).sum());
             room.1 = room.1.saturating_sub(weights.1.iter().take(more).sum());
         }
         unchanged > self.best.unchanged
     }
 
-    /// What of the situation matters for what can still come.
+    /// The part of the state that determines the possible continuations.
     fn key(&self, at: usize, skipped: bool) -> Vec<u32> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
         for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
             let mut key = vec![alike];
-            key.extend(sorted_states(self.model, &self.board, node));
-            for &free in self.board.free(node) {
+            key.extend(sorted_states(self.model, &self.assignment, node));
+            for &free in self.assignment.free(node) {
                 key.push(u32::try_from(free >> 32).unwrap_or(u32::MAX));
                 key.push(u32::try_from(free & u64::from(u32::MAX)).unwrap_or(u32::MAX));
             }
@@ -276,13 +280,13 @@ impl Search<'_, '_> {
         key
     }
 
-    /// Everywhere that a pod could go, the cheapest first; only one of those that are alike.
-    fn options(&mut self, pod: u32) -> Vec<Spot> {
+    /// All places for a pod, cheapest first. Of interchangeable places, only one.
+    fn options(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
         let Some(group) = model.groups.get(group_id as usize) else { return Vec::new() };
         let mut options = Vec::new();
-        let mut met = Vec::new();
+        let mut seen = Vec::new();
         let mut gpus = Vec::new();
         let nodes = self.nodes;
         for (at, &node) in nodes.iter().enumerate() {
@@ -290,30 +294,31 @@ impl Search<'_, '_> {
             if group.nodes.binary_search(&node).is_err() {
                 continue;
             }
-            let like = (alike, sorted_states(self.model, &self.board, node), self.board.free(node).to_vec());
-            if met.contains(&like) {
+            let kind = (alike, sorted_states(self.model, &self.assignment, node), self.assignment.free(node).to_vec());
+            if seen.contains(&kind) {
                 continue;
             }
-            met.push(like);
-            let Some(cost) = self.board.offer(self.model, self.states, group_id, node, self.rule, &mut gpus) else {
+            seen.push(kind);
+            let Some(cost) = self.assignment.offer(self.model, self.states, group_id, node, self.rule, &mut gpus)
+            else {
                 continue;
             };
-            options.push((cost, Spot { node, gpus: gpus.clone() }));
+            options.push((cost, Location { node, gpus: gpus.clone() }));
             self.spreads(&group.units, node, &mut options);
         }
         options.sort();
         options.dedup_by(|next, first| next.1 == first.1);
-        options.into_iter().map(|(_, spot)| spot).collect()
+        options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// All ways, but for those that are alike, to spread units over a node's GPUs.
-    fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::board::Cost, Spot)>) {
+    /// All ways to spread units over a node's GPUs. Of interchangeable combinations, only one.
+    fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
-        let slots = self.board.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
-        let mut ways: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
+        let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
+        let mut combinations: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
         for &unit in units {
             let mut next: Vec<(Vec<StateId>, Vec<u32>)> = Vec::new();
-            for (now, chosen) in &ways {
+            for (now, chosen) in &combinations {
                 for at in 0..now.len() {
                     if now[..at].contains(&now[at]) && units.len() == 1 {
                         continue;
@@ -329,7 +334,7 @@ impl Search<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that end in the same states, on whichever GPU, are one.
+            // Ways that end in the same states are one, no matter which GPU has which state.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();
@@ -338,19 +343,19 @@ impl Search<'_, '_> {
             next.sort_by_cached_key(|(states, chosen)| (canonical(states), chosen.clone()));
             next.dedup_by(|next, first| canonical(&next.0) == canonical(&first.0));
             next.truncate(MAX_SPREADS);
-            ways = next;
+            combinations = next;
         }
-        for (now, chosen) in ways {
+        for (now, chosen) in combinations {
             if chosen.len() == units.len() && !units.is_empty() {
                 let steps = slots.iter().zip(&now).map(|(&from, &to)| step(self.states, from, to, self.rule));
                 let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };
-                options.push((cost, Spot { node, gpus: chosen }));
+                options.push((cost, Location { node, gpus: chosen }));
             }
         }
     }
 }
 
-/// Sorts the weights; how many of them, the smallest first, the room holds at most.
+/// Sorts the weights. Returns how many of them fit into the room, smallest first.
 fn fill(weights: &mut [u64], mut room: u64) -> usize {
     weights.sort_unstable();
     let fits = |weight: &&u64| match room.checked_sub(**weight) {

@@ -1,8 +1,8 @@
-//! What is planned for: the nodes, GPUs and slices as observed, and the pods that wait.
+//! The input of planning: the observed nodes, GPUs and slices, and the pending pods.
 //!
 //! The serde format is that of `cleave plan --snapshot` (`docs/explanation/planning.md`). Unknown
-//! fields are ignored, fields left out have the values that change nothing. A part that makes no
-//! sense costs that part alone: it is left out of the plan, with a reason.
+//! fields are ignored. Fields that are left out have neutral defaults. An invalid part does not
+//! make the snapshot unreadable: that part alone is left out of the plan, with a reason.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -15,9 +15,9 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Snapshot {
-    /// Nodes with GPUs. Their order does not matter.
+    /// Nodes with GPUs, in any order.
     pub nodes: Vec<Node>,
-    /// Pods that wait for a node, in order of arrival.
+    /// Pending pods, in order of arrival.
     pub pods: Vec<Pod>,
 }
 
@@ -25,24 +25,24 @@ pub struct Snapshot {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Node {
-    /// Name.
+    /// Name of the node.
     pub name: String,
-    /// Labels.
+    /// Labels of the node.
     pub labels: BTreeMap<String, String>,
-    /// Taints.
+    /// Taints of the node.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub taints: Vec<Taint>,
-    /// Cordoned.
+    /// Whether the node is cordoned.
     #[serde(skip_serializing_if = "is_false")]
     pub unschedulable: bool,
-    /// What pods may use of each resource. CPU, memory, ephemeral storage and pods are unlimited
-    /// where they are left out; of any other resource there is none.
+    /// Allocatable amount of each resource. CPU, memory, ephemeral storage and pods are unlimited
+    /// if they are left out. The node has none of any other resource that is left out.
     pub allocatable: BTreeMap<String, Quantity>,
-    /// What pods that are bound to the node use.
+    /// Amounts that pods bound to the node request.
     pub requested: BTreeMap<String, Quantity>,
-    /// GPUs. Their order does not matter.
+    /// GPUs in any order.
     pub gpus: Vec<Gpu>,
-    /// Why the node takes no part in the plan: unknown, silent, on its way out.
+    /// Why the node is left out of the plan, such as unreachable or terminating.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub left_out: Option<String>,
 }
@@ -51,42 +51,44 @@ pub struct Node {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Gpu {
-    /// NVML's UUID.
+    /// UUID, as NVML reports it.
     pub uuid: String,
-    /// NVML's index.
+    /// NVML index.
     pub index: u32,
     /// Product name.
     pub model: String,
     /// Total memory.
     pub memory: Quantity,
-    /// What the policy allows this GPU.
+    /// Sharing mode that the policy allows.
     pub mode: Mode,
-    /// What it is cut into now. An empty list is a whole GPU.
+    /// Current slices. An empty list is a whole GPU.
     pub slices: Vec<Slice>,
-    /// MIG profiles and places as NVML reports them; those known of the model where left out.
+    /// MIG profiles and placements as NVML reports them. If they are left out, those known for the
+    /// model are used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profiles: Option<Vec<Profile>>,
-    /// MPS shares of the GPU, 1 to 48; none can be made where left out and the
-    /// [`Policy`](crate::Policy) says nothing.
+    /// Number of MPS shares of the GPU, 1 to 48. If it is left out, [`Policy`](crate::Policy)
+    /// decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub units: Option<u32>,
-    /// Whether sized slices (`nvidia.com/gpu-10gb`) are cut as pods want them; yes where left out.
+    /// Whether sized slices (`nvidia.com/gpu-10gb`) are made when pods request them. True if it is
+    /// left out.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sizes: Option<bool>,
-    /// Time-sliced replicas of the GPU; none can be made where left out and the
-    /// [`Policy`](crate::Policy) says nothing.
+    /// Number of time-sliced replicas of the GPU. If it is left out, [`Policy`](crate::Policy)
+    /// decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// Another name for the shares or replicas.
+    /// Another resource name for the shares or replicas.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
     /// Sharing inside each MIG instance.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mig_sharing: Option<MigSharing>,
-    /// The slices are as the policy lays them out, and are not cut anew.
+    /// Whether the policy sets the slices, so that the GPU is never repartitioned.
     #[serde(skip_serializing_if = "is_false")]
     pub fixed: bool,
-    /// Why the GPU takes no part in the plan: lost, unhealthy, in a mode change.
+    /// Why the GPU is left out of the plan, such as lost, unhealthy or changing its mode.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub left_out: Option<String>,
 }
@@ -95,10 +97,11 @@ pub struct Gpu {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct MigSharing {
-    /// MPS shares or time-sliced replicas of each instance, 1 to 48.
+    /// Number of MPS shares or time-sliced replicas of each instance, 1 to 48.
     pub units: u32,
-    /// Their resource; `nvidia.com/mig-<profile>.shared` where left out. Instances are cut for the
-    /// latter only: a name that does not say which profile cannot say what to cut.
+    /// Resource of the shares or replicas. If it is left out, it is
+    /// `nvidia.com/mig-<profile>.shared`, and instances are made as pods request them. Any other
+    /// name does not name a profile, so no instance is made for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
 }
@@ -107,21 +110,22 @@ pub struct MigSharing {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Slice {
-    /// First memory slice, for MIG instances and what is inside them.
+    /// First memory slice, for MIG instances and shares of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<u32>,
-    /// The extended resource that it is served as.
+    /// The extended resource that the slices are served as.
     pub resource: String,
-    /// A running pod holds it.
+    /// Whether a running pod uses the slices.
     #[serde(default)]
     pub in_use: bool,
-    /// How many.
+    /// Number of slices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub count: u32,
-    /// Profile of the MIG instance that the share is of, where the resource's name does not say it.
+    /// Profile of the MIG instance that the slices are shares of, if the resource's name does not
+    /// have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
-    /// The pod that holds it, for the messages.
+    /// The pod that uses the slices, for messages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
 }
@@ -140,39 +144,39 @@ const fn is_false(value: &bool) -> bool {
     !*value
 }
 
-/// A pod that waits.
+/// A pending pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Pod {
-    /// Name, unique in the snapshot: `namespace/name` in a cluster.
+    /// Name, unique in the snapshot. In a cluster it is `namespace/name`.
     pub name: String,
-    /// Priority; higher goes first.
+    /// Priority. Higher priorities are placed first.
     pub priority: i32,
-    /// What the pod takes of a node: containers, init containers and overhead together, as the
-    /// scheduler adds them up.
+    /// Requests of the whole pod, summed up as the scheduler does: containers, init containers and
+    /// overhead.
     pub requests: BTreeMap<String, Quantity>,
     /// Labels that the node must have.
     pub node_selector: BTreeMap<String, String>,
-    /// Required node affinity: one of these terms must match. Empty is no requirement.
+    /// Required node affinity: the node must match one of these terms. Empty means no requirement.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub affinity: Vec<NodeSelectorTerm>,
-    /// Taints that it tolerates.
+    /// Tolerations of the pod.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
-    /// The node that the last plan gave it. It keeps that where no plan is better, so that plans do
-    /// not go back and forth between ways that are equally good.
+    /// The pod's node in the last plan. The pod stays there unless another plan is better, so that
+    /// plans do not alternate between equally good ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub planned_node: Option<String>,
 }
 
-/// All of these must match; a term without any matches no node.
+/// Requirements that must all match. A term without requirements matches no node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeSelectorTerm {
-    /// On labels.
+    /// Requirements on labels.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub match_expressions: Vec<Requirement>,
-    /// On fields, of which Kubernetes has one: `metadata.name`.
+    /// Requirements on fields. The only field is `metadata.name`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub match_fields: Vec<Requirement>,
 }
@@ -181,32 +185,32 @@ pub struct NodeSelectorTerm {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Requirement {
-    /// The label or field.
+    /// Name of the label or field.
     pub key: String,
-    /// How it must be.
+    /// How the value is compared.
     pub operator: Operator,
-    /// Compared with these.
+    /// Values to compare with.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub values: Vec<String>,
 }
 
-/// How a label must be.
+/// How a label is compared.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Operator {
-    /// One of the values.
+    /// The label has one of the values.
     #[default]
     In,
-    /// None of the values, or no such label.
+    /// The label has none of the values, or the node does not have the label.
     NotIn,
-    /// There.
+    /// The node has the label.
     Exists,
-    /// Not there.
+    /// The node does not have the label.
     DoesNotExist,
-    /// A greater integer.
+    /// The label is an integer greater than the value.
     Gt,
-    /// A smaller integer.
+    /// The label is an integer smaller than the value.
     Lt,
-    /// One that this version does not know: nothing matches it.
+    /// An operator that this version does not know. Nothing matches it.
     #[serde(other)]
     Unknown,
 }
@@ -215,29 +219,29 @@ pub enum Operator {
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Taint {
-    /// Key.
+    /// Key of the taint.
     pub key: String,
-    /// Value.
+    /// Value of the taint.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub value: String,
-    /// `NoSchedule`, `NoExecute` or `PreferNoSchedule`.
+    /// Effect: `NoSchedule`, `NoExecute` or `PreferNoSchedule`.
     pub effect: String,
 }
 
-/// What a pod tolerates.
+/// A toleration of a pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Toleration {
-    /// Key; every key when empty, with `Exists`.
+    /// Key. An empty key with `Exists` matches every key.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub key: String,
-    /// `Equal`, which is also what an empty text means, or `Exists`.
+    /// `Equal` or `Exists`. An empty text means `Equal`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub operator: String,
     /// Value, for `Equal`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub value: String,
-    /// Effect; every effect when empty.
+    /// Effect. An empty effect matches every effect.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub effect: String,
 }

@@ -1,27 +1,28 @@
-//! What GPUs become as pods are put on them, worked out once for all GPUs that are alike.
+//! The states that GPUs can be in while pods are placed. Each state is computed once for all equal
+//! GPUs.
 //!
-//! A state is a class of GPU and the demands put on it. Thousands of GPUs share a few states, and
-//! putting one more demand on a GPU is a look-up.
+//! A state is a class of GPU with the demands placed on it. Thousands of GPUs share a few states,
+//! so placing one more demand is a look-up.
 use std::collections::BTreeMap;
 
-use crate::cut::{Class, Demand, Packed, Used};
+use crate::partition::{Class, Demand, Packed, Usage};
 
-/// A class by its index.
+/// Index of a class.
 pub(crate) type ClassId = u32;
-/// A state by its index.
+/// Index of a state.
 pub(crate) type StateId = u32;
-/// A demand by its index.
+/// Index of a demand.
 pub(crate) type DemandId = u16;
 
 #[derive(Debug)]
 struct State {
     class: ClassId,
-    /// Sorted.
+    /// Demands on the GPU, sorted.
     demands: Vec<DemandId>,
     packed: Packed,
-    /// With one more, by demand, as far as asked.
+    /// For each demand, the state with one more of it, if it was computed.
     next: Vec<Next>,
-    /// With one less, as far as asked.
+    /// States with one demand less that were computed.
     before: Vec<(DemandId, StateId)>,
 }
 
@@ -32,24 +33,25 @@ enum Next {
     Is(StateId),
 }
 
-/// All states met so far.
+/// All states computed so far.
 #[derive(Debug)]
 pub(crate) struct States {
     classes: Vec<Class>,
     demands: Vec<Demand>,
     all: Vec<State>,
     known: BTreeMap<(ClassId, Vec<DemandId>), StateId>,
-    /// Look-ups made: the measure by which searches end, since there is no clock.
+    /// Number of look-ups. Searches are limited by it, because a time limit would make plans depend
+    /// on the machine.
     pub(crate) work: u64,
 }
 
-/// What a state amounts to.
+/// The properties of a state that a plan depends on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Summary {
     pub(crate) changed: bool,
     pub(crate) destroyed: u32,
     pub(crate) worth: i64,
-    pub(crate) used: Used,
+    pub(crate) used: Usage,
 }
 
 impl States {
@@ -57,7 +59,7 @@ impl States {
         Self { classes, demands, all: Vec::new(), known: BTreeMap::new(), work: 0 }
     }
 
-    /// The state of a GPU of this class that no waiting pod is put on.
+    /// The state of a GPU of this class without any pending pod.
     pub(crate) fn base(&mut self, class: ClassId) -> Option<StateId> {
         self.state(class, Vec::new())
     }
@@ -76,7 +78,7 @@ impl States {
         Some(id)
     }
 
-    /// With one more demand; none where the GPU cannot serve it as well.
+    /// The state with one more demand. `None` if the GPU cannot serve it in addition.
     pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let at = state as usize;
@@ -94,7 +96,8 @@ impl States {
         next
     }
 
-    /// Without one of its demands. What a GPU could serve, it can serve less one.
+    /// The state with one demand less. A GPU that can serve a set of demands can serve each part of
+    /// it.
     pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;
@@ -109,9 +112,9 @@ impl States {
         Some(before)
     }
 
-    /// What a state amounts to. An id that is not of here counts as a full GPU.
+    /// The properties of a state. An unknown state counts as a full GPU.
     pub(crate) fn summary(&self, state: StateId) -> Summary {
-        let full = Summary { changed: true, destroyed: 0, worth: 0, used: Used::default() };
+        let full = Summary { changed: true, destroyed: 0, worth: 0, used: Usage::default() };
         self.all.get(state as usize).map_or(full, |state| Summary {
             changed: state.packed.changed,
             destroyed: state.packed.destroyed,
@@ -120,7 +123,7 @@ impl States {
         })
     }
 
-    /// What becomes of the GPU.
+    /// The class and the partition of a state.
     pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &Packed)> {
         let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))

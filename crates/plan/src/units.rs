@@ -1,4 +1,4 @@
-//! Units that cannot be mixed up.
+//! Types that keep units apart.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ pub struct Percent(u8);
 pub struct NotAPercent(u8);
 
 impl Percent {
-    /// All of the GPU.
+    /// The whole GPU.
     pub const FULL: Self = Self(100);
 
     /// A percentage from 1 to 100.
@@ -32,7 +32,7 @@ impl Percent {
         if value == 0 || value > 100 { Err(NotAPercent(value)) } else { Ok(Self(value)) }
     }
 
-    /// The number, 1 to 100.
+    /// The percentage, 1 to 100.
     pub const fn get(self) -> u8 {
         self.0
     }
@@ -53,17 +53,17 @@ impl From<Percent> for u8 {
 }
 
 impl Mebibytes {
-    /// Whole MiB of an amount in bytes, rounded down.
+    /// Converts bytes to whole MiB, rounded down.
     pub const fn from_bytes(bytes: u64) -> Self {
         Self(bytes >> 20)
     }
 
-    /// G GiB.
+    /// Converts GiB to MiB.
     pub const fn from_gib(gib: u64) -> Self {
         Self(gib * 1024)
     }
 
-    /// What is left, never less than nothing.
+    /// The difference, or 0 if `other` is larger.
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))

@@ -1,5 +1,5 @@
-//! The ledger against a cluster in which anything may happen: pods come, are bound, served and go,
-//! in any order; the ledger is lost and made anew; devices shrink; somebody comes around the gate.
+//! The ledger in a simulated cluster: pods are created, bound, allocated and deleted in any order,
+//! the ledger is lost and rebuilt, devices shrink, and pods bypass the gate.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
@@ -12,32 +12,31 @@ const R: &str = "nvidia.com/gpu-mps";
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
 const CAPACITY: u32 = 10;
-/// How long a claim lasts, in the same ticks as `Event::Tick`.
+/// How long a claim lasts, in the ticks of `Event::Tick`.
 const LIFE: u64 = 5;
 
-/// Numbers choose among what there is, whatever it is then.
+/// Numbers are taken modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
 enum Event {
-    /// A pod with containers of these sizes, which may go to so many nodes.
+    /// A pod with containers of these sizes is created and reserved on at most this many nodes.
     Come { sizes: Vec<u32>, most: usize },
-    /// The scheduler binds a pod that was let through.
+    /// The scheduler binds a released pod.
     Bind { pod: usize, node: usize },
-    /// The kubelet serves a pod that is bound. Which of equal reservations it is given is anybody's
-    /// guess.
+    /// The kubelet allocates the units of a bound pod. `device` chooses among equal reservations.
     Serve { pod: usize, device: usize },
-    /// A pod is deleted, wherever it is.
+    /// A pod is deleted in any state.
     Go { pod: usize },
     /// Time passes.
     Tick { by: u64 },
-    /// The operator is killed, and another one begins.
+    /// The operator is killed and restarted.
     Crash,
-    /// From here on hostile. A device has another number of units.
+    /// From here on, events that break promises. The capacity of a device changes.
     Resize { node: usize, device: usize, capacity: u32 },
-    /// Somebody takes units that nobody reserved.
+    /// A pod takes units without a reservation.
     Bypass { node: usize, device: usize, units: u32 },
-    /// A node falls silent, until something is served there again.
+    /// A node becomes unknown until units are allocated there again.
     Forget { node: usize },
-    /// What is known of a node is brought up to date.
+    /// A node is observed.
     Observe { node: usize },
 }
 
@@ -87,14 +86,14 @@ struct Pod {
     nodes: Vec<String>,
     bound: Option<String>,
     served: bool,
-    /// What was noted on it when it was let through. Nobody writes that again.
+    /// The note written when the pod was released. It never changes.
     noted: Noted,
 }
 
-/// Places by node.
+/// Reservations by node.
 type Noted = BTreeMap<String, Vec<Reservation>>;
 
-/// The cluster as it is, and the ledger that follows it.
+/// The simulated cluster and its ledger.
 struct World {
     pods: BTreeMap<String, Pod>,
     capacity: BTreeMap<(&'static str, &'static str), u32>,
@@ -102,9 +101,9 @@ struct World {
     now: u64,
     count: usize,
     ledger: Ledger,
-    /// What the ledger was told last.
+    /// The facts that the ledger observed last.
     known: BTreeMap<String, NodeFacts>,
-    /// Pods that the kubelet could not serve.
+    /// Pods whose units the kubelet could not allocate.
     refused: Vec<String>,
 }
 
@@ -173,7 +172,8 @@ impl World {
             }
             Event::Tick { by } => {
                 self.now += by;
-                for (pod, claim) in self.ledger.expire(Moment(self.now)) {
+                for pod in self.ledger.overdue(Moment(self.now)) {
+                    let claim = self.ledger.release(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
                     self.go(&pod);
                 }
@@ -204,7 +204,7 @@ impl World {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&asks(sizes), NODES, most, &Tightest);
-        // Who does not ask each node finds the same.
+        // The index finds the same place as the full search.
         let asks = asks(sizes);
         let waiting = Waiting { pod: &name, priority: 0, asks: &asks };
         let found = self.ledger.fit_tightest(waiting, most, |node| NODES.contains(&node));
@@ -222,7 +222,7 @@ impl World {
         self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
     }
 
-    /// All assignments there are.
+    /// Whether the sizes fit, by trying all assignments.
     fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
         fn can(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
@@ -235,12 +235,12 @@ impl World {
                 }
             })
         }
-        let mut free: Vec<u32> = self.ledger.rooms(node).iter().map(|room| room.free).collect();
+        let mut free: Vec<u32> = self.ledger.devices(node).iter().map(|device| device.free).collect();
         self.known.contains_key(node) && can(&mut free, sizes)
     }
 
-    /// As the agent does: of one device, first one that is reserved for just this size; what it
-    /// gave out it counts itself.
+    /// Allocates like the agent: on one device, it prefers a reservation of exactly this size, and
+    /// it counts its own allocations.
     fn serve(&mut self, name: &str, number: usize) {
         let pod = self.pods[name].clone();
         let node = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()).unwrap();
@@ -274,7 +274,7 @@ impl World {
         }
     }
 
-    /// A ledger made of nodes, and pods with what was noted for them.
+    /// A ledger rebuilt from the nodes and the notes of the pods.
     fn rebuilt(&self, noted: impl Fn(&str, &Pod) -> Noted) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
@@ -291,7 +291,7 @@ impl World {
         Ledger::rebuild(Facts { nodes: self.known.clone(), claims: claims.collect() })
     }
 
-    /// What has to hold at any time.
+    /// Checks what must always hold.
     fn check(&self) {
         for node in NODES {
             let known = self.known.get(node);
@@ -303,7 +303,7 @@ impl World {
                 assert!(reserved <= free, "{reserved} reserved of {free} on {node} {}", facts.device);
             }
             assert!(known.is_some() || held.is_empty(), "{node} is not known: {held:?}");
-            // Whoever may still come to the node is held for, or told as short.
+            // Every pod that may still come to the node has a reservation or is reported as short.
             let waits = |pod: &&Pod| {
                 !pod.served && pod.bound.as_ref().map_or(pod.nodes.iter().any(|one| one == node), |bound| bound == node)
             };
@@ -318,9 +318,8 @@ impl World {
         let known = |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
         let rebuilt = self.rebuilt(known);
         for node in NODES {
-            let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.rooms(node));
-            // Where somebody is short, a place for all is sought anew, wherever notes are: there is
-            // one, or nothing has changed.
+            let of = |ledger: &Ledger| (ledger.reservations(node), ledger.short(node).to_vec(), ledger.devices(node));
+            // If a pod is short, a rebuild finds a place for all if there is one.
             let found = !self.ledger.short(node).is_empty() && rebuilt.short(node).is_empty();
             assert!(found || of(&rebuilt) == of(&self.ledger), "{node}: {:?}, {:?}", of(&rebuilt), of(&self.ledger));
         }
@@ -337,11 +336,11 @@ fn allocation(pod: &str, device: &str, units: Units) -> Allocation {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// Whatever happens: no device has more reserved than is free; nobody who was let through is
-    /// forgotten; a fit that exists is found, and one that is found exists; a ledger that was lost
-    /// is the same when it is made anew of the same notes, while nobody is short.
+    /// After any events: no device has more units reserved than are free, no released pod loses its
+    /// claim, a fit is found exactly if one exists, and a rebuilt ledger equals the lost one unless
+    /// a pod is short.
     #[test]
-    fn never_over_committed_and_nobody_forgotten(events in prop::collection::vec(hostile(), 0..80)) {
+    fn the_ledger_never_overcommits_and_keeps_every_claim(events in prop::collection::vec(hostile(), 0..80)) {
         let mut world = World::new();
         for event in &events {
             world.apply(event);
@@ -349,11 +348,11 @@ proptest! {
         }
     }
 
-    /// Where nobody comes around the gate and no device shrinks, every pod that is let through is
-    /// served, whatever the order in which they are bound and served, whichever of equal places
-    /// they get, and however often the operator is killed.
+    /// If no pod bypasses the gate and no device shrinks, every released pod is allocated its
+    /// units. The order of events, the choice among equal devices and restarts of the operator do
+    /// not matter.
     #[test]
-    fn who_is_let_through_is_served(events in prop::collection::vec(orderly(), 0..120)) {
+    fn released_pods_are_always_allocated_their_units(events in prop::collection::vec(orderly(), 0..120)) {
         let mut world = World::new();
         for event in &events {
             world.apply(event);

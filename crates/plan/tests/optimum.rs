@@ -1,7 +1,7 @@
-//! The planner beside an exact solver, on small random clusters of A100s.
+//! Compares the planner with an exact solver on small random clusters of A100s.
 //!
-//! The solver knows nothing of the planner's: it tries every set of pods on every node, with the
-//! places of NVIDIA's guide written down here.
+//! The solver shares no code with the planner. It tries every set of pods on every node, with the
+//! placements of NVIDIA's guide listed here.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use cleave_plan::device::Mode;
 use cleave_plan::snapshot::{Gpu, Node, Pod, Slice};
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 
-/// Profile, memory slices, places: an A100 of 40 GB.
+/// Profile, memory slices and placements of an A100 with 40 GB.
 const PROFILES: [(&str, u32, &[u32]); 5] = [
     ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
     ("2g.10gb", 2, &[0, 2, 4]),
@@ -19,7 +19,7 @@ const PROFILES: [(&str, u32, &[u32]); 5] = [
     ("7g.40gb", 8, &[0]),
 ];
 
-/// Numbers that look random and are the same in every run (`SplitMix64`).
+/// Pseudo-random numbers that are the same in every run (`SplitMix64`).
 struct Numbers(u64);
 
 impl Numbers {
@@ -39,14 +39,14 @@ impl Numbers {
     }
 }
 
-/// What a campaign varies.
+/// The variations of a test run.
 #[derive(Clone, Copy)]
 struct Campaign {
     priorities: u32,
     zones: bool,
-    /// Pods that ask for two or three slices.
+    /// Whether pods request two or three slices.
     several: bool,
-    /// Nodes with little CPU.
+    /// Whether nodes have little CPU.
     scarce: bool,
 }
 
@@ -125,7 +125,7 @@ fn instance(seed: u64, campaign: Campaign) -> Snapshot {
     Snapshot { nodes, pods: pods.collect() }
 }
 
-/// Whether these slices fit beside those in use, by trying every place.
+/// Whether these slices fit beside those in use, by trying every placement.
 fn fits(taken: &mut [u32], wanted: &[usize]) -> bool {
     let Some((&profile, rest)) = wanted.split_first() else { return true };
     let (_, size, places) = PROFILES[profile];
@@ -157,7 +157,7 @@ fn cpu(pod: &Pod) -> u64 {
     pod.requests["cpu"].milli().expect("a number")
 }
 
-/// Sets of pods that a node can run, as a table over all sets.
+/// For each set of pods, whether a node can run it.
 fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let in_use = |gpu: &Gpu| {
         let of = |slice: &Slice| {
@@ -182,7 +182,7 @@ fn runnable(node: &Node, pods: &[Pod]) -> Vec<bool> {
             continue;
         }
         let mut wanted: Vec<usize> = members().flat_map(|pod| wanted_by[pod].iter().copied()).collect();
-        // The large ones first, which fail early.
+        // Large ones first, because they fail early.
         wanted.sort_unstable_by(|a, b| b.cmp(a));
         let total: u32 = wanted.iter().map(|&profile| PROFILES[profile].1).sum();
         table[set] =
@@ -198,7 +198,7 @@ fn levels(snapshot: &Snapshot) -> Vec<i32> {
     levels
 }
 
-/// Pods bound by priority, the highest first: the most that is possible.
+/// The maximum number of placed pods by priority, highest first.
 fn optimum(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];
@@ -221,7 +221,7 @@ fn optimum(snapshot: &Snapshot) -> Vec<u32> {
         }
         reachable = next;
     }
-    // The pods of each priority, as a set.
+    // The set of pods of each priority.
     let of = |level: &i32| {
         let pods = snapshot.pods.iter().enumerate().filter(|(_, pod)| pod.priority == *level);
         pods.fold(0_usize, |set, (pod, _)| set | (1 << pod))
@@ -259,7 +259,7 @@ fn campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
 }
 
 #[test]
-fn small_clusters_are_bound_as_an_exact_solver_binds() {
+fn small_clusters_are_planned_as_well_as_by_an_exact_solver() {
     let zones_and_priorities = Campaign { priorities: 3, zones: true, several: false, scarce: false };
     let (equal, top) = campaign("mixed profiles, priorities and zones", 1000, zones_and_priorities);
     assert!(equal >= 990, "{equal} of 1000");
@@ -267,7 +267,7 @@ fn small_clusters_are_bound_as_an_exact_solver_binds() {
 }
 
 #[test]
-fn other_kinds_of_small_clusters_are_too() {
+fn varied_small_clusters_are_planned_as_well_as_by_an_exact_solver() {
     let plain = Campaign { priorities: 1, zones: false, several: false, scarce: false };
     for (name, kind) in [
         ("equal priority", plain),

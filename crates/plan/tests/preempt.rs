@@ -1,4 +1,4 @@
-//! Who leaves for whom: by examples, and against all sets of pods that could leave.
+//! Preemption by examples, and compared with all sets of victims.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::cmp::Reverse;
@@ -25,7 +25,7 @@ fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
     Allocation { pod: pod.to_owned(), resource: R.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
-/// Devices of ten units, `a`, `b` and so on, as many as are named, with what pods hold of them.
+/// Devices of ten units with these names, and the units that pods hold on them.
 fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {
@@ -53,7 +53,7 @@ fn waiting<'a>(pod: &'a str, priority: i32, asks: &'a [Ask]) -> Waiting<'a> {
     Waiting { pod, priority, asks }
 }
 
-/// A pod of priority 100 that asks for this on the node `n`.
+/// Preempts for a pod of priority 100 with these asks on node `n`.
 fn preempt(ledger: &Ledger, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Preemption> {
     ledger.preempt(waiting("p", 100, &asks(sizes)), ["n"], &holders(known))
 }
@@ -69,9 +69,9 @@ fn names(pods: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn pods_leave_one_device_and_not_some_here_and_some_there() {
-    // By a node's sum, a1 and b1 would do: the lowest. They free 5 + 1 with what is free, on two
-    // devices.
+fn victims_are_on_one_device() {
+    // By the node's sum, a1 and b1 would be enough and have the lowest priorities. But they free 5
+    // and 1 units on two devices.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(names(&["a1"])));
@@ -81,7 +81,7 @@ fn pods_leave_one_device_and_not_some_here_and_some_there() {
 }
 
 #[test]
-fn of_several_devices_the_one_is_taken_that_costs_least() {
+fn the_cheapest_device_is_chosen() {
     let started = |priority, started| Holder { started: Moment(started), ..holder(priority) };
     let protected = |priority| Holder { protected: true, ..holder(priority) };
     let full = |a: &[u32], b: &[u32]| {
@@ -128,7 +128,7 @@ fn of_several_devices_the_one_is_taken_that_costs_least() {
 }
 
 #[test]
-fn of_one_device_all_stay_that_can() {
+fn as_many_pods_as_possible_stay() {
     let facts = node(&["a"], &[("v", "a", 2), ("w", "a", 2), ("x", "a", 3), ("y", "a", 3)]);
     let late = |priority| Holder { started: Moment(9), ..holder(priority) };
     for (size, known, expected) in [
@@ -152,11 +152,11 @@ fn of_one_device_all_stay_that_can() {
         assert_eq!(victims(facts.clone(), &[size], &known), Some(names(&expected)), "{size} {known:?}");
     }
     let equal = [("v", holder(100)), ("w", holder(101)), ("x", holder(100)), ("y", holder(100))];
-    assert_eq!(victims(facts, &[1], &equal), None, "of the same priority nobody leaves");
+    assert_eq!(victims(facts, &[1], &equal), None, "pods of the same priority stay");
 }
 
 #[test]
-fn nobody_leaves_for_what_is_free_or_comes_anyway() {
+fn no_victims_for_units_that_are_free_or_becoming_free() {
     let facts = node(&["a", "b"], &[("v", "a", 6), ("w", "a", 4), ("x", "b", 5)]);
     let ending = Holder { ending: true, ..holder(200) };
     assert_eq!(victims(facts.clone(), &[5], &[("v", holder(1))]), Some(names(&[])), "b has five free");
@@ -172,7 +172,7 @@ fn nobody_leaves_for_what_is_free_or_comes_anyway() {
 }
 
 #[test]
-fn a_pod_leaves_all_devices_that_it_is_on_but_only_if_it_helps_on_one() {
+fn a_victim_on_several_devices_must_help_on_one() {
     let facts = node(&["a", "b"], &[("both", "a", 5), ("both", "b", 5), ("x", "a", 5), ("y", "b", 5)]);
     let known = [("both", holder(1)), ("x", holder(2)), ("y", holder(2))];
     assert_eq!(victims(facts.clone(), &[5, 5], &known), Some(names(&["both"])));
@@ -181,7 +181,7 @@ fn a_pod_leaves_all_devices_that_it_is_on_but_only_if_it_helps_on_one() {
 }
 
 #[test]
-fn asks_go_to_the_devices_where_together_they_cost_least() {
+fn asks_go_to_the_devices_with_the_lowest_total_cost() {
     let facts = node(&["a", "b", "c"], &[("a1", "a", 10), ("b1", "b", 10), ("c1", "c", 10)]);
     let known = [("a1", holder(3)), ("b1", holder(1)), ("c1", holder(2))];
     let mut ledger = Ledger::default();
@@ -198,7 +198,7 @@ fn asks_go_to_the_devices_where_together_they_cost_least() {
 }
 
 #[test]
-fn a_way_that_is_hard_to_find_is_found() {
+fn a_hidden_placement_is_found() {
     let sizes = [14, 14, 12, 11, 11, 10, 10, 10, 9, 8, 8, 8, 7, 6, 5, 3, 2];
     let mut facts = node(&["a", "b", "c", "d", "e"], &[("v", "a", 1)]);
     for (device, capacity) in facts.devices.iter_mut().zip([29, 30, 30, 30, 29]) {
@@ -209,7 +209,7 @@ fn a_way_that_is_hard_to_find_is_found() {
 }
 
 #[test]
-fn what_is_reserved_for_others_is_not_room() {
+fn reserved_units_are_not_room() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[("v", "a", 5)]));
     let wanted = asks(&[4]);
@@ -217,7 +217,7 @@ fn what_is_reserved_for_others_is_not_room() {
     ledger.reserve("low", &fits, Moment(9)).unwrap();
     assert_eq!(preempt(&ledger, &[7], &[("v", holder(1))]), None);
     assert_eq!(preempt(&ledger, &[6], &[("v", holder(1))]).unwrap().victims, ["v"]);
-    // More is promised than there is: what comes free is theirs who are at the door already.
+    // More units are claimed than there are, so units that become free go to the claims first.
     ledger.bind("around", "n", &asks(&[3]));
     assert!(!ledger.short("n").is_empty());
     assert_eq!(preempt(&ledger, &[1], &[("v", holder(1))]), None);
@@ -228,7 +228,7 @@ fn nomination(priority: i32, preemption: &Preemption) -> Nomination {
 }
 
 #[test]
-fn what_victims_give_back_is_not_for_newcomers() {
+fn units_freed_by_victims_are_kept_for_the_preemptor() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[("v", "a", 8)]));
     let want = asks(&[6]);
@@ -248,7 +248,7 @@ fn what_victims_give_back_is_not_for_newcomers() {
     ledger.observe("n", node(&["a"], &[]));
     assert_eq!((most(&ledger, "low", -1), most(&ledger, "same", 100)), (4, 4));
     assert_eq!((most(&ledger, "high", 101), most(&ledger, "p", 100)), (10, 10));
-    assert!(ledger.fit(&want, ["n"], 1, &Tightest).is_err(), "whoever does not say its priority has the lowest");
+    assert!(ledger.fit(&want, ["n"], 1, &Tightest).is_err(), "a pod without a priority has the lowest");
     let fits = fit(&ledger, "p", 100, 6).unwrap();
     ledger.reserve("p", &fits, Moment(9)).unwrap();
     assert!(ledger.nominations().is_empty(), "it has a claim instead");
@@ -257,7 +257,7 @@ fn what_victims_give_back_is_not_for_newcomers() {
 }
 
 #[test]
-fn a_fit_from_before_a_nomination_is_stale() {
+fn a_fit_is_stale_after_a_nomination() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[]));
     let (want, takes) =
@@ -275,7 +275,7 @@ fn a_fit_from_before_a_nomination_is_stale() {
 }
 
 #[test]
-fn the_next_preemptor_does_not_count_on_the_same_room() {
+fn two_preemptors_do_not_use_the_same_room() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a", "b"], &[("v", "a", 10), ("w", "b", 10)]));
     let known = [("v", holder(1)), ("w", holder(2))];
@@ -291,7 +291,7 @@ fn the_next_preemptor_does_not_count_on_the_same_room() {
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
 }
 
-// What follows is drawn at random.
+// Property tests follow.
 
 const NODES: [&str; 2] = ["m", "n"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
@@ -326,7 +326,7 @@ fn facts() -> impl Strategy<Value = NodeFacts> {
             facts.allocations.push(Allocation { pod: format!("h{pod}"), resource, device: device.to_owned(), units });
         }
         for ((resource, device), (capacity, others)) in capacity {
-            // Somebody of whom the node does not tell may have a unit, also more than there is.
+            // Pods that the node does not report can have units too, even more than there are.
             let used = sum(&facts.allocations, &resource, device) + others;
             facts.devices.push(DeviceFacts { device: device.to_owned(), resource, capacity, used });
         }
@@ -343,7 +343,7 @@ fn world() -> impl Strategy<Value = World> {
     let holder = (-1_i32..4, 0_u64..3, prop::bool::weighted(0.3), prop::bool::weighted(0.1)).prop_map(
         |(priority, started, protected, ending)| Holder { priority, started: Moment(started), protected, ending },
     );
-    // Of some nobody tells.
+    // Some pods are not in `holders`.
     let holders = prop::collection::btree_map((0_u32..5).prop_map(|pod| format!("h{pod}")), holder, 3..6);
     let asks = prop::collection::vec((resource(), 1_u32..6), 1..4)
         .prop_map(|asks| asks.into_iter().map(|(resource, size)| Ask { resource, units: units(size) }).collect());
@@ -388,7 +388,7 @@ impl World {
         ledger.preempt(waiting("p", self.priority, &self.asks), NODES, &self.holders)
     }
 
-    /// Units that are free on a node once these pods, and those on their way out, have left.
+    /// Free units of a node after these pods and the terminating ones are gone.
     fn rooms(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> Rooms {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
@@ -406,7 +406,7 @@ impl World {
         facts.devices.iter().map(|facts| ((facts.resource.clone(), facts.device.clone()), room(facts))).collect()
     }
 
-    /// Pods that may be made to leave a node, those first that stay first.
+    /// Possible victims on a node, in the order in which they stay.
     fn lower(&self, node: &str) -> Vec<&str> {
         let pods: BTreeSet<&str> = self.nodes[node].allocations.iter().map(|held| held.pod.as_str()).collect();
         let lower =
@@ -431,7 +431,7 @@ impl World {
         )
     }
 
-    /// All ways to put the asks on a node's devices, wanted or not.
+    /// All ways to place the asks on a node's devices.
     fn ways(&self, node: &str) -> Vec<Vec<(String, String)>> {
         let devices = &self.nodes[node].devices;
         self.asks.iter().fold(vec![Vec::new()], |ways, ask| {
@@ -458,7 +458,7 @@ impl World {
     }
 }
 
-/// All sets of some pods: who leaves.
+/// All subsets of some pods.
 fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
     (0..1_usize << pods.len())
         .map(|set| pods.iter().enumerate().filter(|(index, _)| set >> index & 1 == 1).map(|(_, pod)| *pod).collect())
@@ -468,11 +468,10 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// Of each way, by all sets of pods that could leave: the set in which those stay that should.
-    /// Of all ways, the least cost. And of what is chosen: it helps, everyone in it is needed, and
-    /// nobody is in it who is not of lower priority.
+    /// For each way, the victims equal the best set of all subsets, and the chosen way has the
+    /// lowest cost. The victims make room, each of them is needed, and all have a lower priority.
     #[test]
-    fn nobody_leaves_in_vain_and_no_other_choice_costs_less(world in world()) {
+    fn victims_are_needed_and_no_other_choice_is_cheaper(world in world()) {
         let ledger = world.ledger();
         let mut least = None;
         let (mut needs_protected, mut lowest) = (true, None);
@@ -484,7 +483,7 @@ proptest! {
             let sets = subsets(&lower);
             for way in world.ways(node) {
                 let helps = sets.iter().filter(|gone| world.has_room(&world.rooms(&ledger, node, &gone.iter().copied().collect()), &way));
-                // Who comes first stays if anyhow possible, whatever that means for those after it.
+                // Pods that come first stay if possible, regardless of those after them.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     let cost = world.cost(gone);
@@ -526,11 +525,10 @@ proptest! {
         }
     }
 
-    /// Neither the order in which facts are told nor that of the question matters; and once they
-    /// were told to go, the question is answered without a further victim, so that nothing has to
-    /// be remembered.
+    /// The result does not depend on the order of the facts or of the nodes. When the victims are
+    /// terminating, asking again names no further victim, so callers need not remember them.
     #[test]
-    fn the_answer_depends_on_nothing_else(world in world(), turn in 0_usize..6) {
+    fn the_result_does_not_depend_on_order(world in world(), turn in 0_usize..6) {
         let ledger = world.ledger();
         let found = world.preempt(&ledger);
         let mut turned = world.clone();
@@ -543,18 +541,18 @@ proptest! {
         let nodes = ["n", "unknown", "m", "n"];
         prop_assert_eq!(&other.preempt(waiting("p", turned.priority, &turned.asks), nodes, &turned.holders), &found);
         let Some(found) = found else { return Ok(()) };
-        let mut told = world.clone();
+        let mut updated = world.clone();
         for victim in &found.victims {
-            told.holders.get_mut(victim).unwrap().ending = true;
+            updated.holders.get_mut(victim).unwrap().ending = true;
         }
-        let again = told.preempt(&ledger);
+        let again = updated.preempt(&ledger);
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 
-    /// Whatever pods of the same or lower priority come while victims leave, one after the other:
-    /// the pod for which they left gets the room.
+    /// Whatever pods of the same or lower priority arrive while victims terminate one by one, the
+    /// preemptor gets the room.
     #[test]
-    fn room_is_kept_for_whom_it_was_made(
+    fn nominated_room_goes_to_its_pod(
         world in world(),
         newcomers in prop::collection::vec((-1_i32..5, prop::collection::vec((resource(), 1_u32..5), 1..3)), 0..8),
     ) {

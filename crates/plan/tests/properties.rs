@@ -1,5 +1,4 @@
-//! What holds for every plan, on random snapshots: sensible ones, and ones with parts that make no
-//! sense.
+//! Properties of every plan, on random snapshots with valid and with invalid parts.
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use std::collections::BTreeMap;
@@ -11,7 +10,7 @@ use cleave_plan::snapshot::{
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 use proptest::prelude::*;
 
-/// Model, memory in MiB, mode.
+/// Model, memory in MiB and mode.
 const KINDS: [(&str, u64, Mode); 8] = [
     ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),
     ("NVIDIA A30", 24_576, Mode::Mig),
@@ -64,8 +63,7 @@ fn slice() -> impl Strategy<Value = Slice> {
     })
 }
 
-/// Slices that can be on a GPU: put there by planning for pods that ask for them, and some of them
-/// taken.
+/// Slices that a GPU can have: those of a plan for these requests, some of them in use.
 fn possible_slices(gpu: &Gpu, asked: &[String], taken: &[bool]) -> Vec<Slice> {
     let pods = asked.iter().enumerate().map(|(at, resource)| Pod {
         name: format!("p{at}"),
@@ -185,7 +183,7 @@ fn planned(snapshot: &Snapshot) -> Plan {
     plan(snapshot, &Policy { search_steps: 2000, ..Policy::default() }).plan
 }
 
-/// The snapshot once the plan's slices are there, and no pod has come yet.
+/// The snapshot with the plan's slices, before any pod is placed.
 fn applied(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     let mut next = snapshot.clone();
     for node in &mut next.nodes {
@@ -198,7 +196,7 @@ fn applied(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     next
 }
 
-/// And once its pods run.
+/// The snapshot with the plan's slices and its pods.
 fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     let mut next = applied(snapshot, plan);
     for placement in &plan.placements {
@@ -218,8 +216,8 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
                     .map(|one| one.count)
                     .sum()
             };
-            // Shares of a MIG instance: the instance with the least that suffices, as an allocator
-            // would.
+            // A share of a MIG instance comes from the instance with the fewest free shares that
+            // suffice, as in an allocator.
             let shares = take.resource.ends_with("shared");
             let place = gpu
                 .slices
@@ -263,12 +261,12 @@ fn bound(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     next
 }
 
-/// A pod that waits although slices that it could use are free where it may run.
+/// A pending pod that could run on a node with free slices for it.
 fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
     for waiting in &plan.unplaced {
         let pod = snapshot.pods.iter().find(|pod| pod.name == waiting.pod)?;
-        // Only what needs no judgement of labels: one kind of slice that is no share, and nothing
-        // that a node could be short of.
+        // Only pods without node constraints, with one kind of slice that is not a share, on nodes
+        // with enough other resources.
         let of_gpus: Vec<_> = pod.requests.iter().filter(|(name, _)| name.starts_with("nvidia.com/")).collect();
         let [(resource, count)] = of_gpus.as_slice() else { continue };
         let plain = (resource.contains("mig-") && !resource.ends_with("shared")) || resource.ends_with("gb");
@@ -305,7 +303,7 @@ fn idle(snapshot: &Snapshot, plan: &Plan) -> Option<String> {
 
 proptest! {
     #[test]
-    fn every_plan_passes_the_judge(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
+    fn every_plan_passes_the_check(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
         let plan = planned(&snapshot);
         prop_assert_eq!(check(&snapshot, &plan), vec![]);
     }
@@ -324,7 +322,7 @@ proptest! {
     }
 
     #[test]
-    fn nobody_waits_beside_a_free_slice(snapshot in snapshot(false)) {
+    fn no_pod_is_pending_beside_a_free_slice(snapshot in snapshot(false)) {
         prop_assert_eq!(idle(&snapshot, &planned(&snapshot)), None);
     }
 
@@ -360,7 +358,7 @@ proptest! {
     }
 
     #[test]
-    fn a_node_that_makes_no_sense_costs_only_itself(snapshot in snapshot(false), strange in node(true)) {
+    fn an_invalid_node_affects_only_itself(snapshot in snapshot(false), strange in node(true)) {
         let before = planned(&snapshot);
         let mut other = snapshot;
         let gpus = strange.gpus.into_iter().enumerate().map(|(at, gpu)| Gpu { uuid: format!("GPU-odd-{at}"), ..gpu });

@@ -1,7 +1,7 @@
-//! Scenario files, each with what must come of it, and the whole plan as committed text beside it.
+//! Scenario files with their expectations, and the committed text of each plan.
 //!
-//! `expect`: the pods that are placed, and how many GPUs are cut anew. A change of the text shows
-//! what a change of the planner means; `expect` says what may not change.
+//! `expect` has the placed pods and the number of repartitioned GPUs. A change of a committed text
+//! shows the effect of a change of the planner. `expect` states what must not change.
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -47,7 +47,7 @@ fn text(title: &str, planned: &Planned) -> String {
 }
 
 #[test]
-fn scenarios_come_out_as_they_must() {
+fn scenarios_match_their_expectations() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios");
     let mut files: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "json"));

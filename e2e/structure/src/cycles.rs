@@ -1,4 +1,4 @@
-//! Finds cycles in the graph of uses.
+//! Finds cycles among the files of a crate.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::model::Finding;
@@ -22,28 +22,29 @@ pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
     found
 }
 
-/// For every use that has a way back, the shortest cycle through it; each cycle once, from its
-/// lowest file. The uses with a way back are those within a strongly connected component.
+/// The shortest cycle through every use that is part of a cycle. Each cycle is returned once,
+/// starting at its lowest file. A use is part of a cycle if it lies within a strongly connected
+/// component.
 fn shortest(uses: &Uses) -> BTreeSet<Vec<usize>> {
     let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &(from, to) in uses.keys() {
         graph.entry(from).or_default().push(to);
     }
-    uses.keys().filter_map(|&(from, to)| way(&graph, to, from)).map(lowest_first).collect()
+    uses.keys().filter_map(|&(from, to)| path(&graph, to, from)).map(lowest_first).collect()
 }
 
-/// The shortest way between two nodes, both of them included.
-fn way(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
+/// The shortest path between two nodes, including both.
+fn path(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
     let mut came_from = BTreeMap::from([(from, from)]);
     let mut queue = VecDeque::from([from]);
     while let Some(node) = queue.pop_front() {
         if node == to {
-            let mut way = vec![to];
-            while let Some(&last) = way.last().filter(|last| **last != from) {
-                way.push(*came_from.get(&last)?);
+            let mut path = vec![to];
+            while let Some(&last) = path.last().filter(|last| **last != from) {
+                path.push(*came_from.get(&last)?);
             }
-            way.reverse();
-            return Some(way);
+            path.reverse();
+            return Some(path);
         }
         for &next in graph.get(&node).into_iter().flatten() {
             came_from.entry(next).or_insert_with(|| {

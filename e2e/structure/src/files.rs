@@ -1,20 +1,24 @@
-//! Reads the repository: its Rust files, and the crates they belong to. The only I/O of this crate.
-use std::collections::BTreeMap;
+//! Reads the repository: its Rust files, the crates they belong to, and other files with comments.
+//! The only I/O of this crate.
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
 
+use crate::comments;
 use crate::model::{Crate, Sources};
 
-/// The list of known findings, in the repository.
+/// Path of the list of known findings in the repository.
 pub const KNOWN: &str = "e2e/structure/known.txt";
 
 /// Directories of a package that hold Rust code.
 const CODE: [&str; 4] = ["src", "tests", "benches", "examples"];
 
-/// Reads the Rust files of every member of the workspace at `root`, and finds the members'
-/// libraries and programs.
+/// Directories that are not part of the repository.
+const IGNORED: [&str; 3] = [".git", ".gpu", "target"];
+
+/// Reads the Rust files of every member of the workspace at `root`, finds the members' libraries
+/// and programs, and reads all other files with comments.
 pub fn read(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
     let mut members = members(&text(&root.join("Cargo.toml"))?);
@@ -26,7 +30,12 @@ pub fn read(root: &Path) -> Result<Sources> {
         for code in CODE {
             let path = root.join(&member).join(code);
             if path.is_dir() {
-                walk(&path, &format!("{directory}{code}/"), &mut sources.files)?;
+                walk(&path, &format!("{directory}{code}/"), &mut |path, file| {
+                    if file.extension().is_some_and(|extension| extension == "rs") {
+                        sources.files.insert(path, text(file)?);
+                    }
+                    Ok(())
+                })?;
             }
         }
         let source = format!("{directory}src/");
@@ -44,22 +53,40 @@ pub fn read(root: &Path) -> Result<Sources> {
             sources.crates.push(Crate { name, root: format!("{source}{path}") });
         }
     }
+    let Sources { files, others, .. } = &mut sources;
+    walk(root, "", &mut |path, file| {
+        if files.contains_key(&path) {
+            return Ok(());
+        }
+        // Whether a file has comments can depend on its first line. Binary files have none.
+        let Ok(content) = String::from_utf8(bytes(file)?) else { return Ok(()) };
+        if comments::marker(&path, &content).is_some() {
+            others.insert(path, content);
+        }
+        Ok(())
+    })?;
     Ok(sources)
 }
 
-/// `prefix` is the path of `directory` in the repository, ending in `/`.
-fn walk(directory: &Path, prefix: &str, files: &mut BTreeMap<String, String>) -> Result<()> {
-    let entries = fs::read_dir(directory).with_context(|| format!("failed to read {}", directory.display()))?;
-    for entry in entries {
-        let entry = entry.with_context(|| format!("failed to read {}", directory.display()))?;
-        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
-        if path.is_dir() {
-            walk(&path, &format!("{prefix}{name}/"), files)?;
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.insert(format!("{prefix}{name}"), text(&path)?);
+/// Calls `visit` with each file's path in the repository and its path here. `prefix` is the path of
+/// `directory` in the repository: empty, or ending in `/`. Symbolic links are not followed.
+fn walk(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) -> Result<()>) -> Result<()> {
+    let failed = || format!("failed to read {}", directory.display());
+    for entry in fs::read_dir(directory).with_context(failed)? {
+        let entry = entry.with_context(failed)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let kind = entry.file_type().with_context(failed)?;
+        if kind.is_dir() && !IGNORED.contains(&name.as_str()) {
+            walk(&entry.path(), &format!("{prefix}{name}/"), visit)?;
+        } else if kind.is_file() {
+            visit(format!("{prefix}{name}"), &entry.path())?;
         }
     }
     Ok(())
+}
+
+fn bytes(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("failed to read {}", path.display()))
 }
 
 fn text(path: &Path) -> Result<String> {
@@ -73,7 +100,7 @@ fn package(manifest: &str) -> Option<String> {
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// The members that a workspace's manifest lists, one on each line.
+/// The members in a workspace's manifest, one on each line.
 fn members(manifest: &str) -> Vec<String> {
     let lines = manifest.lines().map(str::trim).skip_while(|line| *line != "members = [").skip(1);
     let names = lines.take_while(|line| *line != "]").filter(|line| line.starts_with('"'));

@@ -6,14 +6,14 @@ use syn::{Attribute, Block, ImplItemFn, ItemFn, ItemImpl, ItemTrait, Signature, 
 use crate::model::{Finding, Sources};
 use crate::parse::Parsed;
 
-/// The most lines a file may have.
+/// Maximum number of lines of a file.
 const FILE: usize = 800;
-/// The most lines a function may have, from its signature to its last brace.
+/// Maximum number of lines of a function, from its signature to its last brace.
 const FUNCTION: usize = 80;
-/// Begins the comment that says why something is longer.
+/// Start of a comment that gives the reason for a longer file or function.
 const REASON: &str = "// long:";
 
-/// The files over 800 lines whose top does not say why.
+/// Files over 800 lines without a reason at their top.
 pub fn files(sources: &Sources) -> Vec<Finding> {
     let long = |(path, text): (&String, &String)| {
         let lines = text.lines().count();
@@ -26,8 +26,7 @@ pub fn files(sources: &Sources) -> Vec<Finding> {
     sources.files.iter().filter_map(long).collect()
 }
 
-/// The functions over 80 lines, those of tests included, that have no comment above them that says
-/// why.
+/// Functions over 80 lines, including tests, without a reason above them.
 pub fn functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
     let mut found = Vec::new();
     for (path, file) in parsed {
@@ -41,7 +40,7 @@ pub fn functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
 struct Functions<'a> {
     path: &'a str,
     lines: Vec<&'a str>,
-    /// The type or trait around the function.
+    /// The type or trait that the function belongs to.
     owner: Option<String>,
     found: &'a mut Vec<Finding>,
 }
@@ -61,8 +60,8 @@ impl Functions<'_> {
         });
     }
 
-    /// Whether a comment between the attributes and the signature, or directly above both, says
-    /// why.
+    /// Whether a comment above the function gives a reason: above its attributes, or between them
+    /// and the signature.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();

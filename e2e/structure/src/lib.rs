@@ -1,11 +1,12 @@
-//! Checks the structure of the workspace's Rust code: modules of a crate do not use each other in
-//! a cycle, and files and functions stay short.
+//! Checks the structure of the workspace's code: modules of a crate do not use each other in a
+//! cycle, files and functions stay short, and comments wrap at 100 columns.
 //!
 //! Everything but [`files`] is pure: sources go in as text, findings come out.
 //!
 //! ```text
 //! files ── Sources ──► parse ──► modules ──► uses ──► cycles ──┐
-//!                        └─────► length ───────────────────────┴─► Finding ──► known
+//!            │           └─────► length ───────────────────────┼─► Finding ──► known
+//!            └─────────────────► comments ─────────────────────┘
 //! ```
 //!
 //! A module is one node per file. A file depends on the file that defines what it names:
@@ -14,6 +15,7 @@
 //!
 //! Limits: methods that are called on a value name no module, so an inherent method defined in
 //! another file is no use of that file. A macro's expansion is not seen, only what is passed to it.
+pub mod comments;
 pub mod cycles;
 pub mod files;
 pub mod known;
@@ -27,8 +29,8 @@ mod tokens;
 
 pub use model::{Crate, Finding, Sources};
 
-/// Everything that is wrong with the structure of `sources`: cycles by crate, then long files, then
-/// long functions.
+/// Everything that is wrong with the structure of `sources`: cycles by crate, then long files, long
+/// functions and wide comments.
 pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     let parsed = parse::parse(sources)?;
     let mut findings = Vec::new();
@@ -38,5 +40,6 @@ pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     }
     findings.extend(length::files(sources));
     findings.extend(length::functions(sources, &parsed));
+    findings.extend(comments::findings(sources));
     Ok(findings)
 }

@@ -7,7 +7,8 @@ use anyhow::{Context as _, Result};
 use clap::Parser as _;
 use cleave_structure::{check, files, known};
 
-/// Finds use cycles between modules, files over 800 lines and functions over 80 lines.
+/// Finds use cycles between modules, files over 800 lines, functions over 80 lines and comments
+/// over 100 columns.
 #[derive(Debug, clap::Parser)]
 struct Options {
     /// Root of the repository.

@@ -1,11 +1,13 @@
-//! What goes in and what comes out.
+//! The input and the output of the checks.
 use std::collections::BTreeMap;
 
-/// The Rust code of a workspace, as text.
+/// The code of a workspace, as text.
 #[derive(Debug, Default)]
 pub struct Sources {
-    /// Every Rust file by its path in the repository, with `/` between names.
+    /// Every Rust file of a member by its path in the repository, with `/` between names.
     pub files: BTreeMap<String, String>,
+    /// The other files of the repository whose comments are checked, by path.
+    pub others: BTreeMap<String, String>,
     /// The crates whose modules are checked, in the order in which they are reported.
     pub crates: Vec<Crate>,
 }
@@ -19,7 +21,7 @@ pub struct Crate {
     pub root: String,
 }
 
-/// Something that the structure of the code must not have.
+/// A violation of the rules for the structure of the code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// What was found, without line numbers: a line of the list of known findings.

@@ -1,4 +1,4 @@
-//! The modules of a crate: what each declares, imports and names.
+//! The modules of a crate: their items, their imports and the paths in their code.
 use std::collections::{BTreeMap, BTreeSet};
 
 use proc_macro2::TokenStream;
@@ -18,7 +18,7 @@ pub struct Tree {
     pub(crate) files: Vec<SourceFile>,
 }
 
-/// A file of the crate: a node of the graph.
+/// A file of the crate, which is a node of the graph.
 #[derive(Debug)]
 pub(crate) struct SourceFile {
     /// The path in the repository.
@@ -34,11 +34,11 @@ pub(crate) struct Module {
     pub(crate) names: BTreeMap<String, Vec<Name>>,
     /// Indices of imports that end in `*`.
     pub(crate) globs: Vec<usize>,
-    /// Lower-case names bound by patterns: a variable of this name is no use of an item.
+    /// Lower-case names that patterns bind. A variable with such a name does not use an item.
     pub(crate) variables: BTreeSet<String>,
 }
 
-/// What a name in a module stands for.
+/// The kind of a name in a module.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Name {
     /// A child module.
@@ -57,7 +57,7 @@ pub(crate) struct Import {
     pub(crate) module: usize,
     pub(crate) path: Vec<String>,
     pub(crate) glob: bool,
-    /// Whether others may import it from here.
+    /// Whether other modules can import it from here.
     pub(crate) exported: bool,
     pub(crate) line: usize,
 }
@@ -118,7 +118,7 @@ struct Visitor<'r, 'a> {
     reader: &'r mut Reader<'a>,
     module: usize,
     directory: String,
-    /// How many blocks are around the code: an item in a function is not in the module's scope.
+    /// Number of enclosing blocks. An item inside a function is not in the module's scope.
     blocks: usize,
 }
 
@@ -288,11 +288,11 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
         }
     }
 
-    /// `pub(in crate::a)` uses nothing of `a`.
+    /// `pub(in crate::a)` does not use `a`.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 }
 
-/// One name that a `use` item brings in.
+/// One name that a `use` item imports.
 struct Imported {
     path: Vec<String>,
     /// `None` for `*`.
@@ -374,7 +374,7 @@ fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or((".", path))
 }
 
-/// `path` seen from `directory`, with each `..` taken away.
+/// Joins `path` to `directory` and resolves each `..`.
 fn join(directory: &str, path: &str) -> String {
     let mut names: Vec<&str> = directory.split('/').collect();
     for name in path.split('/') {

@@ -1,4 +1,4 @@
-//! Parses files, each once.
+//! Parses each file once.
 use std::collections::BTreeMap;
 
 use syn::punctuated::Punctuated;
@@ -6,10 +6,10 @@ use syn::{Attribute, File, Meta, Token};
 
 use crate::model::Sources;
 
-/// Why the structure cannot be read.
+/// Why the sources cannot be checked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file is not Rust.
+    /// A file is not valid Rust.
     #[error("{path}:{line}: {message}")]
     Syntax {
         /// The file.
@@ -48,7 +48,7 @@ pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
     sources.files.iter().map(file).collect()
 }
 
-/// Whether one of the attributes keeps its item out of every build but those for tests.
+/// Whether one of the attributes limits its item to builds for tests.
 pub(crate) fn only_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")
@@ -56,7 +56,7 @@ pub(crate) fn only_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Whether a `cfg` predicate holds only in builds for tests.
+/// Whether a `cfg` predicate is true only in builds for tests.
 fn needs_test(predicate: &Meta) -> bool {
     let Meta::List(list) = predicate else { return predicate.path().is_ident("test") };
     let Ok(inner) = list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated) else { return false };

@@ -1,4 +1,4 @@
-//! Finds paths in tokens that are not parsed: what macros and attributes are given.
+//! Finds paths in tokens that are not parsed: the arguments of macros and attributes.
 use proc_macro2::{TokenStream, TokenTree};
 
 /// A path and the line it starts on.
@@ -54,7 +54,7 @@ fn collect(tokens: TokenStream, found: &mut Vec<Mention>) {
     }
 }
 
-/// Whether the name at the end of `before` belongs to something else: `.field`, `::name`.
+/// Whether the name after `before` belongs to another name, as in `.field` and `::name`.
 fn continues(before: &[TokenTree]) -> bool {
     let punct = |token: &TokenTree, of: char| matches!(token, TokenTree::Punct(punct) if punct.as_char() == of);
     match before {

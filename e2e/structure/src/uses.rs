@@ -3,16 +3,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::{Import, Name, Tree};
 
-/// Which file uses which, by index, and where: the first line that does so, a `use` item if there
-/// is one.
+/// Uses of one file by another, by index, each with the line of the first use. The line is that of
+/// a `use` item if there is one.
 pub type Uses = BTreeMap<(usize, usize), usize>;
 
-/// What a path leads to.
+/// The definition that a path leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Target {
     /// A module itself, by index.
     Module(usize),
-    /// Something defined in a module.
+    /// An item that a module defines.
     Item(usize),
 }
 
@@ -21,7 +21,7 @@ pub fn between_files(tree: &Tree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: Target, in_code: bool, line: usize| {
-        // To name a module is to name nothing in it: the paths through it count.
+        // Naming a module uses nothing in it. Only paths through it count.
         let Target::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {
@@ -53,7 +53,7 @@ struct Resolver<'a> {
 }
 
 impl Resolver<'_> {
-    /// Whether the import re-exports what a descendant of its module defines.
+    /// Whether the import re-exports an item of a descendant of its module.
     fn is_below(&self, import: &Import, target: Target) -> bool {
         let Target::Item(mut module) = target else { return false };
         while let Some(parent) = self.tree.modules[module].parent {
@@ -65,8 +65,8 @@ impl Resolver<'_> {
         false
     }
 
-    /// What `path` leads to from `module`; nothing if that is in another crate. `followed` holds
-    /// the imports on the way, so that imports of each other end.
+    /// The definitions that `path` leads to from `module`. Empty if they are in another crate.
+    /// `followed` has the imports on the path, so that imports of each other end.
     fn path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
@@ -88,8 +88,8 @@ impl Resolver<'_> {
         self.tree.modules[module].parent.unwrap_or(module)
     }
 
-    /// What `path` leads to within `module`. A name that cannot be found is taken for one that a
-    /// macro defines there.
+    /// The definitions that `path` leads to within `module`. If a name is not found, a macro is
+    /// assumed to define it there.
     fn inside(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, rest)) = path.split_first() else { return BTreeSet::from([Target::Module(module)]) };
         let found = self.name(module, first, rest, followed);
@@ -100,14 +100,14 @@ impl Resolver<'_> {
         self.tree.modules[module].names.contains_key(name)
     }
 
-    /// What `name` in the scope of `module` leads to, and `rest` within that.
+    /// The definitions that `name` and then `rest` lead to in the scope of `module`.
     fn name(&self, module: usize, name: &str, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let mut found = BTreeSet::new();
         for name in self.tree.modules[module].names.get(name).into_iter().flatten() {
             match *name {
                 Name::Module(child) => found.extend(self.inside(child, rest, followed)),
                 Name::Type => _ = found.insert(Target::Item(module)),
-                // Nothing is inside a function or constant: another item of that name is meant.
+                // A function or constant contains nothing, so another item of that name is meant.
                 Name::Value if rest.is_empty() => _ = found.insert(Target::Item(module)),
                 Name::Value => {}
                 Name::Import(import) => found.extend(self.import(import, rest, followed)),

@@ -1,4 +1,4 @@
-//! What the check finds in small sources.
+//! Findings in small sources.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::collections::BTreeMap;
@@ -7,12 +7,13 @@ use cleave_structure::known::{self, Difference};
 use cleave_structure::parse::Error;
 use cleave_structure::{Crate, Finding, Sources, check};
 
-/// A crate named `it` of these files, the first of which is its root.
+/// A crate named `it` with these files. The first one is its root.
 fn sources(files: &[(&str, &str)]) -> Sources {
     let root = files[0].0.to_owned();
     Sources {
         files: files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect::<BTreeMap<_, _>>(),
         crates: vec![Crate { name: "it".to_owned(), root }],
+        others: BTreeMap::new(),
     }
 }
 
@@ -24,7 +25,7 @@ fn whats(files: &[(&str, &str)]) -> Vec<String> {
     found(files).into_iter().map(|finding| finding.what).collect()
 }
 
-/// A library of two modules with these texts.
+/// Findings in a library of two modules with these texts.
 fn pair(a: &str, b: &str) -> Vec<String> {
     whats(&[("src/lib.rs", "mod a;\nmod b;\n"), ("src/a.rs", a), ("src/b.rs", b)])
 }
@@ -53,7 +54,7 @@ fn a_cycle_is_found_with_the_lines_that_make_it() {
 }
 
 #[test]
-fn uses_in_one_direction_are_no_cycle() {
+fn uses_in_one_direction_are_not_a_cycle() {
     assert!(pair("use crate::b::B; pub struct A(B);", "pub struct B;").is_empty());
 }
 
@@ -69,7 +70,7 @@ fn every_use_within_a_component_is_in_a_cycle() {
 }
 
 #[test]
-fn a_child_that_uses_what_its_parent_defines_makes_a_cycle_if_the_parent_uses_the_child() {
+fn a_child_that_uses_its_parent_makes_a_cycle_if_the_parent_uses_the_child() {
     let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
     let declares = ("src/a/mod.rs", "mod b; pub use b::work; pub struct Shared;");
     let calls = ("src/a/mod.rs", "mod b; pub struct Shared; fn run() { b::work(Shared) }");
@@ -85,7 +86,7 @@ fn a_parent_that_calls_what_it_re_exports_uses_the_child() {
 }
 
 #[test]
-fn a_variable_is_no_use_of_a_function_of_its_name() {
+fn a_variable_does_not_use_a_function_of_the_same_name() {
     let parent = "mod b; pub use b::work; pub struct Shared; fn run() -> u8 { let work = 1; work }";
     let child = ("src/a/b.rs", "use super::Shared; pub fn work(_: Shared) {}");
     assert!(whats(&[("src/lib.rs", "mod a;"), ("src/a.rs", parent), child]).is_empty());
@@ -93,7 +94,7 @@ fn a_variable_is_no_use_of_a_function_of_its_name() {
 
 #[test]
 fn re_exports_are_followed_to_the_definition() {
-    // `c` names `a::B`, which `b` defines: there is no way back to `c`, and none from `b` to `a`.
+    // `c` names `a::B`, which `b` defines. Nothing leads back to `c`, or from `b` to `a`.
     let root = ("src/lib.rs", "mod a; mod b; mod c; pub use c::C;");
     let re_export = ("src/a.rs", "pub use crate::b::B; use crate::C; pub struct A(C);");
     assert!(
@@ -112,15 +113,15 @@ fn re_exports_are_followed_to_the_definition() {
 }
 
 #[test]
-fn names_are_found_through_imports_of_modules_and_of_everything() {
+fn names_are_found_through_module_and_glob_imports() {
     assert_eq!(pair("use crate::b; fn f() { b::g() }", "use super::a::*; pub fn g() { f() }"), CYCLE);
     assert_eq!(pair("use crate::b as other; fn f() { other::g() }", "use crate::a::{self}; fn g() { a::f() }"), CYCLE);
-    // An import that nothing goes through names nothing.
+    // An import that no path goes through uses nothing.
     assert!(pair("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
 }
 
 #[test]
-fn a_function_with_the_name_of_its_module_is_told_from_the_module() {
+fn a_function_is_distinguished_from_a_module_of_the_same_name() {
     let root = ("src/lib.rs", "mod run; mod b; pub use run::run;");
     let files =
         [root, ("src/run.rs", "use crate::b::B; pub fn run() {}"), ("src/b.rs", "use crate::run; pub struct B;")];
@@ -131,13 +132,13 @@ fn a_function_with_the_name_of_its_module_is_told_from_the_module() {
 }
 
 #[test]
-fn imports_of_each_other_end() {
+fn circular_imports_are_resolved() {
     assert!(pair("pub use crate::b::X;", "pub use crate::a::X;").is_empty());
     assert!(pair("pub use crate::b::*; fn f() { x() }", "pub use crate::a::*;").is_empty());
 }
 
 #[test]
-fn code_for_tests_only_is_ignored() {
+fn test_code_is_ignored() {
     let a = "use crate::b::B; pub struct A;";
     for b in [
         "pub struct B; #[cfg(test)] mod tests { use crate::a::A; }",
@@ -183,17 +184,17 @@ fn paths_in_macros_and_attributes_count() {
 }
 
 #[test]
-fn what_a_macro_defines_is_taken_to_be_where_it_is_named() {
+fn a_macro_is_assumed_to_define_unknown_names() {
     assert_eq!(pair("use crate::b::B; make!(A);", "use crate::a::A; pub struct B;"), CYCLE);
 }
 
 #[test]
-fn other_crates_are_no_modules() {
+fn other_crates_are_not_modules() {
     assert!(pair("use crate::b::B; use ::b::C; pub struct A;", "use std::fmt; pub struct B(serde::a::A);").is_empty());
 }
 
 #[test]
-fn paths_of_other_crates_in_macros_are_no_modules() {
+fn paths_of_other_crates_in_macros_are_not_modules() {
     let child = ("src/a.rs", "use crate::Root; pub fn f() {}");
     let root = |code: &str| format!("mod a; pub struct Root; fn g() {{ println!(\"{{}}\", {code}) }}");
     assert_eq!(whats(&[("src/lib.rs", &root("a::f()")), child]), ["cycle it crate -> a -> crate"]);
@@ -247,6 +248,59 @@ fn a_file_over_800_lines_needs_a_reason_at_its_top() {
     assert_eq!(whats(&[("src/lib.rs", &items(801))]), ["long-file src/lib.rs"]);
     assert!(whats(&[("src/lib.rs", &format!("//! A list.\n// long: a list\n{}", items(800)))]).is_empty());
     assert_eq!(whats(&[("src/lib.rs", &format!("{}// long: late\n", items(800)))]), ["long-file src/lib.rs"]);
+}
+
+/// The findings in a repository with one file besides an empty library.
+fn beside(path: &str, text: &str) -> Vec<Finding> {
+    let mut sources = sources(&[("src/lib.rs", "")]);
+    sources.others.insert(path.to_owned(), text.to_owned());
+    check(&sources).unwrap()
+}
+
+#[test]
+fn a_comment_over_100_characters_is_found() {
+    // Characters count, not bytes.
+    let comment = |characters: usize| format!("// {}", "é".repeat(characters - 3));
+    assert!(whats(&[("src/lib.rs", &comment(100))]).is_empty());
+    let text = format!("/{}\nfn f() {{\n    {}\n}}\n", comment(100), comment(97));
+    let expected = Finding {
+        what: "wide-comment src/lib.rs 2".to_owned(),
+        places: vec![
+            "src/lib.rs:1: 101 characters, at most 100".to_owned(),
+            "src/lib.rs:3: 101 characters, at most 100".to_owned(),
+        ],
+    };
+    assert_eq!(found(&[("src/lib.rs", &text)]), [expected]);
+}
+
+#[test]
+fn wide_comments_are_found_in_other_languages() {
+    let words = "word ".repeat(25);
+    for path in ["a.sh", "a/b.yaml", "a.yml", "a.toml", "a.py", "Makefile", "deploy/Containerfile"] {
+        let expected = format!("wide-comment {path} 1");
+        assert_eq!(beside(path, &format!("  # {words}\nkey: {words}\n"))[0].what, expected);
+    }
+    assert_eq!(beside("a.go", &format!("\t// {words}")).len(), 1);
+    assert_eq!(beside("e2e/test", &format!("#!/bin/sh\n# {words}")).len(), 1);
+    for (path, text) in [
+        ("LICENSE", format!("# {words}")),
+        ("a.md", format!("# {words}")),
+        ("a.go", format!("//go:generate {words}")),
+        ("deploy/manifests.yaml", format!("# {words}")),
+        ("crds/a.yaml", format!("# {words}")),
+        ("Cargo.lock", format!("# {words}")),
+    ] {
+        assert!(beside(path, &text).is_empty(), "{path}");
+    }
+}
+
+#[test]
+fn a_line_that_is_an_address_may_be_wide() {
+    let address = format!("https://example.com/{}", "a".repeat(100));
+    for comment in [format!("// {address}"), format!("/// <{address}>"), format!("//! [name]: {address}")] {
+        assert!(beside("a.go", &comment).is_empty(), "{comment}");
+    }
+    assert_eq!(beside("a.go", &format!("// See {address}")).len(), 1);
 }
 
 #[test]

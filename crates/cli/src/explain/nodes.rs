@@ -7,7 +7,7 @@ use cleave_api::names::is_served;
 use cleave_operator::pods::full_name;
 use cleave_operator::read::Node;
 use cleave_plan::Quantity;
-use cleave_plan::ledger::Room;
+use cleave_plan::ledger::DeviceUsage;
 use cleave_plan::scheduling::refusal;
 use cleave_plan::snapshot::Node as PlanNode;
 
@@ -37,7 +37,7 @@ impl View<'_> {
 
     fn gpu_views(&self, name: &str, node: &Node, holds: &[Given], state: State) -> Vec<GpuView> {
         let cordons = node.cordons();
-        let rooms = self.ledger.rooms(name);
+        let rooms = self.ledger.devices(name);
         let specs = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
         let view = |gpu: &GpuStatus| {
             let unable = unable(gpu, &cordons);
@@ -60,7 +60,7 @@ impl View<'_> {
 
     fn device_view<'h>(
         &self,
-        room: &Room,
+        room: &DeviceUsage,
         unable: Option<&str>,
         holds: impl Iterator<Item = &'h Given>,
         state: State,
@@ -156,6 +156,6 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
 }
 
 /// Whether a device is the GPU, a part of it now, or one that it is to be partitioned into.
-fn is_part_of(room: &Room, gpu: &GpuStatus) -> bool {
+fn is_part_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
     room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
 }

@@ -5,7 +5,7 @@ use cleave_api::GpuNode;
 use cleave_api::cordon::Cordons;
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::CORDON_ANNOTATION;
-use cleave_api::placement::Held;
+use cleave_api::placement::ReservedUnits;
 use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units};
 
 use crate::pods::PodObject;
@@ -84,7 +84,7 @@ fn promised(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<
 
 /// What is noted on a pod, as the ledger has it.
 pub(super) fn noted(pod: &PodObject) -> BTreeMap<String, Vec<Reservation>> {
-    let reservation = |held: &Held| {
+    let reservation = |held: &ReservedUnits| {
         let units = Units::new(held.units)?;
         Some(Reservation { resource: held.resource.clone(), units, device: held.device.clone() })
     };

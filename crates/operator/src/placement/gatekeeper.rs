@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
-use cleave_api::placement::{Held, Placement};
+use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{
     Ask, Claim, Facts, Fits, Ledger, Moment, NodeFacts, Nomination, Place, Preemption, Reservation,
 };
@@ -609,7 +609,7 @@ fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
             let same = |take: &&Reservation| take.resource == ask.resource && take.units == ask.units;
             if let Some(index) = left.iter().position(same) {
                 let Reservation { resource, units, device } = left.remove(index).clone();
-                held.push(Held { resource, units: units.get(), device });
+                held.push(ReservedUnits { resource, units: units.get(), device });
             }
         }
         held

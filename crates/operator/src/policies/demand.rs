@@ -159,7 +159,7 @@ fn waiting(planned: &Planned, built: &Built, cuts: &[At]) -> BTreeMap<String, Wa
         all.insert(placement.pod.clone(), Waiting { reason, message: placement.reason.clone() });
     }
     for unplaced in &planned.plan.unplaced {
-        let reason = if unplaced.reason.starts_with("No plan is made for it") {
+        let reason = if unplaced.malformed {
             Reason::Malformed
         } else if built.changing.is_empty() {
             Reason::NoRoom

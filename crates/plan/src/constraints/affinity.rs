@@ -1,99 +1,31 @@
 //! Required affinity and anti-affinity between pods.
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::Deserialize;
-
-use super::{Conflict, LabelSelector, Labels, MOST_REQUIREMENTS, Neighbour, Subject};
+use super::conflict::Conflict;
+use super::pods::{Neighbour, Subject};
+use super::rules::{Match, PodAffinityTerm};
+use super::selector::{Labels, MOST_REQUIREMENTS};
 use crate::snapshot::Node;
 
-/// One required `PodAffinityTerm`: pods that it selects, and the topology in which they must be, or
-/// must not be.
-///
-/// `matchLabelKeys` and `mismatchLabelKeys` are not read. The API server merges them into
-/// `labelSelector` when it creates the pod.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct PodAffinityTerm {
-    /// Labels of the pods. None selects no pods, an empty selector all.
-    pub label_selector: Option<LabelSelector>,
-    /// Namespaces of the pods.
-    pub namespaces: Vec<String>,
-    /// Labels of further namespaces of the pods. An empty selector selects all namespaces. Without
-    /// namespaces and a selector, only pods of the term's own namespace are selected.
-    pub namespace_selector: Option<LabelSelector>,
-    /// The node label whose value is the same on nodes that are one topology domain.
-    pub topology_key: String,
-}
-
-/// Whether a term selects a pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Match {
-    No,
-    /// It depends on labels of a namespace that are not known.
-    Perhaps,
-    Yes,
-}
-
-impl PodAffinityTerm {
-    /// Whether the term, of a pod in the namespace `own`, selects a pod with these labels.
-    fn selects<'n>(
-        &self,
-        own: &str,
-        labels: &Labels,
-        namespace: &str,
-        namespaces: &impl Fn(&str) -> Option<&'n Labels>,
-    ) -> Match {
-        if !self.label_selector.as_ref().is_some_and(|selector| selector.matches(labels)) {
-            return Match::No;
-        }
-        let listed = match (self.namespaces.as_slice(), &self.namespace_selector) {
-            ([], None) => own == namespace,
-            (names, _) => names.iter().any(|name| name == namespace),
-        };
-        match &self.namespace_selector {
-            _ if listed => Match::Yes,
-            None => Match::No,
-            Some(selector) if selector.is_empty() => Match::Yes,
-            Some(selector) => match namespaces(namespace) {
-                None => Match::Perhaps,
-                Some(labels) if selector.matches(labels) => Match::Yes,
-                Some(_) => Match::No,
-            },
-        }
-    }
-
-    /// Whether the term, of a pod in the namespace `own`, may select a pod of `namespace` with
-    /// these labels. Labels of namespaces are not read: where they decide, it may.
-    pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
-        self.selects(own, labels, namespace, &|_| None) != Match::No
-    }
-
-    /// How many comparisons [`Self::selects`] makes at most.
-    pub(super) fn weight(&self) -> usize {
-        let selectors = self.label_selector.iter().chain(&self.namespace_selector);
-        1 + self.namespaces.len() + selectors.map(LabelSelector::weight).sum::<usize>()
-    }
-}
-
-/// Topology domains (key, value) with what is in them.
+/// Topology domains: for each topology key, values of nodes.
 type Domains<'a> = BTreeMap<&'a str, BTreeSet<&'a str>>;
 
 fn contains(domains: &Domains<'_>, key: &str, value: &str) -> bool {
     domains.get(key).is_some_and(|values| values.contains(value))
 }
 
-/// What the subject's affinity and anti-affinity, and the anti-affinity of others, say of topology
-/// domains.
+/// The topology domains that the subject's affinity and anti-affinity, and the anti-affinity of its
+/// neighbours, require or exclude.
 #[derive(Debug)]
 pub(super) struct Affinity<'a> {
     /// The subject's affinity.
-    near: &'a [PodAffinityTerm],
+    affinity: &'a [PodAffinityTerm],
     /// The subject's anti-affinity.
-    apart: &'a [PodAffinityTerm],
+    anti_affinity: &'a [PodAffinityTerm],
     /// Domains with a pod that matches all terms of the subject's affinity.
     attracting: Domains<'a>,
-    /// The subject may start a group: no pod in any domain matches its affinity, and it does so
-    /// itself.
+    /// Whether the subject may be the first of a group: no pod in any domain matches its affinity,
+    /// and the subject itself does.
     first: bool,
     /// Domains with a pod that matches a term of the subject's anti-affinity.
     avoided: Domains<'a>,
@@ -103,15 +35,15 @@ pub(super) struct Affinity<'a> {
 
 impl<'a> Affinity<'a> {
     pub(super) fn new(subject: &Subject<'a>, namespaces: &impl Fn(&str) -> Option<&'a Labels>) -> Self {
-        let near = subject.rules.affinity.as_slice();
+        let affinity = subject.rules.affinity.as_slice();
         let own = subject.namespace;
-        let first = near.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == Match::Yes);
-        let apart = subject.rules.anti_affinity.as_slice();
+        let first = affinity.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == Match::Yes);
+        let anti_affinity = subject.rules.anti_affinity.as_slice();
         let (attracting, avoided, repelling) = Default::default();
-        Self { near, apart, attracting, first, avoided, repelling }
+        Self { affinity, anti_affinity, attracting, first, avoided, repelling }
     }
 
-    /// Counts a neighbour for the subject's own terms.
+    /// Counts a neighbour for the terms of the subject.
     pub(super) fn count(
         &mut self,
         subject: &Subject<'a>,
@@ -121,16 +53,16 @@ impl<'a> Affinity<'a> {
     ) {
         let selects =
             |term: &PodAffinityTerm| term.selects(subject.namespace, neighbour.labels, neighbour.namespace, namespaces);
-        if !self.near.is_empty() {
+        if !self.affinity.is_empty() {
             let mut least = Match::Yes;
-            for term in self.near {
+            for term in self.affinity {
                 least = least.min(selects(term));
                 if least == Match::No {
                     break;
                 }
             }
             if let Some(node) = node(neighbour.node).filter(|_| least != Match::No) {
-                for (key, value) in self.near.iter().filter_map(|term| domain(term, node)) {
+                for (key, value) in self.affinity.iter().filter_map(|term| domain(term, node)) {
                     self.first = false;
                     if least == Match::Yes {
                         self.attracting.entry(key).or_default().insert(value);
@@ -138,7 +70,7 @@ impl<'a> Affinity<'a> {
                 }
             }
         }
-        for term in self.apart.iter().filter(|term| selects(term) != Match::No) {
+        for term in self.anti_affinity.iter().filter(|term| selects(term) != Match::No) {
             if let Some((key, value)) = node(neighbour.node).and_then(|node| domain(term, node)) {
                 self.avoided.entry(key).or_default().insert(value);
             }
@@ -168,20 +100,20 @@ impl<'a> Affinity<'a> {
 
     /// A topology key of the subject's affinity that the node does not have.
     pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
-        self.near.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
+        self.affinity.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
     }
 
     pub(super) fn refuse(&self, node: &Node) -> Result<(), Conflict> {
         let inside =
             |domains: &Domains<'_>, key: &str| node.labels.get(key).is_some_and(|value| contains(domains, key, value));
         let key = |term: &PodAffinityTerm| term.topology_key.clone();
-        let lonely = |term: &&PodAffinityTerm| !inside(&self.attracting, &term.topology_key);
+        let unmatched = |term: &&PodAffinityTerm| !inside(&self.attracting, &term.topology_key);
         if !self.first
-            && let Some(term) = self.near.iter().find(lonely)
+            && let Some(term) = self.affinity.iter().find(unmatched)
         {
             return Err(Conflict::PodAffinity { topology_key: key(term) });
         }
-        if let Some(term) = self.apart.iter().find(|term| inside(&self.avoided, &term.topology_key)) {
+        if let Some(term) = self.anti_affinity.iter().find(|term| inside(&self.avoided, &term.topology_key)) {
             return Err(Conflict::PodAntiAffinity { topology_key: key(term) });
         }
         match self.repelling.keys().find(|key| inside(&self.repelling, key)) {
@@ -191,7 +123,7 @@ impl<'a> Affinity<'a> {
     }
 }
 
-/// The topology domain of a term that a node is in; none for a node without the topology key.
+/// The topology domain of a node for a term. `None` if the node does not have the topology key.
 fn domain<'a>(term: &'a PodAffinityTerm, node: &'a Node) -> Option<(&'a str, &'a str)> {
     node.labels.get_key_value(&term.topology_key).map(|(key, value)| (key.as_str(), value.as_str()))
 }

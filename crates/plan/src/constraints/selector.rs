@@ -3,14 +3,23 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::{Labels, MOST_REQUIREMENTS};
 use crate::scheduling::matches;
 use crate::snapshot::{Operator, Requirement};
 
-/// A `metav1.LabelSelector`. All of its requirements must hold; a selector without any matches
-/// everything.
+/// Labels of a pod, a node or a namespace.
+pub type Labels = BTreeMap<String, String>;
+
+/// Maximum number of comparisons for one pod's rules: terms, requirements, their values, namespaces
+/// and ports together.
 ///
-/// Where Kubernetes has no selector at all (`None` here), nothing matches.
+/// A pod is an API object of up to 1.5 MiB, which has room for 50,000 requirements. Real pods have
+/// about ten.
+pub const MOST_REQUIREMENTS: usize = 256;
+
+/// A `metav1.LabelSelector`. All of its requirements must hold. A selector without requirements
+/// matches everything.
+///
+/// If an object has no selector (`None`), nothing matches.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct LabelSelector {
@@ -22,7 +31,7 @@ pub struct LabelSelector {
 }
 
 impl LabelSelector {
-    /// Whether labels satisfy every requirement.
+    /// Whether labels meet every requirement.
     pub fn matches(&self, labels: &Labels) -> bool {
         let holds = |requirement: &Requirement| {
             let known = !matches!(requirement.operator, Operator::Gt | Operator::Lt | Operator::Unknown);
@@ -37,7 +46,7 @@ impl LabelSelector {
         self.match_labels.is_empty() && self.match_expressions.is_empty()
     }
 
-    /// How many comparisons [`Self::matches`] makes at most. Counting stops soon after
+    /// Maximum number of comparisons that [`Self::matches`] makes. Counting stops soon after
     /// [`MOST_REQUIREMENTS`].
     pub(super) fn weight(&self) -> usize {
         let expressions = self.match_expressions.iter().take(MOST_REQUIREMENTS + 1);

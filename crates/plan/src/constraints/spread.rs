@@ -1,93 +1,24 @@
 //! Topology spread constraints.
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
-
-use super::{Conflict, LabelSelector, Labels, Neighbour, Subject};
+use super::conflict::Conflict;
+use super::pods::{Neighbour, Subject};
+use super::rules::SpreadConstraint;
+use super::selector::{LabelSelector, Labels};
 use crate::scheduling;
 use crate::snapshot::Node;
 
-/// One `TopologySpreadConstraint`: how evenly the pods that it selects are spread over topology
-/// domains.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct SpreadConstraint {
-    /// How many more selected pods a domain may have than the domain with the fewest.
-    pub max_skew: i32,
-    /// The node label whose value is the same on nodes that are one domain.
-    pub topology_key: String,
-    /// Whether a node that breaks the constraint is refused, or only less preferred.
-    pub when_unsatisfiable: WhenUnsatisfiable,
-    /// The pods, which are of the pod's own namespace. None selects no pods.
-    pub label_selector: Option<LabelSelector>,
-    /// With fewer domains than this, the fewest pods of a domain count as 0. 1 where left out.
-    pub min_domains: Option<i32>,
-    /// Whether only nodes that match the pod's node selector and node affinity are domains; yes
-    /// where left out.
-    pub node_affinity_policy: Option<NodePolicy>,
-    /// Whether only nodes whose taints the pod tolerates are domains; no where left out.
-    pub node_taints_policy: Option<NodePolicy>,
-    /// Labels that selected pods must have in common with the pod. Those that the pod does not have
-    /// are ignored.
-    pub match_label_keys: Vec<String>,
-}
-
-/// What happens to a node that breaks a spread constraint.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-pub enum WhenUnsatisfiable {
-    /// The pod may not run there.
-    #[default]
-    DoNotSchedule,
-    /// The scheduler prefers other nodes. Nothing is refused.
-    ScheduleAnyway,
-    /// An action that this version does not know. Nothing is refused, as in the scheduler.
-    #[serde(other)]
-    Unknown,
-}
-
-/// Whether a spread constraint leaves out nodes that the pod may not run on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-pub enum NodePolicy {
-    /// Such nodes are left out.
-    Honor,
-    /// Such nodes count.
-    Ignore,
-    /// A policy that this version does not know. Such nodes count, as in the scheduler.
-    #[serde(other)]
-    Unknown,
-}
-
-impl SpreadConstraint {
-    /// Whether it can refuse a node.
-    pub fn is_hard(&self) -> bool {
-        self.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule
-    }
-
-    /// How many comparisons are made at most to see whether a pod is selected.
-    pub(super) fn weight(&self) -> usize {
-        1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::weight)
-    }
-
-    fn honors_affinity(&self) -> bool {
-        self.node_affinity_policy.unwrap_or(NodePolicy::Honor) == NodePolicy::Honor
-    }
-
-    fn honors_taints(&self) -> bool {
-        self.node_taints_policy == Some(NodePolicy::Honor)
-    }
-}
-
-/// One constraint with the pods of each of its domains.
+/// One constraint with the number of pods in each of its domains.
 #[derive(Debug)]
 struct Count<'a> {
     constraint: &'a SpreadConstraint,
-    /// Labels of the subject that selected pods must have: those of `matchLabelKeys`.
+    /// Labels of the subject that selected pods must have, from `matchLabelKeys`.
     common: Vec<(&'a String, &'a String)>,
-    /// Selected pods by the value of the topology key.
+    /// Number of selected pods by the value of the topology key.
     domains: BTreeMap<&'a str, i64>,
-    /// 1 where the subject is selected itself, otherwise 0.
+    /// 1 if the subject itself is selected, otherwise 0.
     own: i64,
-    /// Pods of the domain with the fewest.
+    /// Number of pods in the domain with the fewest.
     least: i64,
 }
 
@@ -97,20 +28,20 @@ impl Count<'_> {
             && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
     }
 
-    /// kube-scheduler counts no pods for a selector without requirements.
+    /// Whether the selector has no requirements. kube-scheduler counts no pods for it.
     fn counts_nothing(&self) -> bool {
         self.common.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
     }
 }
 
-/// How the pods that the subject's hard constraints select are spread.
+/// Counts of the pods that the subject's hard constraints select.
 #[derive(Debug, Default)]
 pub(super) struct Spread<'a> {
     counts: Vec<Count<'a>>,
 }
 
 impl<'a> Spread<'a> {
-    /// The constraints that can refuse a node, with nothing counted yet.
+    /// Creates the counts of the constraints that can refuse a node.
     pub(super) fn new(subject: &Subject<'a>) -> Self {
         let count = |constraint: &'a SpreadConstraint| {
             let keys = constraint.match_label_keys.iter();
@@ -126,8 +57,8 @@ impl<'a> Spread<'a> {
         self.counts.is_empty()
     }
 
-    /// Finds the domains: those of nodes that have every topology key and that the policies do not
-    /// leave out. Returns the nodes, with whether the subject's node affinity selects them and
+    /// Finds the domains: those of nodes with every topology key, except nodes that the policies
+    /// ignore. Returns these nodes, with whether the subject's node affinity selects them and
     /// whether it tolerates their taints.
     pub(super) fn domains(
         &mut self,
@@ -170,7 +101,7 @@ impl<'a> Spread<'a> {
         }
     }
 
-    /// Finds the domains with the fewest pods, once all neighbours are counted.
+    /// Finds the domains with the fewest pods. Call it after counting all neighbours.
     pub(super) fn finish(&mut self) {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);
@@ -207,8 +138,7 @@ pub(super) struct Eligible<'a> {
 }
 
 impl<'a> Eligible<'a> {
-    /// The domain of a constraint that the node is in; none where the constraint's policies leave
-    /// the node out.
+    /// The node's domain for a constraint. `None` if the constraint's policies ignore the node.
     fn domain(&self, constraint: &SpreadConstraint) -> Option<&'a str> {
         let left_out = constraint.honors_affinity() && !self.selected || constraint.honors_taints() && !self.tolerated;
         self.node.labels.get(&constraint.topology_key).filter(|_| !left_out).map(String::as_str)

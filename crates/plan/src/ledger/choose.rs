@@ -1,60 +1,64 @@
-//! Where on a node a pod is best held, and why it cannot be.
+//! Chooses the devices of a node for a pod, or says why the pod does not fit.
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
+use super::facts::Reservation;
+use super::node::{Node, Stocks};
 use super::pack::{pack, tightest};
+use super::request::{Ask, Units};
 use super::stock::Stock;
-use super::{Ask, Node, Reservation, Stocks, Units};
 use crate::placement::{self, Demand, GPU, Rank, Score};
 
-/// Why there is no place, by the node that comes closest.
+/// Why a pod fits nowhere, for the node that comes closest.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum NoFit {
-    /// No node was asked about, or none is known.
+    /// No node was given, or none is known.
     #[error("no node is eligible")]
     NoNode,
-    /// Nobody offers the resource.
+    /// No node offers the resource.
     #[error("no eligible node offers {resource}")]
     NotOffered {
         /// The extended resource.
         resource: String,
     },
-    /// No device has as many units, whoever leaves.
+    /// No device has that many units, even if it were empty.
     #[error("no device has {asked} {resource}: the largest has {most}")]
     TooLarge {
         /// The extended resource.
         resource: String,
-        /// What is asked for, of one device.
+        /// Units requested of one device.
         asked: Units,
-        /// What the largest device has.
+        /// Units of the largest device.
         most: u32,
     },
-    /// Each ask fits a device, but they never fit one node together.
+    /// Each ask fits on a device, but all asks together fit on no node.
     #[error("the parts of the request fit devices, but no node has room for all of them, even empty")]
     TooMany,
-    /// A device is large enough, but has not enough free.
+    /// A device is large enough, but has too few free units.
     #[error("no device has {asked} {resource} free: the emptiest has {most}")]
     NotFree {
         /// The extended resource.
         resource: String,
-        /// What is asked for, of one device.
+        /// Units requested of one device.
         asked: Units,
-        /// What the emptiest device has free.
+        /// Free units of the device with the most.
         most: u32,
     },
-    /// Each ask would fit now, but not together.
+    /// Each ask fits now, but not all of them together.
     #[error("the parts of the request fit devices now, but not all of them at once")]
     NotFreeTogether,
 }
 
 impl NoFit {
-    /// Whether it can change when pods go: otherwise only another node, or another policy, helps.
+    /// Whether the reason can end when pods terminate. Otherwise only another node or another
+    /// policy helps.
     pub fn may_pass(&self) -> bool {
         matches!(self, Self::NotFree { .. } | Self::NotFreeTogether)
     }
 }
 
-/// Where the least is left: a score for those who have not learned what pods typically ask for.
+/// A score that prefers the device with the least left. It is for callers that have not learned
+/// what pods typically request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tightest;
 
@@ -68,10 +72,10 @@ impl Score for Tightest {
     }
 }
 
-/// What is asked for, by resource.
+/// Requested units by resource.
 pub(super) type Wanted<'a> = BTreeMap<&'a str, Vec<Units>>;
 
-/// What is asked for, by resource; as many sizes as there are asks.
+/// Groups asks by resource, with one entry of units for each ask.
 pub(super) fn wanted(asks: &[Ask]) -> Wanted<'_> {
     let mut wanted = Wanted::new();
     for ask in asks {
@@ -80,13 +84,13 @@ pub(super) fn wanted(asks: &[Ask]) -> Wanted<'_> {
     wanted
 }
 
-/// How good a node is: its score, the greater the better, and what is left on the devices, the less
-/// the better.
+/// How good a node is: its score (higher is better), and the units left on the chosen devices
+/// (lower is better).
 pub(super) type Worth = (f64, u32);
 
 impl Node {
-    /// How good the best place for all asks is. The same as [`Node::fit`] says, with less work for
-    /// one ask: it is asked of every node.
+    /// How good the best placement of all asks is. The result equals that of [`Node::fit`], but it
+    /// is faster for one ask, because it is computed for every node.
     pub(super) fn worth<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<Worth, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {
@@ -110,7 +114,7 @@ impl Node {
         }
     }
 
-    /// The best place for all asks.
+    /// The best placement of all asks.
     pub(super) fn fit<S: Score>(&self, wanted: &Wanted<'_>, score: &S) -> Result<(Worth, Vec<Reservation>), NoFit> {
         let (mut total, mut spare, mut takes) = (0.0, 0_u32, Vec::new());
         for (resource, units) in wanted {
@@ -139,7 +143,7 @@ impl Node {
     }
 }
 
-/// A device that has enough free.
+/// A device with enough free units.
 #[derive(Debug, Clone, Copy)]
 struct Candidate {
     device: usize,
@@ -148,7 +152,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// The better one first.
+    /// Orders candidates from best to worst.
     fn order(&self, other: &Self) -> Ordering {
         (other.rank.score.total_cmp(&self.rank.score))
             .then(self.rank.spread.total_cmp(&other.rank.spread))
@@ -157,7 +161,7 @@ impl Candidate {
     }
 }
 
-/// Devices that have so many free, the best first.
+/// Devices with at least `size` free units, best first.
 fn candidates<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: &S) -> Vec<Candidate> {
     let mut candidates = Vec::with_capacity(free.len());
     each(model, stocks, size, free, score, |candidate| candidates.push(candidate));
@@ -165,15 +169,15 @@ fn candidates<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], s
     candidates
 }
 
-/// Devices that have so many free. A score knows GPUs in thousandths: a unit is its part of the
-/// device.
+/// Calls `take` for each device with at least `size` free units. Scores count GPUs in thousandths,
+/// so units are converted.
 fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: &S, mut take: impl FnMut(Candidate)) {
     let thousandths = |units: u32, capacity: u32| {
         let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));
         u32::try_from(part).map_or(GPU, |part| part.min(GPU))
     };
     let gpus = stocks.values().zip(free).map(|(stock, free)| thousandths(*free, stock.capacity())).collect();
-    // What else the node has is the scheduler's matter.
+    // The scheduler checks the node's other resources.
     let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, memory: 0, gpus };
     let before = score.before(&node);
     for (device, (stock, &free)) in stocks.values().zip(free).enumerate() {
@@ -185,7 +189,7 @@ fn each<S: Score>(model: &str, stocks: &Stocks, size: u32, free: &[u32], score: 
     }
 }
 
-/// Why so many units cannot be had of a node's devices, for the largest of them that cannot.
+/// Why these units do not fit on a node's devices, for the largest of them that does not.
 fn no_fit(resource: &str, units: &[Units], stocks: &Stocks) -> NoFit {
     let resource = resource.to_owned();
     let Some(&asked) = units.iter().max() else { return NoFit::NoNode };

@@ -1,15 +1,15 @@
-//! What a pod asks for, from its containers: the kubelet gives each container units of its own, but
-//! those of an init container again to the ones that come after it.
+//! What a pod requests, computed from its containers. The kubelet allocates separate units to each
+//! container, but reuses those of an init container for later containers.
 use std::collections::BTreeMap;
 
-use super::{Ask, Units};
+use super::request::{Ask, Units};
 
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Before the others, and to its end: what it had is given to those that come after it.
+    /// Runs to completion before the others. Its units are reused for later containers.
     Init,
-    /// An init container with `restartPolicy: Always`: it keeps what it has.
+    /// An init container with `restartPolicy: Always`. It keeps its units.
     Sidecar,
     /// An ordinary container.
     Main,
@@ -20,7 +20,7 @@ pub enum Kind {
 pub struct Container {
     /// When it runs.
     pub kind: Kind,
-    /// Units of each resource, by its limits.
+    /// Units of each resource, from its limits.
     pub limits: BTreeMap<String, u32>,
 }
 
@@ -28,32 +28,32 @@ pub struct Container {
 #[derive(Debug, Clone, Copy)]
 struct Group {
     units: u32,
-    /// Of these, those of init containers that have ended.
+    /// Units of completed init containers, which can be reused.
     reusable: u32,
 }
 
-/// What one container has of an ask.
+/// The units of one ask that one container uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Which container, counted from 0.
+    /// Index of the container.
     pub container: usize,
     /// The extended resource.
     pub resource: String,
-    /// What the container asks for, what it takes over from others included.
+    /// Units that the container requests, including reused ones.
     pub units: Units,
-    /// Which ask it belongs to: an index into [`asks`].
+    /// Index into [`asks`] of the ask that the units belong to.
     pub ask: usize,
-    /// What this container and those before it need together of the ask; the last one's is the
-    /// whole ask.
+    /// Units of the ask that this container and the ones before it need together. For the last
+    /// container it is the whole ask.
     pub needed: Units,
 }
 
-/// What a pod asks for: one ask for each part that has to be on one device. Containers in the
+/// What a pod requests: one ask for each part that must be on one device. Pass containers in the
 /// kubelet's order: init containers and sidecars as written, then the others.
 ///
-/// A container takes what ended init containers had first, and units of one container are on one
-/// device; so an init container of 2 and a container of 5 are one ask of 5, and an init container
-/// of 5 before containers of 3 and 4 is one ask of 7.
+/// A container first takes units of completed init containers, and all units of one container are
+/// on one device. So an init container of 2 and a container of 5 are one ask of 5. An init
+/// container of 5 before containers of 3 and 4 is one ask of 7.
 pub fn asks(containers: &[Container]) -> Vec<Ask> {
     let ask =
         |resource: &str, group: &Group| Some(Ask { resource: resource.to_owned(), units: Units::new(group.units)? });
@@ -63,7 +63,7 @@ pub fn asks(containers: &[Container]) -> Vec<Ask> {
         .collect()
 }
 
-/// Which ask the units of each container belong to, in the order of the containers.
+/// The ask that the units of each container belong to, in the order of the containers.
 pub fn parts(containers: &[Container]) -> Vec<Part> {
     let mut found = Vec::new();
     let groups = groups(containers, |container, resource, group, needed| {
@@ -78,8 +78,8 @@ pub fn parts(containers: &[Container]) -> Vec<Part> {
     found.into_iter().filter_map(part).collect()
 }
 
-/// Goes through the containers; tells for each what group of its resource it belongs to, and what
-/// that needs so far.
+/// Groups the units of the containers by device. Calls `belongs` for each container with its index,
+/// the resource, the index of its group, and the units that the group needs so far.
 fn groups(containers: &[Container], mut belongs: impl FnMut(usize, &str, usize, u32)) -> BTreeMap<&str, Vec<Group>> {
     let mut groups: BTreeMap<&str, Vec<Group>> = BTreeMap::new();
     for (number, Container { kind, limits }) in containers.iter().enumerate() {
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_has_units_of_its_own_but_reuses_those_of_init_containers() {
+    fn containers_have_separate_units_but_reuse_those_of_init_containers() {
         use Kind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3)], vec![3]),
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_knows_its_ask_and_what_that_needs_so_far() {
+    fn parts_name_the_ask_and_the_units_needed_so_far() {
         use Kind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3), (Main, 2)], vec![(0, 0, 3), (1, 1, 2)]),
@@ -155,7 +155,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_parts_of_an_ask_add_up_to_it(
+        fn parts_add_up_to_their_ask(
             wanted in prop::collection::vec((0_u8..3, prop::collection::btree_map("[ab]", 0_u32..6, 0..3)), 0..8),
         ) {
             let kinds = [Kind::Init, Kind::Sidecar, Kind::Main];
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_are_apart() {
+    fn resources_are_separate() {
         let container = |kind, limits: &[(&str, u32)]| Container {
             kind,
             limits: limits.iter().map(|(resource, units)| ((*resource).to_owned(), *units)).collect(),

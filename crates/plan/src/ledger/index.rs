@@ -1,18 +1,18 @@
-//! Which nodes have a device with so many units free, without asking each: a cluster has many
-//! nodes, and a pod goes to one.
+//! Index of nodes by the free units of their devices, so that placing a pod need not check every
+//! node.
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Nodes by what their devices have free.
+/// Nodes by the free units of their devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Index {
-    /// By resource, then by units that one device has free: nodes with such a device.
+    /// Nodes by resource and number of free units on one device.
     nodes: BTreeMap<String, BTreeMap<u32, BTreeSet<String>>>,
-    /// What is noted of each node.
+    /// The entries of each node.
     noted: BTreeMap<String, BTreeSet<(String, u32)>>,
 }
 
 impl Index {
-    /// Notes what a node's devices have free: resources, and units of one device.
+    /// Replaces the entries of a node: for each device, the resource and its free units.
     pub(super) fn put<'a>(&mut self, node: &str, free: impl Iterator<Item = (&'a str, u32)>) {
         let free: BTreeSet<(String, u32)> =
             free.filter(|(_, units)| *units > 0).map(|(resource, units)| (resource.to_owned(), units)).collect();
@@ -29,7 +29,7 @@ impl Index {
         }
     }
 
-    /// Forgets a node.
+    /// Removes a node.
     pub(super) fn remove(&mut self, node: &str) {
         for (resource, units) in self.noted.remove(node).into_iter().flatten() {
             let Some(by_units) = self.nodes.get_mut(&resource) else { continue };
@@ -45,8 +45,8 @@ impl Index {
         }
     }
 
-    /// Nodes with a device that has so many free: those first whose tightest such device has the
-    /// least, then by name. A node comes again for a device that has more.
+    /// Nodes with a device that has at least this many free units, in ascending order of free
+    /// units, then by name. A node with several such devices is returned several times.
     pub(super) fn at_least(&self, resource: &str, units: u32) -> impl Iterator<Item = &str> {
         let by_units = self.nodes.get(resource).into_iter();
         by_units.flat_map(move |by_units| by_units.range(units..)).flat_map(|(_, nodes)| nodes).map(String::as_str)
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_found_by_what_a_device_has_free_the_tightest_first() {
+    fn nodes_are_found_by_free_units_tightest_first() {
         let mut index = Index::default();
         index.put("b", [("r", 3), ("r", 3), ("r", 9), ("other", 4)].into_iter());
         index.put("a", [("r", 5), ("r", 0)].into_iter());

@@ -1,25 +1,27 @@
-//! Where on a node is kept what its claims lack.
+//! Decides on which devices of a node the units of its claims are reserved.
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::facts::{Allocation, Claim, Reservation};
+use super::node::Stocks;
 use super::pack::{pack, tightest};
+use super::request::{Ask, Units};
 use super::stock::Stock;
-use super::{Allocation, Ask, Claim, Reservation, Stocks, Units};
 
-/// A claim on a node.
+/// A pod's claim on one node.
 pub(super) struct Claimed<'a> {
     asks: &'a [Ask],
-    /// What was noted for it here.
+    /// The pod's notes for the node.
     noted: &'a [Reservation],
-    /// What its pod holds here.
-    held: &'a [Allocation],
+    /// The pod's allocations on the node.
+    allocated: &'a [Allocation],
 }
 
-/// The claims of pods on a node, as many as pods.
+/// The claims of these pods on a node, one for each pod.
 pub(super) fn claimed<'a>(
     claims: &'a BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
     node: &str,
-    held: &'a BTreeMap<String, Vec<Allocation>>,
+    allocated: &'a BTreeMap<String, Vec<Allocation>>,
 ) -> Vec<Claimed<'a>> {
     let of = |pod: &String| {
         let claim = claims.get(pod);
@@ -27,7 +29,7 @@ pub(super) fn claimed<'a>(
         Claimed {
             asks: claim.map(|claim| claim.asks.as_slice()).unwrap_or_default(),
             noted: noted.map(Vec::as_slice).unwrap_or_default(),
-            held: held.get(pod).map(Vec::as_slice).unwrap_or_default(),
+            allocated: allocated.get(pod).map(Vec::as_slice).unwrap_or_default(),
         }
     };
     pods.iter().map(of).collect()
@@ -42,36 +44,36 @@ fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
 }
 
 impl<'a> Claimed<'a> {
-    /// What its pod was not given of what was noted, as indices, and what it was given otherwise.
-    fn astray(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
+    /// Compares allocations with notes: returns the indices of notes without an allocation, and the
+    /// allocations without a note.
+    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
-        let otherwise = self.held.iter().filter(|part| {
+        let elsewhere = self.allocated.iter().filter(|part| {
             let index = left.iter().position(|note| is_given(&self.noted[*note], part));
             index.map(|index| left.remove(index)).is_none()
         });
-        let otherwise = otherwise.collect();
-        (left, otherwise)
+        let elsewhere = elsewhere.collect();
+        (left, elsewhere)
     }
 }
 
-/// Pods that ask for the same may be given each other's places: then each has what was noted for
-/// the other. Where a pod was given a place that was noted for nobody, what was noted for it is
-/// nobody's.
+/// Swaps notes of pods that were allocated each other's units. A note is changed if its pod was
+/// allocated units elsewhere that were noted for no pod.
 pub(super) fn follow_swaps(
     claims: &mut BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
     node: &str,
-    held: &BTreeMap<String, Vec<Allocation>>,
+    allocated: &BTreeMap<String, Vec<Allocation>>,
 ) {
-    let all = claimed(claims, pods, node, held);
-    if all.iter().all(|one| one.held.is_empty() || one.noted.is_empty() || one.astray().1.is_empty()) {
+    let all = claimed(claims, pods, node, allocated);
+    if all.iter().all(|one| one.allocated.is_empty() || one.noted.is_empty() || one.compare_with_notes().1.is_empty()) {
         return;
     }
     let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.noted.to_vec()).collect();
-    let (mut left, otherwise): (Vec<_>, Vec<_>) = all.iter().map(Claimed::astray).unzip();
-    for (pod, parts) in otherwise.into_iter().enumerate() {
+    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(Claimed::compare_with_notes).unzip();
+    for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
-            // It may be what an earlier one has left to it.
+            // The note can come from a swap with an earlier pod.
             let own = left[pod].iter().position(|note| is_given(&notes[pod][*note], part));
             let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
             let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
@@ -89,7 +91,7 @@ pub(super) fn follow_swaps(
     put_notes(claims, node, changed);
 }
 
-/// Puts notes of pods on a node in the place of others.
+/// Replaces the notes of these pods on a node.
 pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes: Vec<(String, Vec<Reservation>)>) {
     for (pod, notes) in notes {
         if let Some(claim) = claims.get_mut(&pod) {
@@ -98,8 +100,8 @@ pub(super) fn put_notes(claims: &mut BTreeMap<String, Claim>, node: &str, notes:
     }
 }
 
-/// Notes by which all that claims lack has a place, whatever was noted; none where there is no such
-/// way.
+/// Notes by which all missing units of the claims have a place, regardless of the old notes. `None`
+/// if there are none.
 pub(super) fn notes_for_all(
     stocks: &BTreeMap<String, Stocks>,
     claimed: &[Claimed<'_>],
@@ -110,11 +112,11 @@ pub(super) fn notes_for_all(
         device: device.to_owned(),
     };
     let given =
-        |one: &Claimed<'_>| one.held.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
+        |one: &Claimed<'_>| one.allocated.iter().map(|part| note(&part.resource, part.units, &part.device)).collect();
     let mut notes: Vec<Vec<Reservation>> = claimed.iter().map(given).collect();
     let mut wanted: BTreeMap<&str, Vec<(usize, Units)>> = BTreeMap::new();
     for (pod, one) in claimed.iter().enumerate() {
-        for (resource, missing) in outstanding(one.asks, one.held) {
+        for (resource, missing) in outstanding(one.asks, one.allocated) {
             wanted.entry(resource).or_default().extend(missing.iter().map(|(units, _)| (pod, *units)));
         }
     }
@@ -130,17 +132,18 @@ pub(super) fn notes_for_all(
     Some(notes)
 }
 
-/// Reserves anew all that claims lack; gives what no device has room for.
-pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
+/// Replaces all reservations of a node by those that its claims need. Returns the asks that no
+/// device has room for.
+pub(super) fn reserve_missing(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>]) -> Vec<Ask> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut noted: Vec<&Reservation> = Vec::new();
-    // Where pods are that have been given a part of what they ask for: the rest belongs beside it.
-    let mut begun: BTreeSet<(&str, &str)> = BTreeSet::new();
+    // If a pod has been allocated a part of an ask, reserve the rest on the same device.
+    let mut started_on: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
-        let (left, _) = one.astray();
+        let (left, _) = one.compare_with_notes();
         let mut left: Vec<&Reservation> = left.into_iter().map(|note| &one.noted[note]).collect();
-        for (resource, missing) in outstanding(one.asks, one.held) {
-            begun.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
+        for (resource, missing) in outstanding(one.asks, one.allocated) {
+            started_on.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
             for (units, _) in missing {
                 wanted.entry(resource).or_default().push(units);
                 let note = left.iter().position(|note| note.units == units && note.resource == resource);
@@ -148,16 +151,16 @@ pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>
             }
         }
     }
-    // Large ones first, because they are harder to place again.
+    // Large ones first, because they are harder to place elsewhere.
     noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
     for stock in stocks.values_mut().flat_map(BTreeMap::values_mut) {
         *stock = stock.cleared();
     }
-    for held in noted {
-        let Some(missing) = wanted.get_mut(held.resource.as_str()) else { continue };
-        let Some(index) = missing.iter().position(|units| *units == held.units) else { continue };
-        let stock = stocks.get_mut(&held.resource).and_then(|stocks| stocks.get_mut(&held.device));
-        if stock.is_some_and(|stock| stock.hold(held.units)) {
+    for note in noted {
+        let Some(missing) = wanted.get_mut(note.resource.as_str()) else { continue };
+        let Some(index) = missing.iter().position(|units| *units == note.units) else { continue };
+        let stock = stocks.get_mut(&note.resource).and_then(|stocks| stocks.get_mut(&note.device));
+        if stock.is_some_and(|stock| stock.reserve(note.units)) {
             missing.swap_remove(index);
         }
     }
@@ -166,20 +169,21 @@ pub(super) fn keep(stocks: &mut BTreeMap<String, Stocks>, claimed: &[Claimed<'_>
         missing.sort_unstable_by(|one, other| other.cmp(one));
         let mut none = Stocks::new();
         let stocks = stocks.get_mut(resource).unwrap_or(&mut none);
-        let begun: Vec<bool> = stocks.keys().map(|device| begun.contains(&(resource, device.as_str()))).collect();
-        let left = place(stocks, &begun, &missing);
+        let started_on: Vec<bool> =
+            stocks.keys().map(|device| started_on.contains(&(resource, device.as_str()))).collect();
+        let left = place(stocks, &started_on, &missing);
         short.extend(left.into_iter().map(|units| Ask { resource: resource.to_owned(), units }));
     }
     short
 }
 
-/// Reserves sizes, which fall, on devices: all where there is a way, else as many as go one by one.
-/// What is left over is given back.
-fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
+/// Reserves these sizes, in descending order, on devices: all of them if possible, otherwise as
+/// many as fit one by one. Returns the sizes without a place.
+fn place(stocks: &mut Stocks, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
     let mut free: Vec<u32> = stocks.values().map(Stock::free).collect();
     let mut order = |size: u32, free: &[u32]| {
         let mut devices = tightest(size, free);
-        devices.sort_by_key(|device| !begun.get(*device).copied().unwrap_or_default());
+        devices.sort_by_key(|device| !started_on.get(*device).copied().unwrap_or_default());
         devices
     };
     let numbers: Vec<u32> = sizes.iter().map(|units| units.get()).collect();
@@ -191,56 +195,56 @@ fn place(stocks: &mut Stocks, begun: &[bool], sizes: &[Units]) -> Vec<Units> {
             None => order(units.get(), &free).first().copied(),
         };
         let stock = device.and_then(|device| Some((stocks.values_mut().nth(device)?, free.get_mut(device)?)));
-        let held = stock.is_some_and(|(stock, free)| {
-            let held = stock.hold(units);
+        let reserved = stock.is_some_and(|(stock, free)| {
+            let reserved = stock.reserve(units);
             *free = stock.free();
-            held
+            reserved
         });
-        if !held {
+        if !reserved {
             left.push(units);
         }
     }
     left
 }
 
-/// What a pod lacks, and the device that it began on, if so.
+/// Units that a pod still needs, and the device on which a part of the ask is allocated.
 type Missing<'a> = (Units, Option<&'a str>);
 
-/// What a pod that asks for this and holds that still lacks, by resource.
+/// Units that a pod still needs, by resource.
 ///
-/// Each part that it holds settles an ask of its size; else the smallest larger one, which then
-/// lacks the rest: one ask can be several containers. What it holds beyond that, other than asked
-/// for, settles what there is.
-pub(super) fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
+/// Each allocation settles an ask of its size. Otherwise it settles a part of the smallest larger
+/// ask, because one ask can be several containers. Any further allocation reduces the remaining
+/// asks, the largest first.
+pub(super) fn outstanding<'a>(asks: &'a [Ask], allocated: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {
         missing.entry(&ask.resource).or_default().push((ask.units.get(), None));
     }
     for (resource, sizes) in &mut missing {
-        let mut held: Vec<(u32, &str)> = held
+        let mut allocated: Vec<(u32, &str)> = allocated
             .iter()
             .filter(|part| part.resource == *resource)
             .map(|part| (part.units.get(), part.device.as_str()))
             .collect();
-        held.retain(|(part, _)| match sizes.iter().position(|(size, _)| size == part) {
+        allocated.retain(|(part, _)| match sizes.iter().position(|(size, _)| size == part) {
             Some(index) => {
                 sizes.swap_remove(index);
                 false
             }
             None => true,
         });
-        held.sort_unstable_by(|one, other| other.cmp(one));
-        for (mut part, device) in held {
+        allocated.sort_unstable_by(|one, other| other.cmp(one));
+        for (mut part, device) in allocated {
             sizes.sort_unstable();
-            if let Some((larger, begun)) = sizes.iter_mut().find(|(size, _)| *size >= part) {
+            if let Some((larger, started_on)) = sizes.iter_mut().find(|(size, _)| *size >= part) {
                 *larger -= part;
-                *begun = Some(device);
+                *started_on = Some(device);
             } else {
-                while let Some((largest, begun)) = sizes.pop() {
+                while let Some((largest, started_on)) = sizes.pop() {
                     let settled = largest.min(part);
                     part -= settled;
                     if largest > settled {
-                        sizes.push((largest - settled, begun.or(Some(device))));
+                        sizes.push((largest - settled, started_on.or(Some(device))));
                     }
                     if part == 0 {
                         break;
@@ -251,6 +255,6 @@ pub(super) fn outstanding<'a>(asks: &'a [Ask], held: &'a [Allocation]) -> BTreeM
         }
         sizes.sort_unstable();
     }
-    let units = |(size, begun): (u32, _)| Some((Units::new(size)?, begun));
+    let units = |(size, started_on): (u32, _)| Some((Units::new(size)?, started_on));
     missing.into_iter().map(|(resource, sizes)| (resource, sizes.into_iter().filter_map(units).collect())).collect()
 }

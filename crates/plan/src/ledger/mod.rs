@@ -1,273 +1,77 @@
-//! The ledger: which units of which device are kept for pods that are on their way.
+//! The ledger: the units of each device that are free, used, and reserved for pods.
 //!
-//! A scheduler that adds units up over a node's GPUs cannot see which are together. So a pod is let
-//! through only when the ledger holds units of one device for each of its [`Ask`]s. What is held is
-//! keyed by (node, resource, size), not by pod: two pods that ask for the same may swap, and
-//! nothing is lost. Which pods are on their way, and what for, is a [`Claim`]; how many units lie
-//! where, a reservation.
+//! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
+//! pod is released only when the ledger has reserved units of one device for each of its [`Ask`]s.
+//! A [`Claim`] says what a released pod requests. A [`Reservation`] keeps units of a device.
+//! Reservations are kept by node, resource and size, not by pod: two pods with equal requests can
+//! swap their units.
 //!
-//! Each node is laid out by one rule, in [`Ledger::observe`] and everywhere else: what its claims
-//! still lack is wanted; what was noted for their pods stays where it was noted while it fits and
-//! is wanted; what is still missing gets a device, if one has room. Notes follow what pods were
-//! given: where one was given what was noted for another, they have swapped. There is no other
-//! history in it. So
-//! - there are never more units reserved on a device than are free (`stock.rs` has the one
-//!   subtraction, and the one way to add),
-//! - a ledger made anew from what was observed and the same notes equals the one that was lost,
-//!   while nobody is short ([`Ledger::rebuild`]).
+//! [`Ledger::observe`] and every other change apply one rule to a node:
 //!
-//! Nothing here knows how a node hands units out, and there is no clock: times are arguments.
+//! 1. The claims on the node determine which units must be reserved: those that their pods request
+//!    and have not been allocated yet.
+//! 2. A reservation stays on the device that the pod's note names, while it fits there and is
+//!    needed.
+//! 3. Any other needed unit is reserved on a device with room, if there is one.
+//!
+//! Notes follow allocations: if a pod was allocated the units noted for another pod, the two notes
+//! are swapped. There is no other history. It follows that
+//!
+//! - the units reserved on a device never exceed its free units (`stock.rs` has the only
+//!   subtraction, and the only way to add a reservation),
+//! - a ledger rebuilt from observations and notes equals the lost one, unless a node is short of
+//!   units ([`Ledger::rebuild`]).
+//!
+//! The ledger does not know how a node allocates units, and it reads no clock: callers pass in the
+//! time.
 mod choose;
 mod containers;
+mod facts;
+mod fit;
 mod index;
 mod layout;
+mod node;
 mod pack;
 mod preempt;
+mod request;
 mod stock;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::num::NonZeroU32;
 
 pub use choose::{NoFit, Tightest};
 use choose::{Worth, wanted};
 pub use containers::{Container, Kind, Part, asks, parts};
+pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
+pub use fit::{Fit, Fits, Refused};
 use index::Index;
 use layout::outstanding;
+pub use node::DeviceUsage;
+use node::{Node, Nominated};
 pub use preempt::{Holder, Nomination, Preemption, Waiting};
+pub use request::{Ask, Units};
 use stock::Stock;
 
 use crate::placement::Score;
 
-/// Units of one resource, at least one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Units(NonZeroU32);
-
-impl Units {
-    /// As many, unless that is none.
-    pub const fn new(units: u32) -> Option<Self> {
-        match NonZeroU32::new(units) {
-            Some(units) => Some(Self(units)),
-            None => None,
-        }
-    }
-
-    /// How many.
-    pub const fn get(self) -> u32 {
-        self.0.get()
-    }
-}
-
-impl fmt::Display for Units {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// A time: seconds since a moment that the caller chooses and keeps, such as the Unix epoch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Moment(pub u64);
-
-/// Units that must be of one device. A pod that wants several devices asks several times.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ask {
-    /// The extended resource.
-    pub resource: String,
-    /// How many.
-    pub units: Units,
-}
-
-/// A pod that is on its way to a node, or on it and perhaps not served yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Claim {
-    /// What it asks for.
-    pub asks: Vec<Ask>,
-    /// Where it may go.
-    pub place: Place,
-    /// What was noted for it when it was let through, by node: who hands units out follows that.
-    /// Where pods that ask for the same have swapped, what they have by that. Nothing for one that
-    /// came around the gate.
-    pub noted: BTreeMap<String, Vec<Reservation>>,
-}
-
-/// Where a claim's pod may go.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
-    /// To one of these nodes; units are held on each until the pod is bound to one, or the time has
-    /// come.
-    OneOf {
-        /// The nodes.
-        nodes: BTreeSet<String>,
-        /// From when on nothing is held any more.
-        expires: Moment,
-    },
-    /// It is bound to this node: units are held until it is served or gone.
-    Bound(String),
-}
-
-impl Place {
-    fn nodes(&self) -> BTreeSet<&str> {
-        match self {
-            Self::OneOf { nodes, .. } => nodes.iter().map(String::as_str).collect(),
-            Self::Bound(node) => BTreeSet::from([node.as_str()]),
-        }
-    }
-}
-
-/// What was observed of a node.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct NodeFacts {
-    /// GPU model, as pods name it; for the choice among nodes.
-    pub model: String,
-    /// What its devices have.
-    pub devices: Vec<DeviceFacts>,
-    /// Who holds what of it: of pods with a claim, what they need not be kept any more.
-    pub allocations: Vec<Allocation>,
-}
-
-/// What a device has of one resource.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceFacts {
-    /// The GPU or MIG device.
-    pub device: String,
-    /// The extended resource.
-    pub resource: String,
-    /// Units that pods can be given: those that cannot serve are not counted.
-    pub capacity: u32,
-    /// Of these, units that pods hold, whoever they are.
-    pub used: u32,
-}
-
-/// What a pod holds.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Allocation {
-    /// The pod, by the same name as its claim.
-    pub pod: String,
-    /// The extended resource.
-    pub resource: String,
-    /// The device.
-    pub device: String,
-    /// How many units.
-    pub units: Units,
-}
-
-/// Units of one device that are kept for a pod of that size.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Reservation {
-    /// The extended resource.
-    pub resource: String,
-    /// How many units.
-    pub units: Units,
-    /// The device.
-    pub device: String,
-}
-
-/// All that a ledger is made of.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Facts {
-    /// Nodes as observed.
-    pub nodes: BTreeMap<String, NodeFacts>,
-    /// Pods that were let through and may still want something.
-    pub claims: BTreeMap<String, Claim>,
-}
-
-/// What a device has, for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Room {
-    /// The extended resource.
-    pub resource: String,
-    /// The device.
-    pub device: String,
-    /// Units that pods can be given.
-    pub capacity: u32,
-    /// Of these, units that pods hold.
-    pub used: u32,
-    /// Units that are kept for pods on their way.
-    pub reserved: u32,
-    /// Units that are neither.
-    pub free: u32,
-}
-
-/// A place for all asks of a pod on one node: one device for each. Only [`Ledger::fit`] makes one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fit {
-    node: String,
-    takes: Vec<Reservation>,
-}
-
-impl Fit {
-    /// The node.
-    pub fn node(&self) -> &str {
-        &self.node
-    }
-
-    /// What is taken of which device: as many as there are asks.
-    pub fn takes(&self) -> &[Reservation] {
-        &self.takes
-    }
-}
-
-/// Places for a pod, the best first; at least one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fits {
-    asks: Vec<Ask>,
-    places: Vec<Fit>,
-    /// Nominations of this priority or a higher one were heeded.
-    priority: i32,
-}
-
-impl Fits {
-    /// One for each node.
-    pub fn iter(&self) -> impl Iterator<Item = &Fit> {
-        self.places.iter()
-    }
-}
-
-/// Why a fit was not reserved. Nothing has changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
-    /// The pod has a claim already.
-    #[error("the pod has a claim already: it is to be released first")]
-    Claimed,
-    /// What the fit takes is not free any more.
-    #[error("what the fit takes is not free any more")]
-    Stale,
-}
-
-/// One resource of a node: stocks by device.
-type Stocks = BTreeMap<String, Stock>;
-
-/// A node as observed, and what is reserved on it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Node {
-    model: String,
-    /// By resource, then by device.
-    stocks: BTreeMap<String, Stocks>,
-    /// What each pod holds here.
-    held: BTreeMap<String, Vec<Allocation>>,
-    /// What claims lack here and no device has room for.
-    short: Vec<Ask>,
-}
-
-/// Who is on the way where, and what is kept for them.
+/// Free, used and reserved units of all nodes, and the claims of released pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
     nodes: BTreeMap<String, Node>,
     claims: BTreeMap<String, Claim>,
-    /// Nodes by what they have free.
+    /// Nodes by the free units of their devices.
     index: Index,
-    /// Claims by node, also by nodes that are not known.
+    /// Pods with a claim by node, including nodes that are not known.
     pods: BTreeMap<String, BTreeSet<String>>,
-    /// Room that is kept for pods while others leave, by pod.
+    /// Nominations by pod: room that is kept for a pod while others terminate.
     nominations: BTreeMap<String, Nomination>,
 }
 
 impl Ledger {
-    /// The ledger that facts make. What is claimed and was not noted is reserved too, if it can be.
+    /// Builds a ledger from facts. Claims without notes are reserved too, if there is room.
     ///
-    /// The facts have to be at least as new as what the lost ledger wrote: a pod that was let
-    /// through and is not among the claims loses what was held for it.
+    /// The facts must be at least as new as the writes of the lost ledger: a released pod that is
+    /// not among the claims loses its reservation.
     pub fn rebuild(facts: Facts) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in facts.claims {
@@ -275,36 +79,35 @@ impl Ledger {
         }
         for (name, observed) in facts.nodes {
             ledger.observe(&name, observed);
-            ledger.note_anew(&name);
+            ledger.renew_notes(&name);
         }
         ledger
     }
 
-    /// Takes in what was observed of a node. Pods that hold what they asked for are not kept
-    /// anything any more.
+    /// Updates a node. Pods that have been allocated their units need no reservation any more.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
         self.nodes.insert(name.to_owned(), Node::of(facts));
-        self.lay_out(name);
+        self.update_reservations(name);
     }
 
-    /// A node that is gone, or that nothing is known of: nothing is held there. Claims stay, for
-    /// when it comes back.
+    /// Removes a node that is gone or unknown, with its reservations. Claims on it stay, in case it
+    /// comes back.
     pub fn forget(&mut self, name: &str) {
         self.nodes.remove(name);
         self.index.remove(name);
     }
 
-    /// Places for a pod on the nodes that it may go to, at most `most` and the best first.
+    /// Finds places for a pod on these nodes, at most `most`, best first.
     ///
-    /// Of one node, each ask goes where the score says it costs least, unless there would then be
-    /// no place for another; a place that there is is found. Nothing is taken yet. A pod that asks
-    /// for nothing fits everywhere.
+    /// On each node, every ask goes to the device with the best score, unless another ask would
+    /// then have no place. If a placement exists, it is found. Nothing is reserved. A pod without
+    /// asks fits on every node.
     ///
-    /// Room that is [nominated](Self::nominate) is not free, for whomever: [`Self::fit_for`] knows
-    /// whose turn it is.
+    /// [Nominated](Self::nominate) room is not free here. Use [`Self::fit_for`] for a pod with a
+    /// priority or a nomination.
     ///
     /// # Errors
-    /// Why it fits nowhere.
+    /// Why the pod fits nowhere.
     pub fn fit<'a, S: Score>(
         &self,
         asks: &[Ask],
@@ -315,11 +118,11 @@ impl Ledger {
         self.find(asks, (None, i32::MIN), nodes, most, score)
     }
 
-    /// As [`Self::fit`], for a pod to whom what is nominated for itself, or for pods of lower
-    /// priority, is free.
+    /// Like [`Self::fit`], but room that is nominated for this pod, or for pods of lower priority,
+    /// is free.
     ///
     /// # Errors
-    /// Why it fits nowhere.
+    /// Why the pod fits nowhere.
     pub fn fit_for<'a, S: Score>(
         &self,
         waiting: Waiting<'_>,
@@ -330,9 +133,9 @@ impl Ledger {
         self.find(waiting.asks, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
-    /// As [`Self::fit_for`] with [`Tightest`] on all nodes that `may` lets through, without asking
-    /// each node. It answers only where that is simple: of one ask, while nothing is nominated, and
-    /// where there is a place. Otherwise [`Self::fit_for`] knows more.
+    /// Like [`Self::fit_for`] with [`Tightest`] on all nodes that `may` accepts, without checking
+    /// every node. Returns `None` if the pod has several asks, if there are nominations, or if
+    /// there is no place: then call [`Self::fit_for`].
     pub fn fit_tightest(&self, waiting: Waiting<'_>, most: usize, mut may: impl FnMut(&str) -> bool) -> Option<Fits> {
         let Waiting { asks, priority, .. } = waiting;
         let [ask] = asks else { return None };
@@ -386,10 +189,10 @@ impl Ledger {
         if places.is_empty() { Err(why) } else { Ok(Fits { asks: asks.to_vec(), places, priority }) }
     }
 
-    /// Holds all that the fits take, for a pod that may then be let through to these nodes.
+    /// Reserves the units of the fits for a pod, which may then be released to these nodes.
     ///
     /// # Errors
-    /// Nothing is held.
+    /// Nothing is reserved.
     pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), Refused> {
         if self.claims.contains_key(pod) {
             return Err(Refused::Claimed);
@@ -401,10 +204,10 @@ impl Ledger {
             let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
             let kept = kept.copied().unwrap_or(0);
             let spare = |stock: &&mut Stock| stock.free().saturating_sub(kept) >= take.units.get();
-            if !self.stock(node, take).filter(spare).is_some_and(|stock| stock.hold(take.units)) {
+            if !self.stock(node, take).filter(spare).is_some_and(|stock| stock.reserve(take.units)) {
                 for (node, take) in taken {
                     if let Some(stock) = self.stock(node, take) {
-                        stock.give_back(take.units);
+                        stock.unreserve(take.units);
                     }
                 }
                 return Err(Refused::Stale);
@@ -414,13 +217,13 @@ impl Ledger {
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
         let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
         self.insert(pod.to_owned(), Claim { asks: fits.asks.clone(), place: Place::OneOf { nodes, expires }, noted });
-        fits.places.iter().for_each(|fit| self.lay_out(&fit.node));
+        fits.places.iter().for_each(|fit| self.update_reservations(&fit.node));
         Ok(())
     }
 
-    /// A pod was bound to a node: what was held for it elsewhere is free. One that came around the
-    /// gate gets a claim, and units if there are. What was held for it on the node stays where it
-    /// is.
+    /// Records that a pod was bound to a node. Its reservations on other nodes are freed, and those
+    /// on the node stay. A pod that bypassed the gate gets a claim, and a reservation if there is
+    /// room.
     pub fn bind(&mut self, pod: &str, node: &str, asks: &[Ask]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.asks == asks) {
@@ -433,46 +236,36 @@ impl Ledger {
             noted.extend(before.noted.remove_entry(node));
         }
         self.insert(pod.to_owned(), Claim { asks: asks.to_vec(), place, noted });
-        touched.iter().for_each(|node| self.lay_out(node));
+        touched.iter().for_each(|node| self.update_reservations(node));
     }
 
-    /// A pod that somebody else has let through.
+    /// Adds the claim of a pod that the ledger did not release.
     pub fn adopt(&mut self, pod: &str, claim: Claim) {
         self.release(pod);
         let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
         self.insert(pod.to_owned(), claim);
-        nodes.iter().for_each(|node| self.lay_out(node));
+        nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
-    /// A pod is gone, or will not come: nothing is held for it any more. What it still holds is
-    /// free when the node is observed without it.
+    /// Removes the claim of a pod that is gone or will not come, and frees its reservations. Units
+    /// that are allocated to it stay used until the node is observed without it.
     pub fn release(&mut self, pod: &str) -> Option<Claim> {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
         for node in claim.place.nodes() {
-            self.lay_out(node);
+            self.update_reservations(node);
         }
         Some(claim)
     }
 
-    /// Releases the claims whose time has come, and says which. A pod that is bound keeps what it
-    /// has until it is served or gone.
-    ///
-    /// A gate cannot come back: what becomes of a pod that was let through and found no node is for
-    /// the caller to say.
-    pub fn expire(&mut self, now: Moment) -> Vec<(String, Claim)> {
-        let pods = self.overdue(now);
-        pods.into_iter().filter_map(|pod| self.release(&pod).map(|claim| (pod, claim))).collect()
-    }
-
-    /// Pods that are not bound and whose time has come.
+    /// Pods that are not bound and whose claims have expired.
     pub fn overdue(&self, now: Moment) -> Vec<String> {
         let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
 
-    /// Keeps what is reserved for a pod that is not bound until another time. Nothing is released
-    /// meanwhile, so nobody else can take it.
+    /// Extends the claim of a pod that is not bound. Its reservations stay, so no other pod can
+    /// take the units.
     pub fn extend(&mut self, pod: &str, until: Moment) {
         if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
             *expires = until;
@@ -484,11 +277,12 @@ impl Ledger {
         self.claims.get(pod)
     }
 
-    /// Whether a pod that is bound has not been seen with all that it asks for.
+    /// Whether the pod is bound and has not been allocated all that it requests.
     pub fn is_unserved(&self, pod: &str) -> bool {
         let Some(Claim { asks, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
-        let held = self.nodes.get(node).and_then(|node| node.held.get(pod)).map(Vec::as_slice).unwrap_or_default();
-        outstanding(asks, held).values().any(|missing| !missing.is_empty())
+        let allocated =
+            self.nodes.get(node).and_then(|node| node.allocations.get(pod)).map(Vec::as_slice).unwrap_or_default();
+        outstanding(asks, allocated).values().any(|missing| !missing.is_empty())
     }
 
     /// All claims.
@@ -496,35 +290,97 @@ impl Ledger {
         &self.claims
     }
 
-    /// The nodes that are known.
+    /// Names of the known nodes.
     pub fn nodes(&self) -> impl Iterator<Item = &str> {
         self.nodes.keys().map(String::as_str)
     }
 
-    /// What is held on a node: by resource, then by device, then by size.
+    /// Reservations on a node by resource, device and size.
     pub fn reservations(&self, node: &str) -> Vec<Reservation> {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// What claims lack on a node and no device has room for. A pod that gets there is refused.
+    /// Asks of claims on a node that no device has room for. The kubelet rejects a pod with such an
+    /// ask.
     pub fn short(&self, node: &str) -> &[Ask] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
 
-    /// What a node's devices have.
-    pub fn rooms(&self, node: &str) -> Vec<Room> {
-        let stocks = self.nodes.get(node).into_iter().flat_map(|node| &node.stocks);
-        let stocks = stocks.flat_map(|(resource, stocks)| stocks.iter().map(move |stock| (resource, stock)));
-        stocks
-            .map(|(resource, (device, stock))| Room {
-                resource: resource.clone(),
-                device: device.clone(),
-                capacity: stock.capacity(),
-                used: stock.used(),
-                reserved: stock.reserved(),
-                free: stock.free(),
-            })
-            .collect()
+    /// Capacity, use and reservations of a node's devices, for reports.
+    pub fn devices(&self, node: &str) -> Vec<DeviceUsage> {
+        self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
+    }
+
+    /// Finds the pods to preempt so that the pod fits on one of these nodes. `None` if no
+    /// preemption helps.
+    ///
+    /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
+    /// the node. Reserved units stay reserved. Room that is nominated for other pods of the same or
+    /// higher priority stays nominated. A node that is short of a requested resource is left out.
+    /// Units of terminating pods count as free. So no pod is preempted for units that become free
+    /// anyway, and calling this again after the victims were told to terminate names no further
+    /// victims.
+    ///
+    /// For each way to place the asks on devices, as many pods as possible stay: protected pods
+    /// first, then those of higher priority, then those that started earlier. The best way has the
+    /// fewest protected victims, then the lowest highest priority, the lowest sum of priorities,
+    /// the fewest victims, and the latest start among the victims of the highest priority. Of equal
+    /// ways, the first by name is chosen.
+    ///
+    /// Callers must not pass pods with `preemptionPolicy: Never`. They must leave pods on devices
+    /// that cannot serve, such as unhealthy ones, out of `holders`, because preempting these frees
+    /// no usable units.
+    pub fn preempt<'a>(
+        &self,
+        waiting: Waiting<'_>,
+        nodes: impl IntoIterator<Item = &'a str>,
+        holders: &BTreeMap<String, Holder>,
+    ) -> Option<Preemption> {
+        let nominated = self.nominated(Some(waiting.pod), waiting.priority);
+        let nodes: BTreeSet<&str> = nodes.into_iter().collect();
+        let nodes = nodes.into_iter().filter_map(|name| Some((name, self.nodes.get(name)?, nominated.get(name))));
+        preempt::cheapest(waiting, nodes, holders)
+    }
+
+    /// Keeps room for a pod: units that are free, and units that will be. Replaces an earlier
+    /// nomination.
+    ///
+    /// Nominated units are not reserved: agents do not know about them, and no pod is released to
+    /// them. Released pods take precedence.
+    ///
+    /// # Errors
+    /// The pod has a claim: it was released, and needs no nomination.
+    pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
+        if self.claims.contains_key(pod) {
+            return Err(Refused::Claimed);
+        }
+        self.nominations.insert(pod.to_owned(), nomination);
+        Ok(())
+    }
+
+    /// Removes the pod's nomination. A claim or a release of the pod removes it too.
+    pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
+        self.nominations.remove(pod)
+    }
+
+    /// All nominations, by pod.
+    pub fn nominations(&self) -> &BTreeMap<String, Nomination> {
+        &self.nominations
+    }
+
+    /// Units by node that are nominated for pods of this priority or a higher one, except this pod.
+    fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
+        let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
+        for (of, nomination) in &self.nominations {
+            if nomination.priority >= priority && Some(of.as_str()) != pod {
+                let node = units.entry(nomination.node.clone()).or_default();
+                for take in &nomination.takes {
+                    let sum = node.entry((take.resource.clone(), take.device.clone())).or_default();
+                    *sum = sum.saturating_add(take.units.get());
+                }
+            }
+        }
+        units
     }
 
     fn insert(&mut self, pod: String, claim: Claim) {
@@ -535,7 +391,7 @@ impl Ledger {
         self.claims.insert(pod, claim);
     }
 
-    /// Takes a claim out; the nodes are to be laid out again.
+    /// Removes a claim. The caller must update the reservations of its nodes.
     fn remove(&mut self, pod: &str) -> Option<Claim> {
         let claim = self.claims.remove(pod)?;
         for node in claim.place.nodes() {
@@ -553,70 +409,33 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Where pods have swapped and then gone, what is noted on others may not be what the lost
-    /// ledger held: a place for all is sought then, wherever notes are.
-    fn note_anew(&mut self, name: &str) {
+    /// Finds new notes for a rebuilt node if the old ones leave a claim without a place. That can
+    /// happen if pods swapped units and then terminated.
+    fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {
             return;
         }
-        let claimed = layout::claimed(&self.claims, pods, name, &node.held);
+        let claimed = layout::claimed(&self.claims, pods, name, &node.allocations);
         let Some(notes) = layout::notes_for_all(&node.stocks, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::put_notes(&mut self.claims, name, notes);
-        self.lay_out(name);
+        self.update_reservations(name);
     }
 
-    /// The one rule: see the module's description.
-    fn lay_out(&mut self, name: &str) {
+    /// Applies the rule of the module's description to a node.
+    fn update_reservations(&mut self, name: &str) {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
-        layout::follow_swaps(&mut self.claims, pods, name, &node.held);
-        node.short = layout::keep(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.held));
+        layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
+        node.short =
+            layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.allocations));
         let free = node
             .stocks
             .iter()
             .flat_map(|(resource, stocks)| stocks.values().map(move |stock| (resource.as_str(), stock.free())));
         self.index.put(name, free);
-    }
-}
-
-impl Node {
-    fn of(facts: NodeFacts) -> Self {
-        let mut held: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
-        let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
-        for DeviceFacts { device, resource, capacity, used } in facts.devices {
-            // Told twice, the worse counts.
-            let amount = amounts.entry((resource, device)).or_insert((capacity, used));
-            *amount = (amount.0.min(capacity), amount.1.max(used));
-        }
-        let mut told: BTreeMap<(String, String), u32> = BTreeMap::new();
-        for allocation in facts.allocations {
-            let sum = told.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
-            *sum = sum.saturating_add(allocation.units.get());
-            held.entry(allocation.pod.clone()).or_default().push(allocation);
-        }
-        held.values_mut().for_each(|allocations| allocations.sort());
-        let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
-        for ((resource, device), (capacity, used)) in amounts {
-            let key = (resource, device);
-            let used = used.max(told.get(&key).copied().unwrap_or(0));
-            stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
-        }
-        Self { model: facts.model, stocks, held, short: Vec::new() }
-    }
-
-    fn reservations(&self) -> impl Iterator<Item = Reservation> {
-        self.stocks.iter().flat_map(|(resource, stocks)| {
-            stocks.iter().flat_map(|(device, stock)| {
-                stock.reservations().map(|units| Reservation {
-                    resource: resource.clone(),
-                    units,
-                    device: device.clone(),
-                })
-            })
-        })
     }
 }
 

@@ -1,50 +1,51 @@
-//! Which device each of several sizes goes to. Exact: a way that exists is found.
+//! Assigns sizes to devices. The search is exact: if an assignment exists, it is found.
 use std::collections::BTreeSet;
 
-/// States that are looked at before a search is given up. A pod of one container needs one; only
-/// dozens of containers of different sizes on a nearly full node come near.
-const STATES: usize = 20_000;
+/// Maximum number of states that a search visits. A pod of one container needs one. Only dozens of
+/// containers of different sizes on a nearly full node come near the limit.
+const MAX_STATES: usize = 20_000;
 
-/// A device for each size, as indices, or none where there is no way to hold all of them at once.
+/// The index of a device for each size. `None` if the sizes do not fit at the same time.
 ///
-/// `order` says which devices to try for a size when this much is free, the best first; what it
-/// leaves out is not tried. The first way that is found is taken, so for one size it is the best.
+/// `order` returns the devices to try for a size, given the free units, best first. Devices that it
+/// leaves out are not tried. The first assignment that is found is returned, so for one size it is
+/// the best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],
     order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
 ) -> Option<Vec<usize>> {
-    // The largest first: what is hard to place is placed while there is room.
-    let mut turns: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
-    turns.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
+    // Place the largest first, while there is room.
+    let mut indexed: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
+    indexed.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
     let mut search = Search { order, failed: BTreeSet::new(), states: 0 };
     let mut chosen = Vec::with_capacity(sizes.len());
-    if !search.place(&turns, &mut free.to_vec(), &mut chosen) {
+    if !search.place(&indexed, &mut free.to_vec(), &mut chosen) {
         return None;
     }
-    let mut devices: Vec<(usize, usize)> = turns.iter().map(|&(index, _)| index).zip(chosen).collect();
+    let mut devices: Vec<(usize, usize)> = indexed.iter().map(|&(index, _)| index).zip(chosen).collect();
     devices.sort_unstable();
     Some(devices.into_iter().map(|(_, device)| device).collect())
 }
 
 struct Search<'a> {
     order: &'a mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
-    /// What was free, sorted, and how many sizes were left, where there was no way.
+    /// States without an assignment: the number of remaining sizes, and the sorted free units.
     failed: BTreeSet<(usize, Vec<u32>)>,
     states: usize,
 }
 
 impl Search<'_> {
-    fn place(&mut self, turns: &[(usize, u32)], free: &mut [u32], chosen: &mut Vec<usize>) -> bool {
-        let Some((&(_, size), rest)) = turns.split_first() else { return true };
+    fn place(&mut self, sizes: &[(usize, u32)], free: &mut [u32], chosen: &mut Vec<usize>) -> bool {
+        let Some((&(_, size), rest)) = sizes.split_first() else { return true };
         let sum = |amounts: &mut dyn Iterator<Item = u32>| amounts.map(u64::from).sum::<u64>();
-        if sum(&mut turns.iter().map(|&(_, size)| size)) > sum(&mut free.iter().copied()) {
+        if sum(&mut sizes.iter().map(|&(_, size)| size)) > sum(&mut free.iter().copied()) {
             return false;
         }
         let mut state = free.to_vec();
         state.sort_unstable();
-        let state = (turns.len(), state);
-        if self.failed.contains(&state) || self.states >= STATES {
+        let state = (sizes.len(), state);
+        if self.failed.contains(&state) || self.states >= MAX_STATES {
             return false;
         }
         self.states += 1;
@@ -52,7 +53,7 @@ impl Search<'_> {
         for device in (self.order)(size, free) {
             let Some(before) = free.get(device).copied() else { continue };
             let Some(left) = before.checked_sub(size) else { continue };
-            // Devices with as much free are the same to what comes after.
+            // Devices with equal free units are equal for all remaining sizes.
             if !tried.insert(before) {
                 continue;
             }
@@ -69,7 +70,7 @@ impl Search<'_> {
     }
 }
 
-/// Devices with enough free, those first on which the least would be left.
+/// Devices with enough free units, those with the least first.
 pub(super) fn tightest(size: u32, free: &[u32]) -> Vec<usize> {
     let mut devices: Vec<usize> = (0..free.len()).filter(|&device| free[device] >= size).collect();
     devices.sort_by_key(|&device| (free[device], device));
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_size_goes_where_the_least_is_left() {
+    fn one_size_goes_to_the_tightest_device() {
         assert_eq!(pack(&[3], &[9, 3, 4], &mut tightest), Some(vec![1]));
         assert_eq!(pack(&[10], &[9, 3, 4], &mut tightest), None);
         assert_eq!(pack(&[], &[], &mut tightest), Some(vec![]));
@@ -91,36 +92,37 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_place_is_left_again_where_it_is_in_the_way() {
-        // The tightest place for 4 leaves 2 beside 7, where two of 3 fit and the third does not.
+    fn the_search_backtracks_from_the_tightest_device() {
+        // The tightest device for 4 leaves 2 beside 7. Two sizes of 3 fit there, and the third does
+        // not.
         assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
     }
 
     #[test]
-    fn a_search_without_end_is_given_up() {
+    fn a_search_that_takes_too_long_ends() {
         let sizes: Vec<u32> = (100..160).collect();
-        // Three devices would need four of the sizes each, and even the twelve smallest are 3
-        // × 422.
+        // Three devices would need four of the sizes each, and even the twelve smallest exceed 3
+        // × 421.
         let free = vec![421; 19];
         assert_eq!(pack(&sizes, &free, &mut tightest), None);
     }
 
     proptest! {
-        /// Against all assignments there are.
+        /// Compares with all possible assignments.
         #[test]
-        fn a_way_is_found_exactly_where_there_is_one(
+        fn an_assignment_is_found_exactly_if_one_exists(
             sizes in prop::collection::vec(1_u32..8, 0..5),
             free in prop::collection::vec(0_u32..11, 0..4),
         ) {
             let found = pack(&sizes, &free, &mut tightest);
-            let ways = free.len().pow(u32::try_from(sizes.len()).unwrap());
+            let assignments = free.len().pow(u32::try_from(sizes.len()).unwrap());
             let fits = |devices: &[usize]| {
                 let mut left = free.clone();
                 devices.iter().zip(&sizes).all(|(&device, &size)| {
                     left[device].checked_sub(size).map(|rest| left[device] = rest).is_some()
                 })
             };
-            let exists = (0..ways).any(|way| {
+            let exists = (0..assignments).any(|way| {
                 let devices: Vec<usize> =
                     (0..sizes.len()).map(|index| way / free.len().pow(u32::try_from(index).unwrap()) % free.len()).collect();
                 fits(&devices)

@@ -1,209 +1,129 @@
-//! Who has to leave so that a pod of higher priority fits, and what is kept for it while they do.
+//! Decides which pods to preempt so that a pod of higher priority fits.
 //!
-//! Which pods leave is decided as kube-scheduler decides it, with one difference: it adds a node's
-//! GPUs up, so what it frees may lie on two of them and help nobody. Here each way to put the asks
-//! on devices is looked at by itself, and a pod leaves only for room on a device where an ask goes.
+//! Victims are chosen like kube-scheduler chooses them, with one difference. kube-scheduler adds up
+//! a node's GPUs, so the units that it frees may be on two GPUs and be of no use. Here each way to
+//! place the asks on devices is considered separately, and a pod is preempted only if it frees
+//! units on a chosen device.
 //!
-//! The room is then [nominated](Ledger::nominate): until the pod has it, pods of the same or lower
-//! priority do not see it as free.
+//! The room is then [nominated](super::Ledger::nominate): until the pod has it, pods of the same or
+//! lower priority do not see it as free.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::choose::wanted;
+use super::facts::{Moment, Reservation};
+use super::node::{Node, Nominated};
 use super::pack::{pack, tightest};
+use super::request::Ask;
 use super::stock::Stock;
-use super::{Ask, Ledger, Moment, Node, Refused, Reservation, Units};
 
-/// Ways to put the asks on a node's devices that are compared. A pod of one container has as many
-/// as the node has devices.
-const WAYS: usize = 512;
-/// Steps of the search for them.
-const STEPS: usize = 20_000;
+/// Maximum number of ways to place the asks on a node's devices. A pod of one container has one for
+/// each device.
+const MAX_OPTIONS: usize = 512;
+/// Maximum number of steps of the search for these ways.
+const MAX_STEPS: usize = 20_000;
 
-/// A pod that waits.
+/// A pending pod.
 #[derive(Debug, Clone, Copy)]
 pub struct Waiting<'a> {
-    /// Its name, as in a [`Nomination`].
+    /// Its name, as in [`Ledger::nominate`](super::Ledger::nominate).
     pub pod: &'a str,
-    /// Its priority: it goes before lower ones.
+    /// Its priority. Higher priorities are placed first.
     pub priority: i32,
-    /// What it asks for.
+    /// What it requests.
     pub asks: &'a [Ask],
 }
 
-/// What has to be known of a pod that holds units, besides the units.
+/// Properties of a pod with allocations that decide whether it is preempted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holder {
     /// Its priority.
     pub priority: i32,
-    /// Since when it runs.
+    /// When it started.
     pub started: Moment,
-    /// A disruption budget has none left for it: it leaves only where nothing else helps.
+    /// Whether evicting it would violate a disruption budget. It is preempted only if nothing else
+    /// helps.
     pub protected: bool,
-    /// It is on its way out: what it holds will be free without any doing.
+    /// Whether it is terminating. Its units become free without preempting it.
     pub ending: bool,
 }
 
-/// Room that a pod gets, and who has to leave for it.
+/// Room for a pod, and the pods to preempt for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preemption {
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// What is taken of which device: as many as there are asks.
+    /// The units that the pod takes of each device, one entry for each ask.
     pub takes: Vec<Reservation>,
-    /// Pods that have to leave, by name. None where what is free, or held by pods that are on their
-    /// way out, is enough.
+    /// Names of the pods to preempt. Empty if free units and those of terminating pods are enough.
     pub victims: Vec<String>,
 }
 
-/// Room that is kept for a pod while those that hold it leave.
+/// Room that is kept for a pod while its victims terminate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nomination {
-    /// The pod's priority: pods of higher priority may have the room all the same.
+    /// The pod's priority. Pods of higher priority can use the room.
     pub priority: i32,
-    /// The node.
+    /// Name of the node.
     pub node: String,
-    /// Units by device.
+    /// The units by device.
     pub takes: Vec<Reservation>,
 }
 
-/// How good a preemption is, the least the best: protected victims; the highest priority among
-/// victims; the sum of their priorities; how many they are; of the highest, when the one began that
-/// has run longest, the later the better.
+/// Cost of a preemption, lower is better. In order of weight: the number of protected victims, the
+/// highest priority of the victims, the sum of their priorities, and their number. Last comes the
+/// earliest start among the victims of the highest priority, for which later is better.
 type Cost = (usize, Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
-impl Ledger {
-    /// Who has to leave so that the pod fits on one of the nodes that it may go to; none where
-    /// nobody's leaving would help.
-    ///
-    /// Only pods of strictly lower priority leave, of which `holders` tells and of which the node
-    /// lists what they hold. Room that is reserved, and room that is nominated for others of the
-    /// same or higher priority, stays theirs; a node that is short of what is asked for has none to
-    /// give. What pods on their way out hold counts as free, so that nobody leaves for what comes
-    /// anyway, and asking again after the victims were told to go names nobody more.
-    ///
-    /// Of one way to put the asks on devices, all that can stay do: protected pods first, then
-    /// those of higher priority, then those that run longer. Of all ways, the one is taken that has
-    /// fewest protected victims, then the lowest highest priority, the smallest sum of priorities,
-    /// the fewest victims, the latest start among the highest; then the first by names.
-    ///
-    /// Pods that must not make others leave (`preemptionPolicy: Never`) are not to be asked about.
-    /// Of pods on a device that is to give nothing now, such as one that is not healthy, nothing is
-    /// to be told in `holders`: their leaving frees nothing.
-    pub fn preempt<'a>(
-        &self,
-        waiting: Waiting<'_>,
-        nodes: impl IntoIterator<Item = &'a str>,
-        holders: &BTreeMap<String, Holder>,
-    ) -> Option<Preemption> {
-        let nodes: BTreeSet<&str> = nodes.into_iter().collect();
-        let nominated = self.nominated(Some(waiting.pod), waiting.priority);
-        let mut best: Option<(Cost, Preemption)> = None;
-        for name in nodes {
-            let Some(node) = self.nodes.get(name) else { continue };
-            let asked = |short: &Ask| waiting.asks.iter().any(|ask| ask.resource == short.resource);
-            if node.short.iter().any(asked) {
-                continue;
-            }
-            for (cost, takes, victims) in View::new(node, waiting, nominated.get(name), holders).ways() {
-                if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                    best = Some((cost, Preemption { node: name.to_owned(), takes, victims }));
-                }
+/// The cheapest preemption on these nodes, each given with its nominated units. `None` if no
+/// preemption helps. Of equal ones, the first node's.
+pub(super) fn cheapest<'a>(
+    waiting: Waiting<'_>,
+    nodes: impl Iterator<Item = (&'a str, &'a Node, Option<&'a Nominated>)>,
+    holders: &BTreeMap<String, Holder>,
+) -> Option<Preemption> {
+    let mut best: Option<(Cost, Preemption)> = None;
+    for (name, node, nominated) in nodes {
+        let asked = |short: &Ask| waiting.asks.iter().any(|ask| ask.resource == short.resource);
+        if node.short.iter().any(asked) {
+            continue;
+        }
+        for (cost, takes, victims) in NodeView::new(node, waiting, nominated, holders).options() {
+            if best.as_ref().is_none_or(|(least, _)| cost < *least) {
+                best = Some((cost, Preemption { node: name.to_owned(), takes, victims }));
             }
         }
-        best.map(|(_, preemption)| preemption)
     }
-
-    /// Keeps room for a pod: what is free there, and what will be. Takes the place of an earlier
-    /// nomination.
-    ///
-    /// Nothing is reserved: the nodes' agents know nothing of it, and no pod is let through for it.
-    /// Pods that were let through already go first.
-    ///
-    /// # Errors
-    /// The pod has a claim: it was let through, and needs no other room.
-    pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
-        if self.claims.contains_key(pod) {
-            return Err(Refused::Claimed);
-        }
-        self.nominations.insert(pod.to_owned(), nomination);
-        Ok(())
-    }
-
-    /// Nothing is kept for the pod any more. That is so too once it has a claim, or is released.
-    pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
-        self.nominations.remove(pod)
-    }
-
-    /// All nominations, by pod.
-    pub fn nominations(&self) -> &BTreeMap<String, Nomination> {
-        &self.nominations
-    }
-
-    /// Units that are nominated for pods of this priority or a higher one, but not for this pod, by
-    /// node.
-    pub(super) fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
-        let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
-        for (of, nomination) in &self.nominations {
-            if nomination.priority >= priority && Some(of.as_str()) != pod {
-                let node = units.entry(nomination.node.clone()).or_default();
-                for take in &nomination.takes {
-                    let sum = node.entry((take.resource.clone(), take.device.clone())).or_default();
-                    *sum = sum.saturating_add(take.units.get());
-                }
-            }
-        }
-        units
-    }
+    best.map(|(_, preemption)| preemption)
 }
 
-/// Units by resource and device.
-pub(super) type Nominated = BTreeMap<(String, String), u32>;
-
-impl Node {
-    /// The node as those see it for whom these units are not free.
-    pub(super) fn without(&self, nominated: &Nominated) -> Self {
-        let mut node = self.clone();
-        for ((resource, device), &units) in nominated {
-            let stock = node.stocks.get_mut(resource).and_then(|stocks| stocks.get_mut(device));
-            if let Some(stock) = stock
-                && let Some(units) = Units::new(units.min(stock.free()))
-            {
-                // It is no more than is free.
-                let _ = stock.hold(units);
-            }
-        }
-        node
-    }
-}
-
-/// A device, as to one resource that is asked for.
-struct Spot<'a> {
+/// One requested resource of a device.
+struct Slot<'a> {
     resource: &'a str,
     device: &'a str,
-    /// Units that are free once all have left who may be made to; below zero where even then more
-    /// is kept than there is.
+    /// Units that are free if all candidates are preempted. Negative if more units are reserved
+    /// than there are.
     most: i64,
 }
 
-/// A pod that may be made to leave.
+/// A pod that may be preempted.
 struct Candidate<'a> {
     pod: &'a str,
     holder: Holder,
-    /// What it holds, by spot.
+    /// Its units by slot.
     units: Vec<(usize, i64)>,
 }
 
-/// A node as one waiting pod sees it.
-struct View<'a> {
-    spots: Vec<Spot<'a>>,
-    /// In the order in which they may stay.
+/// A node from the point of view of one pending pod.
+struct NodeView<'a> {
+    slots: Vec<Slot<'a>>,
+    /// Candidates in the order in which they may stay.
     candidates: Vec<Candidate<'a>>,
-    /// Asks by resource and the largest first, with their place in the pod's list.
+    /// Asks by resource, largest first, with their indices in the pod's list.
     asks: Vec<(usize, &'a Ask)>,
 }
 
-impl<'a> View<'a> {
+impl<'a> NodeView<'a> {
     fn new(
         node: &'a Node,
         waiting: Waiting<'a>,
@@ -212,32 +132,32 @@ impl<'a> View<'a> {
     ) -> Self {
         let mut asks: Vec<(usize, &Ask)> = waiting.asks.iter().enumerate().collect();
         asks.sort_by_key(|&(index, ask)| (&ask.resource, Reverse(ask.units), index));
-        let mut spots: Vec<Spot<'a>> = Vec::new();
+        let mut slots: Vec<Slot<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in wanted(waiting.asks).into_keys() {
             for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
                 let kept = kept.copied().unwrap_or(0);
                 let most = room(stock) - i64::from(kept);
-                at.insert((resource, device), spots.len());
-                spots.push(Spot { resource, device, most });
+                at.insert((resource, device), slots.len());
+                slots.push(Slot { resource, device, most });
             }
         }
         let mut candidates = Vec::new();
-        for (pod, held) in &node.held {
+        for (pod, allocations) in &node.allocations {
             let Some(holder) = holders.get(pod).filter(|_| pod != waiting.pod) else { continue };
             if !holder.ending && holder.priority >= waiting.priority {
                 continue;
             }
             let mut units: BTreeMap<usize, i64> = BTreeMap::new();
-            for part in held {
-                if let Some(&spot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
-                    *units.entry(spot).or_default() += i64::from(part.units.get());
+            for part in allocations {
+                if let Some(&slot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
+                    *units.entry(slot).or_default() += i64::from(part.units.get());
                 }
             }
-            for (&spot, units) in &units {
-                if let Some(spot) = spots.get_mut(spot) {
-                    spot.most += units;
+            for (&slot, units) in &units {
+                if let Some(slot) = slots.get_mut(slot) {
+                    slot.most += units;
                 }
             }
             if !holder.ending && !units.is_empty() {
@@ -245,19 +165,19 @@ impl<'a> View<'a> {
             }
         }
         candidates.sort_by_key(|one| (Reverse(one.holder.protected), Reverse(one.holder.priority), one.holder.started));
-        Self { spots, candidates, asks }
+        Self { slots, candidates, asks }
     }
 
-    /// What each way costs: what is taken where, and who leaves.
-    fn ways(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
-        self.assignments().into_iter().map(|spots| {
-            let victims = self.victims(&spots);
+    /// All ways to place the asks: their costs, the units taken, and the victims.
+    fn options(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
+        self.assignments().into_iter().map(|slots| {
+            let victims = self.victims(&slots);
             let mut takes: Vec<(usize, Reservation)> = self
                 .asks
                 .iter()
-                .zip(&spots)
-                .filter_map(|(&(index, ask), &spot)| {
-                    let device = self.spots.get(spot)?.device.to_owned();
+                .zip(&slots)
+                .filter_map(|(&(index, ask), &slot)| {
+                    let device = self.slots.get(slot)?.device.to_owned();
                     Some((index, Reservation { resource: ask.resource.clone(), units: ask.units, device }))
                 })
                 .collect();
@@ -269,17 +189,17 @@ impl<'a> View<'a> {
         })
     }
 
-    /// A spot for each ask, in the order of `asks`, so that all would fit if all left who may be
-    /// made to. All such ways, up to a bound, without those that differ in which of equal asks goes
-    /// where.
+    /// All ways to place the asks on slots if all candidates were preempted, up to a limit: a slot
+    /// for each ask, in the order of `asks`. Ways that differ only in the order of equal asks are
+    /// one.
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
-        // Where there are too many ways to look at, this one is among them.
+        // If there are too many ways to consider, this one is among them.
         let Some(one) = self.packed() else { return found };
-        let mut left: Vec<i64> = self.spots.iter().map(|spot| spot.most).collect();
+        let mut left: Vec<i64> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
         self.assign(&mut left, &mut Vec::new(), &mut found, &mut steps);
-        if found.len() >= WAYS || steps >= STEPS {
+        if found.len() >= MAX_OPTIONS || steps >= MAX_STEPS {
             found.insert(one);
         }
         found
@@ -297,33 +217,33 @@ impl<'a> View<'a> {
             .is_some_and(|(_, before)| *before == ask);
         let from = chosen.last().copied().filter(|_| equal).unwrap_or(0);
         let units = i64::from(ask.units.get());
-        for (spot, of) in self.spots.iter().enumerate().skip(from) {
-            if of.resource != ask.resource || left.get(spot).is_none_or(|left| *left < units) {
+        for (slot, of) in self.slots.iter().enumerate().skip(from) {
+            if of.resource != ask.resource || left.get(slot).is_none_or(|left| *left < units) {
                 continue;
             }
-            if found.len() >= WAYS || *steps >= STEPS {
+            if found.len() >= MAX_OPTIONS || *steps >= MAX_STEPS {
                 return;
             }
             *steps += 1;
-            left[spot] -= units;
-            chosen.push(spot);
+            left[slot] -= units;
+            chosen.push(slot);
             self.assign(left, chosen, found, steps);
             chosen.pop();
-            left[spot] += units;
+            left[slot] += units;
         }
     }
 
-    /// One way in which all fit if all left who may be made to.
+    /// One way to place all asks if all candidates were preempted.
     fn packed(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.asks.len());
         for asks in self.asks.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
-            let of = |spot: &Spot<'_>| asks.first().is_some_and(|(_, ask)| ask.resource == spot.resource);
-            let first = self.spots.iter().position(of)?;
+            let of = |slot: &Slot<'_>| asks.first().is_some_and(|(_, ask)| ask.resource == slot.resource);
+            let first = self.slots.iter().position(of)?;
             let free = self
-                .spots
+                .slots
                 .iter()
-                .filter(|spot| of(spot))
-                .map(|spot| u32::try_from(spot.most.max(0)).unwrap_or(u32::MAX));
+                .filter(|slot| of(slot))
+                .map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
             let sizes: Vec<u32> = asks.iter().map(|(_, ask)| ask.units.get()).collect();
             let devices = pack(&sizes, &free.collect::<Vec<u32>>(), &mut tightest)?;
             chosen.extend(devices.into_iter().map(|device| first + device));
@@ -331,17 +251,17 @@ impl<'a> View<'a> {
         Some(chosen)
     }
 
-    /// Who has to leave for this way: all that can stay do, in order.
-    fn victims(&self, spots: &[usize]) -> Vec<&Candidate<'a>> {
+    /// The victims of one way: candidates stay in order, as long as they fit.
+    fn victims(&self, slots: &[usize]) -> Vec<&Candidate<'a>> {
         let mut spare: BTreeMap<usize, i64> = BTreeMap::new();
-        for (&spot, (_, ask)) in spots.iter().zip(&self.asks) {
-            let most = self.spots.get(spot).map_or(0, |spot| spot.most);
-            *spare.entry(spot).or_insert(most) -= i64::from(ask.units.get());
+        for (&slot, (_, ask)) in slots.iter().zip(&self.asks) {
+            let most = self.slots.get(slot).map_or(0, |slot| slot.most);
+            *spare.entry(slot).or_insert(most) -= i64::from(ask.units.get());
         }
         let leaves = |candidate: &&Candidate<'a>| {
-            let fits = candidate.units.iter().all(|(spot, units)| spare.get(spot).is_none_or(|spare| spare >= units));
-            for (spot, units) in candidate.units.iter().filter(|_| fits) {
-                if let Some(spare) = spare.get_mut(spot) {
+            let fits = candidate.units.iter().all(|(slot, units)| spare.get(slot).is_none_or(|spare| spare >= units));
+            for (slot, units) in candidate.units.iter().filter(|_| fits) {
+                if let Some(spare) = spare.get_mut(slot) {
                     *spare -= units;
                 }
             }
@@ -351,14 +271,15 @@ impl<'a> View<'a> {
     }
 }
 
-/// Units that are free, or how many more are kept than there are.
+/// Free units. Negative if more units are reserved than there are.
 fn room(stock: &Stock) -> i64 {
     i64::from(stock.capacity()) - i64::from(stock.used()) - i64::from(stock.reserved())
 }
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {
     let highest = victims.iter().map(|victim| victim.holder.priority).max();
-    // None counts less than nothing, so that of two sums that with fewer is not the greater for it.
+    // Each victim counts at least 1, so that of two sums of the lowest priority the one with fewer
+    // victims is lower.
     let above_least = |victim: &&Candidate<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
     let of_highest = victims.iter().filter(|victim| Some(victim.holder.priority) == highest);
     (

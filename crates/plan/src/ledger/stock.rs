@@ -1,31 +1,32 @@
-//! One device's units of one resource, and the only place where units are subtracted.
+//! The units of one resource on one device, and the only place where units are subtracted.
 use std::collections::BTreeMap;
 
-use super::Units;
+use super::request::Units;
 
-/// What a device has of one resource, what of it is used, and what is reserved of the rest.
+/// The capacity of one resource on one device, and the units of it that are used and reserved.
 ///
-/// By construction `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts
-/// without reservations, and [`Stock::hold`] is the only way to add one. Facts that change make a
-/// new stock, to which reservations have to be added again.
+/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without
+/// reservations, and only [`Stock::reserve`] adds one. If the facts change, a new stock is created
+/// and the reservations are added again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stock {
     capacity: u32,
     used: u32,
-    /// How many reservations there are of each size.
+    /// Number of reservations of each size.
     reserved: BTreeMap<Units, u32>,
     free: u32,
 }
 
 impl Stock {
-    /// As observed. More may be used than there is: units that turned unhealthy under their pods.
+    /// A stock without reservations. `used` can exceed `capacity` if units become unhealthy while
+    /// they are in use.
     pub(super) fn new(capacity: u32, used: u32) -> Self {
         let mut stock = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
         stock.recount();
         stock
     }
 
-    /// The one subtraction.
+    /// Updates `free`. This is the only subtraction.
     fn recount(&mut self) {
         self.free = self.capacity.saturating_sub(self.used).saturating_sub(self.reserved());
     }
@@ -48,14 +49,14 @@ impl Stock {
         self.reserved.iter().fold(0, |sum, (units, count)| units.get().saturating_mul(*count).saturating_add(sum))
     }
 
-    /// The reservations, the smallest first.
+    /// The sizes of the reservations, smallest first.
     pub(super) fn reservations(&self) -> impl Iterator<Item = Units> {
         self.reserved.iter().flat_map(|(units, count)| std::iter::repeat_n(*units, *count as usize))
     }
 
-    /// Reserves as many units, if they are free.
+    /// Reserves units if they are free. Returns whether it did.
     #[must_use]
-    pub(super) fn hold(&mut self, units: Units) -> bool {
+    pub(super) fn reserve(&mut self, units: Units) -> bool {
         let fits = units.get() <= self.free;
         if fits {
             *self.reserved.entry(units).or_default() += 1;
@@ -64,8 +65,8 @@ impl Stock {
         fits
     }
 
-    /// Gives a reservation of that size back, if there is one.
-    pub(super) fn give_back(&mut self, units: Units) {
+    /// Removes a reservation of that size, if there is one.
+    pub(super) fn unreserve(&mut self, units: Units) {
         if let Some(count) = self.reserved.get_mut(&units) {
             *count -= 1;
             if *count == 0 {
@@ -90,21 +91,21 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_reserved_than_is_free() {
+    fn no_more_units_are_reserved_than_are_free() {
         let mut stock = Stock::new(10, 3);
-        assert!(stock.hold(units(4)) && stock.hold(units(3)));
-        assert!(!stock.hold(units(1)));
+        assert!(stock.reserve(units(4)) && stock.reserve(units(3)));
+        assert!(!stock.reserve(units(1)));
         assert_eq!((stock.free(), stock.reserved()), (0, 7));
-        stock.give_back(units(4));
-        stock.give_back(units(4));
+        stock.unreserve(units(4));
+        stock.unreserve(units(4));
         assert_eq!((stock.free(), stock.reserved()), (4, 3), "given back once");
-        assert!(!stock.hold(units(5)) && stock.hold(units(4)));
+        assert!(!stock.reserve(units(5)) && stock.reserve(units(4)));
     }
 
     #[test]
-    fn a_device_on_which_more_is_used_than_there_is_has_nothing_free() {
+    fn an_overused_device_has_no_free_units() {
         let mut stock = Stock::new(2, 5);
         assert_eq!(stock.free(), 0);
-        assert!(!stock.hold(units(1)) && !stock.hold(units(u32::MAX)));
+        assert!(!stock.reserve(units(1)) && !stock.reserve(units(u32::MAX)));
     }
 }

@@ -15,8 +15,8 @@ fn asks(sizes: &[u32]) -> Vec<Ask> {
     sizes.iter().map(|&size| Ask { resource: R.to_owned(), units: units(size) }).collect()
 }
 
-/// A node with devices of ten units, `a`, `b` and so on, of which so many are used.
-fn node(used: &[u32], held: &[(&str, &str, u32)]) -> NodeFacts {
+/// A node with devices `a`, `b` and so on, of ten units each, with these numbers of used units.
+fn node(used: &[u32], allocated: &[(&str, &str, u32)]) -> NodeFacts {
     let name = |index: usize| char::from(b'a' + u8::try_from(index).unwrap()).to_string();
     NodeFacts {
         model: "m".to_owned(),
@@ -25,7 +25,7 @@ fn node(used: &[u32], held: &[(&str, &str, u32)]) -> NodeFacts {
             .enumerate()
             .map(|(index, &used)| DeviceFacts { device: name(index), resource: R.to_owned(), capacity: 10, used })
             .collect(),
-        allocations: held
+        allocations: allocated
             .iter()
             .map(|&(pod, device, size)| Allocation {
                 pod: pod.to_owned(),
@@ -49,8 +49,8 @@ fn reserve(ledger: &mut Ledger, pod: &str, sizes: &[u32], expires: u64) {
     ledger.reserve(pod, &fits, Moment(expires)).unwrap();
 }
 
-fn held(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
-    ledger.reservations(node).into_iter().map(|held| (held.device, held.units.get())).collect()
+fn reserved(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
+    ledger.reservations(node).into_iter().map(|reservation| (reservation.device, reservation.units.get())).collect()
 }
 
 fn on(device: &str, size: u32) -> (String, u32) {
@@ -58,16 +58,16 @@ fn on(device: &str, size: u32) -> (String, u32) {
 }
 
 #[test]
-fn the_tightest_device_is_taken_and_then_full() {
+fn the_tightest_device_is_chosen_until_it_is_full() {
     let mut ledger = ledger(&[3, 5, 0]);
     reserve(&mut ledger, "p", &[5], 1);
-    assert_eq!(held(&ledger, "n"), [on("b", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("b", 5)]);
     reserve(&mut ledger, "q", &[5], 1);
-    assert_eq!(held(&ledger, "n"), [on("a", 5), on("b", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 5), on("b", 5)]);
 }
 
 #[test]
-fn six_free_units_on_two_devices_are_no_room_for_five() {
+fn six_free_units_on_two_devices_cannot_hold_five() {
     let ledger = ledger(&[7, 7]);
     let why = ledger.fit(&asks(&[5]), ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why.to_string(), "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3");
@@ -75,7 +75,7 @@ fn six_free_units_on_two_devices_are_no_room_for_five() {
 }
 
 #[test]
-fn why_there_is_no_place_is_said_by_the_node_that_comes_closest() {
+fn the_reason_is_that_of_the_closest_node() {
     let mut ledger = ledger(&[5, 5]);
     let mut small = node(&[0], &[]);
     small.devices[0].capacity = 4;
@@ -96,88 +96,91 @@ fn why_there_is_no_place_is_said_by_the_node_that_comes_closest() {
 }
 
 #[test]
-fn what_a_pod_is_served_is_not_kept_for_it_any_more() {
+fn allocated_units_are_no_longer_reserved() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[3], 1);
     ledger.bind("p", "n", &asks(&[3]));
-    assert_eq!(held(&ledger, "n"), [on("a", 3)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 3)]);
     ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
-    assert!(held(&ledger, "n").is_empty());
-    assert_eq!(ledger.rooms("n")[0].free, 7);
+    assert!(reserved(&ledger, "n").is_empty());
+    assert_eq!(ledger.devices("n")[0].free, 7);
     ledger.release("p");
-    assert_eq!(ledger.rooms("n")[0].free, 7, "it holds it until the node says otherwise");
+    assert_eq!(ledger.devices("n")[0].free, 7, "the units stay used until the node reports otherwise");
     ledger.observe("n", node(&[0, 0], &[]));
-    assert_eq!(ledger.rooms("n")[0].free, 10);
+    assert_eq!(ledger.devices("n")[0].free, 10);
 }
 
 #[test]
-fn two_equal_pods_may_swap() {
+fn two_equal_pods_can_swap() {
     let mut ledger = ledger(&[6, 7]);
     reserve(&mut ledger, "first", &[3], 9);
     reserve(&mut ledger, "second", &[3], 9);
-    assert_eq!(held(&ledger, "n"), [on("a", 3), on("b", 3)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 3), on("b", 3)]);
     ledger.observe("n", node(&[9, 7], &[("first", "a", 3)]));
-    assert_eq!(held(&ledger, "n"), [on("b", 3)], "the first took the place of the second");
+    assert_eq!(reserved(&ledger, "n"), [on("b", 3)], "the first pod took the units of the second");
     ledger.observe("n", node(&[9, 10], &[("first", "a", 3), ("second", "b", 3)]));
-    assert!(held(&ledger, "n").is_empty() && ledger.short("n").is_empty());
+    assert!(reserved(&ledger, "n").is_empty() && ledger.short("n").is_empty());
 }
 
 #[test]
-fn what_was_noted_stays_where_it_was_noted_whoever_else_goes() {
+fn reservations_stay_on_the_noted_device_when_other_pods_go() {
     let mut ledger = ledger(&[0, 0]);
     for (pod, size) in [("p", 9), ("q", 9), ("r", 1), ("s", 1)] {
         reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(held(&ledger, "n"), [on("a", 1), on("a", 9), on("b", 1), on("b", 9)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 1), on("a", 9), on("b", 1), on("b", 9)]);
     let noted = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().noted["n"][0].device.clone();
     assert_eq!((noted(&ledger, "r"), noted(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
     ledger.release("r");
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 1), on("b", 9)], "s will be given what it was told");
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1), on("b", 9)], "s is allocated what is noted");
     ledger.bind("s", "n", &asks(&[1]));
     ledger.release("q");
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 1)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 1)]);
 }
 
 #[test]
-fn what_was_noted_for_a_pod_that_was_given_another_place_is_in_nobodys_way() {
+fn the_note_of_a_pod_allocated_elsewhere_blocks_no_device() {
     let mut ledger = ledger(&[0, 0, 0]);
     for (pod, size) in [("y", 9), ("first", 5), ("x", 4), ("swapped", 5)] {
         reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5), on("c", 5)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5), on("c", 5)]);
     ledger.observe("n", node(&[0, 0, 5], &[("first", "c", 5)]));
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4), on("b", 5)], "the first's place is the other's now");
+    assert_eq!(
+        reserved(&ledger, "n"),
+        [on("a", 9), on("b", 4), on("b", 5)],
+        "the note of the first pod moved to the other"
+    );
     ledger.release("swapped");
-    assert_eq!(held(&ledger, "n"), [on("a", 9), on("b", 4)]);
-    // All that is free but for one unit: that the first was to have a place on `b` must not count
-    // any more.
+    assert_eq!(reserved(&ledger, "n"), [on("a", 9), on("b", 4)]);
+    // All free units but one. The first pod's old note for `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
     assert_eq!(ledger.short("n"), []);
     let all = [on("a", 9), on("b", 2), on("b", 4), on("b", 4), on("c", 5)];
-    assert_eq!(held(&ledger, "n"), all, "as it was noted");
-    // Annotations stay as they were written, and it looks as if the first had the last one's place.
+    assert_eq!(reserved(&ledger, "n"), all, "as noted");
+    // Annotations are not rewritten: the first pod's still names the device of the last one.
     let mut claims = ledger.claims().clone();
     claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
     let rebuilt = Ledger::rebuild(Facts { nodes, claims });
     assert_eq!(rebuilt.short("n"), []);
-    assert_eq!(held(&rebuilt, "n"), all);
+    assert_eq!(reserved(&rebuilt, "n"), all);
 }
 
 #[test]
-fn a_pod_is_held_on_several_nodes_until_it_is_bound_to_one() {
+fn a_pod_has_reservations_on_several_nodes_until_it_is_bound() {
     let mut ledger = ledger(&[0]);
     ledger.observe("m", node(&[5], &[]));
     ledger.observe("full", node(&[9], &[]));
     reserve(&mut ledger, "p", &[4], 9);
-    assert_eq!((held(&ledger, "m"), held(&ledger, "n")), (vec![on("a", 4)], vec![on("a", 4)]));
-    assert!(held(&ledger, "full").is_empty());
+    assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![on("a", 4)], vec![on("a", 4)]));
+    assert!(reserved(&ledger, "full").is_empty());
     ledger.bind("p", "n", &asks(&[4]));
-    assert_eq!((held(&ledger, "m"), held(&ledger, "n")), (vec![], vec![on("a", 4)]));
+    assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![], vec![on("a", 4)]));
 }
 
 #[test]
-fn the_best_node_comes_first_and_only_so_many_are_given() {
+fn at_most_the_given_number_of_nodes_is_returned_best_first() {
     let mut ledger = ledger(&[0]);
     ledger.observe("m", node(&[5], &[]));
     ledger.observe("o", node(&[6], &[]));
@@ -186,65 +189,67 @@ fn the_best_node_comes_first_and_only_so_many_are_given() {
 }
 
 #[test]
-fn time_frees_what_is_held_for_pods_that_never_came_but_not_for_bound_ones() {
+fn only_pods_that_are_not_bound_become_overdue() {
     let mut ledger = ledger(&[0]);
     reserve(&mut ledger, "late", &[2], 10);
     reserve(&mut ledger, "later", &[3], 20);
     reserve(&mut ledger, "bound", &[4], 10);
     ledger.bind("bound", "n", &asks(&[4]));
-    assert!(ledger.expire(Moment(9)).is_empty());
-    let expired = ledger.expire(Moment(10));
-    assert_eq!(expired.iter().map(|(pod, _)| pod.as_str()).collect::<Vec<_>>(), ["late"]);
-    assert_eq!(held(&ledger, "n"), [on("a", 3), on("a", 4)]);
-    assert!(ledger.expire(Moment(10)).is_empty(), "told once");
+    assert!(ledger.overdue(Moment(9)).is_empty());
+    assert_eq!(ledger.overdue(Moment(10)), ["late"]);
+    ledger.release("late");
+    assert_eq!(reserved(&ledger, "n"), [on("a", 3), on("a", 4)]);
+    assert!(ledger.overdue(Moment(10)).is_empty());
 }
 
 #[test]
-fn what_no_longer_fits_moves_or_is_told_as_short() {
+fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
     let mut ledger = ledger(&[0, 5]);
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[7], 9);
-    assert_eq!(held(&ledger, "n"), [on("a", 7), on("b", 5)]);
-    // Somebody came around the gate and took one of b: p moves nowhere, as a has three left.
+    assert_eq!(reserved(&ledger, "n"), [on("a", 7), on("b", 5)]);
+    // A pod bypassed the gate and took a unit of `b`. The reservation of p cannot move, because `a`
+    // has three units left.
     ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
-    assert_eq!((held(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
-    // A device more.
+    assert_eq!((reserved(&ledger, "n"), ledger.short("n").to_vec()), (vec![on("a", 7)], asks(&[5])));
+    // One more device.
     ledger.observe("n", node(&[0, 6, 4], &[("x", "b", 1)]));
-    assert_eq!((held(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
-    // All lost.
+    assert_eq!((reserved(&ledger, "n"), ledger.short("n").len()), (vec![on("a", 7), on("c", 5)], 0));
+    // All devices are gone.
     ledger.observe("n", NodeFacts::default());
     assert_eq!(ledger.short("n"), asks(&[5, 7]).into_iter().rev().collect::<Vec<_>>());
 }
 
 #[test]
-fn a_pod_around_the_gate_is_held_for_if_there_is_room() {
+fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
     let mut ledger = ledger(&[0]);
     ledger.bind("x", "n", &asks(&[4]));
-    assert_eq!(held(&ledger, "n"), [on("a", 4)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 4)]);
     ledger.bind("y", "n", &asks(&[7]));
-    assert_eq!(ledger.short("n"), asks(&[4]), "there is no room for both, and the larger one is harder to place");
+    assert_eq!(ledger.short("n"), asks(&[4]), "there is no room for both, and the larger one is placed first");
     ledger.bind("z", "unknown", &asks(&[7]));
     ledger.observe("unknown", node(&[0], &[]));
-    assert_eq!(held(&ledger, "unknown"), [on("a", 7)]);
+    assert_eq!(reserved(&ledger, "unknown"), [on("a", 7)]);
 }
 
 #[test]
-fn a_pod_of_several_containers_is_settled_part_by_part() {
+fn a_pod_of_several_containers_is_allocated_part_by_part() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[7, 6], 9);
     ledger.bind("p", "n", &asks(&[7, 6]));
-    assert_eq!(held(&ledger, "n"), [on("a", 7), on("b", 6)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 7), on("b", 6)]);
     ledger.observe("n", node(&[0, 6], &[("p", "b", 6)]));
-    assert_eq!(held(&ledger, "n"), [on("a", 7)]);
-    // An init container's units went to one container of 3, the rest comes beside them.
+    assert_eq!(reserved(&ledger, "n"), [on("a", 7)]);
+    // An init container's units are reused for one container of 3. The rest must be on the same
+    // device.
     ledger.observe("n", node(&[3, 6], &[("p", "a", 3), ("p", "b", 6)]));
-    assert_eq!(held(&ledger, "n"), [on("a", 4)]);
+    assert_eq!(reserved(&ledger, "n"), [on("a", 4)]);
     ledger.observe("n", node(&[7, 6], &[("p", "a", 3), ("p", "a", 4), ("p", "b", 6)]));
-    assert!(held(&ledger, "n").is_empty());
+    assert!(reserved(&ledger, "n").is_empty());
 }
 
 #[test]
-fn what_a_pod_holds_otherwise_than_asked_for_settles_what_there_is() {
+fn unexpected_allocations_reduce_the_remaining_asks() {
     let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
         let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
         let facts = node(&[0], &parts);
@@ -259,7 +264,7 @@ fn what_a_pod_holds_otherwise_than_asked_for_settles_what_there_is() {
 }
 
 #[test]
-fn a_fit_that_was_taken_meanwhile_is_refused_and_nothing_is_held() {
+fn a_stale_fit_is_refused_and_nothing_is_reserved() {
     let mut ledger = ledger(&[4, 4]);
     let fits = ledger.fit(&asks(&[6, 2]), ["n"], 1, &Tightest).unwrap();
     reserve(&mut ledger, "other", &[5], 9);
@@ -270,16 +275,16 @@ fn a_fit_that_was_taken_meanwhile_is_refused_and_nothing_is_held() {
 }
 
 #[test]
-fn facts_told_twice_or_untrue_give_no_units_away() {
+fn repeated_or_inconsistent_facts_free_no_units() {
     let mut ledger = Ledger::default();
     let mut facts = node(&[0, 0], &[("x", "a", 4), ("y", "a", 5)]);
     facts.devices.push(DeviceFacts { capacity: 3, ..facts.devices[1].clone() });
     ledger.observe("n", facts);
-    assert_eq!(ledger.rooms("n").iter().map(|room| room.free).collect::<Vec<_>>(), [1, 3]);
+    assert_eq!(ledger.devices("n").iter().map(|device| device.free).collect::<Vec<_>>(), [1, 3]);
 }
 
 #[test]
-fn a_ledger_can_be_made_anew() {
+fn a_ledger_can_be_rebuilt() {
     let mut ledger = ledger(&[0, 5]);
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[3], 9);
@@ -290,15 +295,19 @@ fn a_ledger_can_be_made_anew() {
     let mut unwritten = facts.clone();
     unwritten.claims.values_mut().for_each(|claim| claim.noted.clear());
     let unwritten = Ledger::rebuild(unwritten);
-    assert_eq!(held(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(), 8, "claims are held for all the same");
-    let nobody = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
-    assert!(held(&nobody, "n").is_empty(), "what nobody claims is free");
+    assert_eq!(
+        reserved(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
+        8,
+        "claims without notes are reserved too"
+    );
+    let unclaimed = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
+    assert!(reserved(&unclaimed, "n").is_empty(), "units without a claim are free");
 }
 
 #[test]
-fn what_pods_typically_ask_for_decides_where_holes_are_left() {
-    // Pods of 6 and of 4: a device with 6 free is kept for a 6, and a 4 goes to where it leaves
-    // a 6. The tightest would not.
+fn typical_requests_decide_where_holes_are_left() {
+    // Pods request 6 and 4 units: a device with 6 free is kept for a 6, and a 4 goes where it
+    // leaves a 6. The tightest device would be another one.
     let mut observed = Observed::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {
@@ -316,7 +325,7 @@ fn what_pods_typically_ask_for_decides_where_holes_are_left() {
     assert_eq!(device(&ledger.fit(&asks(&[6]), ["n"], 1, &value).unwrap()), "b");
 }
 
-/// Learned once: it takes a second without optimization.
+/// Computed once, because it takes a second without optimization.
 static LEARNED: LazyLock<Value> = LazyLock::new(|| {
     let mut observed = Observed::new(None);
     for per_gpu in [600, 400, 300] {
@@ -327,9 +336,9 @@ static LEARNED: LazyLock<Value> = LazyLock::new(|| {
 });
 
 proptest! {
-    /// What every node is asked is what the chosen one then gives.
+    /// The fast comparison of nodes equals the result of the full placement.
     #[test]
-    fn the_short_way_says_the_same_as_the_long_one(
+    fn worth_equals_the_worth_of_the_fit(
         used in prop::collection::vec(0_u32..=10, 0..6),
         sizes in prop::collection::vec(1_u32..=11, 0..3),
     ) {

@@ -1,67 +1,66 @@
-//! What pods typically ask for, learned from those that came.
+//! What pods typically request, learned from the pods that arrived.
 use std::collections::BTreeMap;
 
-/// What one pod asks for.
+/// Requests of one pod.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Demand {
-    /// CPU, thousandths of a core.
+    /// CPU in thousandths of a core.
     pub cpu: u64,
-    /// Memory, MiB.
+    /// Memory in MiB.
     pub memory: u64,
-    /// GPUs; of several it gets `per_gpu` of each.
+    /// Number of GPUs. The pod gets `per_gpu` of each.
     pub gpus: u32,
     /// Thousandths of each GPU.
     pub per_gpu: u32,
-    /// Models that it may run on, in order; empty is any.
+    /// Models that the pod can run on, sorted. Empty means any model.
     pub models: Vec<String>,
 }
 
 impl Demand {
-    /// Thousandths of a GPU, of all its GPUs together.
+    /// Thousandths of all its GPUs together.
     pub fn total(&self) -> u32 {
         self.gpus * self.per_gpu
     }
 }
 
-/// A kind of pod and how frequent it is among the typical ones; frequencies add up to 1.
+/// A typical kind of pod and its frequency. The frequencies of all kinds add up to 1.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Typical {
-    /// CPU, thousandths of a core.
+    /// CPU in thousandths of a core.
     pub cpu: u64,
-    /// GPUs.
+    /// Number of GPUs.
     pub gpus: u32,
     /// Thousandths of each GPU.
     pub per_gpu: u32,
-    /// Models that it may run on; empty is any.
+    /// Models that the pod can run on. Empty means any model.
     pub models: Vec<String>,
-    /// Frequency, 0 to 1.
+    /// Frequency from 0 to 1.
     pub weight: f64,
 }
 
 impl Typical {
-    /// Thousandths of a GPU, of all its GPUs together.
+    /// Thousandths of all its GPUs together.
     pub fn total(&self) -> f64 {
         f64::from(self.gpus) * f64::from(self.per_gpu)
     }
 }
 
-/// The share of pods that the typical kinds make up, as in "Beware of Fragmentation" (USENIX
-/// ATC'23).
+/// Part of all pods that the typical kinds cover, as in "Beware of Fragmentation" (USENIX ATC'23).
 const TYPICAL: f64 = 0.95;
 
-/// Kinds of pods that came, each with its weight; older ones count less as time goes by.
+/// Kinds of pods that arrived, each with its weight. Older pods weigh less.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
     kinds: BTreeMap<(u64, u32, u32, Vec<String>), f64>,
     total: f64,
-    /// What the next pod counts: it grows, so that what came before counts less without being
-    /// touched.
+    /// Weight of the next pod. It grows, so that earlier pods weigh relatively less without being
+    /// updated.
     next: f64,
     growth: f64,
 }
 
 impl Observed {
-    /// Pods count half after `half_life` further ones; none is never.
+    /// A pod's weight halves after `half_life` further pods. `None` means never.
     pub fn new(half_life: Option<f64>) -> Self {
         let growth = half_life.map_or(1.0, |pods| 2f64.powf(1.0 / pods));
         Self { kinds: BTreeMap::new(), total: 0.0, next: 1.0, growth }
@@ -73,8 +72,8 @@ impl Observed {
         self.total += self.next;
         self.next *= self.growth;
         if self.next > 1e12 {
-            // Weights are relative: brought back before they lose precision. Kinds that have faded
-            // out are forgotten.
+            // Weights are relative. Scale them down before they lose precision, and drop kinds that
+            // have faded.
             self.kinds.values_mut().for_each(|weight| *weight /= 1e12);
             self.kinds.retain(|_, weight| *weight > 1e-9);
             self.total = self.kinds.values().sum();
@@ -82,15 +81,15 @@ impl Observed {
         }
     }
 
-    /// The most frequent kinds that make up 95 % of what came; `by_model` keeps kinds apart that
-    /// may run on other models.
+    /// The most frequent kinds that cover 95 % of the pods. `by_model` separates kinds that can run
+    /// on different models.
     pub fn typical(&self, by_model: bool) -> Vec<Typical> {
         let mut kinds: BTreeMap<(u64, u32, u32, &[String]), f64> = BTreeMap::new();
         for ((cpu, gpus, per_gpu, models), weight) in &self.kinds {
             *kinds.entry((*cpu, *gpus, *per_gpu, if by_model { models } else { &[] })).or_default() += weight;
         }
         let mut kinds: Vec<_> = kinds.into_iter().collect();
-        // Stable: equal weights stay in the order of their kinds.
+        // The sort is stable: equal weights stay in the order of their kinds.
         kinds.sort_by(|(_, one), (_, other)| other.total_cmp(one));
         let mut sum = 0.0;
         let mut typical = Vec::new();
@@ -125,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_long_ago_fades() {
+    fn old_pods_fade() {
         let mut observed = Observed::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
@@ -133,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn fading_for_ever_neither_overflows_nor_forgets_the_present() {
+    fn fading_neither_overflows_nor_drops_recent_pods() {
         let mut observed = Observed::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
         let typical = observed.typical(false);
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_seen_is_nothing_typical() {
+    fn without_pods_nothing_is_typical() {
         assert!(Observed::new(None).typical(true).is_empty());
     }
 }

@@ -1,11 +1,10 @@
-//! Where a pod that asks for shares, or for whole GPUs, goes: the choice that leaves the most of
-//! what pods typically ask for.
+//! Chooses the node and GPU for a pod, such that most of what pods typically request still fits.
 //!
-//! Three parts, each with one reason to change:
-//! - [`demand`]: what pods typically ask for, learned from those that came.
-//! - [`value`]: what free capacity is worth under that demand; the formula is explained in
-//!   `docs/explanation/planning.md`.
-//! - this file: nodes, what fits where, and a cache that scores only the nodes that changed.
+//! - [`demand`] learns what pods typically request.
+//! - [`value`] computes the value of free capacity for that demand. `docs/explanation/planning.md`
+//!   explains the formula.
+//! - This file has the nodes, which pods fit on them, and a cache that scores only nodes that
+//!   changed.
 pub mod demand;
 pub mod value;
 
@@ -14,41 +13,41 @@ use std::collections::BTreeMap;
 pub use demand::{Demand, Observed, Typical};
 pub use value::Value;
 
-/// One GPU in the units that placement counts in.
+/// One GPU in thousandths, the unit of placement.
 pub const GPU: u32 = 1000;
 
-/// A node as it is: what it has and what is free.
+/// The capacity of a node, and what of it is free.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// GPU model, as pods name it.
     pub model: String,
-    /// Allocatable CPU, thousandths of a core.
+    /// Allocatable CPU in thousandths of a core.
     pub cpu_total: u64,
-    /// Free CPU, thousandths of a core.
+    /// Free CPU in thousandths of a core.
     pub cpu: u64,
-    /// Free memory, MiB.
+    /// Free memory in MiB.
     pub memory: u64,
     /// Free thousandths of each GPU.
     pub gpus: Vec<u32>,
 }
 
 impl Node {
-    /// Free thousandths of a GPU, of all its GPUs together.
+    /// Free thousandths of all its GPUs together.
     pub fn free(&self) -> u32 {
         self.gpus.iter().sum()
     }
 
-    /// Whether CPU, memory and model allow the pod, whatever its GPUs.
+    /// Whether CPU, memory and model allow the pod, regardless of GPUs.
     fn admits(&self, demand: &Demand) -> bool {
         self.cpu >= demand.cpu
             && self.memory >= demand.memory
             && (demand.models.is_empty() || demand.models.contains(&self.model))
     }
 
-    /// The ways to hold the pod, one for each distinct GPU that it could be on; for several GPUs,
-    /// and for none, at most one way.
+    /// The ways to place the pod on the node: one for each distinct GPU with enough free. A pod
+    /// without GPUs or with several has at most one way.
     ///
-    /// A way is the GPU's index, or none where the pod wants none or several.
+    /// A way is the GPU's index, or `None` if the pod requests no GPU or several.
     pub fn fits(&self, demand: &Demand) -> impl Iterator<Item = Option<usize>> {
         let admitted = self.admits(demand);
         let enough = |free: &&u32| **free >= demand.per_gpu;
@@ -68,7 +67,7 @@ impl Node {
 
     /// The GPUs that the pod gets in one of the ways of [`Node::fits`].
     ///
-    /// A pod of several GPUs takes the fullest that still hold it.
+    /// A pod with several GPUs gets the fullest ones with enough free.
     fn devices(&self, demand: &Demand, way: Option<usize>) -> Vec<usize> {
         match way {
             Some(device) => vec![device],
@@ -83,7 +82,7 @@ impl Node {
         }
     }
 
-    /// Takes what a pod gets.
+    /// Allocates a pod's requests.
     fn take(&mut self, demand: &Demand, devices: &[usize]) {
         self.cpu = self.cpu.saturating_sub(demand.cpu);
         self.memory = self.memory.saturating_sub(demand.memory);
@@ -94,7 +93,7 @@ impl Node {
         }
     }
 
-    /// Gives back what a pod got.
+    /// Frees a pod's requests.
     fn give(&mut self, demand: &Demand, devices: &[usize]) {
         self.cpu += demand.cpu;
         self.memory += demand.memory;
@@ -106,20 +105,19 @@ impl Node {
     }
 }
 
-/// How good a choice is. The greatest is taken: by score, then by the least `spread`, then by the
-/// least left on the GPU.
+/// How good a choice is: highest score first, then lowest `spread`, then the least left on the GPU.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rank {
-    /// What counts.
+    /// Score. Higher is better.
     pub score: f64,
-    /// Among equals, the least.
+    /// Among equal scores, lower is better.
     pub spread: f64,
-    /// Among these, the least left on the GPU, thousandths.
+    /// Thousandths left on the GPU. Among equal spreads, lower is better.
     pub left: u32,
 }
 
 impl Rank {
-    /// Whether this choice is strictly better.
+    /// Whether this choice is strictly better than the other.
     fn beats(&self, other: &Self) -> bool {
         self.score
             .total_cmp(&other.score)
@@ -129,75 +127,76 @@ impl Rank {
     }
 }
 
-/// A policy: how good it is to put a pod on a node in one of the ways that [`Node::fits`] gives.
+/// A placement policy: ranks the ways to place a pod on a node that [`Node::fits`] returns.
 ///
-/// It may look at nothing but its arguments and itself, because answers are kept until the node
+/// The result must depend only on the arguments and `self`, because it is cached until the node
 /// changes.
 pub trait Score {
-    /// What the policy wants to know of a node, kept until the node changes.
+    /// What the policy computes once for a node, until the node changes.
     type Before;
 
-    /// Looks at the node before any pod is put on it.
+    /// Computes [`Self::Before`] for the node without the pod.
     fn before(&self, node: &Node) -> Self::Before;
 
-    /// Ranks one way to hold the pod.
+    /// Ranks one way to place the pod.
     fn rank(&self, node: &Node, before: &Self::Before, demand: &Demand, way: Option<usize>) -> Rank;
 }
 
-/// Where a pod goes.
+/// A node and the GPUs that a pod gets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// Index of the node.
     pub node: usize,
-    /// Indices of its GPUs that the pod gets.
+    /// Indices of the node's GPUs that the pod gets.
     pub devices: Vec<usize>,
 }
 
-/// The answer for one kind of pod on one node.
+/// The best way to place one kind of pod on one node.
 type Best = Option<(Rank, Option<usize>)>;
 
-/// Answers for one kind of pod, and up to where in the log of changes they hold.
+/// Cached results for one kind of pod, and the position in the log of changes up to which they are
+/// valid.
 #[derive(Debug, Clone)]
 struct Answers {
     best: Vec<Best>,
     seen: usize,
 }
 
-/// Nodes, a policy, and the policy's answers for each kind of pod, of which only those for changed
-/// nodes are asked again.
+/// Nodes and a policy, with cached results for each kind of pod. Only results for changed nodes are
+/// computed again.
 pub struct Placer<S: Score> {
     nodes: Vec<Node>,
     policy: S,
     before: Vec<S::Before>,
     answers: BTreeMap<Demand, Answers>,
-    /// Nodes in the order in which they changed.
+    /// Indices of changed nodes, in order.
     changes: Vec<usize>,
 }
 
-/// The older half of the log of changes is forgotten when it is this many times longer than there
-/// are nodes.
+/// The older half of the log of changes is dropped when the log is this many times longer than the
+/// list of nodes.
 const LOG: usize = 8;
 
 impl<S: Score> Placer<S> {
-    /// Nodes as they are, and the policy that ranks them.
+    /// Creates a placer with its nodes and its policy.
     pub fn new(nodes: Vec<Node>, policy: S) -> Self {
         let before = nodes.iter().map(|node| policy.before(node)).collect();
         Self { nodes, policy, before, answers: BTreeMap::new(), changes: Vec::new() }
     }
 
-    /// The nodes as they are.
+    /// The nodes.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// Goes on with another policy: all answers are asked anew.
+    /// Replaces the policy and clears the cache.
     pub fn set_policy(&mut self, policy: S) {
         self.before = self.nodes.iter().map(|node| policy.before(node)).collect();
         self.policy = policy;
         self.answers.clear();
     }
 
-    /// The best place for a pod, or none where it fits nowhere. Nothing is taken yet.
+    /// The best place for a pod. `None` if it fits nowhere. Nothing is allocated.
     pub fn choose(&mut self, demand: &Demand) -> Option<Choice> {
         let behind = self.answers.get(demand).map_or(usize::MAX, |answers| self.changes.len() - answers.seen);
         if behind > self.nodes.len() {
@@ -231,12 +230,12 @@ impl<S: Score> Placer<S> {
         Some(Choice { node, devices })
     }
 
-    /// Takes what a choice gives to a pod.
+    /// Allocates what a choice gives to a pod.
     pub fn take(&mut self, demand: &Demand, choice: &Choice) {
         self.change(choice.node, |node| node.take(demand, &choice.devices));
     }
 
-    /// Gives back what a pod had.
+    /// Frees what a choice gave to a pod.
     pub fn give(&mut self, demand: &Demand, choice: &Choice) {
         self.change(choice.node, |node| node.give(demand, &choice.devices));
     }
@@ -247,8 +246,7 @@ impl<S: Score> Placer<S> {
         *before = self.policy.before(node);
         self.changes.push(index);
         if self.changes.len() > LOG * self.nodes.len() {
-            // Only answers that are all but useless go: those that nobody has asked for through
-            // half of the log.
+            // Drop only results that nobody used for half of the log.
             let cut = self.changes.len() / 2;
             self.changes.drain(..cut);
             self.answers.retain(|_, answers| answers.seen >= cut);
@@ -269,7 +267,7 @@ impl<S: Score> Placer<S> {
     }
 }
 
-/// What would be left on the GPU of one way, thousandths.
+/// Thousandths that one way would leave on the GPU.
 pub fn left(node: &Node, demand: &Demand, way: Option<usize>) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
@@ -280,7 +278,7 @@ mod tests {
 
     use super::*;
 
-    /// Prefers what is left tightest, so that every change of a node changes its answers.
+    /// Prefers the node with the least free, so that every change of a node changes its rank.
     struct Tightest;
 
     impl Score for Tightest {
@@ -304,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn six_free_as_three_and_three_do_not_hold_five() {
+    fn six_free_units_on_two_gpus_cannot_hold_five() {
         let mut placer = Placer::new(vec![node(&[300, 300])], Tightest);
         assert_eq!(placer.choose(&shares(500)), None);
         assert_eq!(placer.choose(&shares(300)), Some(Choice { node: 0, devices: vec![0] }));
@@ -324,14 +322,14 @@ mod tests {
     }
 
     proptest! {
-        /// The cache never changes an answer, whatever came before.
+        /// Cached results equal computed ones.
         #[test]
-        fn a_kept_answer_is_the_answer(steps in prop::collection::vec((1u32..=10, any::<bool>()), 1..60)) {
+        fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, any::<bool>()), 1..60)) {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Tightest);
-            let mut held: Vec<(Demand, Choice)> = Vec::new();
+            let mut placed: Vec<(Demand, Choice)> = Vec::new();
             for (size, depart) in steps {
-                if depart && !held.is_empty() {
-                    let (demand, choice) = held.remove(size as usize % held.len());
+                if depart && !placed.is_empty() {
+                    let (demand, choice) = placed.remove(size as usize % placed.len());
                     placer.give(&demand, &choice);
                     continue;
                 }
@@ -341,10 +339,10 @@ mod tests {
                 prop_assert_eq!(&choice, &fresh);
                 if let Some(choice) = choice {
                     placer.take(&demand, &choice);
-                    held.push((demand, choice));
+                    placed.push((demand, choice));
                 }
             }
-            for (demand, choice) in &held {
+            for (demand, choice) in &placed {
                 placer.give(demand, choice);
             }
             prop_assert!(placer.nodes().iter().all(|left| left == &node(&[1000, 1000])), "everything given back");

@@ -1,52 +1,53 @@
-//! What free capacity is worth, given what pods typically ask for.
+//! The value of free capacity, given what pods typically request.
 //!
-//! The value of a node is what its GPUs' free parts can still hold ([`packing_values`]), less what
-//! of them no CPU is left for, plus what its model is worth to pods that can run on few models. A
-//! pod goes where the value falls least.
+//! The value of a node has three parts. The free parts of its GPUs are worth what they can still
+//! hold ([`packing_values`]). GPU capacity without CPU beside it is deducted. The node's model adds
+//! value for pods that can run on few models. A pod goes where it reduces the value least.
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, Typical};
 use super::{GPU, Node, Rank, Score, left};
 
-/// How much more a whole GPU is worth when all that wait want whole ones.
+/// Additional value of a whole GPU if all pending pods request whole GPUs.
 const AWAITED: f64 = 0.4;
 
-/// Steps that a GPU is divided into in the table of values.
+/// Number of steps of a GPU in the table of values.
 const STEPS: usize = 100;
 
-/// How much free GPU without CPU beside it costs. Between 0.3 and 3 the figure hardly matters.
+/// Cost of free GPU capacity without CPU beside it. Values between 0.3 and 3 make little
+/// difference.
 const STRANDED: f64 = 2.0;
 
-/// How much the scarcity of a model counts.
+/// Weight of a model's scarcity.
 const MODEL: f64 = 0.8;
 
-/// The most that one model's scarcity counts.
+/// Maximum scarcity of one model.
 const MODEL_MOST: f64 = 1.5;
 
-/// How much the fuller node is preferred where everything else is equal.
+/// Preference for the fuller node if everything else is equal.
 const COMPACT: f64 = 0.06;
 
-/// How much nodes with much CPU for each GPU are spared, once CPU is scarce.
+/// Penalty for nodes with much CPU for each GPU if CPU is scarce.
 const SPARE_CPU: f64 = 0.05;
 
-/// CPU wanted ÷ CPU there is from which CPU counts as scarce.
+/// Requested CPU divided by available CPU from which CPU counts as scarce.
 const CPU_SCARCE: f64 = 0.93;
 
-/// CPU for each GPU that is not thought of as much, thousandths of a core.
+/// CPU for each GPU that is not regarded as much, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
-/// What free capacity is worth.
+/// The value of free capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Value {
-    /// Worth of a GPU with that many hundredths free; a whole one is 1.
+    /// Value of a GPU by its free hundredths. A whole GPU is 1.
     packing: Vec<f64>,
-    /// Thousandths of a core that a pod wants for each thousandth of a GPU.
+    /// Thousandths of a core that pods request for each thousandth of a GPU.
     cpu_per_gpu: f64,
-    /// Demand for a model by the pods that name it, over what there is.
+    /// Demand for each model by the pods that name it, relative to its supply.
     models: BTreeMap<String, f64>,
-    /// How much nodes with much CPU are spared: 0 where CPU is plenty.
+    /// Penalty for nodes with much CPU. 0 if CPU is not scarce.
     spare_cpu: f64,
-    /// What a whole GPU is worth above its packing.
+    /// Additional value of a whole GPU.
     whole: f64,
 }
 
@@ -56,7 +57,7 @@ const fn float(number: u64) -> f64 {
 }
 
 impl Value {
-    /// Learns from what is typical (with models kept apart) and what there is.
+    /// Learns from typical pods, with models kept apart, and from the nodes of the cluster.
     pub fn learn(typical: &[Typical], nodes: &[Node]) -> Self {
         let gpu_wanted: f64 = typical.iter().map(|kind| kind.weight * kind.total()).sum();
         let cpu_beside: f64 =
@@ -98,11 +99,11 @@ impl Value {
         }
     }
 
-    /// Takes account of the pods that wait: holes that nobody waits for are filled before a whole
-    /// GPU is opened that others wait for.
+    /// Takes pending pods into account: holes that no pending pod needs are filled before a whole
+    /// GPU that others wait for.
     ///
-    /// Without departures this never matters; with them, pods that share would else keep GPUs from
-    /// ever becoming whole again.
+    /// Without departures this makes no difference. With them, sharing pods would otherwise prevent
+    /// GPUs from becoming whole again.
     #[must_use]
     pub fn awaited<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -114,20 +115,20 @@ impl Value {
         self
     }
 
-    /// Worth of one GPU with that many thousandths free.
+    /// Value of one GPU by its free thousandths.
     fn gpu(&self, free: u32) -> f64 {
         self.packing.get(free as usize * STEPS / GPU as usize).copied().unwrap_or(1.0)
             + if free >= GPU { self.whole } else { 0.0 }
     }
 
-    /// Worth of free CPU and GPU together, apart from what each GPU can hold.
+    /// Value of free CPU and GPU capacity together, apart from what each GPU can hold.
     fn beside(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
         (MODEL * model * free - STRANDED * stranded) / f64::from(GPU)
     }
 }
 
-/// What is kept of a node between questions.
+/// Values computed once for a node.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Before {
     free: f64,
@@ -159,7 +160,7 @@ impl Score for Value {
                 let now = node.gpus.get(device).copied().unwrap_or(0);
                 self.gpu(now) - self.gpu(now.saturating_sub(demand.per_gpu))
             }
-            // Several GPUs are whole ones.
+            // A pod with several GPUs takes whole ones.
             None => f64::from(demand.gpus) * (self.gpu(demand.per_gpu)),
         };
         let compact = cpu / 128_000.0 + free / 8_000.0;
@@ -169,7 +170,7 @@ impl Score for Value {
     }
 }
 
-/// Sizes (hundredths, rounded up) and weights of the typical pods that share one GPU.
+/// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
 fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
     let mut sizes: BTreeMap<u32, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
@@ -178,12 +179,12 @@ fn shared(typical: &[Typical]) -> Vec<(usize, f64)> {
     sizes.into_iter().map(|(per_gpu, weight)| ((per_gpu as usize * STEPS).div_ceil(GPU as usize), weight)).collect()
 }
 
-/// What a GPU with x hundredths free is worth, for each x: the dual prices of the cutting-stock
-/// problem «the fewest GPUs that hold all shared pods», packed into x.
+/// The value of a GPU with x hundredths free, for each x: dual prices of the cutting-stock problem
+/// "the fewest GPUs that hold all shared pods", packed into x.
 ///
-/// So a hole that nothing typical fits is worth nothing, and a size that tiles a GPU is worth its
-/// part. The linear program is solved by multiplicative weights, which is as good here as exact
-/// duals and needs no solver.
+/// A hole that no typical pod fits has no value. A size that tiles a GPU is worth its part of the
+/// GPU. Multiplicative weights solve the linear program. They are as good here as exact duals, and
+/// need no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;
@@ -214,7 +215,7 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     let (mut worth, _) = knapsack(items, &average);
     match worth.last().copied() {
         Some(whole) if whole > 0.0 => worth.iter_mut().for_each(|value| *value /= whole),
-        // Nobody shares: only a whole GPU is worth anything.
+        // No typical pod shares a GPU: only a whole GPU has a value.
         _ => {
             worth = vec![0.0; STEPS + 1];
             if let Some(whole) = worth.last_mut() {
@@ -225,8 +226,8 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     worth
 }
 
-/// The most worth that fits into each number of steps, and how many of each item make up the most
-/// for the whole.
+/// The highest value that fits into each number of steps, and the number of each item in the best
+/// packing of the whole.
 fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let mut worth = vec![0.0f64; STEPS + 1];
     let mut chosen: Vec<Option<usize>> = vec![None; STEPS + 1];
@@ -266,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_tile_a_gpu_are_worth_their_part() {
+    fn sizes_that_tile_a_gpu_are_worth_their_part_of_it() {
         let worth = packing_values(&shared(&[kind(470, 0.5), kind(230, 0.5)]));
         assert!((worth[100] - 1.0).abs() < 1e-9);
         assert!((worth[47] - 0.5).abs() < 0.03, "{}", worth[47]);
@@ -275,19 +276,19 @@ mod tests {
     }
 
     #[test]
-    fn the_hole_beside_a_large_pod_is_worth_nothing() {
+    fn a_hole_that_no_typical_pod_fits_has_no_value() {
         let worth = packing_values(&shared(&[kind(810, 0.6), kind(320, 0.4)]));
         assert!(worth[19].abs() < 1e-9 && (worth[81] - 1.0).abs() < 0.03, "{} {}", worth[19], worth[81]);
     }
 
     #[test]
-    fn without_sharing_only_whole_gpus_are_worth_something() {
+    fn without_sharing_only_whole_gpus_have_a_value() {
         let worth = packing_values(&[]);
         assert!(worth[99].abs() < 1e-9 && (worth[100] - 1.0).abs() < 1e-9);
     }
 
     #[test]
-    fn nothing_learned_is_no_division_by_zero() {
+    fn learning_from_nothing_does_not_divide_by_zero() {
         let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, memory: 0, gpus: vec![GPU] };
         let value = Value::learn(&[], std::slice::from_ref(&node));
         let demand = Demand { cpu: 0, memory: 0, gpus: 1, per_gpu: 500, models: Vec::new() };

@@ -1,4 +1,4 @@
-//! Examples of the Kubernetes documentation, and edge cases of each rule.
+//! Examples from the Kubernetes documentation, and edge cases of each rule.
 use std::cell::Cell;
 
 use cleave_plan::constraints::{Conflict, Judge, Labels, MOST_REQUIREMENTS, Neighbour, Rules, Subject};
@@ -6,8 +6,8 @@ use cleave_plan::snapshot::{Node, Pod};
 
 use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
 
-/// A required term as JSON: pods with a value of the label `app`, on a topology key, and what else
-/// it says.
+/// A required term as JSON: pods with a value of the label `app`, the topology key, and further
+/// fields.
 fn term(app: &str, key: &str, more: &str) -> String {
     let selector = format!(r#""labelSelector": {{"matchLabels": {{"app": "{app}"}}}}"#);
     format!(r#"{{{selector}, "topologyKey": "{key}"{more}}}"#)
@@ -21,8 +21,7 @@ fn apart(terms: &[String]) -> String {
     format!(r#"{{"antiAffinity": [{}]}}"#, terms.join(","))
 }
 
-/// A spread constraint as JSON: pods with `foo: bar`, at most one more than elsewhere, and what
-/// else it says.
+/// A spread constraint as JSON: pods with `foo: bar`, a maximum skew of 1, and further fields.
 fn spread(key: &str, more: &str) -> String {
     let selector = r#""labelSelector": {"matchLabels": {"foo": "bar"}}"#;
     format!(r#"{{"maxSkew": 1, "topologyKey": "{key}", "whenUnsatisfiable": "DoNotSchedule", {selector}{more}}}"#)
@@ -41,7 +40,7 @@ fn two_zones() -> Cluster {
 }
 
 #[test]
-fn replicas_with_anti_affinity_on_the_hostname_land_on_a_node_each() {
+fn replicas_with_anti_affinity_on_the_hostname_run_on_separate_nodes() {
     let mut cluster = cluster(&[("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "b"), ("n5", "c"), ("n6", "c")]);
     let replica = pod(&[("app", "db")], &apart(&[term("db", HOST, "")]));
     let placed: Vec<_> = (0..7).map(|_| cluster.place(&replica)).collect();
@@ -54,8 +53,7 @@ fn replicas_with_anti_affinity_on_the_hostname_land_on_a_node_each() {
 
 #[test]
 fn each_web_server_runs_beside_a_cache() {
-    // "More practical use-cases": three caches, and three web servers that are co-located with
-    // them.
+    // "More practical use-cases": three caches, and three web servers beside them.
     let mut cluster = cluster(&[("node-1", "a"), ("node-2", "a"), ("node-3", "a"), ("node-4", "a")]);
     let cache = pod(&[("app", "store")], &apart(&[term("store", HOST, "")]));
     let rules =
@@ -70,7 +68,7 @@ fn each_web_server_runs_beside_a_cache() {
 }
 
 #[test]
-fn anti_affinity_of_a_pod_that_is_there_keeps_others_away() {
+fn anti_affinity_of_a_running_pod_keeps_others_away() {
     let mut cluster = two_zones();
     cluster.pods.push(pod(&[], &apart(&[term("batch", "zone", "")])).on("node1"));
     let batch = pod(&[("app", "batch")], "{}");
@@ -83,7 +81,7 @@ fn anti_affinity_of_a_pod_that_is_there_keeps_others_away() {
 }
 
 #[test]
-fn the_first_pod_of_a_group_may_go_wherever_the_topology_keys_are() {
+fn the_first_pod_of_a_group_needs_only_the_topology_keys() {
     let mut cluster = two_zones();
     cluster.nodes[0].labels.remove("zone");
     let member = pod(&[("app", "db")], &near(&[term("db", "zone", "")]));
@@ -97,7 +95,7 @@ fn the_first_pod_of_a_group_may_go_wherever_the_topology_keys_are() {
 }
 
 #[test]
-fn all_terms_of_affinity_must_hold_for_the_same_pod() {
+fn all_affinity_terms_must_match_one_pod() {
     let mut cluster = two_zones();
     let both = pod(&[("app", "x")], &near(&[term("a", "zone", ""), term("b", "zone", "")]));
     cluster.pods = vec![pod(&[("app", "a")], "{}").on("node1"), pod(&[("app", "b")], "{}").on("node1")];
@@ -137,7 +135,7 @@ fn terms_select_namespaces_as_kubernetes_does() {
             let selected = namespaces.contains(&namespace);
             let beside = pod(&[], &near(&[term("x", "zone", more)]));
             assert_eq!(!cluster.allowed(&beside).is_empty(), selected, "{namespace} by {more:?}");
-            // What is not known keeps a pod away from what it has anti-affinity to.
+            // Unknown labels of a namespace exclude the pod for anti-affinity.
             let unsure = namespace == "unknown" && more.contains("team");
             let away = pod(&[], &apart(&[term("x", "zone", more)]));
             assert_eq!(cluster.allowed(&away).is_empty(), selected || unsure, "{namespace} by {more:?}");
@@ -146,7 +144,7 @@ fn terms_select_namespaces_as_kubernetes_does() {
 }
 
 #[test]
-fn a_pod_is_not_first_where_another_may_be_of_its_group() {
+fn a_pod_is_not_first_if_another_may_match() {
     let mut cluster = two_zones();
     cluster.namespaces.insert("default".to_owned(), labels(&[("team", "red")]));
     let more = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
@@ -192,9 +190,9 @@ fn three_zones_fill_evenly() {
 }
 
 #[test]
-fn node_affinity_leaves_zones_out_unless_the_policy_says_otherwise() {
-    // "Example: topology spread constraints with node affinity": zoneC is excluded, so it is not
-    // the emptiest zone.
+fn node_affinity_excludes_zones_unless_the_policy_ignores_it() {
+    // "Example: topology spread constraints with node affinity": zoneC is excluded, so it does not
+    // count as the emptiest zone.
     let mut cluster = two_zones();
     cluster.nodes.push(node("node5", "zoneC"));
     cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO, "{}").on(node)).into();
@@ -211,7 +209,7 @@ fn node_affinity_leaves_zones_out_unless_the_policy_says_otherwise() {
 }
 
 #[test]
-fn taints_leave_zones_out_where_the_policy_says_so() {
+fn taints_exclude_zones_if_the_policy_honors_them() {
     let mut cluster = two_zones();
     cluster.pods = vec![pod(FOO, "{}").on("node1")];
     for node in &mut cluster.nodes[2..] {
@@ -236,7 +234,7 @@ fn fewer_domains_than_the_minimum_count_as_empty_ones() {
 }
 
 #[test]
-fn spread_counts_only_living_pods_of_the_namespace_on_nodes_with_all_keys() {
+fn spread_counts_only_running_pods_of_the_namespace_on_nodes_with_all_keys() {
     let replica = pod(FOO, &spreads(&[spread("zone", ""), spread("rack", "")]));
     let mut cluster = two_zones();
     for node in &mut cluster.nodes {
@@ -260,7 +258,7 @@ fn spread_counts_only_living_pods_of_the_namespace_on_nodes_with_all_keys() {
 }
 
 #[test]
-fn match_label_keys_tell_revisions_apart() {
+fn match_label_keys_separate_revisions() {
     let mut cluster = two_zones();
     let revision = |hash: &'static str| [("foo", "bar"), ("pod-template-hash", hash)];
     cluster.pods = vec![pod(&revision("old"), "{}").on("node1")];
@@ -271,7 +269,7 @@ fn match_label_keys_tell_revisions_apart() {
 }
 
 #[test]
-fn no_selector_selects_nothing_and_an_unknown_operator_neither() {
+fn a_missing_selector_and_an_unknown_operator_select_nothing() {
     let mut cluster = two_zones();
     cluster.pods = vec![pod(FOO, "{}").on("node1")];
     let anti = |selector: &str| pod(FOO, &format!(r#"{{"antiAffinity": [{{{selector}"topologyKey": "zone"}}]}}"#));
@@ -288,7 +286,7 @@ fn no_selector_selects_nothing_and_an_unknown_operator_neither() {
     ] {
         assert_eq!(cluster.allowed(&subject).len(), nodes, "{:?}", subject.rules);
     }
-    // A number would be less than 9, were this a node selector.
+    // In a node selector, the number would be less than 9.
     cluster.pods[0].labels = labels(&[("foo", "3")]);
     assert_eq!(cluster.allowed(&with(r#"{"key": "foo", "operator": "Lt", "values": ["9"]}"#)).len(), 4);
     let none = r#"{"spread": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]}"#;
@@ -339,7 +337,7 @@ fn a_bound_volume_ties_the_pod_to_its_zone() {
 }
 
 #[test]
-fn what_cannot_pass_is_said_first() {
+fn permanent_conflicts_are_reported_first() {
     let key = || "zone".to_owned();
     for (conflict, passes) in [
         (Conflict::Volume, false),
@@ -361,7 +359,7 @@ fn what_cannot_pass_is_said_first() {
 }
 
 #[test]
-fn a_pod_without_rules_looks_at_no_nodes_and_not_at_all_pods() {
+fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
     let subject = pod(FOO, "{}");
     let other = pod(&[], &apart(&[term("somebody", "zone", "")]));
     let repelling = Neighbour {
@@ -378,7 +376,7 @@ fn a_pod_without_rules_looks_at_no_nodes_and_not_at_all_pods() {
 }
 
 #[test]
-fn rules_without_end_cost_no_more_than_the_limit() {
+fn the_limit_bounds_the_cost_of_too_many_rules() {
     let selector = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
     let terms: Vec<_> = (0..MOST_REQUIREMENTS).map(|_| term("x", "zone", selector)).collect();
     let large = pod(&[("app", "x")], &apart(&terms));
@@ -388,13 +386,13 @@ fn rules_without_end_cost_no_more_than_the_limit() {
     for subject in [&large, &wide] {
         assert!(subject.rules.are_too_many());
         assert!(cluster.verdicts(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
-        // Nobody is even looked at.
+        // No pod is read.
         let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = Judge::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
     assert!(!pod(FOO, &spreads(&keys[..80])).rules.are_too_many());
-    // The same rules on a pod that is there: those up to the limit count.
+    // For the same rules on a running pod, those up to the limit count.
     let asked = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
     let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };

@@ -1,5 +1,5 @@
-//! The rules between pods: examples of the Kubernetes documentation, edge cases, and random
-//! clusters that a second implementation judges too.
+//! The rules between pods: examples from the Kubernetes documentation, edge cases, and random
+//! clusters compared with a second implementation.
 mod examples;
 mod naive;
 mod random;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use cleave_plan::constraints::{Conflict, Judge, Labels, Neighbour, Rules, Subject};
 use cleave_plan::snapshot::{Node, NodeSelectorTerm, Pod, Taint};
 
-/// A pod of the tests.
+/// A test pod.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TestPod {
     pub(crate) namespace: String,
@@ -18,16 +18,16 @@ pub(crate) struct TestPod {
     pub(crate) pod: Pod,
     pub(crate) volumes: Vec<Vec<NodeSelectorTerm>>,
     pub(crate) terminating: bool,
-    /// Where it is.
+    /// Name of its node.
     pub(crate) node: String,
 }
 
-/// A cluster of the tests.
+/// A test cluster.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cluster {
     pub(crate) nodes: Vec<Node>,
     pub(crate) pods: Vec<TestPod>,
-    /// Labels of namespaces, where known.
+    /// Known labels of namespaces.
     pub(crate) namespaces: BTreeMap<String, Labels>,
 }
 
@@ -45,7 +45,7 @@ impl Cluster {
         Judge::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
     }
 
-    /// Whether the pod may go to each node.
+    /// For each node, whether the pod may go there.
     fn verdicts(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
         let judge = self.judge(subject);
         self.nodes.iter().map(|node| judge.refuse(node)).collect()
@@ -58,7 +58,7 @@ impl Cluster {
         allowed.map(|node| node.name.as_str()).collect()
     }
 
-    /// Puts the pod on the first node that it may go to.
+    /// Places the pod on the first node that it may go to.
     fn place(&mut self, pod: &TestPod) -> Option<String> {
         let node = (*self.allowed(pod).first()?).to_owned();
         self.pods.push(pod.clone().on(&node));
@@ -109,7 +109,7 @@ fn taint(key: &str) -> Taint {
     Taint { key: key.to_owned(), value: String::new(), effect: "NoSchedule".to_owned() }
 }
 
-/// Nodes, each with its zone.
+/// Nodes with their zones.
 fn cluster(nodes: &[(&str, &str)]) -> Cluster {
     Cluster { nodes: nodes.iter().map(|(name, zone)| node(name, zone)).collect(), ..Cluster::default() }
 }

@@ -1,5 +1,5 @@
-//! The same rules once more, written for each node from their definition: no index, no counting in
-//! advance.
+//! A second implementation of the rules, written from their definitions for one node at a time,
+//! without indexes or counts.
 use std::collections::BTreeSet;
 
 use cleave_plan::constraints::{
@@ -10,7 +10,7 @@ use cleave_plan::snapshot::{Node, Operator, Pod};
 
 use super::{Cluster, TestPod};
 
-/// The rules, as the scheduler's plugins name them.
+/// The rules, named after the scheduler's plugins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rule {
     Affinity,
@@ -91,7 +91,7 @@ fn same_domain(key: &str, one: &Node, other: &Node) -> bool {
     one.labels.contains_key(key) && one.labels.get(key) == other.labels.get(key)
 }
 
-/// Whether a selector selects labels.
+/// Whether a selector matches labels.
 fn chosen(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     let Some(selector) = selector else { return false };
     for (key, value) in &selector.match_labels {
@@ -113,7 +113,7 @@ fn chosen(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     true
 }
 
-/// Whether a term of one pod selects another; none where nobody knows.
+/// Whether a term of one pod selects another. `None` if labels of a namespace are not known.
 fn selects(cluster: &Cluster, term: &PodAffinityTerm, owner: &TestPod, target: &TestPod) -> Option<bool> {
     if !chosen(term.label_selector.as_ref(), &target.labels) {
         return Some(false);
@@ -175,7 +175,7 @@ fn skewed(
         keys.filter(|key| pod.labels.contains_key(*key)).all(|key| labels.get(key) == pod.labels.get(key))
     };
     let selected = |labels: &Labels| chosen(constraint.label_selector.as_ref(), labels) && common(labels);
-    // The scheduler does not count pods that everything selects.
+    // The scheduler counts no pods for a selector that matches everything.
     let all = constraint.label_selector == Some(LabelSelector::default())
         && !constraint.match_label_keys.iter().any(|key| pod.labels.contains_key(key));
     let count = |value: &String| {

@@ -206,7 +206,7 @@ fn a_pod_that_fits_is_released_to_its_node_with_an_annotation_of_its_reservation
     let terms =
         &pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     assert_eq!(*terms, json!([{"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": ["n1"]}]}]));
-    let expected = Held { resource: MPS.into(), units: 3, device: "n1-GPU-1".into() };
+    let expected = ReservedUnits { resource: MPS.into(), units: 3, device: "n1-GPU-1".into() };
     assert_eq!(
         World::placement(pod).unwrap().nodes,
         BTreeMap::from([("n1".to_owned(), vec![expected])]),

@@ -1,5 +1,5 @@
-//! Which waiting pod is where, while a plan is being made: what it would cost to put a pod on a
-//! node, putting it there, taking it away.
+//! The pending pods' nodes and GPUs while a plan is made: the cost of placing a pod on a node,
+//! placing it, and removing it.
 use std::collections::BTreeMap;
 
 use crate::model::Model;
@@ -7,13 +7,13 @@ use crate::states::{DemandId, StateId, States};
 
 /// Where a pod is: its node, and the GPU of each of its units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Spot {
+pub(crate) struct Location {
     pub(crate) node: u32,
     pub(crate) gpus: Vec<u32>,
 }
 
-/// What putting a pod somewhere costs: less is better, and each number is more than all of the
-/// next. Which number is which, the [`Rule`] says.
+/// Cost of placing a pod: lower is better, and an earlier number outweighs all later ones. The
+/// [`Rule`] determines what each number counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Cost([i64; 3]);
 
@@ -23,24 +23,23 @@ impl Cost {
     }
 }
 
-/// What may be done to GPUs for a pod.
+/// What may be done to GPUs to place a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rule {
-    /// Only slices that exist.
+    /// Use only existing slices.
     Stay,
-    /// Those, and GPUs that are cut anew already.
+    /// Use existing slices, and GPUs that the plan repartitions anyway.
     NoFurther,
-    /// Anything, and of that what cuts fewest GPUs anew and leaves most of what is there.
+    /// Repartition GPUs, but as few as possible, and keep most of their slices.
     Any,
-    /// Anything, and of that what leaves most room for pods to come.
+    /// Repartition GPUs, and leave the most room for future pods.
     Pack,
 }
 
-/// What units cost, and the choice that costs it.
+/// For each node, its version and the cost at that version.
 type Row = Vec<(u64, Option<Cost>)>;
 
-/// Costs as far as asked: by rule and shape, then by node, each with the version of the node that
-/// it is of.
+/// Known costs by rule and shape, then by node.
 #[derive(Debug, Default)]
 pub(crate) struct Costs {
     rows: BTreeMap<(Rule, u32), Row>,
@@ -48,35 +47,36 @@ pub(crate) struct Costs {
 }
 
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Board {
-    /// By GPU.
+pub(crate) struct Assignment {
+    /// State of each GPU.
     pub(crate) gpus: Vec<StateId>,
-    /// By node and dimension.
+    /// Free amounts by node and dimension.
     free: Vec<u64>,
     dimensions: usize,
-    /// By pod.
-    pub(crate) at: Vec<Option<Spot>>,
-    /// By node, in the order of their coming.
-    pub(crate) on: Vec<Vec<u32>>,
-    /// By node: changes with its GPUs, and is never the same again.
+    /// Location of each pod.
+    pub(crate) locations: Vec<Option<Location>>,
+    /// Pods on each node, in the order in which they were placed.
+    pub(crate) pods: Vec<Vec<u32>>,
+    /// Version of each node. It changes with the node's GPUs and never repeats.
     versions: Vec<u64>,
     version: u64,
 }
 
-/// Steps of one search for GPUs of a node for a pod with several kinds of units.
+/// Maximum number of steps of one search for GPUs of a node, for a pod with several kinds of units.
 const MAX_SPREAD_STEPS: u32 = 500;
 
-impl Board {
-    /// No pod anywhere.
+impl Assignment {
+    /// The assignment without any pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // A class that cannot be packed with nothing does not exist: nothing is what it is now.
+        // A class that cannot be packed without demands does not exist: that is its current
+        // partition.
         let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
             free: model.nodes.iter().flat_map(|node| node.free.iter().copied()).collect(),
             dimensions: model.dimensions.len(),
-            at: vec![None; model.group_of.len()],
-            on: vec![Vec::new(); model.nodes.len()],
+            locations: vec![None; model.group_of.len()],
+            pods: vec![Vec::new(); model.nodes.len()],
             versions: vec![1; model.nodes.len()],
             version: 1,
         }
@@ -92,9 +92,9 @@ impl Board {
         needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
     }
 
-    /// The cost of the cheapest way to put one more pod of a group on a node, remembered as long as
-    /// the node's GPUs are what they were. What a pod needs besides GPUs does not matter to the
-    /// cost, so that pods that want the same of GPUs are asked for once.
+    /// The lowest cost of placing one more pod of a group on a node. The cost is cached until the
+    /// node's GPUs change. It depends only on the GPU units, so groups with the same units share
+    /// the cache.
     pub(crate) fn cost(
         &self,
         model: &Model<'_>,
@@ -119,7 +119,8 @@ impl Board {
         *cost
     }
 
-    /// The cheapest way to put one more pod of a group on a node; the GPUs go to `gpus`.
+    /// The cheapest way to place one more pod of a group on a node. Writes the chosen GPUs to
+    /// `gpus`.
     pub(crate) fn offer(
         &self,
         model: &Model<'_>,
@@ -153,50 +154,50 @@ impl Board {
         }
     }
 
-    /// Puts a pod somewhere. What was offered can be done; a spot that was not may not be possible,
-    /// and then nothing is done.
-    pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, spot: Spot) -> bool {
+    /// Places a pod. A location from [`Self::offer`] is always possible. If a location is not
+    /// possible, nothing changes and the result is false.
+    pub(crate) fn put(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group(model, pod) else { return false };
-        if !self.has_room(&group.needs, spot.node) {
+        if !self.has_room(&group.needs, location.node) {
             return false;
         }
         let mut done = 0;
-        for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
+        for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             let Some(state) = self.gpus.get_mut(*gpu as usize) else { break };
             let Some(next) = states.with(*state, *unit) else { break };
             *state = next;
             done += 1;
         }
         if done < group.units.len() {
-            for (unit, gpu) in group.units.iter().zip(&spot.gpus).take(done) {
+            for (unit, gpu) in group.units.iter().zip(&location.gpus).take(done) {
                 self.take_back(states, *unit, *gpu);
             }
             return false;
         }
-        self.account(&group.needs, spot.node, u64::saturating_sub);
-        if let Some(on) = self.on.get_mut(spot.node as usize) {
+        self.account(&group.needs, location.node, u64::saturating_sub);
+        if let Some(on) = self.pods.get_mut(location.node as usize) {
             on.push(pod);
         }
-        if let Some(at) = self.at.get_mut(pod as usize) {
-            *at = Some(spot);
+        if let Some(at) = self.locations.get_mut(pod as usize) {
+            *at = Some(location);
         }
         true
     }
 
-    /// Takes a pod away; where it was.
-    pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Spot> {
+    /// Removes a pod and returns its location.
+    pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Location> {
         let group = group(model, pod)?;
-        let spot = self.at.get_mut(pod as usize)?.take()?;
-        for (unit, gpu) in group.units.iter().zip(&spot.gpus) {
+        let location = self.locations.get_mut(pod as usize)?.take()?;
+        for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             self.take_back(states, *unit, *gpu);
         }
-        self.account(&group.needs, spot.node, u64::saturating_add);
-        if let Some(on) = self.on.get_mut(spot.node as usize)
+        self.account(&group.needs, location.node, u64::saturating_add);
+        if let Some(on) = self.pods.get_mut(location.node as usize)
             && let Some(place) = on.iter().rposition(|&other| other == pod)
         {
             on.remove(place);
         }
-        Some(spot)
+        Some(location)
     }
 
     fn take_back(&mut self, states: &mut States, unit: DemandId, gpu: u32) {
@@ -228,7 +229,7 @@ pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate:
     model.groups.get(group as usize)
 }
 
-/// What a step from one state of a GPU to another costs, where the rule allows it.
+/// Cost of changing a GPU from one state to another. `None` if the rule forbids it.
 pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
     let (before, after) = (states.summary(from), states.summary(to));
     let allowed = match rule {
@@ -243,7 +244,7 @@ pub(crate) fn step(states: &States, from: StateId, to: StateId, rule: Rule) -> O
     allowed.then_some(Cost(numbers))
 }
 
-/// The cheapest GPU for one unit, the first of equals.
+/// The cheapest GPU for one unit. Of equal ones, the first.
 fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
@@ -261,7 +262,7 @@ fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) 
     best
 }
 
-/// All units on one GPU.
+/// Places all units on one GPU.
 fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
@@ -282,7 +283,7 @@ fn together(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Ru
     best.map(|(cost, at)| (cost, vec![at; units.len()]))
 }
 
-/// The units over several GPUs: each where it is cheapest, and if that does not work out, a search.
+/// Places the units on several GPUs: each on the cheapest one, and if that fails, by a search.
 fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule) -> Option<(Cost, Vec<u32>)> {
     let mut now = slots.to_vec();
     let mut chosen = Vec::with_capacity(units.len());
@@ -297,8 +298,8 @@ fn spread(states: &mut States, slots: &[StateId], units: &[DemandId], rule: Rule
     if chosen.len() == units.len() {
         return Some((sum, chosen));
     }
-    // Equal units fill GPUs independently of each other: where one after the other fails, every way
-    // does.
+    // Equal units take GPUs independently of each other. If placing them one by one fails, every
+    // other way fails too.
     if units.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;
     }

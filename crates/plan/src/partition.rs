@@ -1,5 +1,5 @@
-//! One GPU: what it holds, what it may become, and what becomes of it when pods want something of
-//! it.
+//! One GPU: its slices, the partitions it can have, and the partition that serves a set of demands
+//! best.
 use std::cmp::Ordering;
 use std::rc::Rc;
 
@@ -7,48 +7,49 @@ use crate::device::{Families, Family};
 use crate::mig::{Instance, Mask, Table};
 use crate::mps::MAX_CLIENTS;
 
-/// A resource by its index in the model, which orders them by name.
+/// A resource, as its index in the model. Indices follow the order of names.
 pub(crate) type ResourceId = u16;
 
-/// What a resource is, as its name says.
+/// Kind of a resource, as its name says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Whole,
     Mig,
-    /// A slice of so many GiB.
+    /// A slice of this many GiB.
     Sized(u64),
-    /// Shares or replicas: what one pod asks for is of one GPU or MIG instance.
+    /// Shares or replicas. All that one pod requests are of one GPU or MIG instance.
     Shares,
 }
 
-/// What one pod wants of one GPU: one slice, or some shares.
+/// What one pod requests of one GPU: one slice, or some shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Demand {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// Shares; 1 of anything else.
+    /// Number of shares. 1 for any other kind.
     pub(crate) units: u32,
 }
 
-/// Equal slices at one place.
+/// Equal slices at one place of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Cell {
     pub(crate) resource: ResourceId,
     pub(crate) kind: Kind,
-    /// The MIG instance that it is, or is a share of.
+    /// The MIG instance that the slice is, or is a share of.
     pub(crate) instance: Option<Instance>,
     pub(crate) count: u32,
 }
 
-/// Sharing inside MIG instances.
+/// How MIG instances are shared.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Inside {
+pub(crate) struct InstanceSharing {
     pub(crate) units: u32,
-    /// The one name of all shares; none where the name says the profile.
+    /// Resource of the shares of every profile. `None` if the resource's name has the profile in
+    /// it.
     pub(crate) resource: Option<ResourceId>,
 }
 
-/// A table of MIG profiles that many classes use; compared by its number.
+/// A table of MIG profiles that many classes use. Compared by its id.
 #[derive(Debug, Clone)]
 pub(crate) struct Shared {
     pub(crate) id: u32,
@@ -75,92 +76,89 @@ impl Ord for Shared {
     }
 }
 
-/// All that planning needs to know of a GPU. GPUs that agree in this are planned alike, whatever
-/// they are called.
+/// Everything that planning needs to know about a GPU. GPUs of one class are planned alike.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Class {
-    /// Ways in which it may be cut anew; none for a GPU that stays as it is.
+    /// Families that it can be repartitioned to. Empty for a GPU that must stay as it is.
     pub(crate) families: Families,
-    /// MiB.
+    /// Memory in MiB.
     pub(crate) memory: u64,
-    /// MPS shares that it can be cut into, and their name.
+    /// Resource and number of the MPS shares that it can have.
     pub(crate) shares: Option<(ResourceId, u32)>,
-    /// Whether sized slices may be cut.
+    /// Whether it can have sized slices.
     pub(crate) sizes: bool,
-    /// Replicas that it can have, and their name.
+    /// Resource and number of the replicas that it can have.
     pub(crate) replicas: Option<(ResourceId, u32)>,
-    pub(crate) inside: Option<Inside>,
-    /// Resource of each MIG profile, and of a share of it.
+    pub(crate) instance_sharing: Option<InstanceSharing>,
+    /// Resource of each MIG profile, and of a share of its instances.
     pub(crate) mig: Vec<(ResourceId, u8)>,
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
     pub(crate) table: Option<Shared>,
-    /// In use: these stay.
-    pub(crate) held: Vec<Cell>,
-    /// Not in use.
+    /// Slices in use. They stay.
+    pub(crate) in_use: Vec<Cell>,
+    /// Slices not in use.
     pub(crate) free: Vec<Cell>,
 }
 
-/// What a GPU becomes when some pods want something of it.
+/// Partition of a GPU that serves a set of demands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Packed {
-    /// Slices not in use before: those that the pods will take, and those that stay free.
+    /// Slices not in use yet: those that the pods will take, and those that stay free.
     pub(crate) free: Vec<Cell>,
     pub(crate) changed: bool,
-    /// Free slices that are no more.
+    /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// What the rest is worth to pods to come: less is closer to full.
+    /// Value of the free rest to future pods. The fuller the GPU, the lower.
     pub(crate) worth: i64,
-    /// Taken of its memory and compute, in 65,536ths, rounded down.
-    pub(crate) used: Used,
+    /// Memory and compute in use, in 65,536ths, rounded down.
+    pub(crate) used: Usage,
 }
 
-/// Parts of a GPU in 65,536ths.
+/// Memory and compute as parts of a GPU, in 65,536ths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Used {
+pub(crate) struct Usage {
     pub(crate) memory: u32,
     pub(crate) compute: u32,
 }
 
-/// All of a GPU.
+/// A whole GPU in 65,536ths.
 pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
-/// A GPU that nobody uses is worth this much more than what could be cut of it: it may be wanted
-/// whole, or in another mode.
+/// Additional value of an unused GPU: pods can request it whole or in another mode.
 const IDLE_WORTH: i64 = 2000;
 const FULL_WORTH: u64 = 1000;
 
 impl Class {
-    /// Whether what it holds can be true.
+    /// Whether the slices can exist on one GPU.
     pub(crate) fn consistent(&self) -> Result<(), String> {
-        let cells = || self.held.iter().chain(&self.free);
+        let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
-            // A slice of a mode that the policy no longer allows has no family here, and is simply
-            // there.
+            // A slice of a mode that the policy no longer allows has no family here. It may stay.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.at_most(one)) {
-            return Err("it holds slices that cannot be on one GPU together".to_owned());
+            return Err("it has slices that cannot be on one GPU together".to_owned());
         }
         let (room, units) = (u128::from(self.memory), self.shares.map_or(1, |(_, units)| units));
         let of_mps = cells().filter(|cell| self.family_of(cell) == Some(Family::Mps));
-        let taken: u128 = of_mps.map(|cell| self.fine(cell.kind, cell.count)).sum();
+        let taken: u128 = of_mps.map(|cell| self.scaled_memory(cell.kind, cell.count)).sum();
         if taken > room * u128::from(units) {
-            return Err(format!("it holds slices of more memory than its {} MiB", self.memory));
+            return Err(format!("its slices exceed its memory of {} MiB", self.memory));
         }
         Ok(())
     }
 
-    /// What becomes of the GPU when pods want these of it; none where it cannot be.
+    /// The best partition that serves all demands. `None` if there is none.
     pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
         if self.stays(demands) {
             return Some(self.packed(self.free.clone(), demands));
         }
-        let free = self.recut(demands)?;
+        let free = self.repartition(demands)?;
         Some(self.packed(free, demands))
     }
 
-    /// The name of a MIG profile.
+    /// Name of a MIG profile.
     pub(crate) fn profile_name(&self, profile: u8) -> Option<String> {
         self.table()?.name(profile).map(str::to_owned)
     }
@@ -181,27 +179,27 @@ impl Class {
         Packed { changed: free != self.free, destroyed, free, worth, used }
     }
 
-    /// Whether the slices that exist serve.
+    /// Whether the existing slices serve the demands without a repartition.
     fn stays(&self, demands: &[Demand]) -> bool {
         if demands.iter().any(|demand| demand.kind == Kind::Whole) {
             let listed = self.free.iter().any(|cell| cell.kind == Kind::Whole);
-            let bare = self.held.is_empty() && self.free.is_empty() && self.families.has(Family::Whole);
+            let bare = self.in_use.is_empty() && self.free.is_empty() && self.families.has(Family::Whole);
             return demands.len() == 1 && (listed || bare);
         }
         let mut rest: Vec<(Cell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
         let mut sorted = demands.to_vec();
-        // The largest groups of shares first, each where it leaves least.
+        // Place the largest groups of shares first, each where it leaves the least.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
         sorted.iter().all(|demand| take(&mut rest, demand).is_some())
     }
 
-    fn held_families(&self) -> Families {
-        self.held
+    fn families_in_use(&self) -> Families {
+        self.in_use
             .iter()
             .fold(Families::NONE, |families, cell| self.family_of(cell).map_or(families, |f| families.with(f)))
     }
 
-    /// The way of cutting that a slice is of; none for one that the policy no longer knows.
+    /// The family of a slice. `None` if the policy no longer allows the slice's mode.
     pub(crate) fn family_of(&self, cell: &Cell) -> Option<Family> {
         match cell.kind {
             Kind::Whole => Some(Family::Whole),
@@ -216,18 +214,19 @@ impl Class {
         }
     }
 
-    /// The way of cutting that gives this; none where no way of this GPU does.
+    /// The family that serves a demand. `None` if this GPU cannot serve it.
     pub(crate) fn family_for(&self, demand: &Demand) -> Option<Family> {
         let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
         let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);
         let family = match demand.kind {
             Kind::Whole => Family::Whole,
-            Kind::Mig if self.inside.is_none() && named(&self.mig) => Family::Mig,
+            Kind::Mig if self.instance_sharing.is_none() && named(&self.mig) => Family::Mig,
             Kind::Sized(_) if self.sizes => Family::Mps,
             Kind::Shares if is(self.shares) && self.families.has(Family::Mps) => Family::Mps,
             Kind::Shares if is(self.replicas) && self.families.has(Family::TimeSlicing) => Family::TimeSlicing,
             Kind::Shares
-                if self.inside.as_ref().is_some_and(|inside| inside.resource.is_none()) && named(&self.mig_shared) =>
+                if self.instance_sharing.as_ref().is_some_and(|inside| inside.resource.is_none())
+                    && named(&self.mig_shared) =>
             {
                 Family::Mig
             }
@@ -236,32 +235,32 @@ impl Class {
         self.families.has(family).then_some(family)
     }
 
-    fn recut(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let family = self.family_for(demands.first()?)?;
-        if !self.held_families().at_most(family) || self.held.iter().any(|cell| self.family_of(cell).is_none()) {
+        if !self.families_in_use().at_most(family) || self.in_use.iter().any(|cell| self.family_of(cell).is_none()) {
             return None;
         }
         if demands.iter().any(|demand| self.family_for(demand) != Some(family)) {
             return None;
         }
         match family {
-            Family::Whole => (demands.len() == 1 && self.held.is_empty()).then(Vec::new),
-            Family::Mps => self.recut_mps(demands),
-            Family::TimeSlicing => self.recut_time_slicing(demands),
-            Family::Mig => self.recut_mig(demands),
+            Family::Whole => (demands.len() == 1 && self.in_use.is_empty()).then(Vec::new),
+            Family::Mps => self.repartition_mps(demands),
+            Family::TimeSlicing => self.repartition_time_slicing(demands),
+            Family::Mig => self.repartition_mig(demands),
         }
     }
 
-    fn recut_time_slicing(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition_time_slicing(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let (resource, replicas) = self.replicas?;
-        let held: u32 = self.held.iter().map(|cell| cell.count).sum();
+        let in_use: u32 = self.in_use.iter().map(|cell| cell.count).sum();
         let wanted: u32 = demands.iter().map(|demand| demand.units).try_fold(0, u32::checked_add)?;
-        let free = replicas.checked_sub(held).filter(|&free| wanted <= free)?;
+        let free = replicas.checked_sub(in_use).filter(|&free| wanted <= free)?;
         Some(vec![Cell { resource, kind: Kind::Shares, instance: None, count: free }])
     }
 
-    /// Memory in 1/n MiB, so that one of n shares is a whole number.
-    fn fine(&self, kind: Kind, count: u32) -> u128 {
+    /// Memory in 1/n MiB, n being the number of shares, so that one share is a whole number.
+    fn scaled_memory(&self, kind: Kind, count: u32) -> u128 {
         let units = u128::from(self.shares.map_or(1, |(_, units)| units));
         let one = match kind {
             Kind::Sized(gib) => u128::from(gib) * 1024 * units,
@@ -270,17 +269,17 @@ impl Class {
         one * u128::from(count)
     }
 
-    fn recut_mps(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition_mps(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let units = self.shares.map_or(1, |(_, units)| units);
         let mut room = (u128::from(self.memory)) * u128::from(units);
-        // Each slice may have a client of its own, and the server takes no more clients than this.
+        // Each slice may have a client, and the server limits the number of clients.
         let mut clients = MAX_CLIENTS;
         let mut take = |kind: Kind, count: u32| -> Option<()> {
-            room = room.checked_sub(self.fine(kind, count))?;
+            room = room.checked_sub(self.scaled_memory(kind, count))?;
             clients = clients.checked_sub(count)?;
             Some(())
         };
-        for cell in &self.held {
+        for cell in &self.in_use {
             take(cell.kind, cell.count)?;
         }
         let mut free: Vec<Cell> = Vec::new();
@@ -292,13 +291,13 @@ impl Class {
         let is_share =
             |cell: &&Cell| cell.instance.is_none() && self.shares.is_some_and(|offer| offer.0 == cell.resource);
         let in_shares = |cells: &[Cell]| cells.iter().filter(is_share).map(|cell| cell.count).sum::<u32>();
-        let (held_shares, wanted_shares, free_shares) =
-            (in_shares(&self.held), in_shares(&free), in_shares(&self.free));
-        if held_shares + wanted_shares > units {
+        let (shares_in_use, wanted_shares, free_shares) =
+            (in_shares(&self.in_use), in_shares(&free), in_shares(&self.free));
+        if shares_in_use + wanted_shares > units {
             return None;
         }
 
-        // What was free stays where there is room: most slices first, so the smallest.
+        // Keep free slices where there is room: the smallest first, which keeps most of them.
         let mut spare: Vec<Cell> = Vec::new();
         for cell in &self.free {
             let Kind::Sized(_) = cell.kind else { continue };
@@ -306,14 +305,17 @@ impl Class {
             spare.push(Cell { count: cell.count.saturating_sub(reused), ..*cell });
         }
         spare.sort_unstable_by_key(|cell| cell.kind);
-        let extra =
-            if wanted_shares > free_shares { units - held_shares - wanted_shares } else { free_shares - wanted_shares };
+        let extra = if wanted_shares > free_shares {
+            units - shares_in_use - wanted_shares
+        } else {
+            free_shares - wanted_shares
+        };
         if let Some((resource, _)) = self.shares {
             spare.push(Cell {
                 resource,
                 kind: Kind::Shares,
                 instance: None,
-                count: extra.min(units - held_shares - wanted_shares),
+                count: extra.min(units - shares_in_use - wanted_shares),
             });
         }
         for cell in spare {
@@ -326,24 +328,23 @@ impl Class {
         Some(free)
     }
 
-    fn recut_mig(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition_mig(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
         let table = self.table()?;
-        let (held, loose) = self.instances();
+        let (in_use, loose) = self.instances();
         let profile_in = |named: &[(ResourceId, u8)], demand: &Demand| {
             named.iter().find(|(resource, _)| *resource == demand.resource).map(|(_, profile)| *profile)
         };
-        let Some(inside) = &self.inside else {
+        let Some(inside) = &self.instance_sharing else {
             let wanted = demands.iter().map(|demand| profile_in(&self.mig, demand)).collect::<Option<Vec<u8>>>()?;
-            let found = table.arrange(&held, &loose, &wanted)?;
+            let found = table.arrange(&in_use, &loose, &wanted)?;
             let all = found.placed.iter().chain(&found.kept);
             return Some(all.filter_map(|&instance| self.free_cell(instance, &self.mig, Kind::Mig, 1)).collect());
         };
-        // Shares: first of instances that are held anyway, then of others, each of which gives
-        // `units`.
+        // Place shares on instances in use first, then on new ones, each with `units` shares.
         let mut partly: Vec<(Cell, u32)> = self
             .free
             .iter()
-            .filter(|cell| cell.instance.is_some_and(|instance| held.contains(&instance)))
+            .filter(|cell| cell.instance.is_some_and(|instance| in_use.contains(&instance)))
             .map(|cell| (*cell, cell.count))
             .collect();
         let stay = partly.iter().map(|(cell, _)| *cell).collect::<Vec<_>>();
@@ -360,15 +361,14 @@ impl Class {
             let cell = Cell { resource: demand.resource, kind: Kind::Shares, instance: None, count: inside.units };
             fresh.push((cell, left));
         }
-        let found = table.arrange(&held, &loose, &wanted)?;
+        let found = table.arrange(&in_use, &loose, &wanted)?;
         let cells = found.placed.iter().chain(&found.kept);
         let cells =
             cells.filter_map(|&instance| self.free_cell(instance, &self.mig_shared, Kind::Shares, inside.units));
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// The cell of an instance that nobody holds: as it is where it exists, else as it will be
-    /// made.
+    /// The slices of an instance that no pod uses: the existing ones, or those that it will have.
     fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
         if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
             return Some(*cell);
@@ -377,77 +377,81 @@ impl Class {
         Some(Cell { resource: *resource, kind, instance: Some(instance), count })
     }
 
-    /// MIG instances that somebody holds (a share of), and those that nobody does.
+    /// MIG instances with slices in use, and those without.
     fn instances(&self) -> (Vec<Instance>, Vec<Instance>) {
-        let mut held: Vec<Instance> = self.held.iter().filter_map(|cell| cell.instance).collect();
-        held.sort_unstable();
-        held.dedup();
+        let mut in_use: Vec<Instance> = self.in_use.iter().filter_map(|cell| cell.instance).collect();
+        in_use.sort_unstable();
+        in_use.dedup();
         let mut free: Vec<Instance> = self.free.iter().filter_map(|cell| cell.instance).collect();
-        free.retain(|instance| !held.contains(instance));
+        free.retain(|instance| !in_use.contains(instance));
         free.sort_unstable();
         free.dedup();
-        (held, free)
+        (in_use, free)
     }
 
-    fn measure(&self, free: &[Cell], demands: &[Demand]) -> (i64, Used) {
-        let whole = Used { memory: WHOLE_GPU, compute: WHOLE_GPU };
-        if demands.is_empty() && self.held.is_empty() {
+    fn measure(&self, free: &[Cell], demands: &[Demand]) -> (i64, Usage) {
+        let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
+        if demands.is_empty() && self.in_use.is_empty() {
             let full = i64::try_from(FULL_WORTH).unwrap_or(i64::MAX);
-            return (if self.families == Families::NONE { 0 } else { IDLE_WORTH + full }, Used::default());
+            return (if self.families == Families::NONE { 0 } else { IDLE_WORTH + full }, Usage::default());
         }
         if demands.iter().any(|demand| demand.kind == Kind::Whole)
-            || self.held.iter().any(|cell| cell.kind == Kind::Whole)
+            || self.in_use.iter().any(|cell| cell.kind == Kind::Whole)
         {
             return (0, whole);
         }
-        let (rest, total, used) = self.measure_cut(free, demands);
+        let (rest, total, used) = self.measure_partition(free, demands);
         let rest =
             u64::try_from(rest.saturating_mul(u128::from(FULL_WORTH)).checked_div(total).unwrap_or(0)).unwrap_or(0);
         let worth = if self.families == Families::NONE { 0 } else { rest.min(FULL_WORTH) };
         (i64::try_from(worth).unwrap_or(i64::MAX), used)
     }
 
-    /// What is left of what there was, on a scale that rises faster than the room does, and what is
-    /// taken.
-    fn measure_cut(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Used) {
+    /// Value left, the total value, and the parts in use. The value falls faster than the free
+    /// memory does.
+    fn measure_partition(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Usage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
             let part = u32::try_from(part).unwrap_or(WHOLE_GPU);
-            Used { memory: part, compute: part }
+            Usage { memory: part, compute: part }
         };
-        let taken = self.held.iter().map(|cell| (cell.kind, cell.count));
+        let taken = self.in_use.iter().map(|cell| (cell.kind, cell.count));
         let taken = taken.chain(demands.iter().map(|demand| (demand.kind, demand.units)));
-        let of_mig = self.held.iter().any(|cell| cell.instance.is_some())
+        let of_mig = self.in_use.iter().any(|cell| cell.instance.is_some())
             || demands.first().is_some_and(|demand| self.family_for(demand) == Some(Family::Mig));
         if let Some(table) = self.table().filter(|_| of_mig) {
             let (mask, used) = self.taken_mig(table, free, demands);
             return (u128::from(table.room(mask)), u128::from(table.room(0)), used);
         }
         let replicas = self.replicas.filter(|(resource, _)| {
-            self.held.iter().any(|cell| cell.resource == *resource)
+            self.in_use.iter().any(|cell| cell.resource == *resource)
                 || demands.iter().any(|demand| demand.resource == *resource)
         });
         let (used, all) = if let Some((_, replicas)) = replicas {
             (taken.map(|(_, count)| u128::from(count)).sum(), u128::from(replicas))
         } else {
             let units = self.shares.map_or(1, |(_, units)| units);
-            (taken.map(|(kind, count)| self.fine(kind, count)).sum(), u128::from(self.memory) * u128::from(units))
+            (
+                taken.map(|(kind, count)| self.scaled_memory(kind, count)).sum(),
+                u128::from(self.memory) * u128::from(units),
+            )
         };
         let left = all.saturating_sub(used);
         (left.saturating_mul(left) / all.max(1), all, part(used, all))
     }
 
-    /// The memory slices that pods hold or will hold, as places; and the parts of the GPU that they
+    /// The memory slices that pods use or will use as a mask, and the parts of the GPU that they
     /// are.
-    fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Used) {
-        let (held, _) = self.instances();
-        let mut mask: Mask = held.iter().filter_map(|&instance| table.mask(instance)).fold(0, |mask, bits| mask | bits);
-        let mut used = Used::default();
+    fn taken_mig(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
+        let (in_use, _) = self.instances();
+        let mut mask: Mask =
+            in_use.iter().filter_map(|&instance| table.mask(instance)).fold(0, |mask, bits| mask | bits);
+        let mut used = Usage::default();
         let mut add = |profile: u8| {
             let (memory, compute) = table.part(profile);
-            used = Used { memory: used.memory + memory, compute: used.compute + compute };
+            used = Usage { memory: used.memory + memory, compute: used.compute + compute };
         };
-        for instance in &held {
+        for instance in &in_use {
             add(instance.profile);
         }
         let mut rest: Vec<(Cell, u32)> = free.iter().map(|cell| (*cell, cell.count)).collect();
@@ -463,40 +467,40 @@ impl Class {
         (mask, used)
     }
 
-    /// The least part of this GPU that a demand takes, in 65,536ths, rounded down; none where no
-    /// way of cutting it gives that.
-    pub(crate) fn weight(&self, demand: &Demand) -> Option<Used> {
-        let whole = Used { memory: WHOLE_GPU, compute: WHOLE_GPU };
+    /// The smallest part of this GPU that a demand takes, in 65,536ths, rounded down. `None` if
+    /// this GPU cannot serve the demand.
+    pub(crate) fn weight(&self, demand: &Demand) -> Option<Usage> {
+        let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         let existing = self.free.iter().any(|cell| cell.resource == demand.resource);
         let both = |part: u128| {
             let part = u32::try_from(part).unwrap_or(WHOLE_GPU).min(WHOLE_GPU);
-            Used { memory: part, compute: part }
+            Usage { memory: part, compute: part }
         };
         match self.family_for(demand) {
-            _ if self.families == Families::NONE => existing.then(Used::default),
-            None => existing.then(Used::default),
+            _ if self.families == Families::NONE => existing.then(Usage::default),
+            None => existing.then(Usage::default),
             Some(Family::Whole) => Some(whole),
             Some(Family::Mps) => {
-                let all = self.fine(Kind::Shares, self.shares.map_or(1, |(_, units)| units));
-                Some(both((self.fine(demand.kind, demand.units) << 16).checked_div(all).unwrap_or(0)))
+                let all = self.scaled_memory(Kind::Shares, self.shares.map_or(1, |(_, units)| units));
+                Some(both((self.scaled_memory(demand.kind, demand.units) << 16).checked_div(all).unwrap_or(0)))
             }
             Some(Family::TimeSlicing) => {
                 let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
                 Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
             }
-            // A share of an instance may cost nothing: the instance may be there for another.
-            Some(Family::Mig) if demand.kind == Kind::Shares => Some(Used::default()),
+            // A share of an instance may take nothing more: the instance can exist for another pod.
+            Some(Family::Mig) if demand.kind == Kind::Shares => Some(Usage::default()),
             Some(Family::Mig) => {
                 let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
                 let (memory, compute) = self.table()?.part(*profile);
-                Some(Used { memory, compute })
+                Some(Usage { memory, compute })
             }
         }
     }
 }
 
-/// Takes a demand out of cells with so many left each, where it leaves least; the index of the
-/// cell.
+/// Takes a demand from the cell that it leaves the least of. Each cell comes with the number of
+/// slices left in it. Returns the cell's index.
 fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));
@@ -506,7 +510,7 @@ fn take(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
     Some(at)
 }
 
-/// Sorts, and joins equal ones.
+/// Sorts cells and joins equal ones.
 pub(crate) fn merge(cells: &mut Vec<Cell>) {
     cells.sort_unstable();
     cells.dedup_by(|next, first| {

@@ -1,0 +1,186 @@
+//! The device plugin with a fake kubelet on real unix sockets: registrations, streams and the
+//! directory in `registration`, calls and connections in `calls`.
+
+#![allow(clippy::expect_used, clippy::panic, reason = "helpers of tests")]
+
+mod calls;
+mod registration;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_kubelet::fake::{Endpoint, FakeKubelet, Seen};
+use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
+use cleave_kubelet::{
+    Backoff, Config, ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, Mount, Options, Plugins,
+    PluginsState, PreferredRequest, Refusal, Resource, ResourceName,
+};
+use futures::future::BoxFuture;
+use tokio::sync::watch;
+use tonic::transport::Endpoint as Address;
+
+/// Deadline for every condition, much longer than it takes on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(20);
+/// Longer than any test, for timers that must not fire.
+const NEVER: Duration = Duration::from_secs(3600);
+
+const MPS: &str = "nvidia.com/gpu-mps";
+const SLICE: &str = "nvidia.com/gpu-timeslice";
+
+/// A resource whose devices the test changes.
+struct Shares {
+    devices: watch::Sender<Arc<DeviceList>>,
+    options: Options,
+}
+
+fn devices(ids: &[&str]) -> Arc<DeviceList> {
+    let device = |id: &&str| Device { id: DeviceId::parse(id).expect("an id"), healthy: true, numa: None };
+    Arc::new(ids.iter().map(device).collect())
+}
+
+impl Shares {
+    fn of(ids: &[&str]) -> Arc<Self> {
+        Self::with(ids, Options { pre_start: true, preferred: true })
+    }
+
+    fn with(ids: &[&str], options: Options) -> Arc<Self> {
+        Arc::new(Self { devices: watch::Sender::new(devices(ids)), options })
+    }
+}
+
+impl Resource for Shares {
+    fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
+        self.devices.subscribe()
+    }
+
+    fn options(&self) -> Options {
+        self.options
+    }
+
+    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+        let others = request.available.iter().filter(|id| !request.must_include.contains(id));
+        Ok(request.must_include.iter().chain(others).take(request.size).cloned().collect())
+    }
+
+    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
+        let known = self.devices.borrow();
+        if let Some(id) = ids.iter().find(|id| !known.iter().any(|device| device.id.as_str() == id.as_str())) {
+            return Err(Refusal::Invalid(format!("no device {id}")));
+        }
+        Ok(ContainerResponse {
+            envs: BTreeMap::from([("IDS".to_owned(), ids.join(","))]),
+            mounts: vec![Mount { container_path: "/c".into(), host_path: "/h".into(), read_only: true }],
+            devices: vec![DeviceNode {
+                container_path: "/dev/c".into(),
+                host_path: "/dev/h".into(),
+                permissions: "rw".into(),
+            }],
+            cdi_names: vec!["nvidia.com/gpu=0".into()],
+            annotations: BTreeMap::from([("a".to_owned(), "b".to_owned())]),
+        })
+    }
+
+    fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
+        Box::pin(async move {
+            match ids {
+                [] => Err(Refusal::NotReady("the daemon starts".to_owned())),
+                _ => Ok(()),
+            }
+        })
+    }
+}
+
+fn resources(of: &[(&str, &Arc<Shares>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
+    of.iter()
+        .map(|(name, shares)| {
+            let resource: Arc<dyn Resource> = Arc::clone(shares) as _;
+            (ResourceName::parse(name).expect("a name"), resource)
+        })
+        .collect()
+}
+
+/// A device plugin directory with timers that do not fire unless a test sets them.
+struct Bench {
+    folder: tempfile::TempDir,
+    config: Config,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut config = Config::new(folder.path());
+        config.timings.stream = Backoff { first: NEVER, cap: NEVER };
+        config.timings.register_deadline = NEVER;
+        config.timings.poll_watched = NEVER;
+        Self { folder, config }
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn kubelet(&self) -> FakeKubelet {
+        FakeKubelet::start(self.path()).expect("a kubelet")
+    }
+
+    fn plugins(&self, of: &[(&str, &Arc<Shares>)]) -> Plugins {
+        let plugins = Plugins::start(&self.config).expect("plugins");
+        plugins.set(resources(of));
+        plugins
+    }
+
+    /// Sockets in the directory, except the kubelet's.
+    fn sockets(&self) -> Vec<String> {
+        let names = std::fs::read_dir(self.path()).expect("a folder").map(|e| e.expect("an entry").file_name());
+        let mut names: Vec<_> =
+            names.map(|n| n.into_string().expect("UTF-8")).filter(|n| n != "kubelet.sock").collect();
+        names.sort();
+        names
+    }
+}
+
+async fn kubelet_sees(kubelet: &FakeKubelet, what: &str, condition: impl FnMut(&Seen) -> bool) -> Seen {
+    match kubelet.once(DEADLINE, condition).await {
+        Some(seen) => seen,
+        None => panic!("the kubelet does not see {what}, but {:#?}", *kubelet.seen().borrow()),
+    }
+}
+
+/// Waits until the kubelet can allocate exactly these devices.
+async fn served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) -> Endpoint {
+    let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy() == ids;
+    let condition = |seen: &Seen| seen.endpoints.get(resource).is_some_and(has);
+    kubelet_sees(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
+}
+
+async fn state_is(plugins: &Plugins, what: &str, condition: impl FnMut(&PluginsState) -> bool) -> PluginsState {
+    let mut state = plugins.state();
+    let found = tokio::time::timeout(DEADLINE, state.wait_for(condition)).await;
+    let found = found.map(|state| state.expect("a manager").clone());
+    found.unwrap_or_else(|_| panic!("never {what}: {:#?}", *plugins.state().borrow()))
+}
+
+async fn ready(plugins: &Plugins) -> PluginsState {
+    state_is(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
+}
+
+/// Polls a condition without a channel, such as the existence of a file.
+async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let poll = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(tokio::time::timeout(DEADLINE, poll).await.is_ok(), "never {what}");
+}
+
+fn registrations(kubelet: &FakeKubelet, resource: &str) -> usize {
+    kubelet.seen().borrow().registrations.iter().filter(|r| r.request.resource_name == resource).count()
+}
+
+async fn dial(socket: &Path) -> Result<DevicePluginClient<tonic::transport::Channel>, tonic::transport::Error> {
+    let address = Address::from_shared(format!("unix://{}", socket.display())).expect("an address");
+    Ok(DevicePluginClient::new(address.connect().await?))
+}

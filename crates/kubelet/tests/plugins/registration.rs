@@ -1,0 +1,448 @@
+//! Registrations, device streams, restarts of the kubelet, and the directory.
+
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_kubelet::fake::{FakeKubelet, Seen};
+use cleave_kubelet::proto::v1beta1 as wire;
+use cleave_kubelet::{Backoff, Config, DirectoryError, DirectoryState, Options, Phase, Plugins, PluginsState};
+use tokio::io::AsyncReadExt as _;
+use tokio::net::UnixStream;
+
+use crate::{
+    Bench, DEADLINE, MPS, NEVER, SLICE, Shares, devices, dial, kubelet_sees, ready, registrations, resources, served,
+    state_is, until,
+};
+
+#[tokio::test]
+async fn a_resource_is_registered_and_its_devices_are_streamed() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0", "a::1"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let endpoint = served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
+    let state = ready(&plugins).await;
+    let request = kubelet.seen().borrow().registrations[0].request.clone();
+    assert_eq!((request.version.as_str(), request.resource_name.as_str()), ("v1beta1", MPS));
+    assert_eq!(state.resources[MPS].socket.as_ref(), Some(&request.endpoint));
+    assert_eq!(bench.sockets(), [request.endpoint]);
+    assert_eq!((state.resources[MPS].registrations, state.resources[MPS].streams), (1, 1));
+}
+
+#[tokio::test]
+async fn changes_are_streamed_and_the_same_list_is_not() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    served(&kubelet, MPS, &["a::0"]).await;
+    for _ in 0..100 {
+        shares.devices.send_modify(|_| {});
+        tokio::task::yield_now().await;
+    }
+    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    shares.devices.send_modify(|list| Arc::make_mut(list)[0].healthy = false);
+    let endpoint = served(&kubelet, MPS, &["a::1"]).await;
+    assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
+    assert_eq!(endpoint.lists, 3);
+    // An equal list that is published again, so that the kubelet writes its checkpoint.
+    shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
+    kubelet_sees(&kubelet, "an equal list", |seen| seen.endpoints[MPS].lists == 4).await;
+    assert_eq!(registrations(&kubelet, MPS), 1);
+}
+
+#[tokio::test]
+async fn two_streams_both_see_every_change() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let endpoint = served(&kubelet, MPS, &["a::0"]).await;
+    let mut other = dial(&bench.path().join(endpoint.socket)).await.expect("a connection");
+    let mut stream = other.list_and_watch(wire::Empty {}).await.expect("a stream").into_inner();
+    let mut next = async || stream.message().await.expect("no error").expect("a list").devices.len();
+    assert_eq!(next().await, 1);
+    state_is(&plugins, "two streams", |state| state.resources[MPS].streams == 2).await;
+    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    assert_eq!(next().await, 2);
+}
+
+#[tokio::test]
+async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
+    let bench = Bench::new();
+    let mut kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let mut sockets = vec![served(&kubelet, MPS, &["a::0"]).await.socket];
+    for _ in 0..5 {
+        kubelet.stop();
+        kubelet.run_slowly(Duration::from_millis(20)).await.expect("a kubelet");
+        sockets.push(served(&kubelet, MPS, &["a::0"]).await.socket);
+    }
+    assert_eq!(bench.sockets(), [sockets[5].clone()]);
+    sockets.sort();
+    sockets.dedup();
+    assert_eq!(sockets.len(), 6);
+    assert_eq!(registrations(&kubelet, MPS), 6);
+    let state = ready(&plugins).await;
+    assert_eq!(state.resources[MPS].streamless, 0, "the new socket causes the registration, not the missing stream");
+}
+
+#[tokio::test]
+async fn a_kubelet_that_starts_later_is_registered_with() {
+    let bench = Bench::new();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let waiting = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
+    assert!(!state_is(&plugins, "waiting", waiting).await.is_ready());
+    let kubelet = bench.kubelet();
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
+async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
+    let bench = Bench::new();
+    let mut kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    ready(&plugins).await;
+    kubelet.stop();
+    state_is(&plugins, "without a stream", |state| !state.is_ready()).await;
+    kubelet.run().expect("a kubelet");
+    served(&kubelet, MPS, &["a::0"]).await;
+    ready(&plugins).await;
+}
+
+#[tokio::test]
+async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    let endpoint = served(&kubelet, MPS, &["a::0"]).await;
+    let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
+    std::fs::rename(&socket, &aside).expect("rename");
+    std::fs::rename(&aside, &socket).expect("rename");
+    // The next decision is based on the same state of the directory, or a later one.
+    std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
+    until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
+    assert_eq!(registrations(&kubelet, MPS), 1);
+    assert!(kubelet.seen().borrow().endpoints[MPS].connected);
+}
+
+#[tokio::test]
+async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let before = served(&kubelet, MPS, &["a::0"]).await;
+    for _ in 0..3 {
+        std::fs::remove_file(bench.path().join(&before.socket)).expect("our socket");
+        until("bound again", || bench.path().join(&before.socket).exists()).await;
+        let mut client = dial(&bench.path().join(&before.socket)).await.expect("it answers there");
+        client.get_device_plugin_options(wire::Empty {}).await.expect("options");
+    }
+    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    assert_eq!(registrations(&kubelet, MPS), 1);
+    assert_eq!(ready(&plugins).await.resources[MPS].streams, 1);
+}
+
+#[tokio::test]
+async fn a_deleted_socket_without_a_stream_is_registered_again() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    kubelet.open_no_stream(1);
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let state =
+        state_is(&plugins, "registered", |s| s.resources.get(MPS).is_some_and(|r| r.phase == Phase::Registered));
+    let socket = state.await.resources[MPS].socket.clone().expect("a socket");
+    std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
+    assert_ne!(served(&kubelet, MPS, &["a::0"]).await.socket, socket);
+}
+
+#[tokio::test]
+async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
+    let mut bench = Bench::new();
+    // The kubelet admits pods before that.
+    bench.config.timings.settle = NEVER;
+    let mut kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let socket = served(&kubelet, MPS, &["a::0"]).await.socket;
+    kubelet.stop();
+    state_is(&plugins, "without a stream", |s| s.resources[MPS].streams == 0).await;
+    std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
+    state_is(&plugins, "waiting", |s| s.resources[MPS].phase == Phase::WaitingForKubelet).await;
+    kubelet.run().expect("a kubelet");
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
+async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
+    let mut bench = Bench::new();
+    bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };
+    let kubelet = bench.kubelet();
+    kubelet.open_no_stream(3);
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    served(&kubelet, MPS, &["a::0"]).await;
+    let state = ready(&plugins).await;
+    assert_eq!((state.resources[MPS].streamless, registrations(&kubelet, MPS)), (3, 4));
+}
+
+#[tokio::test]
+async fn a_stream_that_the_kubelet_drops_is_restored() {
+    let mut bench = Bench::new();
+    bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    let first = served(&kubelet, MPS, &["a::0"]).await.socket;
+    kubelet.drop_stream(MPS);
+    assert_ne!(served(&kubelet, MPS, &["a::0"]).await.socket, first);
+}
+
+#[tokio::test]
+async fn a_refused_registration_is_retried_and_reported() {
+    let mut bench = Bench::new();
+    bench.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
+    let kubelet = bench.kubelet();
+    kubelet.refuse(5);
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let reported = |state: &PluginsState| {
+        state.resources.get(MPS).and_then(|r| r.error.as_ref()).is_some_and(|e| e.contains("refused by the test"))
+    };
+    state_is(&plugins, "reporting the error", reported).await;
+    served(&kubelet, MPS, &["a::0"]).await;
+    let state = ready(&plugins).await;
+    assert_eq!((state.resources[MPS].failures, state.resources[MPS].registrations), (5, 1));
+    assert_eq!(state.resources[MPS].error, None);
+    assert_eq!(bench.sockets().len(), 1, "one session serves all attempts");
+}
+
+#[tokio::test]
+async fn a_kubelet_that_hangs_times_out() {
+    let mut bench = Bench::new();
+    bench.config.timings.register_deadline = Duration::from_millis(50);
+    let kubelet = bench.kubelet();
+    kubelet.hang(true);
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let failed = |state: &PluginsState| state.resources.get(MPS).is_some_and(|r| r.failures >= 2);
+    let state = state_is(&plugins, "failed", failed).await;
+    assert!(state.resources[MPS].error.as_ref().is_some_and(|e| e.contains("did not answer within 50ms")));
+    kubelet.hang(false);
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
+async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
+    let bench = Bench::new();
+    let mut kubelet = bench.kubelet();
+    kubelet.hang(true);
+    let shares = Shares::of(&["a::0"]);
+    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    kubelet_sees(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
+    kubelet.stop();
+    kubelet.hang(false);
+    kubelet.run().expect("a kubelet");
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
+async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered_with() {
+    let bench = Bench::new();
+    let hanging = bench.kubelet();
+    hanging.hang(true);
+    let shares = Shares::of(&["a::0"]);
+    let _plugins = bench.plugins(&[(MPS, &shares)]);
+    kubelet_sees(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
+    let next = bench.kubelet();
+    served(&next, MPS, &["a::0"]).await;
+}
+
+/// Up to Kubernetes 1.36, the end of an old stream disconnects any client that the resource has by
+/// then.
+#[tokio::test]
+async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
+    let mut bench = Bench::new();
+    bench.config.timings.hang_up = NEVER;
+    let kubelet = bench.kubelet();
+    kubelet.disconnect_slowly(Duration::from_millis(200));
+    let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
+    let first = served(&kubelet, MPS, &["a::0"]).await.socket;
+    plugins.set(resources(&[(MPS, &Shares::with(&["a::0"], Options { pre_start: true, preferred: false }))]));
+    kubelet_sees(&kubelet, "another registration", |seen| seen.endpoints[MPS].socket != first).await;
+    let disconnected = |seen: &Seen| seen.endpoints[MPS].disconnected == 1;
+    let seen = kubelet_sees(&kubelet, "the end of the old stream", disconnected).await;
+    assert!(seen.endpoints[MPS].connected, "the old stream must not end the new client");
+    ready(&plugins).await;
+}
+
+#[tokio::test]
+async fn only_changed_options_cause_a_registration() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let plugins = bench.plugins(&[(MPS, &Shares::with(&["a::0"], Options::default()))]);
+    served(&kubelet, MPS, &["a::0"]).await;
+    plugins.set(resources(&[(MPS, &Shares::with(&["b::0", "b::1"], Options::default()))]));
+    served(&kubelet, MPS, &["b::0", "b::1"]).await;
+    assert_eq!(registrations(&kubelet, MPS), 1, "replaced in the open stream");
+    plugins.set(resources(&[(MPS, &Shares::of(&["c::0"]))]));
+    served(&kubelet, MPS, &["c::0"]).await;
+    kubelet_sees(&kubelet, "the new options", |seen| seen.endpoints[MPS].options.pre_start_required).await;
+    assert_eq!(registrations(&kubelet, MPS), 2);
+}
+
+#[tokio::test]
+async fn changes_of_the_set_do_not_disturb_other_resources() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let (mps, slices) = (Shares::of(&["a::0"]), Shares::of(&["b::0", "b::1"]));
+    let plugins = bench.plugins(&[(MPS, &mps)]);
+    let first = served(&kubelet, MPS, &["a::0"]).await;
+    for round in 1..=3 {
+        plugins.set(resources(&[(MPS, &mps), (SLICE, &slices)]));
+        served(&kubelet, SLICE, &["b::0", "b::1"]).await;
+        plugins.set(resources(&[(MPS, &mps)]));
+        let gone = |seen: &Seen| !seen.endpoints[SLICE].connected;
+        let seen = kubelet_sees(&kubelet, "the end of the stream", gone).await;
+        assert!(seen.endpoints[SLICE].devices.is_empty(), "the capacity is 0 at once");
+        assert_eq!(registrations(&kubelet, SLICE), round);
+    }
+    state_is(&plugins, "one resource", |state| state.resources.len() == 1).await;
+    let last = kubelet.seen().borrow().endpoints[MPS].clone();
+    assert!(last.connected);
+    assert_eq!((last.socket, last.lists, registrations(&kubelet, MPS)), (first.socket.clone(), 1, 1));
+    assert_eq!(bench.sockets(), [first.socket]);
+}
+
+#[tokio::test]
+async fn a_resource_that_is_removed_and_added_at_once_is_served() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    served(&kubelet, MPS, &["a::0"]).await;
+    kubelet.disconnect_slowly(Duration::from_millis(50));
+    plugins.set(resources(&[]));
+    state_is(&plugins, "ending", |state| state.resources.get(MPS).is_none_or(|r| r.phase == Phase::Ending)).await;
+    plugins.set(resources(&[(MPS, &shares)]));
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
+async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let (first, second) = (Shares::of(&["a::0"]), Shares::of(&["a::0", "a::1"]));
+    let one = bench.plugins(&[(MPS, &first)]);
+    served(&kubelet, MPS, &["a::0"]).await;
+    let two = bench.plugins(&[(MPS, &second)]);
+    let state = state_is(&two, "waiting", |state| state.directory == DirectoryState::HeldByAnother).await;
+    assert!(!state.is_ready());
+    ready(&one).await;
+    drop(one);
+    served(&kubelet, MPS, &["a::0", "a::1"]).await;
+    ready(&two).await;
+}
+
+#[tokio::test]
+async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares), (SLICE, &shares)]);
+    served(&kubelet, MPS, &["a::0"]).await;
+    served(&kubelet, SLICE, &["a::0"]).await;
+    plugins.shutdown().await;
+    let seen = kubelet_sees(&kubelet, "the end", |seen| seen.endpoints.values().all(|e| !e.connected)).await;
+    assert_eq!(
+        seen.endpoints[MPS].devices.len(),
+        1,
+        "the list is not emptied, because another start will serve the devices"
+    );
+    assert!(bench.sockets().is_empty());
+    let _next = bench.plugins(&[(MPS, &shares)]);
+    served(&kubelet, MPS, &["a::0"]).await;
+}
+
+#[tokio::test]
+async fn a_peer_that_never_hangs_up_does_not_delay_the_shutdown() {
+    let mut bench = Bench::new();
+    bench.config.timings.hang_up = Duration::from_millis(50);
+    let kubelet = bench.kubelet();
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let endpoint = served(&kubelet, MPS, &["a::0"]).await;
+    let mut silent = UnixStream::connect(bench.path().join(endpoint.socket)).await.expect("a connection");
+    tokio::time::timeout(DEADLINE, plugins.shutdown()).await.expect("an end");
+    let mut rest = Vec::new();
+    tokio::time::timeout(DEADLINE, silent.read_to_end(&mut rest)).await.expect("hung up").ok();
+}
+
+#[tokio::test]
+async fn only_our_own_stale_sockets_are_removed() {
+    let bench = Bench::new();
+    let at = |name: &str| bench.path().join(name);
+    let stale = ["cleave-00000000-00000001.sock", "cleave-deadbeef-0badf00d.sock"];
+    for name in stale {
+        drop(UnixListener::bind(at(name)).expect("bind"));
+    }
+    let kept = ["cleave-00000000-00000002.sock", "nvidia-gpu.sock", "kubelet_internal_checkpoint", "cleave-notes.sock"];
+    let _alive = UnixListener::bind(at(kept[0])).expect("bind");
+    drop(UnixListener::bind(at(kept[1])).expect("bind"));
+    std::fs::write(at(kept[2]), "{}").expect("a file");
+    drop(UnixListener::bind(at(kept[3])).expect("bind"));
+    let _plugins = bench.plugins(&[]);
+    until("removed", || stale.iter().all(|name| !at(name).exists())).await;
+    assert!(kept.iter().all(|name| at(name).exists()), "{:?}", bench.sockets());
+}
+
+#[tokio::test]
+async fn a_directory_that_is_created_later_is_served_from() {
+    let mut bench = Bench::new();
+    let directory = bench.path().join("device-plugins");
+    bench.config.directory.clone_from(&directory);
+    bench.config.timings.lock = Duration::from_millis(10);
+    let shares = Shares::of(&["a::0"]);
+    let plugins = bench.plugins(&[(MPS, &shares)]);
+    let failed =
+        |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
+    for _ in 0..2 {
+        state_is(&plugins, "failed", failed).await;
+        std::fs::create_dir(&directory).expect("a directory");
+        let kubelet = FakeKubelet::start(&directory).expect("a kubelet");
+        served(&kubelet, MPS, &["a::0"]).await;
+        drop(kubelet);
+        std::fs::remove_dir_all(&directory).expect("no directory");
+    }
+    state_is(&plugins, "failed", failed).await;
+}
+
+#[tokio::test]
+async fn an_invalid_path_is_an_error_at_once() {
+    let long = PathBuf::from(format!("/{}", "d".repeat(100)));
+    let error = Plugins::start(&Config::new(&long)).err().expect("too long");
+    assert!(matches!(error, DirectoryError::TooLong { length: 131, .. }), "{error}");
+    assert!(matches!(Plugins::start(&Config::new("relative")).err(), Some(DirectoryError::Path(_))));
+}
+
+#[tokio::test]
+async fn the_longest_resource_name_is_served() {
+    let domain = [63, 63, 63, 52].map(|n| "a".repeat(n)).join(".");
+    let name = format!("{domain}/{}", "b".repeat(63));
+    let bench = Bench::new();
+    let kubelet = bench.kubelet();
+    let _plugins = bench.plugins(&[(&name, &Shares::of(&["a::0"]))]);
+    served(&kubelet, &name, &["a::0"]).await;
+}

@@ -1,0 +1,83 @@
+//! The reasons why a pod may not go to a node because of other pods.
+use super::selector::MOST_REQUIREMENTS;
+
+/// Why a pod may not go to a node.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Conflict {
+    /// No pod of the node's domain matches the pod's affinity.
+    PodAffinity {
+        /// Node label that defines the domain.
+        topology_key: String,
+    },
+    /// A pod of the node's domain matches the pod's anti-affinity.
+    PodAntiAffinity {
+        /// Node label that defines the domain.
+        topology_key: String,
+    },
+    /// A pod of the node's domain has anti-affinity to the pod. It is not named, because it may
+    /// belong to another tenant.
+    AntiAffinityOf {
+        /// Node label that defines the domain.
+        topology_key: String,
+    },
+    /// The pod would exceed the maximum skew of its spread constraint.
+    Spread {
+        /// Node label that defines the domain.
+        topology_key: String,
+        /// Maximum difference to the domain with the fewest pods.
+        max_skew: i32,
+    },
+    /// The node does not have a topology label that the pod's affinity or spread constraints need.
+    NoTopologyKey {
+        /// The label.
+        topology_key: String,
+    },
+    /// Another pod uses a host port of the pod.
+    HostPort(u16),
+    /// A volume of the pod cannot be used from the node.
+    Volume,
+    /// The pod's rules exceed [`MOST_REQUIREMENTS`].
+    TooManyRules,
+}
+
+impl Conflict {
+    /// Whether the conflict can end when other pods come or go.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::PodAffinity { .. }
+            | Self::PodAntiAffinity { .. }
+            | Self::AntiAffinityOf { .. }
+            | Self::Spread { .. }
+            | Self::HostPort(_) => true,
+            Self::NoTopologyKey { .. } | Self::Volume | Self::TooManyRules => false,
+        }
+    }
+}
+
+impl std::fmt::Display for Conflict {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::PodAffinity { topology_key } => write!(f, "no pod there matches the pod's affinity ({topology_key})"),
+            Self::PodAntiAffinity { topology_key } => {
+                write!(f, "a pod there matches the pod's anti-affinity ({topology_key})")
+            }
+            Self::AntiAffinityOf { topology_key } => {
+                write!(f, "a pod there has anti-affinity to this pod ({topology_key})")
+            }
+            Self::Spread { topology_key, max_skew } => {
+                write!(f, "the pod there would exceed the maximum skew of {max_skew} ({topology_key})")
+            }
+            Self::NoTopologyKey { topology_key } => {
+                write!(f, "it does not have the topology label {topology_key} that the pod's rules need")
+            }
+            Self::HostPort(port) => write!(f, "a pod there uses host port {port}"),
+            Self::Volume => f.write_str("it does not match the node affinity of a volume of the pod"),
+            Self::TooManyRules => {
+                write!(
+                    f,
+                    "the pod's affinity, spread constraints and host ports exceed {MOST_REQUIREMENTS} requirements"
+                )
+            }
+        }
+    }
+}

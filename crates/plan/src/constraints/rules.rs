@@ -1,0 +1,212 @@
+//! The rules of a pod: affinity, anti-affinity, spread constraints and host ports.
+use serde::Deserialize;
+
+use super::selector::{LabelSelector, Labels, MOST_REQUIREMENTS};
+
+/// The rules of a pod between pods. Node selector, node affinity and tolerations are in
+/// [`Subject`](super::Subject).
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Rules {
+    /// Required affinity to pods.
+    pub affinity: Vec<PodAffinityTerm>,
+    /// Required anti-affinity to pods.
+    pub anti_affinity: Vec<PodAffinityTerm>,
+    /// Topology spread constraints. Only those with `DoNotSchedule` refuse a node.
+    pub spread: Vec<SpreadConstraint>,
+    /// Host ports of all containers, sidecars included.
+    pub ports: Vec<HostPort>,
+}
+
+impl Rules {
+    /// Whether there are no rules.
+    pub fn is_empty(&self) -> bool {
+        let Self { affinity, anti_affinity, spread, ports } = self;
+        affinity.is_empty() && anti_affinity.is_empty() && spread.is_empty() && ports.is_empty()
+    }
+
+    /// Whether a pod with these rules can keep other pods off nodes, and belongs to `repelling` of
+    /// [`Judge::new`](super::Judge::new).
+    pub fn repels(&self) -> bool {
+        !self.anti_affinity.is_empty() || !self.ports.is_empty()
+    }
+
+    /// Whether the rules exceed [`MOST_REQUIREMENTS`].
+    pub fn are_too_many(&self) -> bool {
+        let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::weight);
+        let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::weight);
+        terms.chain(spread).fold(self.ports.len(), usize::saturating_add) > MOST_REQUIREMENTS
+    }
+}
+
+/// One required `PodAffinityTerm`: the pods that it selects, and the topology domain in which they
+/// must or must not be.
+///
+/// `matchLabelKeys` and `mismatchLabelKeys` are not read, because the API server merges them into
+/// `labelSelector` when it creates the pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct PodAffinityTerm {
+    /// Labels of the pods. `None` selects no pods, and an empty selector selects all.
+    pub label_selector: Option<LabelSelector>,
+    /// Namespaces of the pods.
+    pub namespaces: Vec<String>,
+    /// Labels of further namespaces of the pods. An empty selector selects all namespaces. If both
+    /// `namespaces` and this selector are left out, only pods of the term's own namespace are
+    /// selected.
+    pub namespace_selector: Option<LabelSelector>,
+    /// Node label that defines the topology domains: nodes with the same value are one domain.
+    pub topology_key: String,
+}
+
+/// Whether a term selects a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Match {
+    No,
+    /// The result depends on labels of a namespace that are not known.
+    Perhaps,
+    Yes,
+}
+
+impl PodAffinityTerm {
+    /// Whether the term, of a pod in the namespace `own`, selects a pod with these labels.
+    pub(super) fn selects<'n>(
+        &self,
+        own: &str,
+        labels: &Labels,
+        namespace: &str,
+        namespaces: &impl Fn(&str) -> Option<&'n Labels>,
+    ) -> Match {
+        if !self.label_selector.as_ref().is_some_and(|selector| selector.matches(labels)) {
+            return Match::No;
+        }
+        let listed = match (self.namespaces.as_slice(), &self.namespace_selector) {
+            ([], None) => own == namespace,
+            (names, _) => names.iter().any(|name| name == namespace),
+        };
+        match &self.namespace_selector {
+            _ if listed => Match::Yes,
+            None => Match::No,
+            Some(selector) if selector.is_empty() => Match::Yes,
+            Some(selector) => match namespaces(namespace) {
+                None => Match::Perhaps,
+                Some(labels) if selector.matches(labels) => Match::Yes,
+                Some(_) => Match::No,
+            },
+        }
+    }
+
+    /// Whether the term of a pod in the namespace `own` may select a pod of `namespace` with these
+    /// labels. Labels of namespaces are not read: if the result depends on them, it is true.
+    pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
+        self.selects(own, labels, namespace, &|_| None) != Match::No
+    }
+
+    /// Maximum number of comparisons that [`Self::selects`] makes.
+    pub(super) fn weight(&self) -> usize {
+        let selectors = self.label_selector.iter().chain(&self.namespace_selector);
+        1 + self.namespaces.len() + selectors.map(LabelSelector::weight).sum::<usize>()
+    }
+}
+
+/// One `TopologySpreadConstraint`: how evenly the selected pods are spread over topology domains.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct SpreadConstraint {
+    /// Maximum number of selected pods that a domain may have more than the domain with the fewest.
+    pub max_skew: i32,
+    /// Node label that defines the topology domains: nodes with the same value are one domain.
+    pub topology_key: String,
+    /// Whether a node that breaks the constraint is refused, or only less preferred.
+    pub when_unsatisfiable: WhenUnsatisfiable,
+    /// Labels of the selected pods in the pod's own namespace. `None` selects no pods.
+    pub label_selector: Option<LabelSelector>,
+    /// With fewer domains than this, the lowest number of pods counts as 0. The default is 1.
+    pub min_domains: Option<i32>,
+    /// Whether only nodes that match the pod's node selector and node affinity are domains. The
+    /// default is yes.
+    pub node_affinity_policy: Option<NodePolicy>,
+    /// Whether only nodes whose taints the pod tolerates are domains. The default is no.
+    pub node_taints_policy: Option<NodePolicy>,
+    /// Labels that selected pods must have in common with the pod. Labels that the pod does not
+    /// have are ignored.
+    pub match_label_keys: Vec<String>,
+}
+
+/// What happens to a node that breaks a spread constraint.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+pub enum WhenUnsatisfiable {
+    /// The pod may not run on the node.
+    #[default]
+    DoNotSchedule,
+    /// The scheduler prefers other nodes. The node is not refused.
+    ScheduleAnyway,
+    /// An action that this version does not know. The node is not refused, as in the scheduler.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Whether a spread constraint ignores nodes that the pod may not run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+pub enum NodePolicy {
+    /// Such nodes are ignored.
+    Honor,
+    /// Such nodes count.
+    Ignore,
+    /// A policy that this version does not know. Such nodes count, as in the scheduler.
+    #[serde(other)]
+    Unknown,
+}
+
+impl SpreadConstraint {
+    /// Whether the constraint can refuse a node.
+    pub fn is_hard(&self) -> bool {
+        self.when_unsatisfiable == WhenUnsatisfiable::DoNotSchedule
+    }
+
+    /// Maximum number of comparisons for deciding whether a pod is selected.
+    pub(super) fn weight(&self) -> usize {
+        1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::weight)
+    }
+
+    pub(super) fn honors_affinity(&self) -> bool {
+        self.node_affinity_policy.unwrap_or(NodePolicy::Honor) == NodePolicy::Honor
+    }
+
+    pub(super) fn honors_taints(&self) -> bool {
+        self.node_taints_policy == Some(NodePolicy::Honor)
+    }
+}
+
+/// A port of the node that a container uses. Two pods whose ports conflict cannot run on one node.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct HostPort {
+    /// Address of the node that the port is bound to. An empty text means `0.0.0.0`, every address.
+    pub ip: String,
+    /// `TCP`, `UDP` or `SCTP`. An empty text means `TCP`.
+    pub protocol: String,
+    /// Port number. 0 means no port and conflicts with nothing.
+    pub port: u16,
+}
+
+/// Every address of a node. kube-scheduler does not give IPv6's `::` this meaning.
+const EVERY_ADDRESS: &str = "0.0.0.0";
+
+impl HostPort {
+    /// Whether both are bound to one address. Two ports conflict if this holds and their
+    /// [sockets](Self::socket) are equal.
+    pub(super) fn shares_address_with(&self, other: &Self) -> bool {
+        let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;
+        every || self.address() == other.address()
+    }
+
+    fn address(&self) -> &str {
+        if self.ip.is_empty() { EVERY_ADDRESS } else { &self.ip }
+    }
+
+    /// Protocol and port.
+    pub(super) fn socket(&self) -> (&str, u16) {
+        (if self.protocol.is_empty() { "TCP" } else { &self.protocol }, self.port)
+    }
+}

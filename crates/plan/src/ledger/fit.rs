@@ -1,0 +1,50 @@
+//! Places for a pod, and why they cannot be reserved.
+use super::facts::Reservation;
+use super::request::Ask;
+
+/// A place for all asks of a pod on one node, with one device for each ask. Only
+/// [`Ledger::fit`](super::Ledger::fit) and its variants create one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fit {
+    pub(super) node: String,
+    pub(super) takes: Vec<Reservation>,
+}
+
+impl Fit {
+    /// Name of the node.
+    pub fn node(&self) -> &str {
+        &self.node
+    }
+
+    /// The units that the pod takes of each device, one entry for each ask.
+    pub fn takes(&self) -> &[Reservation] {
+        &self.takes
+    }
+}
+
+/// Places for a pod, best first. There is at least one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fits {
+    pub(super) asks: Vec<Ask>,
+    pub(super) places: Vec<Fit>,
+    /// Priority from which nominations were respected.
+    pub(super) priority: i32,
+}
+
+impl Fits {
+    /// The places, one for each node.
+    pub fn iter(&self) -> impl Iterator<Item = &Fit> {
+        self.places.iter()
+    }
+}
+
+/// Why a fit was not reserved. The ledger has not changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// The pod already has a claim.
+    #[error("the pod already has a claim: release it first")]
+    Claimed,
+    /// Units of the fit are no longer free.
+    #[error("units of the fit are no longer free")]
+    Stale,
+}

@@ -1,0 +1,108 @@
+//! One node: the units of its devices, and the reservations on them.
+use std::collections::BTreeMap;
+
+use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
+use super::request::{Ask, Units};
+use super::stock::Stock;
+
+/// Capacity, use and reservations of one resource on one device, for reports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceUsage {
+    /// The extended resource.
+    pub resource: String,
+    /// UUID of the device.
+    pub device: String,
+    /// Units that can be allocated.
+    pub capacity: u32,
+    /// Units that are allocated.
+    pub used: u32,
+    /// Units that are reserved for pods.
+    pub reserved: u32,
+    /// Units that are neither allocated nor reserved.
+    pub free: u32,
+}
+
+/// The stocks of one resource by device.
+pub(super) type Stocks = BTreeMap<String, Stock>;
+
+/// A node as it was observed, and the reservations on it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Node {
+    pub(super) model: String,
+    /// Stocks by resource, then by device.
+    pub(super) stocks: BTreeMap<String, Stocks>,
+    /// Allocations of each pod.
+    pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
+    /// Asks of claims that no device has room for.
+    pub(super) short: Vec<Ask>,
+}
+
+/// Nominated units by resource and device.
+pub(super) type Nominated = BTreeMap<(String, String), u32>;
+
+impl Node {
+    pub(super) fn of(facts: NodeFacts) -> Self {
+        let mut allocations: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
+        let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
+        for DeviceFacts { device, resource, capacity, used } in facts.devices {
+            // If a device is listed twice, the lower capacity and the higher use count.
+            let amount = amounts.entry((resource, device)).or_insert((capacity, used));
+            *amount = (amount.0.min(capacity), amount.1.max(used));
+        }
+        let mut sums: BTreeMap<(String, String), u32> = BTreeMap::new();
+        for allocation in facts.allocations {
+            let sum = sums.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
+            *sum = sum.saturating_add(allocation.units.get());
+            allocations.entry(allocation.pod.clone()).or_default().push(allocation);
+        }
+        allocations.values_mut().for_each(|allocations| allocations.sort());
+        let mut stocks: BTreeMap<String, Stocks> = BTreeMap::new();
+        for ((resource, device), (capacity, used)) in amounts {
+            let key = (resource, device);
+            let used = used.max(sums.get(&key).copied().unwrap_or(0));
+            stocks.entry(key.0).or_default().insert(key.1, Stock::new(capacity, used));
+        }
+        Self { model: facts.model, stocks, allocations, short: Vec::new() }
+    }
+
+    pub(super) fn reservations(&self) -> impl Iterator<Item = Reservation> {
+        self.stocks.iter().flat_map(|(resource, stocks)| {
+            stocks.iter().flat_map(|(device, stock)| {
+                stock.reservations().map(|units| Reservation {
+                    resource: resource.clone(),
+                    units,
+                    device: device.clone(),
+                })
+            })
+        })
+    }
+
+    /// Capacity, use and reservations of each device and resource.
+    pub(super) fn devices(&self) -> impl Iterator<Item = DeviceUsage> {
+        self.stocks.iter().flat_map(|(resource, stocks)| {
+            stocks.iter().map(move |(device, stock)| DeviceUsage {
+                resource: resource.clone(),
+                device: device.clone(),
+                capacity: stock.capacity(),
+                used: stock.used(),
+                reserved: stock.reserved(),
+                free: stock.free(),
+            })
+        })
+    }
+
+    /// The node for pods that may not use the nominated units: these count as reserved.
+    pub(super) fn without(&self, nominated: &Nominated) -> Self {
+        let mut node = self.clone();
+        for ((resource, device), &units) in nominated {
+            let stock = node.stocks.get_mut(resource).and_then(|stocks| stocks.get_mut(device));
+            if let Some(stock) = stock
+                && let Some(units) = Units::new(units.min(stock.free()))
+            {
+                // At most the free units are reserved, so this succeeds.
+                let _ = stock.reserve(units);
+            }
+        }
+        node
+    }
+}

@@ -1,0 +1,22 @@
+//! The values of planning that apply to every GPU.
+use serde::{Deserialize, Serialize};
+
+/// Defaults for all GPUs that do not set these values themselves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Policy {
+    /// MPS shares of a GPU. Without a number, GPUs get no shares.
+    pub units: Option<u32>,
+    /// Time-sliced replicas of a GPU. Without a number, GPUs get no replicas.
+    pub replicas: Option<u32>,
+    /// Maximum number of steps of the exact search for each small part of the cluster. All parts
+    /// together get sixteen times as many. The limit is a number of steps and not a time, so that
+    /// the same input gives the same plan on every machine.
+    pub search_steps: u32,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self { units: None, replicas: None, search_steps: 5000 }
+    }
+}

@@ -1,0 +1,57 @@
+//! Finds comments that are too wide.
+use crate::model::{Finding, Sources};
+
+/// The most characters a line of a comment may have, its indentation included.
+const WIDTH: usize = 100;
+
+/// Begins the comments of Rust and Go.
+const SLASHES: &str = "//";
+/// Begins the comments of YAML, TOML, make and scripts.
+const HASH: &str = "#";
+
+/// The files with comments over 100 characters wide, each with the number of such lines.
+pub fn findings(sources: &Sources) -> Vec<Finding> {
+    let mut found: Vec<Finding> =
+        sources.files.iter().chain(&sources.others).filter_map(|(path, text)| wide(path, text)).collect();
+    found.sort_by(|a, b| a.what.cmp(&b.what));
+    found
+}
+
+fn wide(path: &str, text: &str) -> Option<Finding> {
+    let marker = marker(path, text)?;
+    let places: Vec<String> = text
+        .lines()
+        .enumerate()
+        .filter(|(_, line)| line.chars().count() > WIDTH && is_prose(line, marker))
+        .map(|(at, line)| format!("{path}:{}: {} characters, at most {WIDTH}", at + 1, line.chars().count()))
+        .collect();
+    (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
+}
+
+/// What begins a comment in the file. `None` if the file has no comments or is generated.
+pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
+    if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
+        return None;
+    }
+    let name = path.rsplit('/').next().unwrap_or(path);
+    match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
+        "rs" | "go" => Some(SLASHES),
+        "sh" | "py" | "yaml" | "yml" | "toml" => Some(HASH),
+        "" if matches!(name, "Makefile" | "Containerfile") || text.starts_with("#!") => Some(HASH),
+        _ => None,
+    }
+}
+
+/// Whether the line is a comment that can be wrapped: no directive and no address alone.
+fn is_prose(line: &str, marker: &str) -> bool {
+    let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
+    if marker == SLASHES && comment.starts_with("go:") {
+        return false;
+    }
+    let content = comment.trim_start_matches(['/', '!', '#']).trim();
+    // In Markdown, `[name]: address` must be one line.
+    let content = content.rsplit_once("]: ").map_or(content, |(_, address)| address);
+    let address = content.trim_start_matches('<');
+    let is_address = address.starts_with("https://") || address.starts_with("http://");
+    !(is_address && !address.contains(char::is_whitespace))
+}
