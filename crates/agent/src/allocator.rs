@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use cleave_gpu::mps::wire::{Reply, Request};
 use tokio::sync::{Notify, watch};
 
-use crate::allocation::allocate::{Denied, View, grant};
+use crate::allocation::allocate::{Denied, ResourceView, grant};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::{Allocation, allocation_id};
@@ -63,15 +63,16 @@ impl Allocator {
     }
 
     /// Waits until a known pod has a request of this size, for at most [`POD_WAIT`].
-    pub async fn until_known(&self, resource: &str, units: u32) {
+    pub async fn wait_for_pod(&self, resource: &str, units: u32) {
         let mut changes = self.pending_changes.subscribe();
-        let known = async { while !self.table().pending.knows(resource, units) && changes.changed().await.is_ok() {} };
+        let known =
+            async { while !self.table().pending.expects(resource, units) && changes.changed().await.is_ok() {} };
         if tokio::time::timeout(POD_WAIT, known).await.is_ok() {
             self.metrics.waited(true);
             return;
         }
         self.metrics.waited(false);
-        self.table().pending.in_vain();
+        self.table().pending.wait_timed_out();
         tracing::info!(resource, units, "no known pod has a request of this size; choosing without");
     }
 
@@ -87,10 +88,10 @@ impl Allocator {
     pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerEdits), Denied> {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
-        let granted = grant(&View { resource, pools, kept: &[] }, ids);
+        let granted = grant(&ResourceView { resource, pools, reserved: &[] }, ids);
         let allocation = granted.inspect_err(|denied| self.denied(&mut table, resource, denied))?;
         let edits = self.settings.edits(&allocation, &table.nodes);
-        table.allocations.give(allocation.clone(), Instant::now());
+        table.allocations.insert(allocation.clone(), Instant::now());
         drop(table);
         if allocation.mps.is_some()
             && let Err(error) = self.link.make_folder(&allocation.id())

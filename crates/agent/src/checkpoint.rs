@@ -39,8 +39,8 @@ pub struct Checkpoint {
     /// What was given out.
     pub allocations: Vec<Allocation>,
     /// GPUs that a spec has cut by MIG: they become whole where no spec names them any more.
-    #[serde(default)]
-    pub cut: BTreeSet<String>,
+    #[serde(default, rename = "cut")]
+    pub mig_partitioned: BTreeSet<String>,
     /// What was found wrong with GPUs, under this boot, and is not over; by UUID.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub health: BTreeMap<String, Record>,
@@ -208,12 +208,12 @@ mod tests {
 
     use super::*;
     use crate::allocation::usage::tests::allocation;
+    use crate::gpu::layout::target_layout;
     use crate::gpu::layout::tests::{gpu, mps_spec};
-    use crate::gpu::layout::wanted;
 
     fn checkpoint() -> Checkpoint {
         let spec = mps_spec("GPU-a", 10);
-        let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
+        let layout = target_layout(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         Checkpoint {
             generation: 7,
             spec: Some(GpuNodeSpec { plan_id: "p".into(), gpus: vec![spec] }),
@@ -221,7 +221,7 @@ mod tests {
             layouts: BTreeMap::from([("GPU-a".into(), layout)]),
             allocations: vec![allocation(&["GPU-a::0"])],
             boot_id: "boot".into(),
-            cut: BTreeSet::from(["GPU-b".to_owned()]),
+            mig_partitioned: BTreeSet::from(["GPU-b".to_owned()]),
             health: BTreeMap::from([("GPU-a".into(), Record { uncorrected: Some(1), ..Record::default() })]),
         }
     }

@@ -8,7 +8,7 @@ use cleave_kubelet::{ContainerResponse, DeviceList, DeviceNode, Mount, Options, 
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-use crate::allocation::allocate::{Choice, Denied, View, prefer};
+use crate::allocation::allocate::{Choice, Denied, ResourceView, prefer};
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Kind, Pool, parse_id};
@@ -101,15 +101,15 @@ impl Resource for Served {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource)?;
-        let waits = has_choice(pools, request) && !table.pending.knows(&self.resource, units);
-        waits.then(|| Box::pin(self.allocator.until_known(&self.resource, units)) as BoxFuture<'a, ()>)
+        let waits = has_choice(pools, request) && !table.pending.expects(&self.resource, units);
+        waits.then(|| Box::pin(self.allocator.wait_for_pod(&self.resource, units)) as BoxFuture<'a, ()>)
     }
 
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
-        let kept = table.pending.kept(&self.resource);
-        Ok(prefer(&View { resource: &self.resource, pools, kept: &kept }, &request.into()))
+        let reserved = table.pending.reserved(&self.resource);
+        Ok(prefer(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
@@ -117,7 +117,7 @@ impl Resource for Served {
         match &given {
             Ok((allocation, _)) => {
                 if let (Ok(units), [device]) = (u32::try_from(ids.len()), allocation.devices.as_slice()) {
-                    self.allocator.table().pending.answered(&self.resource, units, device, Instant::now());
+                    self.allocator.table().pending.record_answer(&self.resource, units, device, Instant::now());
                 }
                 self.metrics.allocate(&self.resource, Outcome::Granted);
                 tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "given out");
@@ -156,7 +156,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::allocation::pending::{Bound, PendingAllocations, Want};
+    use crate::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
     use crate::allocator::{MAX_EVENTS, POD_WAIT};
@@ -184,17 +184,17 @@ mod tests {
         Served::new(MPS.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
     }
 
-    fn bound(name: &str, units: u32, device: &str) -> Bound {
-        let want = Want {
+    fn bound(name: &str, units: u32, device: &str) -> BoundPod {
+        let want = ContainerRequest {
             container: "c".into(),
             resource: MPS.into(),
             units,
-            ask: 0,
+            group: 0,
             needed: units,
-            held: Some(device.into()),
+            reserved_on: Some(device.into()),
         };
         let (uid, namespace, name) = (name.into(), "ns".into(), name.into());
-        Bound { uid, namespace, name, leaving: false, admitted: false, wants: vec![want] }
+        BoundPod { uid, namespace, name, terminating: false, admitted: false, requests: vec![want] }
     }
 
     fn ids(device: &str) -> Vec<String> {
@@ -211,25 +211,25 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_kubelet_waits_for_the_pod_and_no_longer() {
-        let served = served(PendingAllocations::watched(), pools(&["A", "B"], &shares()));
+        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
         let all = all();
         let request = request(&all, &[], 3);
-        let waits = served.until_known(&request).unwrap();
+        let waits = served.wait_for_pod(&request).unwrap();
         let allocator = Arc::clone(&served.allocator);
         let comes = async {
             tokio::task::yield_now().await;
-            allocator.update_pending(|pending| pending.pod(bound("other", 4, "A"), Instant::now()));
+            allocator.update_pending(|pending| pending.update_pod(bound("other", 4, "A"), Instant::now()));
             tokio::task::yield_now().await;
-            allocator.update_pending(|pending| pending.pod(bound("p", 3, "B"), Instant::now()));
+            allocator.update_pending(|pending| pending.update_pod(bound("p", 3, "B"), Instant::now()));
         };
         let started = tokio::time::Instant::now();
         tokio::join!(waits, comes);
         assert_eq!(started.elapsed(), Duration::ZERO, "the clock stands still but for timers");
-        assert!(served.until_known(&request).is_none(), "it is known");
+        assert!(served.wait_for_pod(&request).is_none(), "it is known");
         let chosen = served.preferred(&request).unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.allocate(&chosen).unwrap();
-        served.until_known(&request).unwrap().await;
+        served.wait_for_pod(&request).unwrap().await;
         assert_eq!(started.elapsed(), POD_WAIT, "another of that size is not known, and its time runs out");
     }
 
@@ -237,27 +237,27 @@ mod tests {
     fn nobody_waits_where_there_is_nothing_to_choose_or_nobody_tells() {
         let all = all();
         let two = || pools(&["A", "B"], &shares());
-        let waits = |served: &Served, request: &PreferredRequest<'_>| served.until_known(request).is_some();
-        assert!(waits(&served(PendingAllocations::watched(), two()), &request(&all, &[], 3)));
+        let waits = |served: &Served, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
+        assert!(waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
         assert!(!waits(&served(PendingAllocations::default(), two()), &request(&all, &[], 3)), "without an API server");
         assert!(
-            !waits(&served(PendingAllocations::watched(), two()), &request(&ids("A"), &[], 3)),
+            !waits(&served(PendingAllocations::with_watch(), two()), &request(&ids("A"), &[], 3)),
             "all of one device"
         );
         assert!(
-            !waits(&served(PendingAllocations::watched(), two()), &request(&all, &ids("B")[..1], 3)),
+            !waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &ids("B")[..1], 3)),
             "an init container had it"
         );
         assert!(!waits(
-            &served(PendingAllocations::watched(), pools(&["A", "B"], &Kind::Whole)),
+            &served(PendingAllocations::with_watch(), pools(&["A", "B"], &Kind::Whole)),
             &request(&all, &[], 1)
         ));
-        assert!(!waits(&served(PendingAllocations::watched(), Vec::new()), &request(&[], &[], 0)));
+        assert!(!waits(&served(PendingAllocations::with_watch(), Vec::new()), &request(&[], &[], 0)));
     }
 
     #[test]
     fn shares_of_two_devices_are_refused_counted_and_told() {
-        let served = served(PendingAllocations::watched(), pools(&["A", "B"], &shares()));
+        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
         let both = ["A::0", "B::0"].map(str::to_owned);
         let refusal = served.allocate(&both).unwrap_err();
         assert!(refusal.to_string().contains("cannot be shares of 2 GPUs"), "{refusal}");

@@ -216,7 +216,7 @@ impl Metrics {
     }
 
     /// A change of a GPU by MIG.
-    pub fn change(&self, change: &Change, outcome: &mig::Outcome) {
+    pub fn change(&self, change: &Change, outcome: &mig::ChangeOutcome) {
         let change = match change {
             Change::Destroy(_) => "destroy",
             Change::Create { .. } => "create",
@@ -224,11 +224,11 @@ impl Metrics {
             Change::Mode(false) => "mode-off",
         };
         let result = match outcome {
-            mig::Outcome::Done => "done",
-            mig::Outcome::Busy(_) => "busy",
-            mig::Outcome::AfterReset => "after-reset",
-            mig::Outcome::Slow(_) => "slow",
-            mig::Outcome::Failed(_) => "failed",
+            mig::ChangeOutcome::Done => "done",
+            mig::ChangeOutcome::Busy(_) => "busy",
+            mig::ChangeOutcome::AfterReset => "after-reset",
+            mig::ChangeOutcome::Slow(_) => "slow",
+            mig::ChangeOutcome::Failed(_) => "failed",
         };
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }

@@ -60,7 +60,7 @@ async fn what_cannot_be_granted_is_refused_with_a_sentence_and_disturbs_nothing(
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
     for (wrong, says) in [
         (vec![a.as_str(), b.as_str()], "cannot be shares of 2 GPUs"),
-        (vec![a.as_str(), a.as_str()], "is there twice"),
+        (vec![a.as_str(), a.as_str()], "is requested twice"),
         (vec!["GPU-none::0"], "is not a device of"),
         (vec![], "at least one"),
     ] {

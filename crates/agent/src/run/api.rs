@@ -27,7 +27,7 @@ use super::shutdown;
 use crate::args::AgentArgs;
 use crate::event::{NodeEvent, PodEvent, PodRef};
 use crate::metrics::Metrics;
-use crate::node::status::{only_more_is_given, with_times};
+use crate::node::status::{is_minor_change, with_times};
 use crate::object::Object;
 use crate::termination::shutdown::Periods;
 
@@ -156,7 +156,7 @@ async fn write_status(
             } else {
                 let since = *gathering.get_or_insert_with(Instant::now);
                 more_until = on_server
-                    .filter(|told| only_more_is_given(told, &status))
+                    .filter(|told| is_minor_change(told, &status))
                     .map(|_| since + GATHER)
                     .filter(|until| *until > Instant::now());
                 if more_until.is_none() {

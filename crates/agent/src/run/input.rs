@@ -6,7 +6,7 @@ use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::nvml::{Census, GpuEvent, NvmlError, Observation, Vitals};
 use cleave_kubelet::{AllocatedDevices, HeldDevices};
 
-use crate::gpu::mig::Ended;
+use crate::gpu::mig::OrderResult;
 use crate::mps;
 use crate::object::Object;
 
@@ -20,7 +20,7 @@ pub(super) enum Input {
     Gpu(u32, Result<Observation, NvmlError>, Instant),
     /// Memory errors and needs of a GPU, and when it was asked.
     Vitals(String, Vitals, Instant),
-    Ended(Ended),
+    OrderResult(OrderResult),
     Event(GpuEvent),
     Object(Object),
     Mps(mps::View),

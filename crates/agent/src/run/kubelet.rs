@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::input::Input;
 use crate::args::AgentArgs;
-use crate::gpu::hardware::chain;
+use crate::gpu::hardware::error_chain;
 use crate::metrics::Metrics;
 
 /// How long the kubelet usually takes to list a pod after an allocation.
@@ -77,7 +77,7 @@ pub(super) async fn list(
         kubelet.is_another(bound_at(socket));
         let answer = pods.list().await.map_err(|error| {
             metrics.error("pod-resources");
-            chain(&error)
+            error_chain(&error)
         });
         let on_disk = checkpoint.devices().await.unwrap_or_else(|error| {
             metrics.error("kubelet-checkpoint");

@@ -20,7 +20,7 @@ use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
 use crate::device_plugin::Served;
 use crate::event::NodeEvent;
-use crate::gpu::mig::{Ended, Order};
+use crate::gpu::mig::{MigOrder, OrderResult};
 use crate::gpu::xid;
 use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
@@ -94,11 +94,11 @@ impl Main {
         // On each input: the time of day may have been set.
         self.node.set_time(Instant::now(), Timestamp::now());
         match input {
-            Input::Ended(ended) => {
-                let Ended { order, outcome, .. } = &ended;
+            Input::OrderResult(ended) => {
+                let OrderResult { order, outcome, .. } = &ended;
                 tracing::info!(gpu = order.gpu, change = %order.change, ?outcome, "changed a GPU");
                 self.metrics.change(&order.change, outcome);
-                self.node.ended(ended, Instant::now());
+                self.node.order_ended(ended, Instant::now());
             }
             Input::Many(inputs) => inputs.into_iter().for_each(|input| self.take(input)),
             Input::Census(answer, asked) => {
@@ -132,7 +132,7 @@ impl Main {
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
             Input::Held(answer, asked, on_disk) => {
-                self.node.on_disk(on_disk);
+                self.node.kubelet_checkpoint(on_disk);
                 if answer.is_ok() != std::mem::replace(&mut self.kubelet_answers, answer.is_ok()) {
                     match &answer {
                         Ok(_) => tracing::info!("the kubelet lists pods again"),
@@ -147,9 +147,9 @@ impl Main {
                 }
                 let mut table = self.pods.allocator.table();
                 if let Ok(rows) = &answer {
-                    table.pending.listed(rows, asked);
+                    table.pending.record_listed(rows, asked);
                 }
-                let over = self.node.held(answer, asked, &mut table.allocations);
+                let over = self.node.pod_resources(answer, asked, &mut table.allocations);
                 drop(table);
                 if over > 0 {
                     tracing::info!(over, "freed allocations that no pod holds any more");
@@ -170,14 +170,14 @@ impl Main {
         table.nodes.clone_from(&nodes);
         let news = std::mem::take(&mut table.events);
         drop(table);
-        let Actions { lists, renew, desired, checkpoint, status, events, faults, .. } = actions;
+        let Actions { lists, resend, desired, checkpoint, status, events, faults, .. } = actions;
         // The kubelet learns of what goes first.
         self.serve(lists);
-        let renewed = renew.iter().filter_map(|name| self.served.get(name.as_str()));
+        let renewed = resend.iter().filter_map(|name| self.served.get(name.as_str()));
         if renewed.map(|served| served.renew()).count() > 0 {
             self.listing.send_modify(|listing| listing.renewed += 1);
         }
-        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep });
+        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
             self.metrics.faults(device, *faults);
         }
@@ -189,16 +189,16 @@ impl Main {
             }
             changed
         });
-        let every = actions.list_every;
+        let every = actions.list_interval;
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, every) != every);
         for order in actions.orders {
             self.start(order);
         }
-        if actions.look {
+        if actions.poll_nvml {
             self.look.send_replace(());
         }
-        self.heartbeat.send_replace(Heartbeat { turned: now, unready: actions.unready });
-        actions.again
+        self.heartbeat.send_replace(Heartbeat { turned: now, unready: actions.not_ready });
+        actions.wake_after
     }
 
     /// Paths of the device nodes of each device, where containers are given such. Creates those of
@@ -239,12 +239,12 @@ impl Main {
     }
 
     /// Starts a change of a GPU; its end comes back as an input.
-    fn start(&self, order: Order) {
+    fn start(&self, order: MigOrder) {
         let inputs = self.inputs.clone();
         let tell = async move |ended| {
             if let Some(inputs) = inputs.upgrade() {
                 // Nobody listens any more when the agent ends.
-                let _ = inputs.send(Input::Ended(ended)).await;
+                let _ = inputs.send(Input::OrderResult(ended)).await;
             }
         };
         tokio::spawn(mig::carry_out(self.library.clone(), order, tell));

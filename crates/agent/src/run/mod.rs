@@ -152,7 +152,7 @@ fn restore(
     }
     let pending = match source {
         Some((_, folder)) if !folder.has_pods() => PendingAllocations::default(),
-        _ => PendingAllocations::watched(),
+        _ => PendingAllocations::with_watch(),
     };
     (node, AllocationTable { pending, allocations, ..AllocationTable::default() })
 }
@@ -200,7 +200,7 @@ fn remember(args: &AgentArgs, store: &Store, link: &Link, now: Instant) -> (Node
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
     let (mut node, allocations) =
         Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
-    node.quiet_for(Duration::from_secs(args.suspect_quiet));
+    node.set_quiet(Duration::from_secs(args.suspect_quiet));
     node.set_time(now, Timestamp::now());
     (node, allocations)
 }

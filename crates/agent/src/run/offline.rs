@@ -64,7 +64,7 @@ impl Folder {
                             let there = pods.iter().filter_map(PodObject::uid).cloned().collect();
                             let gone = terminating.only(&there, Instant::now());
                             pods.iter().fold(gone, |changed, pod| {
-                                pod.note_departure(node, terminating, &mut shutdown) || changed
+                                pod.note_termination(node, terminating, &mut shutdown) || changed
                             })
                         });
                         let mut names = to.names.lock();
@@ -74,8 +74,8 @@ impl Folder {
                         drop(names);
                         to.allocator.update_pending(|pending| {
                             let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
-                            pending.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
-                            bound.into_iter().for_each(|pod| pending.pod(pod, Instant::now()));
+                            pending.retain_pods(&bound.iter().map(|pod| pod.uid.clone()).collect());
+                            bound.into_iter().for_each(|pod| pending.update_pod(pod, Instant::now()));
                         });
                     }
                     Err(error) => tracing::warn!(%error, "failed to read pods.json"),

@@ -84,7 +84,7 @@ impl TerminationWatch {
                 if matches!(event, Event::InitApply(_)) {
                     listed.extend(uid(object).cloned());
                 }
-                object.0.as_ref().is_ok_and(|pod| pod.note_departure(node, terminating, shutdown))
+                object.0.as_ref().is_ok_and(|pod| pod.note_termination(node, terminating, shutdown))
             }
         };
         let turned = shutdown.is_on() && self.advance(terminating);
@@ -156,12 +156,12 @@ pub(super) async fn follow(
                 pods.terminating.send_if_modified(|terminating| leave.take(terminating, &event, &node));
                 name(&mut pods.names.lock(), &event);
                 pods.allocator.update_pending(|pending| {
-                    pending.answers(true);
+                    pending.set_watch_working(true);
                     take(pending, event, &node, &mut listed);
                 });
             }
             Err(error) => {
-                pods.allocator.update_pending(|pending| pending.answers(false));
+                pods.allocator.update_pending(|pending| pending.set_watch_working(false));
                 metrics.error("api-pods");
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to watch the node's pods");
             }
@@ -179,8 +179,8 @@ fn take(
 ) {
     let (DeserializeGuard(object), is_listed) = match event {
         Event::Init => return listed.clear(),
-        Event::InitDone => return pending.only(&std::mem::take(listed)),
-        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| pending.gone(uid)),
+        Event::InitDone => return pending.retain_pods(&std::mem::take(listed)),
+        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| pending.remove_pod(uid)),
         Event::InitApply(object) => (object, true),
         Event::Apply(object) => (object, false),
     };
@@ -190,9 +190,9 @@ fn take(
                 if is_listed {
                     listed.insert(bound.uid.clone());
                 }
-                pending.pod(bound, Instant::now());
+                pending.update_pod(bound, Instant::now());
             }
-            (None, Some(uid)) => pending.gone(uid),
+            (None, Some(uid)) => pending.remove_pod(uid),
             (None, None) => {}
         },
         Err(invalid) => tracing::warn!(error = invalid.error, "ignoring a malformed pod"),
@@ -292,7 +292,7 @@ mod tests {
     async fn the_nodes_pods_are_followed_and_a_malformed_one_stops_nothing() {
         let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         let allocator = Arc::new(allocator(AllocationTable {
-            pending: PendingAllocations::watched(),
+            pending: PendingAllocations::with_watch(),
             ..AllocationTable::default()
         }));
         let (_none, began) = watch::channel(None);
@@ -327,7 +327,7 @@ mod tests {
             };
             timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
         };
-        until("the listed pod", &|pending| pending.kept(MPS).iter().any(|kept| kept.device == "GPU-a")).await;
+        until("the listed pod", &|pending| pending.reserved(MPS).iter().any(|kept| kept.device == "GPU-a")).await;
         let mut ended = object("a", "", &spec(3));
         ended["status"] = json!({"phase": "Failed"});
         let changes = [
@@ -338,7 +338,7 @@ mod tests {
         let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
         reply.send_response(http::Response::new(Body::from(text.into_bytes())));
         until("the change", &|pending| {
-            pending.kept(MPS).iter().map(|kept| kept.device).collect::<Vec<_>>() == ["GPU-b"]
+            pending.reserved(MPS).iter().map(|kept| kept.device).collect::<Vec<_>>() == ["GPU-b"]
         })
         .await;
     }
