@@ -240,10 +240,10 @@ pub(crate) mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    pub(crate) fn object(name: &str, held: &str, spec: &Value) -> Value {
+    pub(crate) fn object(name: &str, placement: &str, spec: &Value) -> Value {
         json!({
             "metadata": {"name": name, "namespace": "ns", "uid": format!("uid-{name}"), "resourceVersion": "1",
-                "annotations": {"cleave.dev/placement": held}},
+                "annotations": {"cleave.dev/placement": placement}},
             "spec": spec,
         })
     }
@@ -256,12 +256,12 @@ pub(crate) mod tests {
         json!({"name": name, "resources": {"limits": limits}, "image": "i", "env": [{"name": "A", "value": "b"}]})
     }
 
-    pub(crate) fn held(entries: &[(&str, u32, &str)]) -> String {
-        let held: Vec<Value> = entries
+    pub(crate) fn placement(entries: &[(&str, u32, &str)]) -> String {
+        let reservations: Vec<Value> = entries
             .iter()
             .map(|(resource, units, device)| json!({"resource": resource, "units": units, "device": device}))
             .collect();
-        json!({"until": 9, "nodes": {"n": held, "m": []}}).to_string()
+        json!({"until": 9, "nodes": {"n": reservations, "m": []}}).to_string()
     }
 
     #[test]
@@ -274,7 +274,7 @@ pub(crate) mod tests {
                 container("other", &json!({MPS: "3", "nvidia.com/gpu": "2"})),
             ],
         });
-        let note = held(&[
+        let note = placement(&[
             ("nvidia.com/gpu-10gb", 1, "GPU-c"),
             (MPS, 5, "GPU-a"),
             (MPS, 3, "GPU-b"),
@@ -305,7 +305,9 @@ pub(crate) mod tests {
     #[test]
     fn an_annotation_that_does_not_match_the_request_is_ignored() {
         let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
-        for note in ["", "{", "[]", &held(&[]), &held(&[(MPS, 4, "GPU-a")]), r#"{"until":1,"nodes":{"m":[]}}"#] {
+        for note in
+            ["", "{", "[]", &placement(&[]), &placement(&[(MPS, 4, "GPU-a")]), r#"{"until":1,"nodes":{"m":[]}}"#]
+        {
             let bound = read(&object("p", note, &spec)).unwrap();
             assert_eq!(bound.requests[0].reserved_on, None, "{note}");
         }

@@ -450,7 +450,7 @@ pub(crate) mod tests {
                 Ok(inventory) => {
                     let (census, gpus) = inventory.answers();
                     self.census(Ok(census), asked);
-                    gpus.for_each(|(index, answer)| self.answer(index, answer, asked));
+                    gpus.for_each(|(index, answer)| self.record_answer(index, answer, asked));
                 }
                 Err(error) => self.census(Err(error), asked),
             }
