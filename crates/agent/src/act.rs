@@ -1,55 +1,56 @@
-//! Makes one change of a GPU. Blocks while NVML does.
+//! Makes one MIG change of a GPU through NVML. Blocks until NVML has answered.
 use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
 
-use crate::gpu::hardware::chain;
-use crate::gpu::mig::{Change, Order, Outcome, in_use_by};
+use crate::gpu::hardware::error_chain;
+use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_by};
 
-/// Makes a change, unless something uses what would go, and looks at the GPU afterwards.
-pub fn perform(gpus: &dyn Gpus, order: &Order) -> (Outcome, Option<(Gpu, Vec<Process>)>) {
-    let Order { gpu, change } = order;
+/// Makes a change, unless a process uses what it would remove. Returns the outcome, and the GPU and
+/// its processes afterwards if NVML reports them.
+pub fn perform(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu, Vec<Process>)>) {
+    let MigOrder { gpu, change } = order;
     let outcome = attempt(gpus, gpu, change).unwrap_or_else(|error| match error {
-        NvmlError::InUse { .. } => Outcome::Busy(chain(&error)),
-        error => Outcome::Failed(chain(&error)),
+        NvmlError::InUse { .. } => ChangeOutcome::Busy(error_chain(&error)),
+        error => ChangeOutcome::Failed(error_chain(&error)),
     });
-    let look = || Ok::<_, NvmlError>((gpus.look(gpu)?, gpus.processes(gpu)?));
-    (outcome, look().ok())
+    let observe = || Ok::<_, NvmlError>((gpus.look(gpu)?, gpus.processes(gpu)?));
+    (outcome, observe().ok())
 }
 
-fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<Outcome, NvmlError> {
+fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome, NvmlError> {
     let gpu = gpus.look(uuid)?;
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
-    let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<Outcome>, NvmlError> {
+    let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<ChangeOutcome>, NvmlError> {
         let processes = gpus.processes(uuid)?;
         let users: Vec<&Process> = processes.iter().filter(|process| wanted(process)).collect();
-        Ok((!users.is_empty()).then(|| Outcome::Busy(in_use_by(&users))))
+        Ok((!users.is_empty()).then(|| ChangeOutcome::Busy(in_use_by(&users))))
     };
     match change {
         Change::Destroy(instance) => {
-            // Another one that has its place by now is not the one that was to go.
+            // By now another instance may be in its place. That one must not be destroyed.
             if !there.contains(instance) {
-                return Ok(Outcome::Done);
+                return Ok(ChangeOutcome::Done);
             }
             if let Some(busy) = users(&|process| process.gpu_instance == Some(instance.gpu_instance))? {
                 return Ok(busy);
             }
             gpus.destroy_mig_instance(uuid, instance.gpu_instance)?;
-            Ok(Outcome::Done)
+            Ok(ChangeOutcome::Done)
         }
         Change::Mode(on) => {
-            // Taking back what is only pending disturbs nobody.
+            // Cancelling a pending change of the mode disturbs no program.
             if gpu.mig.as_ref().is_none_or(|mig| mig.enabled != *on) {
                 if !there.is_empty() {
-                    return Ok(Outcome::Busy("MIG instances are there".into()));
+                    return Ok(ChangeOutcome::Busy("MIG instances still exist".into()));
                 }
                 if let Some(busy) = users(&|_| true)? {
                     return Ok(busy);
                 }
             }
             Ok(match gpus.set_mig_mode(uuid, *on)? {
-                MigActivation::Now => Outcome::Done,
-                MigActivation::AfterReset => Outcome::AfterReset,
-                MigActivation::InUse => Outcome::Busy(
-                    "the driver says that the GPU is in use, if only by a monitor or the persistence daemon".into(),
+                MigActivation::Now => ChangeOutcome::Done,
+                MigActivation::AfterReset => ChangeOutcome::AfterReset,
+                MigActivation::InUse => ChangeOutcome::Busy(
+                    "the driver reports that the GPU is in use, possibly by a monitor or the persistence daemon".into(),
                 ),
             })
         }
@@ -58,7 +59,7 @@ fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<Outcome, Nvml
             if there.iter().find(is).is_none_or(|found| found.uuid.is_empty()) {
                 gpus.create_mig_instance(uuid, profile, *start)?;
             }
-            Ok(Outcome::Done)
+            Ok(ChangeOutcome::Done)
         }
     }
 }

@@ -1,15 +1,15 @@
-//! Gives out slices, for whichever front end asks.
+//! Allocates slices for any front end.
 //!
-//! Requests are answered from memory: [`AllocationTable`] is behind one lock, which is held for
-//! moments only, never across an await and never while a file is read or written. What an answer
-//! needs on the node, such as the allocation's door, is awaited when its container starts.
+//! Requests are answered from memory: one lock protects the [`AllocationTable`]. It is held
+//! briefly, never across an await, and never during file I/O. What an allocation needs on the node,
+//! such as its door, is awaited when its container starts.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::{Reply, Request};
 use tokio::sync::{Notify, watch};
 
-use crate::allocation::allocate::{Denied, View, grant};
+use crate::allocation::allocate::{Denied, ResourceView, grant};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::{Allocation, allocation_id};
@@ -19,83 +19,82 @@ use crate::event::NodeEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::Link;
 
-/// How long a container's start waits for its door. The kubelet gives up after 30 s and tries
-/// again.
+/// How long a container's start waits for its door. The kubelet gives up after 30 s and retries.
 const START: Duration = Duration::from_secs(25);
 
 /// Pause between checks of the CDI specification.
 const CDI_POLL: Duration = Duration::from_millis(20);
 
-/// How long a request waits for the API server to report the pod that it is for. The API server
-/// tells the kubelet and the agent at the same time, so the kubelet's request may come first, by
-/// little.
+/// How long a request waits for the API server to report its pod. The API server reports a pod to
+/// the kubelet and the agent at the same time, so the kubelet's request may come slightly earlier.
 pub(crate) const POD_WAIT: Duration = Duration::from_secs(2);
 
-/// Most events that wait for the main loop. More at once carry no information.
+/// Most unpublished events in the table. More would add no information.
 pub(crate) const MAX_EVENTS: usize = 16;
 
-/// The allocation table behind its lock, and those who wait for it to change.
+/// The allocation table behind its lock, with notifications of changes.
 #[derive(Debug)]
 pub struct Allocator {
     table: Mutex<AllocationTable>,
     settings: ContainerSettings,
     link: Link,
     metrics: Metrics,
-    /// An allocation was given out: files and status follow soon.
+    /// Notified when slices were allocated: files and status have to follow soon.
     pub allocated: Notify,
-    /// A container starts: its files are wanted now.
+    /// Notified when a container starts: its files have to be written now.
     pub starting: Notify,
-    /// Changes whenever the pending allocations do.
+    /// Notified when the pending allocations change.
     pending_changes: watch::Sender<()>,
 }
 
 impl Allocator {
-    /// Answers from this table.
+    /// Creates an allocator that answers from this table.
     pub fn new(table: AllocationTable, settings: ContainerSettings, link: Link, metrics: Metrics) -> Self {
         let (allocated, starting, pending_changes) = (Notify::new(), Notify::new(), watch::channel(()).0);
         Self { table: Mutex::new(table), settings, link, metrics, allocated, starting, pending_changes }
     }
 
-    /// Changes the pending allocations, and wakes the requests that wait for their pod.
+    /// Changes the pending allocations, and wakes requests that wait for their pod.
     pub fn update_pending(&self, change: impl FnOnce(&mut PendingAllocations)) {
         change(&mut self.table().pending);
         self.pending_changes.send_replace(());
     }
 
     /// Waits until a known pod has a request of this size, for at most [`POD_WAIT`].
-    pub async fn until_known(&self, resource: &str, units: u32) {
+    pub async fn wait_for_pod(&self, resource: &str, units: u32) {
         let mut changes = self.pending_changes.subscribe();
-        let known = async { while !self.table().pending.knows(resource, units) && changes.changed().await.is_ok() {} };
+        let known =
+            async { while !self.table().pending.expects(resource, units) && changes.changed().await.is_ok() {} };
         if tokio::time::timeout(POD_WAIT, known).await.is_ok() {
             self.metrics.waited(true);
             return;
         }
         self.metrics.waited(false);
-        self.table().pending.in_vain();
-        tracing::info!(resource, units, "no known pod has a request of this size; choosing without");
+        self.table().pending.wait_timed_out();
+        tracing::info!(resource, units, "no known pod has a request of this size; allocating without a reservation");
     }
 
-    /// The table, locked. Drop it before any await and any I/O.
+    /// Locks the table. Drop the guard before any await and any I/O.
     pub fn table(&self) -> MutexGuard<'_, AllocationTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives out these slices of a resource.
+    /// Allocates these slices of a resource.
     ///
     /// # Errors
-    /// No container can have these slices together.
+    /// Returns [`Denied`] if no container can have these slices together.
     pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerEdits), Denied> {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
-        let granted = grant(&View { resource, pools, kept: &[] }, ids);
+        let granted = grant(&ResourceView { resource, pools, reserved: &[] }, ids);
         let allocation = granted.inspect_err(|denied| self.denied(&mut table, resource, denied))?;
         let edits = self.settings.edits(&allocation, &table.nodes);
-        table.allocations.give(allocation.clone(), Instant::now());
+        table.allocations.insert(allocation.clone(), Instant::now());
         drop(table);
         if allocation.mps.is_some()
             && let Err(error) = self.link.make_folder(&allocation.id())
         {
-            // The container's start tries again and reports the error; the pod is not lost.
+            // Not fatal for the pod: the start of its container tries again and reports the error.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
         }
         self.allocated.notify_one();
@@ -112,12 +111,12 @@ impl Allocator {
         self.allocated.notify_one();
     }
 
-    /// The allocation of these slices. One that is not known is given out again: a reboot or a lost
-    /// checkpoint may have come between.
+    /// The allocation of these slices. An unknown one is created again: a reboot or a lost
+    /// checkpoint may have removed it.
     ///
     /// # Errors
-    /// No container can have these slices together.
-    pub fn known(&self, resource: &str, ids: &[String]) -> Result<Allocation, Denied> {
+    /// Returns [`Denied`] if no container can have these slices together.
+    pub fn get_or_allocate(&self, resource: &str, ids: &[String]) -> Result<Allocation, Denied> {
         let known = self.table().allocations.get(&allocation_id(resource, ids)).cloned();
         match known {
             Some(allocation) => Ok(allocation),
@@ -129,10 +128,10 @@ impl Allocator {
     /// specification, and its door is open.
     ///
     /// # Errors
-    /// A sentence: what is still missing after [`START`].
-    pub async fn ready(&self, allocation: &Allocation) -> Result<(), String> {
+    /// A sentence that says what is still missing after [`START`].
+    pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(folder) = self.settings.specification() {
-            // A MIG instance that was just created may not be in it yet.
+            // The specification may not list a new MIG instance yet.
             let end = Instant::now() + START;
             while !cdi::describes(folder, &allocation.devices) {
                 if Instant::now() > end {
@@ -146,12 +145,12 @@ impl Allocator {
         }
         self.starting.notify_one();
         let id = allocation.id();
-        self.link.make_folder(&id).map_err(|error| format!("cannot make the folder of the shares: {error}"))?;
+        self.link.make_folder(&id).map_err(|error| format!("cannot create the allocation's directory: {error}"))?;
         let timeout_ms = u64::try_from(START.as_millis()).unwrap_or(u64::MAX);
         match self.link.ask(&Request::Await { allocation: id, timeout_ms }, START).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
-            Reply::Status(_) | Reply::NoContext => Err("the MPS host gave another answer than was asked for".into()),
+            Reply::Status(_) | Reply::NoContext => Err("the MPS host sent an unexpected answer".into()),
         }
     }
 }

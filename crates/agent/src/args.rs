@@ -1,4 +1,4 @@
-//! The command line of `cleave agent`, and what it means once parsed.
+//! The command line of `cleave agent`.
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -6,24 +6,24 @@ use std::str::FromStr;
 use crate::gpu::health::QUIET;
 use crate::termination::shutdown::Period;
 
-/// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` says.
+/// Serves this node's GPUs to the kubelet, and keeps them as the node's `GpuNode` specifies.
 #[derive(Debug, Clone, clap::Args)]
 pub struct AgentArgs {
     /// Name of this node, and of its `GpuNode`.
     #[arg(long, env = "NODE_NAME")]
     pub node_name: String,
 
-    /// Directory shared with the MPS host, mounted at the same path on the host and in both pods.
+    /// Directory shared with the MPS host. Mount it at the same path on the host and in both pods.
     /// May be a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 
-    /// Directory on the host's disk for the checkpoint: it has to survive a reboot.
+    /// Directory on the host's disk for the checkpoint. It has to survive a reboot.
     #[arg(long, env = "CLEAVE_STATE_DIR", value_name = "DIR", default_value = "/var/lib/cleave")]
     pub state_dir: PathBuf,
 
     /// The kubelet's device plugin directory. Mount the directory, not the socket: the kubelet
-    /// makes the socket anew.
+    /// replaces the socket.
     #[arg(
         long,
         env = "CLEAVE_DEVICE_PLUGIN_DIR",
@@ -41,36 +41,36 @@ pub struct AgentArgs {
     )]
     pub pod_resources_socket: PathBuf,
 
-    /// The NVML library. Without it: libnvidia-ml.so.1 below the driver root, where NVIDIA's driver
-    /// container, GKE and the distributions put it, and at last by the dynamic loader's own search.
+    /// The NVML library. The default is libnvidia-ml.so.1 below the driver root, in the usual
+    /// locations of NVIDIA's driver container, GKE and Linux distributions, and then in the dynamic
+    /// loader's path.
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
     pub nvml_library: Option<PathBuf>,
 
-    /// Where this process sees the host's root file system: a prefix for finding the driver and its
-    /// device nodes.
+    /// Path of the host's root file system in this process. The driver and its device nodes are
+    /// searched below it.
     #[arg(long, env = "CLEAVE_HOST_ROOT", value_name = "DIR", default_value = "/")]
     pub host_root: PathBuf,
 
-    /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`:
-    /// mounted read-only into each container that gets a GPU, at `--container-driver-root`. Without
-    /// it nothing is mounted.
+    /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
+    /// It is mounted read-only at `--container-driver-root` in each container that gets a GPU. By
+    /// default nothing is mounted.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 
-    /// Where containers see `--driver-root`.
+    /// Where containers see the directory of `--driver-root`.
     #[arg(long, env = "CLEAVE_CONTAINER_DRIVER_ROOT", value_name = "DIR", default_value = "/usr/local/nvidia")]
     pub container_driver_root: PathBuf,
 
-    /// How a container is given its GPU.
+    /// How containers get access to their GPU.
     #[arg(long, env = "CLEAVE_DEVICE_LIST_STRATEGY", value_enum, default_value_t = DeviceListStrategy::Envvar)]
     pub device_list_strategy: DeviceListStrategy,
 
-    /// Where `--device-list-strategy cdi` writes its specification.
+    /// Directory for the CDI specification, for `--device-list-strategy cdi`.
     #[arg(long, env = "CLEAVE_CDI_DIR", value_name = "DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
 
-    /// A further mount of every container that gets a GPU, HOST:CONTAINER or HOST:CONTAINER:ro. May
-    /// be repeated.
+    /// Additional mount for every container that gets a GPU. May be repeated.
     #[arg(
         long = "container-mount",
         env = "CLEAVE_CONTAINER_MOUNTS",
@@ -79,90 +79,89 @@ pub struct AgentArgs {
     )]
     pub container_mounts: Vec<MountArg>,
 
-    /// A further environment variable of every container that gets a GPU. May be repeated.
+    /// Additional environment variable for every container that gets a GPU. May be repeated.
     #[arg(long = "container-env", value_name = "NAME=VALUE")]
     pub container_envs: Vec<EnvArg>,
 
-    /// Whether MIG mode of a GPU that nothing uses is turned on and off as the `GpuNode` says. MIG
-    /// instances are made and destroyed either way.
+    /// Whether the agent changes the MIG mode of unused GPUs as the `GpuNode` specifies. MIG
+    /// instances are created and destroyed in both cases.
     #[arg(long, env = "CLEAVE_MIG_MODE", value_enum, default_value_t = MigMode::Manage)]
     pub mig_mode: MigMode,
 
-    /// XIDs that say nothing about the GPU's health: a program's own fault, or reported once more
-    /// by another XID.
+    /// XIDs that do not affect the GPU's health: errors of programs, and errors that another XID
+    /// reports too.
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
 
-    /// Seconds for which a GPU that an XID or memory errors made suspect must show nothing further
-    /// before an answer of NVML's makes it healthy again. Short, a GPU that fails under every load
-    /// gives out slices between two failures; long, one accident costs them for as long.
+    /// Seconds without a further error after which a suspect GPU can be healthy again, once NVML
+    /// answers. If too short, a GPU that fails under load is offered again between failures. If too
+    /// long, a single error costs capacity for longer.
     #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = QUIET.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 
-    /// Seconds for which an allocation is kept although the kubelet lists no pod that holds it: a
-    /// pod being admitted is not listed yet, and a kubelet or agent that has just started hears of
-    /// its pods one by one.
+    /// Seconds for which an allocation is kept before the kubelet lists its pod. The kubelet does
+    /// not list a pod that it is admitting, and a kubelet that has just started lists its pods one
+    /// by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
-    /// The kubelet's `shutdownGracePeriodByPodPriority`, or what its `shutdownGracePeriod` comes
-    /// to: how it ends pods when the node shuts down, the lowest priorities first. It deletes none
-    /// of them. Without this its shutdown is not seen coming.
+    /// The kubelet's `shutdownGracePeriodByPodPriority`, or the equivalent of its
+    /// `shutdownGracePeriod`. At shutdown the kubelet terminates pods by priority, lowest first,
+    /// without deleting them. Without this setting the agent does not follow shutdowns.
     #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
     pub shutdown_grace: Vec<Period>,
 
-    /// The kubelet's directory on the host, in which it notes that the node shuts down.
+    /// The kubelet's directory on the host, where it records a shutdown of the node.
     #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
     pub kubelet_dir: PathBuf,
 
-    /// Speak to no API server: read the spec from DIR/spec.json as it changes, write
-    /// DIR/status.json, add events to DIR/events.jsonl. For benchmarks, tests, and a node without a
+    /// Use files in DIR instead of the API server: read spec.json whenever it changes, write
+    /// status.json, append events to events.jsonl. For benchmarks, tests, and nodes without a
     /// cluster.
     #[arg(long, value_name = "DIR", hide = true)]
     pub offline: Option<PathBuf>,
 
-    /// Where processes are told of, those of the host. For tests.
+    /// The proc file system of the host. For tests.
     #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
     pub proc: PathBuf,
 
-    /// Where /metrics, /healthz and /readyz are served.
+    /// Address that serves /metrics, /healthz and /readyz.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,
 }
 
-/// How a container is given its GPU.
+/// How containers get access to their GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum DeviceListStrategy {
     /// `NVIDIA_VISIBLE_DEVICES`, for NVIDIA's container runtime.
     Envvar,
-    /// CDI device names, of a specification that the agent writes.
+    /// CDI device names, from a specification that the agent writes.
     Cdi,
-    /// Device nodes, for a runtime that knows nothing of GPUs; the driver comes from
-    /// `--driver-root`.
+    /// Device nodes, for a runtime without GPU support. The driver comes from `--driver-root`.
     DeviceNodes,
 }
 
-/// Who turns MIG mode on and off.
+/// Who changes MIG mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum MigMode {
     /// The agent.
     Manage,
-    /// A person.
+    /// An administrator.
     Never,
 }
 
-/// `HOST:CONTAINER[:ro]`.
+/// A mount, as `HOST:CONTAINER[:ro]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MountArg {
     /// Path on the host.
     pub host: String,
     /// Path in the container.
     pub container: String,
-    /// Not writable.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
-/// Not `HOST:CONTAINER[:ro]`.
+/// The text is not `HOST:CONTAINER[:ro]`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not HOST:CONTAINER or HOST:CONTAINER:ro with absolute paths")]
 pub struct NotAMount(String);
@@ -184,16 +183,16 @@ impl FromStr for MountArg {
     }
 }
 
-/// `NAME=VALUE`.
+/// An environment variable, as `NAME=VALUE`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EnvArg {
-    /// Before the first `=`.
+    /// The text before the first `=`.
     pub name: String,
-    /// After it, possibly empty.
+    /// The text after the first `=`, possibly empty.
     pub value: String,
 }
 
-/// Not `NAME=VALUE`.
+/// The text is not `NAME=VALUE`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not NAME=VALUE")]
 pub struct NotAnEnv(String);
@@ -226,7 +225,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn mounts_and_envs_are_parsed_and_nonsense_is_refused() {
+    fn mounts_and_variables_are_parsed_and_invalid_ones_are_refused() {
         let args = parse(&[
             "--container-mount",
             "/a:/b",
@@ -254,7 +253,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_suspect_is_quiet_for_a_minute_unless_another_time_is_asked_for() {
+    fn the_quiet_period_is_a_minute_by_default() {
         assert_eq!(parse(&[]).unwrap().suspect_quiet, 60);
         assert_eq!(parse(&["--suspect-quiet", "20"]).unwrap().suspect_quiet, 20);
         for bad in ["0", "-1", "86401", "x"] {
@@ -263,7 +262,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn defaults_ignore_the_xids_of_programs() {
+    fn xids_of_programs_are_ignored_by_default() {
         assert_eq!(parse(&[]).unwrap().ignore_xids, [13, 31, 43, 45, 68, 109]);
         assert_eq!(parse(&["--ignore-xids", "13,31"]).unwrap().ignore_xids, [13, 31]);
         assert!(parse(&["--allocation-grace", "0"]).is_err());

@@ -1,4 +1,4 @@
-//! The CDI specification of this node's devices, and the device nodes that it is made of.
+//! The CDI specification of this node's devices, and the device nodes in it.
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -11,19 +11,19 @@ use serde_json::{Value, json};
 use crate::args::AgentArgs;
 use crate::files::write_atomically;
 
-/// Vendor and class of the devices.
+/// CDI kind (vendor and class) of the devices.
 const KIND: &str = "cleave.dev/gpu";
-/// The file in the CDI directory.
+/// Name of the file in the CDI directory.
 const FILE: &str = "cleave.dev-gpu.json";
-/// Nodes that every CUDA program opens, beside its GPU's own.
+/// Device nodes that every CUDA program opens besides that of its GPU.
 const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
-/// A device's fully qualified name.
+/// The fully qualified CDI name of a device.
 pub fn name(uuid: &str) -> String {
     format!("{KIND}={uuid}")
 }
 
-/// Device nodes by the UUID of the GPU or MIG device, as far as the host has them.
+/// Existing device nodes, by UUID of the GPU or MIG device.
 pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<String>> {
     let there = |path: &str| host_root.join(path.trim_start_matches('/')).exists();
     let control: Vec<String> = CONTROL_NODES.iter().filter(|path| there(path)).map(|&path| path.to_owned()).collect();
@@ -43,8 +43,7 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
     nodes
 }
 
-/// What lets a program into a GPU instance, or into a compute instance of it: a device of the
-/// kernel driver.
+/// A device of the kernel driver that gives access to a GPU instance or compute instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Capability {
     minor: u32,
@@ -52,33 +51,33 @@ struct Capability {
 }
 
 impl Capability {
-    /// From its `access` file in the driver's part of `/proc`.
+    /// Parses a capability's `access` file, in the driver's directory of `/proc`.
     fn parse(text: &str) -> Option<Self> {
         let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();
         Some(Self { minor: field("DeviceFileMinor:")?, mode: field("DeviceFileMode:").unwrap_or(0o444) & 0o777 })
     }
 
-    /// Where its device node is on a host.
+    /// Path of its device node on the host.
     fn path(self) -> String {
         format!("/dev/nvidia-caps/nvidia-cap{}", self.minor)
     }
 }
 
-/// The capabilities of a MIG instance: of the GPU instance, and of the compute instance.
+/// The capabilities of a MIG instance: those of its GPU instance and its compute instance.
 fn capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
     host_root: &'a Path,
 ) -> impl Iterator<Item = Capability> + use<'a> {
-    let folder = format!("proc/driver/nvidia/capabilities/gpu{}/mig/gi{}", gpu.minor, instance.gpu_instance);
+    let directory = format!("proc/driver/nvidia/capabilities/gpu{}/mig/gi{}", gpu.minor, instance.gpu_instance);
     let compute = instance.compute_instance.unwrap_or_default();
-    let accesses = [format!("{folder}/access"), format!("{folder}/ci{compute}/access")];
+    let accesses = [format!("{directory}/access"), format!("{directory}/ci{compute}/access")];
     accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
-/// Makes the device nodes of MIG instances that the host does not have yet: the driver makes none,
-/// NVIDIA's tools do when they run.
-pub fn make_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
+/// Creates missing device nodes of MIG instances. The driver does not create them; NVIDIA's tools
+/// do when they run.
+pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
     for (gpu, instance) in instances.filter(|(_, instance)| !instance.uuid.is_empty()) {
@@ -89,16 +88,16 @@ pub fn make_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> 
             }
             let devices = fs::read_to_string(host_root.join("proc/devices"))?;
             let Some(major) = major(&devices) else {
-                return Err(io::Error::new(io::ErrorKind::NotFound, "the kernel has no devices nvidia-caps"));
+                return Err(io::Error::new(io::ErrorKind::NotFound, "the kernel lists no nvidia-caps devices"));
             };
-            if let Some(folder) = path.parent() {
-                fs::create_dir_all(folder)?;
+            if let Some(directory) = path.parent() {
+                fs::create_dir_all(directory)?;
             }
             let device = rustix::fs::makedev(major, capability.minor);
             let mode = Mode::from_raw_mode(capability.mode);
             match rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, mode, device) {
                 Ok(()) => rustix::fs::chmod(&path, mode)?,
-                // NVIDIA's tools were faster.
+                // NVIDIA's tools created it first.
                 Err(rustix::io::Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -107,29 +106,29 @@ pub fn make_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> 
     Ok(())
 }
 
-/// The number of `nvidia-caps` in `/proc/devices`.
+/// The major number of `nvidia-caps` in `/proc/devices`.
 fn major(devices: &str) -> Option<u32> {
     let numbers = devices.lines().filter_map(|line| line.trim().split_once(' '));
     numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
 }
 
-/// Whether the specification that is there has all these devices.
-pub fn describes(folder: &Path, devices: &[String]) -> bool {
-    let Ok(text) = fs::read(folder.join(FILE)) else { return false };
+/// Whether the specification in this directory lists all these devices.
+pub fn describes(directory: &Path, devices: &[String]) -> bool {
+    let Ok(text) = fs::read(directory.join(FILE)) else { return false };
     let spec: Value = serde_json::from_slice(&text).unwrap_or_default();
     let named: Vec<&str> =
         spec["devices"].as_array().into_iter().flatten().filter_map(|device| device["name"].as_str()).collect();
     devices.iter().all(|device| named.contains(&device.as_str()))
 }
 
-/// The specification.
+/// Builds the specification.
 pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
     let devices: Vec<Value> = nodes
         .iter()
         .map(|(uuid, paths)| {
             let paths: Vec<Value> = paths.iter().map(|path| json!({ "path": path })).collect();
-            // A device without any edit is invalid, and a runtime hook of NVIDIA's must add nothing
-            // of its own.
+            // A device without edits is invalid. "void" keeps NVIDIA's runtime hook from adding
+            // devices.
             let mut edits = json!({ "env": ["NVIDIA_VISIBLE_DEVICES=void"] });
             if !paths.is_empty() {
                 edits["deviceNodes"] = Value::Array(paths);
@@ -146,7 +145,7 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
     spec
 }
 
-/// Writes the specification of these devices, unless it is there.
+/// Writes the specification of these devices, unless it is up to date.
 pub fn write(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
     let driver = args.driver_root.as_deref().map(|host| (host, args.container_driver_root.as_path()));
     let text = specification(nodes, driver).to_string();
@@ -168,7 +167,7 @@ mod tests {
     use crate::gpu::layout::tests::gpu;
 
     #[test]
-    fn devices_are_the_nodes_that_the_host_has() {
+    fn devices_list_the_existing_nodes() {
         let host = tempfile::tempdir().unwrap();
         let touch = |path: &str, text: &str| {
             let path = host.path().join(path);
@@ -188,15 +187,15 @@ mod tests {
             compute_instance: Some(0),
         };
         let mig = Mig { enabled: true, instances: vec![instance], ..Mig::default() };
-        let (whole, cut) = (gpu("GPU-0", 0), Gpu { mig: Some(mig), ..gpu("GPU-1", 1) });
-        let nodes = device_nodes(&[&whole, &cut], host.path());
-        assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "its own node is not there");
+        let (whole, with_mig) = (gpu("GPU-0", 0), Gpu { mig: Some(mig), ..gpu("GPU-1", 1) });
+        let nodes = device_nodes(&[&whole, &with_mig], host.path());
+        assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "its own node does not exist");
         assert_eq!(nodes["GPU-1"], ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia1"]);
         assert_eq!(
             nodes["MIG-a"],
             ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap12"]
         );
-        assert!(make_capability_nodes(&[&whole, &cut], host.path()).is_err(), "nothing says what nodes they are");
+        assert!(create_capability_nodes(&[&whole, &with_mig], host.path()).is_err(), "the major number is unknown");
         touch(
             "proc/devices",
             "Character devices:\n195 nvidia\n236 nvidia-caps-imex-channels\n237 nvidia-caps\n\nBlock devices:\n",
@@ -204,23 +203,23 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return;
         }
-        make_capability_nodes(&[&whole, &cut], host.path()).unwrap();
+        create_capability_nodes(&[&whole, &with_mig], host.path()).unwrap();
         let made = fs::metadata(host.path().join("dev/nvidia-caps/nvidia-cap13")).unwrap();
         assert!(made.file_type().is_char_device());
         assert_eq!((made.rdev(), made.permissions().mode() & 0o777), (rustix::fs::makedev(237, 13), 0o444));
-        assert_eq!(device_nodes(&[&cut], host.path())["MIG-a"].len(), 5);
-        make_capability_nodes(&[&cut], host.path()).unwrap();
+        assert_eq!(device_nodes(&[&with_mig], host.path())["MIG-a"].len(), 5);
+        create_capability_nodes(&[&with_mig], host.path()).unwrap();
     }
 
     #[test]
-    fn a_specification_is_known_by_its_devices() {
-        let folder = tempfile::tempdir().unwrap();
+    fn a_specification_describes_the_devices_that_it_lists() {
+        let directory = tempfile::tempdir().unwrap();
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
-        assert!(!describes(folder.path(), &names(&["MIG-a"])), "there is none");
+        assert!(!describes(directory.path(), &names(&["MIG-a"])), "there is no specification");
         let nodes = BTreeMap::from([("MIG-a".to_owned(), Vec::new())]);
-        fs::write(folder.path().join(FILE), specification(&nodes, None).to_string()).unwrap();
-        assert!(describes(folder.path(), &names(&["MIG-a"])));
-        assert!(!describes(folder.path(), &names(&["MIG-a", "MIG-b"])));
+        fs::write(directory.path().join(FILE), specification(&nodes, None).to_string()).unwrap();
+        assert!(describes(directory.path(), &names(&["MIG-a"])));
+        assert!(!describes(directory.path(), &names(&["MIG-a", "MIG-b"])));
     }
 
     #[test]

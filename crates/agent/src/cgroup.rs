@@ -1,20 +1,20 @@
-//! Which pods and container a process belongs to, by its cgroup (cgroups(7)). Pure.
+//! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
-//! A container may create cgroups of any name below its own and move its processes there. So the
-//! first component of a path, seen from the root, that names a pod is to be believed: only the
-//! kubelet and the container runtime create cgroups above it. Further components name pods only
-//! where a node is itself a pod.
+//! A container may create cgroups with any name below its own, and move its processes there. So
+//! only the first component of a path that names a pod, seen from the root, is trusted: only the
+//! kubelet and the container runtime create cgroups above it. Further components name pods only if
+//! a node itself runs in a pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Owner {
-    /// UID of the pod; for a static pod the hash of its manifest.
+    /// UID of the pod. For a static pod it is the hash of its manifest.
     pub pod: String,
-    /// The container runtime's id. None if the process is beside the pod's containers.
+    /// The container runtime's id. None if the process is in the pod but in none of its containers.
     pub container: Option<String>,
 }
 
-/// The owner of a process, from the text of `/proc/PID/cgroup`. None if it belongs to no pod, or if
+/// Parses `/proc/PID/cgroup` and returns the owner of the process. None if it is in no pod, or if
 /// two hierarchies disagree.
 pub fn owner(text: &str) -> Option<Owner> {
     let mut found: Option<Owner> = None;
@@ -29,10 +29,10 @@ pub fn owner(text: &str) -> Option<Owner> {
     found
 }
 
-/// UIDs of all pods that a process is below, the outermost first, from the text of
-/// `/proc/PID/cgroup`. All but the first may be made up by the first pod.
+/// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
+/// Only the first can be trusted: its containers may have made up the others.
 pub fn pods(text: &str) -> Vec<String> {
-    // All hierarchies that have pods have the same.
+    // All hierarchies that name pods name the same ones.
     let found = paths(text).map(owners).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }
@@ -43,20 +43,20 @@ fn paths(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
-/// The pods in a path, the outermost first, each with the container that the path goes on with.
+/// The pods in a path, outermost first, each with the container that follows it.
 fn owners(path: &str) -> Vec<Owner> {
-    // The kernel marks a cgroup that was removed under its last processes.
+    // The kernel appends this to a removed cgroup that still has processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
     let mut components = path.split('/').filter(|component| !component.is_empty()).peekable();
     let mut below_kubepods = false;
     let mut outside = true;
     let mut found = Vec::new();
     while let Some(component) = components.next() {
-        // A runtime that takes systemd's names for those of cgroupfs makes one component of three.
+        // containerd with cgroupfs, under a kubelet with systemd, joins three names with colons.
         let mut parts = component.split(':');
         let component = parts.next().unwrap_or_default();
-        // In another cgroup namespace a path begins with `..` for each level up to the common
-        // ancestor, which may be below `kubepods`.
+        // Seen from another cgroup namespace, a path begins with `..` for each level up to the
+        // common ancestor, which may be below `kubepods`.
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
         if let Some(pod) = plain.or_else(|| in_slice(component)).and_then(uid) {
             let inside = parts.next_back().or_else(|| components.peek().copied());
@@ -68,15 +68,15 @@ fn owners(path: &str) -> Vec<Owner> {
     found
 }
 
-/// systemd's name of a pod's cgroup: `kubepods-burstable-pod<uid>.slice`, with another slice's name
-/// before it where kubelets are nested.
+/// The pod in systemd's name of its cgroup: `kubepods-burstable-pod<uid>.slice`. Nested kubelets
+/// have another slice's name in front.
 fn in_slice(component: &str) -> Option<&str> {
     let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
     let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);
     (of == "kubepods" || of.ends_with("-kubepods")).then_some(pod)
 }
 
-/// A pod's UID with dashes, for which systemd has underscores.
+/// Parses a pod's UID. systemd's names have underscores instead of dashes.
 fn uid(text: &str) -> Option<String> {
     let uid = text.replace('_', "-");
     let hexadecimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -86,7 +86,8 @@ fn uid(text: &str) -> Option<String> {
     (fits && groups.into_iter().all(hexadecimal)).then_some(uid)
 }
 
-/// A container's id: `<id>`, `cri-containerd-<id>.scope`, `crio-<id>.scope`, `docker-<id>.scope`.
+/// Parses a container's id: `<id>`, `cri-containerd-<id>.scope`, `crio-<id>.scope`,
+/// `docker-<id>.scope`.
 fn container(component: &str) -> Option<String> {
     let name = component.strip_suffix(".scope").unwrap_or(component);
     let (runtime, id) = name.rsplit_once('-').unwrap_or(("", name));
@@ -106,13 +107,13 @@ mod tests {
     const OTHER: &str = "00000000-1111-4222-8333-444444444444";
     const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-    #[expect(clippy::unnecessary_wraps, reason = "an answer, to be compared with one")]
+    #[expect(clippy::unnecessary_wraps, reason = "compared with the result of `owner`")]
     fn pod(container: Option<&str>) -> Option<Owner> {
         Some(Owner { pod: UID.into(), container: container.map(str::to_owned) })
     }
 
     #[test]
-    fn the_names_of_every_driver_and_runtime_are_read() {
+    fn the_names_of_all_cgroup_drivers_and_runtimes_are_parsed() {
         for path in [
             format!("/kubepods/besteffort/pod{UID}/{ID}"),
             format!("/kubepods/burstable/pod{UID}/{ID}"),
@@ -122,7 +123,7 @@ mod tests {
             ),
             format!("/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SLICE}.slice/crio-{ID}.scope"),
             format!("/kubepods.slice/kubepods-pod{SLICE}.slice/docker-{ID}.scope"),
-            // CRI-O with cgroupfs, and with a cgroup of the container's own below.
+            // CRI-O with cgroupfs, and with a cgroup that the container created.
             format!("/kubepods/burstable/pod{UID}/crio-{ID}"),
             format!("/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{ID}.scope/container"),
             // containerd with cgroupfs under a kubelet with systemd.
@@ -134,7 +135,7 @@ mod tests {
                 "/system.slice/docker-{ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE}.slice/cri-containerd-{ID}.scope"
             ),
             format!("/cleave-e2e/node1/kubepods/besteffort/pod{UID}/{ID}"),
-            // As another cgroup namespace sees it.
+            // Seen from another cgroup namespace.
             format!("/../../../kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-{ID}.scope"),
             format!("/../../pod{UID}/{ID}"),
             format!("/../../../besteffort/../pod{UID}/{ID}").replace("/besteffort/..", ""),
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_beside_the_containers_is_the_pods_alone() {
+    fn processes_outside_of_containers_belong_to_the_pod_alone() {
         for path in [
             format!("/kubepods/pod{UID}"),
             format!("/kubepods/pod{UID}/system.slice/x"),
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pods_is_nobodys() {
+    fn processes_outside_of_pods_have_no_owner() {
         for text in [
             "",
             "0::/",
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_cannot_be_another_pods_by_the_names_of_its_own_cgroups() {
+    fn a_container_cannot_claim_another_pod_with_its_own_cgroups() {
         let lie = format!("kubepods/pod{OTHER}/{}", "f".repeat(64));
         for path in [
             format!("/kubepods/besteffort/pod{UID}/{ID}/{lie}"),
@@ -192,7 +193,7 @@ mod tests {
         ] {
             assert_eq!(owner(&format!("0::{path}")), pod(Some(ID)), "{path}");
         }
-        // Of two hierarchies that disagree neither is believed.
+        // If two hierarchies disagree, neither is trusted.
         assert_eq!(owner(&format!("2:cpu:/kubepods/pod{UID}/{ID}\n0::/kubepods/pod{OTHER}/{ID}")), None);
     }
 
@@ -209,7 +210,7 @@ mod tests {
                 "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SLICE}.slice/crio-3f.scope/container"
             ),
             format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{UID}/3f0c\n0::/"),
-            // What a tenant makes below is no pod.
+            // A cgroup that a tenant creates below its own is no pod.
             format!("0::/kubepods/pod{UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
         ] {
             assert_eq!(pods(&path).first().map(String::as_str), Some(UID), "{path}");
@@ -225,12 +226,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_is_too_much(text in ".*") {
+        fn no_text_causes_a_panic(text in ".*") {
             let _ = (owner(&text), pods(&text));
         }
 
         #[test]
-        fn nothing_below_a_container_says_whose_it_is(below in "(/[^/\n]{1,20}){0,6}") {
+        fn cgroups_below_a_container_do_not_change_its_owner(below in "(/[^/\n]{1,20}){0,6}") {
             prop_assert_eq!(owner(&format!("0::/kubepods/burstable/pod{UID}/{ID}{below}")).map(|owner| owner.pod), Some(UID.to_owned()));
         }
     }

@@ -1,5 +1,5 @@
-//! What the agent has to know before the API server, and NVML, answer: versioned, on the host's
-//! disk, whole or not there.
+//! The checkpoint: state that the agent needs before the API server and NVML answer. It is a
+//! versioned file on the host's disk, and is written atomically.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
@@ -16,100 +16,99 @@ use crate::files::write_atomically;
 use crate::gpu::health::Record;
 use crate::gpu::layout::{Layout, Pool};
 
-/// The version written, and the only one read.
+/// The version that is written, and the only one that is read.
 const VERSION: u32 = 1;
-/// The file in the state directory.
+/// Name of the file in the state directory.
 const FILE: &str = "agent.json";
 
-/// What was true when it was written.
+/// State of the agent at the time of writing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Checkpoint {
-    /// Boot id of the kernel that it was written under.
+    /// Boot id of the node.
     pub boot_id: String,
     /// Generation of the spec.
     pub generation: i64,
-    /// The last spec.
+    /// The last valid spec.
     pub spec: Option<GpuNodeSpec>,
-    /// The GPUs.
+    /// The known GPUs.
     pub gpus: Vec<Gpu>,
-    /// What they are served as, by UUID: not always what the spec says, since a change waits for
-    /// pods.
+    /// Their layouts, by UUID. They may differ from the spec while a change waits for pods.
     pub layouts: BTreeMap<String, Layout>,
-    /// What was given out.
+    /// The allocations.
     pub allocations: Vec<Allocation>,
-    /// GPUs that a spec has cut by MIG: they become whole where no spec names them any more.
-    #[serde(default)]
-    pub cut: BTreeSet<String>,
-    /// What was found wrong with GPUs, under this boot, and is not over; by UUID.
+    /// GPUs that a spec has partitioned by MIG. They become whole again when no spec names them.
+    #[serde(default, rename = "cut")]
+    pub mig_partitioned: BTreeSet<String>,
+    /// Recorded faults of GPUs in this boot, by UUID.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub health: BTreeMap<String, Record>,
 }
 
-/// Why a checkpoint is no help.
+/// Why a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The disk.
-    #[error("cannot read {path}")]
+    /// The file could not be read.
+    #[error("cannot read the checkpoint {path}")]
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error.
         source: io::Error,
     },
-    /// Its content.
-    #[error("{path} is no help: {source}")]
-    NoHelp {
+    /// The content is not usable.
+    #[error("the checkpoint {path} is not usable: {source}")]
+    Unusable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error.
         source: DecodeError,
     },
 }
 
-/// Why bytes are no checkpoint.
+/// Why the content of a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// Not what an agent wrote.
+    /// It is not what an agent wrote.
     #[error("it is damaged")]
     Damaged(#[source] serde_json::Error),
-    /// Written by another version of the agent.
+    /// It was written by another version of the agent.
     #[error("it has version {0}; this agent reads {VERSION}")]
     Version(u32),
-    /// It says what no agent has ever served.
+    /// Its values are impossible.
     #[error("it is damaged: {0}")]
-    Nonsense(String),
+    Invalid(String),
 }
 
 impl Checkpoint {
-    /// Reads what [`Checkpoint::encode`] wrote.
+    /// Parses the output of [`Checkpoint::encode`].
     ///
     /// # Errors
-    /// It is not what an agent of this version wrote.
+    /// Returns [`DecodeError`] if an agent of this version did not write it.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         #[derive(Deserialize)]
         struct Versioned {
             version: u32,
         }
-        // The version first: of another one nothing else can be taken for granted.
+        // Check the version first: the format of other versions is unknown.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
         if version != VERSION {
             return Err(DecodeError::Version(version));
         }
         let checkpoint: Self = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
-        checkpoint.check().map_err(DecodeError::Nonsense)?;
+        checkpoint.check().map_err(DecodeError::Invalid)?;
         Ok(checkpoint)
     }
 
-    /// Whether it can be served: what comes next trusts in numbers and names as
-    /// [`crate::gpu::layout`] makes them.
+    /// Checks the values that other code relies on without checking: numbers and names as
+    /// [`crate::gpu::layout`] creates them.
     fn check(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::VERSION, ..Desired::default() };
         let instances = self.gpus.iter().filter_map(|gpu| gpu.mig.as_ref()).flat_map(|mig| &mig.instances);
         let mut known = BTreeSet::new();
         let mut devices = self.gpus.iter().map(|gpu| &gpu.uuid).chain(instances.map(|instance| &instance.uuid));
         if let Some(twice) = devices.find(|uuid| !uuid.is_empty() && !known.insert(*uuid)) {
-            return Err(format!("device {twice:.80} is there twice"));
+            return Err(format!("device {twice:.80} is listed twice"));
         }
         let mut pools: Vec<&Pool> = self.layouts.values().flat_map(|layout| &layout.pools).collect();
         pools.sort_by_key(|pool| (&pool.resource, &pool.device, pool.first));
@@ -121,13 +120,13 @@ impl Checkpoint {
             (&one.resource, &one.device) == (&next.resource, &next.device) && one.holds(&next.device, next.first)
         };
         if let Some((twice, _)) = pools.iter().zip(pools.iter().skip(1)).find(|(one, next)| overlap(one, next)) {
-            return Err(format!("{:.80}: slices of {:.80} are there twice", twice.resource, twice.device));
+            return Err(format!("{:.80}: slices of {:.80} are listed twice", twice.resource, twice.device));
         }
         desired.allocations.extend(self.allocations.iter().filter_map(Allocation::door));
         desired.check().map_err(|wrong| wrong.to_string())
     }
 
-    /// As bytes, with this agent's version.
+    /// Serializes it, with this agent's version.
     pub fn encode(&self) -> Vec<u8> {
         #[derive(Serialize)]
         struct Versioned<'a> {
@@ -135,38 +134,38 @@ impl Checkpoint {
             #[serde(flatten)]
             checkpoint: &'a Checkpoint,
         }
-        // Maps have string keys and nothing is a float that JSON lacks: it cannot fail.
+        // Cannot fail: all map keys are strings, and there are no floats.
         serde_json::to_vec(&Versioned { version: VERSION, checkpoint: self }).unwrap_or_default()
     }
 }
 
-/// No other process is the node's agent while this is there.
+/// While this exists, no other process can be the node's agent.
 #[derive(Debug)]
 pub struct Lock {
     _directory: fs::File,
 }
 
-/// The checkpoint of a node.
+/// The file of a node's checkpoint.
 #[derive(Debug, Clone)]
 pub struct Store {
     path: PathBuf,
 }
 
 impl Store {
-    /// In this directory, which is made when first written.
+    /// The file in this directory, which is created by the first write.
     pub fn new(state_dir: &Path) -> Self {
         Self { path: state_dir.join(FILE) }
     }
 
-    /// Takes the directory for this process; nothing while another has it. The kernel gives it back
-    /// when the process dies, however it does.
+    /// Locks the directory for this process. Returns none while another process has the lock. The
+    /// kernel releases the lock when the process ends.
     ///
     /// # Errors
-    /// The directory is not there and cannot be made, or cannot be locked.
+    /// The directory cannot be created, opened or locked.
     pub fn try_lock(&self) -> io::Result<Option<Lock>> {
-        let folder = self.path.parent().unwrap_or(&self.path);
-        fs::create_dir_all(folder)?;
-        let directory = fs::File::open(folder)?;
+        let directory = self.path.parent().unwrap_or(&self.path);
+        fs::create_dir_all(directory)?;
+        let directory = fs::File::open(directory)?;
         match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(Lock { _directory: directory })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
@@ -174,7 +173,7 @@ impl Store {
         }
     }
 
-    /// Reads it; nothing where none was written.
+    /// Reads the checkpoint. None if there is no file.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {
@@ -182,20 +181,20 @@ impl Store {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(CheckpointError::Read { path: path(), source }),
         };
-        Checkpoint::decode(&bytes).map(Some).map_err(|source| CheckpointError::NoHelp { path: path(), source })
+        Checkpoint::decode(&bytes).map(Some).map_err(|source| CheckpointError::Unusable { path: path(), source })
     }
 
-    /// Puts one that is no help aside, for a person or the agent that it is of.
+    /// Renames an unusable checkpoint, so that an administrator or another version can read it.
     pub fn put_aside(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("json.unread");
         fs::rename(&self.path, &aside)?;
         Ok(aside)
     }
 
-    /// Writes it, whole or not at all.
+    /// Writes the checkpoint atomically.
     pub fn save(&self, content: &[u8]) -> io::Result<()> {
-        if let Some(folder) = self.path.parent() {
-            fs::create_dir_all(folder)?;
+        if let Some(directory) = self.path.parent() {
+            fs::create_dir_all(directory)?;
         }
         write_atomically(&self.path, content)
     }
@@ -208,12 +207,12 @@ mod tests {
 
     use super::*;
     use crate::allocation::usage::tests::allocation;
+    use crate::gpu::layout::target_layout;
     use crate::gpu::layout::tests::{gpu, mps_spec};
-    use crate::gpu::layout::wanted;
 
     fn checkpoint() -> Checkpoint {
         let spec = mps_spec("GPU-a", 10);
-        let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
+        let layout = target_layout(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         Checkpoint {
             generation: 7,
             spec: Some(GpuNodeSpec { plan_id: "p".into(), gpus: vec![spec] }),
@@ -221,15 +220,15 @@ mod tests {
             layouts: BTreeMap::from([("GPU-a".into(), layout)]),
             allocations: vec![allocation(&["GPU-a::0"])],
             boot_id: "boot".into(),
-            cut: BTreeSet::from(["GPU-b".to_owned()]),
+            mig_partitioned: BTreeSet::from(["GPU-b".to_owned()]),
             health: BTreeMap::from([("GPU-a".into(), Record { uncorrected: Some(1), ..Record::default() })]),
         }
     }
 
     #[test]
-    fn what_is_saved_is_loaded_and_nothing_is_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        let store = Store::new(&folder.path().join("not/there/yet"));
+    fn a_saved_checkpoint_is_loaded_and_a_missing_one_is_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::new(&directory.path().join("not/there/yet"));
         assert!(store.load().unwrap().is_none());
         store.save(&checkpoint().encode()).unwrap();
         assert_eq!(store.load().unwrap(), Some(checkpoint()));
@@ -238,9 +237,9 @@ mod tests {
     }
 
     #[test]
-    fn one_of_another_version_is_told_and_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let store = Store::new(folder.path());
+    fn a_checkpoint_of_another_version_is_refused_and_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::new(directory.path());
         store.save(br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
         assert!(error.to_string().ends_with("has version 2; this agent reads 1"), "{error}");
@@ -250,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_parses_and_cannot_be_served_is_damaged() {
+    fn a_checkpoint_with_impossible_values_is_damaged() {
         let changed = |pointer: &str, value: serde_json::Value| {
             let mut json: serde_json::Value = serde_json::from_slice(&checkpoint().encode()).unwrap();
             *json.pointer_mut(pointer).unwrap() = value;
@@ -258,21 +257,21 @@ mod tests {
         };
         let pool = "/layouts/GPU-a/pools/0";
         for (pointer, value, part) in [
-            // Each slice is a name in memory: this would be four billion.
+            // Every slice has an id in memory. This would be four billion ids.
             ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
-            ("first", json!(u32::MAX), "slices from 4294967295 on"),
+            ("first", json!(u32::MAX), "cannot be numbered from 4294967295"),
             ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),
-            ("kind/Mps/threads", json!([1]), "there are 10 shares, and limits for fewer"),
+            ("kind/Mps/threads", json!([1]), "there are 10 shares but limits for fewer"),
         ] {
             let error = changed(&format!("{pool}/{pointer}"), value).unwrap_err();
             assert!(error.contains(part) && error.len() < 1000, "{error}");
         }
         let layout: serde_json::Value = serde_json::to_value(&checkpoint().layouts["GPU-a"]).unwrap();
         let twice = changed("/layouts", json!({"GPU-a": layout, "GPU-b": layout})).unwrap_err();
-        assert!(twice.contains("nvidia.com/gpu-mps: slices of GPU-a are there twice"), "{twice}");
+        assert!(twice.contains("nvidia.com/gpu-mps: slices of GPU-a are listed twice"), "{twice}");
         let gpus =
             json!([serde_json::to_value(gpu("GPU-a", 0)).unwrap(), serde_json::to_value(gpu("GPU-a", 1)).unwrap()]);
-        assert!(changed("/gpus", gpus).unwrap_err().contains("device GPU-a is there twice"));
+        assert!(changed("/gpus", gpus).unwrap_err().contains("device GPU-a is listed twice"));
         let threads = changed("/layouts/GPU-a/daemons/GPU-a/defaultThreads", json!(101));
         assert!(threads.unwrap_err().contains("invalid active thread percentage 101"));
         let limits = json!({"threads": 20, "memory_mib": 1, "max_clients": null});
@@ -283,21 +282,21 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_fails_leaves_the_last_one() {
-        let folder = tempfile::tempdir().unwrap();
-        let store = Store::new(folder.path());
+    fn a_failed_write_keeps_the_last_checkpoint() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::new(directory.path());
         store.save(&checkpoint().encode()).unwrap();
-        // A directory where the temporary file would be.
-        fs::create_dir(folder.path().join("agent.json.tmp")).unwrap();
+        // A directory with the name of the temporary file.
+        fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
         assert!(store.save(b"{}").is_err());
         assert_eq!(store.load().unwrap(), Some(checkpoint()));
     }
 
     proptest! {
         #[test]
-        fn a_damaged_one_is_an_error_and_never_a_panic(cut in 0_usize..2000, byte: u8) {
-            let folder = tempfile::tempdir().unwrap();
-            let store = Store::new(folder.path());
+        fn a_damaged_checkpoint_is_an_error_and_never_a_panic(cut in 0_usize..2000, byte: u8) {
+            let directory = tempfile::tempdir().unwrap();
+            let store = Store::new(directory.path());
             let mut bytes = checkpoint().encode();
             let cut = cut % bytes.len();
             bytes.truncate(cut);

@@ -1,8 +1,8 @@
-//! What a container gets with its allocation. Pure.
+//! Changes to a container that gets an allocation: environment, mounts, devices. Pure.
 //!
-//! The edits are those of a CDI specification
-//! (<https://github.com/cncf-tags/container-device-interface>): each front end translates them into
-//! its own answer.
+//! They correspond to the container edits of a CDI specification
+//! (<https://github.com/cncf-tags/container-device-interface>). Each front end translates them into
+//! its own API.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -10,26 +10,26 @@ use crate::allocation::Allocation;
 use crate::args::{AgentArgs, DeviceListStrategy, EnvArg, MountArg};
 use crate::cdi;
 
-/// Where a container sees its allocation's folder.
+/// Path of the allocation's directory inside the container.
 pub const CONTAINER_PIPE_DIRECTORY: &str = "/run/cleave-mps";
 
-/// A host path inside a container.
+/// A host path that is mounted into a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// Where it is on the host.
+    /// Path on the host.
     pub host_path: String,
-    /// Where the container sees it.
+    /// Path in the container.
     pub container_path: String,
-    /// The container cannot write to it.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
-/// What a container gets with an allocation.
+/// Changes to a container that gets an allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ContainerEdits {
     /// Environment variables.
     pub env: BTreeMap<String, String>,
-    /// Host directories and files.
+    /// Host directories and files to mount.
     pub mounts: Vec<Mount>,
     /// Paths of device nodes, the same in the container as on the host. The container may read and
     /// write them.
@@ -38,7 +38,7 @@ pub struct ContainerEdits {
     pub cdi_devices: Vec<String>,
 }
 
-/// How containers of this node see devices, by the command line.
+/// How containers on this node get access to devices, as the command line sets it.
 #[derive(Debug, Clone)]
 pub struct ContainerSettings {
     strategy: DeviceListStrategy,
@@ -49,7 +49,7 @@ pub struct ContainerSettings {
 }
 
 impl ContainerSettings {
-    /// As the command line says.
+    /// Reads the settings from the command line.
     pub fn new(args: &AgentArgs) -> Self {
         let mount = |MountArg { host, container, read_only }: &MountArg| Mount {
             container_path: container.clone(),
@@ -73,19 +73,19 @@ impl ContainerSettings {
         }
     }
 
-    /// The folder of the CDI specification that must have an allocation's devices before its
-    /// container can start, if one must.
+    /// Directory of the CDI specification that must list the allocation's devices before its
+    /// container can start. None for other strategies.
     pub fn specification(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 
-    /// What a container gets with an allocation. `nodes` are the device nodes of each device.
+    /// The edits for a container with this allocation. `nodes` are the device nodes of each device.
     pub fn edits(&self, allocation: &Allocation, nodes: &BTreeMap<String, Vec<String>>) -> ContainerEdits {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {
             DeviceListStrategy::Envvar => allocation.devices.join(","),
-            // NVIDIA's images ask for all GPUs by default; should its runtime be there too, it must
-            // add nothing.
+            // NVIDIA's images request all GPUs by default. If NVIDIA's runtime handles the
+            // container too, "void" keeps it from adding any.
             DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
         };
         edits.env.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);
@@ -109,8 +109,8 @@ impl ContainerSettings {
                 edits.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
             }
             if let Some(memory) = limits.memory_mib {
-                // A fraction makes every context fail, and what cannot be read drops the limit:
-                // whole MiB of the only device there is.
+                // Whole MiB of device 0, the only one visible. With a fraction every context fails,
+                // and a limit that the driver cannot parse is ignored.
                 edits.env.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
             }
             edits.mounts.push(Mount {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_gets_its_limits_its_folder_and_its_gpu() {
+    fn a_share_gets_its_limits_its_directory_and_its_gpu() {
         let limits = MpsLimits { threads: Some(20), memory_mib: Some(2000), max_clients: None };
         let granted = allocation(&["GPU-0::2", "GPU-0::5"], Some(limits));
         let edits = settings("envvar", &["--container-mount", "/s:/t", "--container-env", "A=b"])
@@ -158,13 +158,13 @@ mod tests {
             host_path: host_path.into(),
             read_only,
         };
-        let folder = format!("/r/alloc/{}", granted.id());
-        assert_eq!(edits.mounts, [mount("/s", "/t", false), mount(&folder, "/run/cleave-mps", true)]);
+        let directory = format!("/r/alloc/{}", granted.id());
+        assert_eq!(edits.mounts, [mount("/s", "/t", false), mount(&directory, "/run/cleave-mps", true)]);
         assert!(edits.device_nodes.is_empty() && edits.cdi_devices.is_empty());
     }
 
     #[test]
-    fn a_whole_gpu_gets_the_device_and_nothing_of_mps() {
+    fn a_whole_gpu_gets_the_device_and_no_mps_settings() {
         let granted = allocation(&["GPU-0::0"], None);
         let nodes =
             BTreeMap::from([("GPU-0".to_owned(), vec!["/dev/nvidia3".to_owned(), "/dev/nvidiactl".to_owned()])]);

@@ -1,6 +1,5 @@
-//! The device plugin: extended resources as the kubelet asks for them.
-//!
-//! A front end of [`Allocator`]: it translates the kubelet's calls, and decides nothing itself.
+//! The device plugin: a front end of [`Allocator`] for extended resources. It translates the
+//! kubelet's calls, and decides nothing itself.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,14 +7,14 @@ use cleave_kubelet::{ContainerResponse, DeviceList, DeviceNode, Mount, Options, 
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-use crate::allocation::allocate::{Choice, Denied, View, prefer};
+use crate::allocation::allocate::{Choice, Denied, ResourceView, prefer};
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Kind, Pool, parse_id};
-use crate::metrics::{Metrics, Outcome};
+use crate::metrics::{AllocateOutcome, Metrics};
 
-/// Whether it matters which slices are taken: they are parts of several devices, and no device is
-/// decided on.
+/// Whether the choice of slices matters: they are parts of several devices, and `must_include` does
+/// not determine one.
 fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
     let mut devices = request.available.iter().filter_map(|id| Some(parse_id(id)?.0));
     let first = devices.next();
@@ -24,7 +23,7 @@ fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
         && devices.any(|device| Some(device) != first)
 }
 
-/// What the kubelet is answered for a container with these edits.
+/// Translates container edits into the kubelet's response.
 pub fn response(edits: ContainerEdits) -> ContainerResponse {
     let ContainerEdits { env, mounts, device_nodes, cdi_devices } = edits;
     let mount = |crate::container_edits::Mount { host_path, container_path, read_only }| Mount {
@@ -54,7 +53,7 @@ fn refusal(denied: Denied) -> Refusal {
     }
 }
 
-/// One extended resource.
+/// An extended resource that the agent serves to the kubelet.
 #[derive(Debug)]
 pub struct Served {
     resource: String,
@@ -64,12 +63,12 @@ pub struct Served {
 }
 
 impl Served {
-    /// With its first list.
+    /// Creates the resource with its first device list.
     pub fn new(resource: String, allocator: Arc<Allocator>, metrics: Metrics, devices: DeviceList) -> Self {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
     }
 
-    /// Changes the list in the open stream, where it is another.
+    /// Replaces the device list if it changed. Open streams send it to the kubelet.
     pub fn update(&self, devices: DeviceList) {
         self.devices.send_if_modified(|list| {
             let changed = **list != devices;
@@ -80,8 +79,8 @@ impl Served {
         });
     }
 
-    /// Sends the same list again.
-    pub fn renew(&self) {
+    /// Sends the unchanged list to the kubelet again.
+    pub fn resend(&self) {
         self.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
     }
 }
@@ -92,7 +91,7 @@ impl Resource for Served {
     }
 
     fn options(&self) -> Options {
-        // The same for every resource, so that a resource that gains shares under MPS need not be
+        // The same for every resource: a resource that gets its first MPS shares later need not be
         // registered again.
         Options { pre_start: true, preferred: true }
     }
@@ -101,40 +100,40 @@ impl Resource for Served {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource)?;
-        let waits = has_choice(pools, request) && !table.pending.knows(&self.resource, units);
-        waits.then(|| Box::pin(self.allocator.until_known(&self.resource, units)) as BoxFuture<'a, ()>)
+        let waits = has_choice(pools, request) && !table.pending.expects(&self.resource, units);
+        waits.then(|| Box::pin(self.allocator.wait_for_pod(&self.resource, units)) as BoxFuture<'a, ()>)
     }
 
     fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
-        let kept = table.pending.kept(&self.resource);
-        Ok(prefer(&View { resource: &self.resource, pools, kept: &kept }, &request.into()))
+        let reserved = table.pending.reserved(&self.resource);
+        Ok(prefer(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
-        let given = self.allocator.allocate(&self.resource, ids);
-        match &given {
+        let allocated = self.allocator.allocate(&self.resource, ids);
+        match &allocated {
             Ok((allocation, _)) => {
                 if let (Ok(units), [device]) = (u32::try_from(ids.len()), allocation.devices.as_slice()) {
-                    self.allocator.table().pending.answered(&self.resource, units, device, Instant::now());
+                    self.allocator.table().pending.record_answer(&self.resource, units, device, Instant::now());
                 }
-                self.metrics.allocate(&self.resource, Outcome::Granted);
-                tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "given out");
+                self.metrics.allocate(&self.resource, AllocateOutcome::Granted);
+                tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "allocated slices");
             }
             Err(denied) => {
-                self.metrics.allocate(&self.resource, Outcome::Refused);
+                self.metrics.allocate(&self.resource, AllocateOutcome::Refused);
                 tracing::warn!(resource = self.resource, %denied, "refused an allocation");
             }
         }
-        given.map(|(_, edits)| response(edits)).map_err(refusal)
+        allocated.map(|(_, edits)| response(edits)).map_err(refusal)
     }
 
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let began = Instant::now();
-            let allocation = self.allocator.known(&self.resource, ids).map_err(refusal)?;
-            self.allocator.ready(&allocation).await.map_err(|why| {
+            let allocation = self.allocator.get_or_allocate(&self.resource, ids).map_err(refusal)?;
+            self.allocator.wait_until_ready(&allocation).await.map_err(|why| {
                 tracing::warn!(
                     resource = self.resource,
                     allocation = allocation.id(),
@@ -156,7 +155,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::allocation::pending::{Bound, PendingAllocations, Want};
+    use crate::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
     use crate::allocator::{MAX_EVENTS, POD_WAIT};
@@ -184,17 +183,17 @@ mod tests {
         Served::new(MPS.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
     }
 
-    fn bound(name: &str, units: u32, device: &str) -> Bound {
-        let want = Want {
+    fn bound(name: &str, units: u32, device: &str) -> BoundPod {
+        let want = ContainerRequest {
             container: "c".into(),
             resource: MPS.into(),
             units,
-            ask: 0,
+            group: 0,
             needed: units,
-            held: Some(device.into()),
+            reserved_on: Some(device.into()),
         };
         let (uid, namespace, name) = (name.into(), "ns".into(), name.into());
-        Bound { uid, namespace, name, leaving: false, admitted: false, wants: vec![want] }
+        BoundPod { uid, namespace, name, terminating: false, admitted: false, requests: vec![want] }
     }
 
     fn ids(device: &str) -> Vec<String> {
@@ -211,59 +210,59 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_kubelet_waits_for_the_pod_and_no_longer() {
-        let served = served(PendingAllocations::watched(), pools(&["A", "B"], &shares()));
+        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
         let all = all();
         let request = request(&all, &[], 3);
         let waits = served.until_known(&request).unwrap();
         let allocator = Arc::clone(&served.allocator);
         let comes = async {
             tokio::task::yield_now().await;
-            allocator.update_pending(|pending| pending.pod(bound("other", 4, "A"), Instant::now()));
+            allocator.update_pending(|pending| pending.update_pod(bound("other", 4, "A"), Instant::now()));
             tokio::task::yield_now().await;
-            allocator.update_pending(|pending| pending.pod(bound("p", 3, "B"), Instant::now()));
+            allocator.update_pending(|pending| pending.update_pod(bound("p", 3, "B"), Instant::now()));
         };
         let started = tokio::time::Instant::now();
         tokio::join!(waits, comes);
-        assert_eq!(started.elapsed(), Duration::ZERO, "the clock stands still but for timers");
-        assert!(served.until_known(&request).is_none(), "it is known");
+        assert_eq!(started.elapsed(), Duration::ZERO, "the pod is reported in time");
+        assert!(served.until_known(&request).is_none(), "the pod is known");
         let chosen = served.preferred(&request).unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.allocate(&chosen).unwrap();
         served.until_known(&request).unwrap().await;
-        assert_eq!(started.elapsed(), POD_WAIT, "another of that size is not known, and its time runs out");
+        assert_eq!(started.elapsed(), POD_WAIT, "no second pod of that size is reported, so the wait times out");
     }
 
     #[test]
-    fn nobody_waits_where_there_is_nothing_to_choose_or_nobody_tells() {
+    fn no_request_waits_without_a_choice_or_without_a_watch() {
         let all = all();
         let two = || pools(&["A", "B"], &shares());
         let waits = |served: &Served, request: &PreferredRequest<'_>| served.until_known(request).is_some();
-        assert!(waits(&served(PendingAllocations::watched(), two()), &request(&all, &[], 3)));
+        assert!(waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
         assert!(!waits(&served(PendingAllocations::default(), two()), &request(&all, &[], 3)), "without an API server");
         assert!(
-            !waits(&served(PendingAllocations::watched(), two()), &request(&ids("A"), &[], 3)),
-            "all of one device"
+            !waits(&served(PendingAllocations::with_watch(), two()), &request(&ids("A"), &[], 3)),
+            "all on one device"
         );
         assert!(
-            !waits(&served(PendingAllocations::watched(), two()), &request(&all, &ids("B")[..1], 3)),
-            "an init container had it"
+            !waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &ids("B")[..1], 3)),
+            "an init container used it"
         );
         assert!(!waits(
-            &served(PendingAllocations::watched(), pools(&["A", "B"], &Kind::Whole)),
+            &served(PendingAllocations::with_watch(), pools(&["A", "B"], &Kind::Whole)),
             &request(&all, &[], 1)
         ));
-        assert!(!waits(&served(PendingAllocations::watched(), Vec::new()), &request(&[], &[], 0)));
+        assert!(!waits(&served(PendingAllocations::with_watch(), Vec::new()), &request(&[], &[], 0)));
     }
 
     #[test]
-    fn shares_of_two_devices_are_refused_counted_and_told() {
-        let served = served(PendingAllocations::watched(), pools(&["A", "B"], &shares()));
+    fn shares_of_two_devices_are_refused_counted_and_reported() {
+        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &shares()));
         let both = ["A::0", "B::0"].map(str::to_owned);
         let refusal = served.allocate(&both).unwrap_err();
-        assert!(refusal.to_string().contains("cannot be shares of 2 GPUs"), "{refusal}");
+        assert!(refusal.to_string().contains("cannot come from 2 GPUs"), "{refusal}");
         assert!(served.allocate(&[]).is_err());
-        let news = std::mem::take(&mut served.allocator.table().events);
-        assert_eq!(news.iter().map(|news| news.reason).collect::<Vec<_>>(), ["SharesSplit"]);
+        let events = std::mem::take(&mut served.allocator.table().events);
+        assert_eq!(events.iter().map(|event| event.reason).collect::<Vec<_>>(), ["SharesSplit"]);
         let metrics = served.allocator.metrics().encode().unwrap();
         assert!(metrics.contains("cleave_agent_splits_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
         for _ in 0..2 * MAX_EVENTS {

@@ -1,34 +1,34 @@
-//! Events: what the agent reports to people through Kubernetes.
+//! Kubernetes Events that the agent publishes.
 use cleave_api::gpunode::FindingStatus;
 
-/// Something that happened, for an `Event`.
+/// An Event about the node, or about a pod on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeEvent {
-    /// A warning, or good news.
+    /// Whether it is a warning.
     pub warning: bool,
-    /// One word.
+    /// The reason, in one word.
     pub reason: &'static str,
-    /// A sentence.
+    /// The note, in full sentences.
     pub note: String,
-    /// The pod that it is about; it is told on that pod too.
+    /// The pod that it is about. It is published on that pod too.
     pub regarding: Option<PodRef>,
-    /// A pod that it comes from, where it is told on the node alone: what comes from two is told
-    /// twice.
+    /// A pod that caused it, if it is published on the node alone. Events of two pods are not
+    /// merged.
     pub related: Option<PodRef>,
 }
 
-/// A pod that something is told of.
+/// A pod that an Event refers to.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PodRef {
     /// Its namespace.
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// Its UID; empty where it is not known.
+    /// Its UID, or empty if unknown.
     pub uid: String,
 }
 
-/// What a pod is told.
+/// An Event about a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodEvent {
     /// Its namespace.
@@ -37,14 +37,14 @@ pub struct PodEvent {
     pub pod: String,
     /// Its UID.
     pub uid: String,
-    /// One word.
+    /// The reason, in one word.
     pub reason: String,
-    /// A sentence.
+    /// The note, in full sentences.
     pub note: String,
 }
 
 impl PodEvent {
-    /// The event of a finding.
+    /// The Event for a finding.
     pub fn of(finding: FindingStatus) -> Self {
         let FindingStatus { kind, namespace, pod, uid, message, .. } = finding;
         Self { namespace, pod, uid, reason: kind, note: message }
@@ -56,7 +56,7 @@ pub fn warning(reason: &'static str, note: String) -> NodeEvent {
     NodeEvent { warning: true, reason, note, regarding: None, related: None }
 }
 
-/// Good news about the node: something works again.
+/// A note about the node that something works again.
 pub fn recovered(note: String) -> NodeEvent {
     NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: None }
 }

@@ -1,5 +1,4 @@
-//! Files that are whole or not there, whatever stops the writer; and those of others, followed as
-//! they change.
+//! Atomic writes of files, and notification of changes in directories.
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
@@ -9,43 +8,43 @@ use futures::StreamExt;
 use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
-/// Looks now and whenever something in the folder changes, for ever; where that cannot be watched,
-/// which `unwatched` is told, every so often.
-pub(crate) async fn look_as_it_changes(
-    folder: &Path,
+/// Calls `on_change` now and after every change in the directory, forever. Where inotify fails, calls
+/// `on_error` with the error, and `on_change` after every pause.
+pub(crate) async fn watch_directory(
+    directory: &Path,
     pause: Duration,
-    mut look: impl FnMut(),
-    unwatched: impl Fn(io::Error),
+    mut on_change: impl FnMut(),
+    on_error: impl Fn(io::Error),
 ) {
     loop {
-        match watch(folder) {
+        match watch(directory) {
             Ok(mut events) => {
-                look();
-                // A folder that was removed tells nothing any more: the next one is watched anew.
+                on_change();
+                // A removed directory sends no more events. Watch its replacement.
                 while let Some(Ok(event)) = events.next().await {
-                    look();
+                    on_change();
                     if event.mask.contains(EventMask::IGNORED) {
                         break;
                     }
                 }
             }
-            Err(error) => unwatched(error),
+            Err(error) => on_error(error),
         }
-        look();
+        on_change();
         sleep(pause).await;
     }
 }
 
-fn watch(folder: &Path) -> io::Result<EventStream<[u8; 1024]>> {
+fn watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
     let inotify = Inotify::init()?;
     inotify
         .watches()
-        .add(folder, WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE | WatchMask::DELETE | WatchMask::DELETE_SELF)?;
+        .add(directory, WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE | WatchMask::DELETE | WatchMask::DELETE_SELF)?;
     inotify.into_event_stream([0; 1024])
 }
 
-/// Writes beside `path`, to the disk, and renames. The temporary name has a suffix of its own,
-/// which no reader of the folder takes.
+/// Writes a temporary file next to `path`, syncs it to disk, and renames it. Readers of the
+/// directory ignore the suffix of the temporary file.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
@@ -55,7 +54,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
         file.sync_all()
     });
     written.and_then(|()| fs::rename(beside, path)).inspect_err(|_| {
-        // Half a file must not stay; the first error is the one to tell.
+        // Remove the partial file. The first error is the one to return.
         let _ = fs::remove_file(beside);
     })
 }

@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! Prometheus metrics of the agent.
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,79 +15,79 @@ use crate::gpu::xid::Class;
 use crate::tenants::judge::Usage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Answer {
+struct AllocateLabels {
     resource: String,
-    outcome: Outcome,
+    outcome: AllocateOutcome,
 }
 
-/// How a call of the kubelet ended.
+/// Result of an `Allocate` call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Outcome {
-    /// Given out.
+pub enum AllocateOutcome {
+    /// The slices were allocated.
     Granted,
-    /// Refused.
+    /// The request was refused.
     Refused,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Slices {
+struct SliceLabels {
     device: String,
     resource: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfGpu {
+struct GpuLabels {
     gpu: String,
     model: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfDevice {
+struct DeviceLabels {
     device: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfXid {
+struct XidLabels {
     device: String,
     xid: u64,
     class: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfTrouble {
+struct UnhealthyLabels {
     device: String,
     class: String,
     reason: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Kind {
+struct ErrorLabels {
     reason: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfResource {
+struct ResourceLabels {
     resource: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Waited {
+struct WaitLabels {
     result: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Terminated {
+struct TerminationLabels {
     outcome: Termination,
 }
 
-/// The outcome of terminating a client of a pod that is being terminated.
+/// Result of terminating a client of a pod that is being terminated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum Termination {
-    /// It was ended.
+    /// The client was terminated.
     Done,
-    /// An attempt failed; there will be another.
+    /// An attempt failed. There will be another.
     Failed,
-    /// It was not ended by the time at which its pod's containers may be killed.
+    /// The client was not terminated before its pod's containers may be killed.
     Late,
 }
 
@@ -98,7 +98,7 @@ struct ChangeLabels {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
-struct OfTenant {
+struct TenantLabels {
     namespace: String,
     pod: String,
     container: String,
@@ -106,117 +106,123 @@ struct OfTenant {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfKind {
+struct FindingLabels {
     kind: String,
 }
 
-/// Metrics of the agent; a handle to share.
+/// Handle to the agent's metrics.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
-    allocations: Family<Answer, Counter>,
-    splits: Family<OfResource, Counter>,
-    waits: Family<Waited, Counter>,
-    total: Family<Slices, Gauge>,
-    in_use: Family<Slices, Gauge>,
-    unhealthy: Family<Slices, Gauge>,
-    gpu_healthy: Family<OfGpu, Gauge>,
-    restarts: Family<OfDevice, Gauge>,
-    clients: Family<OfDevice, Gauge>,
-    trouble: Family<OfTrouble, Gauge>,
-    xids: Family<OfXid, Counter>,
-    faults: Family<OfDevice, Counter>,
-    errors: Family<Kind, Counter>,
+    allocations: Family<AllocateLabels, Counter>,
+    splits: Family<ResourceLabels, Counter>,
+    waits: Family<WaitLabels, Counter>,
+    total: Family<SliceLabels, Gauge>,
+    in_use: Family<SliceLabels, Gauge>,
+    unhealthy: Family<SliceLabels, Gauge>,
+    gpu_healthy: Family<GpuLabels, Gauge>,
+    restarts: Family<DeviceLabels, Gauge>,
+    clients: Family<DeviceLabels, Gauge>,
+    trouble: Family<UnhealthyLabels, Gauge>,
+    xids: Family<XidLabels, Counter>,
+    faults: Family<DeviceLabels, Counter>,
+    errors: Family<ErrorLabels, Counter>,
     changes: Family<ChangeLabels, Counter>,
-    terminations: Family<Terminated, Counter>,
+    terminations: Family<TerminationLabels, Counter>,
     tenants: Tenants,
     registry: Arc<Mutex<Registry>>,
 }
 
-/// What containers use of shared devices.
+/// Metrics of containers that use shared devices.
 #[derive(Debug, Clone, Default)]
 struct Tenants {
-    memory: Family<OfTenant, Gauge>,
-    limit: Family<OfTenant, Gauge>,
-    findings: Family<OfKind, Counter>,
-    /// Those that have a series: it goes with the tenant.
-    known: Arc<Mutex<BTreeSet<OfTenant>>>,
+    memory: Family<TenantLabels, Gauge>,
+    limit: Family<TenantLabels, Gauge>,
+    findings: Family<FindingLabels, Counter>,
+    /// Labels that have series, so that the series of a gone tenant can be removed.
+    known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
 impl Tenants {
     fn register(&self, registry: &mut Registry) {
-        let memory = "Memory of a shared GPU that a container's processes use, as NVML counts it";
+        let memory = "Memory of a shared GPU that a container's processes use, by NVML";
         registry.register("memory_bytes", memory, self.memory.clone());
-        let limit = "Memory of a shared GPU that a container's shares allow";
+        let limit = "Memory limit of a container's shares of a GPU";
         registry.register("memory_limit_bytes", limit, self.limit.clone());
-        registry.register("findings", "Tenants found to have left their shares, by how", self.findings.clone());
+        registry.register("findings", "Findings of tenants that left their shares, by kind", self.findings.clone());
     }
 }
 
 impl Metrics {
-    /// Registered under `cleave_agent`, and `cleave_tenant` what is of tenants.
+    /// Registers all metrics: those of tenants with prefix `cleave_tenant`, the others with
+    /// `cleave_agent`.
     pub fn new() -> Self {
         let metrics = Self::default();
         let mut all = Registry::default();
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
-        registry.register("allocations", "Allocate calls of the kubelet", metrics.allocations.clone());
-        registry.register("splits", "Allocate calls refused for shares of several GPUs", metrics.splits.clone());
-        let waits = "GetPreferredAllocation calls that came before the API server had told of the pod";
+        registry.register("allocations", "Allocate calls of the kubelet, by outcome", metrics.allocations.clone());
+        registry.register(
+            "splits",
+            "Allocate calls refused because the shares were on several GPUs",
+            metrics.splits.clone(),
+        );
+        let waits = "GetPreferredAllocation calls that waited for the API server to report the pod";
         registry.register("pod_waits", waits, metrics.waits.clone());
-        registry.register("slices", "Slices that the kubelet is told of", metrics.total.clone());
-        registry.register("slices_in_use", "Slices that containers hold", metrics.in_use.clone());
-        registry.register("slices_unhealthy", "Slices told as Unhealthy", metrics.unhealthy.clone());
+        registry.register("slices", "Slices listed to the kubelet", metrics.total.clone());
+        registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
+        registry.register("slices_unhealthy", "Slices listed as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
-        registry.register("mps_clients", "Clients of the allocations of a device", metrics.clients.clone());
-        let trouble = "GPUs and MIG devices that cannot serve, or should be reset: 1, by class and reason";
+        registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
+        let trouble = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
         registry.register("gpu_trouble", trouble, metrics.trouble.clone());
-        registry.register("xids", "XIDs by GPU, number and what they say of the GPU", metrics.xids.clone());
+        registry.register("xids", "XIDs by GPU, number and health class", metrics.xids.clone());
         registry.register(
             "mps_faults",
             "Fatal GPU errors that broke all MPS clients of a device",
             metrics.faults.clone(),
         );
-        registry.register("mig_changes", "MIG instances made and destroyed, by how it ended", metrics.changes.clone());
-        let terminations = "Clients of pods that leave that were ended through MPS, attempts that failed, and clients that were too late";
+        registry.register("mig_changes", "Changes of MIG mode and MIG instances, by result", metrics.changes.clone());
+        let terminations =
+            "Terminations of MPS clients of terminating pods: done, failed attempts, and clients that were too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
-        registry.register("errors", "What could not be done, by what it was", metrics.errors.clone());
+        registry.register("errors", "Failed operations, by kind; they are retried", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
         metrics
     }
 
-    /// A call of `Allocate`.
-    pub fn allocate(&self, resource: &str, outcome: Outcome) {
-        self.allocations.get_or_create(&Answer { resource: resource.to_owned(), outcome }).inc();
+    /// Counts an `Allocate` call.
+    pub fn allocate(&self, resource: &str, outcome: AllocateOutcome) {
+        self.allocations.get_or_create(&AllocateLabels { resource: resource.to_owned(), outcome }).inc();
     }
 
-    /// A set of shares of several GPUs was refused.
+    /// Counts a request that was refused because its shares were on several GPUs.
     pub fn split(&self, resource: &str) {
-        self.splits.get_or_create(&OfResource { resource: resource.to_owned() }).inc();
+        self.splits.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
     }
 
-    /// The kubelet waited for its answer, and the pod came, or did not.
+    /// Counts a request that waited for its pod to be reported. `came`: it was in time.
     pub fn waited(&self, came: bool) {
-        self.waits.get_or_create(&Waited { result: if came { "came" } else { "timeout" } }).inc();
+        self.waits.get_or_create(&WaitLabels { result: if came { "came" } else { "timeout" } }).inc();
     }
 
-    /// An XID.
+    /// Counts an XID.
     pub fn xid(&self, gpu: &str, xid: u64, class: Class) {
-        self.xids.get_or_create(&OfXid { device: gpu.to_owned(), xid, class: class.as_str() }).inc();
+        self.xids.get_or_create(&XidLabels { device: gpu.to_owned(), xid, class: class.as_str() }).inc();
     }
 
-    /// Fatal GPU errors under MPS.
+    /// Counts fatal GPU errors under MPS.
     pub fn faults(&self, device: &str, count: u64) {
-        self.faults.get_or_create(&OfDevice { device: device.to_owned() }).inc_by(count);
+        self.faults.get_or_create(&DeviceLabels { device: device.to_owned() }).inc_by(count);
     }
 
-    /// A client of a pod that leaves was to be ended.
+    /// Counts a termination of a client of a terminating pod.
     pub fn terminated(&self, outcome: Termination) {
-        self.terminations.get_or_create(&Terminated { outcome }).inc();
+        self.terminations.get_or_create(&TerminationLabels { outcome }).inc();
     }
 
-    /// A change of a GPU by MIG.
-    pub fn change(&self, change: &Change, outcome: &mig::Outcome) {
+    /// Counts a MIG change.
+    pub fn change(&self, change: &Change, outcome: &mig::ChangeOutcome) {
         let change = match change {
             Change::Destroy(_) => "destroy",
             Change::Create { .. } => "create",
@@ -224,22 +230,22 @@ impl Metrics {
             Change::Mode(false) => "mode-off",
         };
         let result = match outcome {
-            mig::Outcome::Done => "done",
-            mig::Outcome::Busy(_) => "busy",
-            mig::Outcome::AfterReset => "after-reset",
-            mig::Outcome::Slow(_) => "slow",
-            mig::Outcome::Failed(_) => "failed",
+            mig::ChangeOutcome::Done => "done",
+            mig::ChangeOutcome::Busy(_) => "busy",
+            mig::ChangeOutcome::AfterReset => "after-reset",
+            mig::ChangeOutcome::Slow(_) => "slow",
+            mig::ChangeOutcome::Failed(_) => "failed",
         };
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
-    /// What tenants use now; those that are not there any more have no series any more.
+    /// Sets the memory use of tenants, and removes the series of tenants that are gone.
     pub fn tenants(&self, usage: &[Usage]) {
         let Tenants { memory, limit, known, .. } = &self.tenants;
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
-        let mut there = BTreeSet::new();
+        let mut current = BTreeSet::new();
         for Usage { tenant, device, bytes: used, limit_mib } in usage {
-            let label = OfTenant {
+            let label = TenantLabels {
                 namespace: tenant.namespace.clone(),
                 pod: tenant.pod.clone(),
                 container: tenant.container.clone(),
@@ -254,27 +260,27 @@ impl Metrics {
                     limit.remove(&label);
                 }
             }
-            there.insert(label);
+            current.insert(label);
         }
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-        for gone in known.difference(&there) {
+        for gone in known.difference(&current) {
             memory.remove(gone);
             limit.remove(gone);
         }
-        *known = there;
+        *known = current;
     }
 
-    /// A tenant was found to have left its share.
+    /// Counts a finding of a tenant that left its share.
     pub fn finding(&self, kind: &str) {
-        self.tenants.findings.get_or_create(&OfKind { kind: kind.to_owned() }).inc();
+        self.tenants.findings.get_or_create(&FindingLabels { kind: kind.to_owned() }).inc();
     }
 
-    /// Something that will be tried again.
+    /// Counts a failed operation that will be retried.
     pub fn error(&self, reason: &'static str) {
-        self.errors.get_or_create(&Kind { reason: reason.to_owned() }).inc();
+        self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
-    /// The node as its status says it; what is not in it any more is gone.
+    /// Sets the metrics of the node from its status. Devices that are not in it lose their series.
     pub fn node(&self, status: &GpuNodeStatus) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();
@@ -284,30 +290,30 @@ impl Metrics {
         self.restarts.clear();
         self.clients.clear();
         for gpu in &status.gpus {
-            let of_gpu = OfGpu { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
+            let of_gpu = GpuLabels { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
             self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
             let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
             let instances = instances.filter_map(|instance| Some((&instance.uuid, instance.health.as_ref()?)));
             for (device, health) in instances.chain([(&gpu.uuid, &gpu.health)]) {
                 if !health.reason.is_empty() {
                     let (device, class, reason) = (device.clone(), health.class.clone(), health.reason.clone());
-                    self.trouble.get_or_create(&OfTrouble { device, class, reason }).set(1);
+                    self.trouble.get_or_create(&UnhealthyLabels { device, class, reason }).set(1);
                 }
             }
             for slices in &gpu.slices {
-                let label = Slices { device: slices.device.clone(), resource: slices.resource.clone() };
+                let label = SliceLabels { device: slices.device.clone(), resource: slices.resource.clone() };
                 self.total.get_or_create(&label).inc_by(i64::from(slices.total));
                 self.in_use.get_or_create(&label).inc_by(i64::from(slices.in_use));
                 self.unhealthy.get_or_create(&label).inc_by(i64::from(slices.unhealthy));
             }
             for daemon in &gpu.mps {
                 self.restarts
-                    .get_or_create(&OfDevice { device: daemon.device.clone() })
+                    .get_or_create(&DeviceLabels { device: daemon.device.clone() })
                     .set(i64::from(daemon.restarts));
             }
             for allocation in &gpu.allocations {
                 self.clients
-                    .get_or_create(&OfDevice { device: allocation.device.clone() })
+                    .get_or_create(&DeviceLabels { device: allocation.device.clone() })
                     .inc_by(i64::from(allocation.clients));
             }
         }
@@ -327,7 +333,7 @@ mod tests {
     use crate::tenants::judge::Tenant;
 
     #[test]
-    fn a_tenants_series_go_with_it_and_an_unlimited_one_has_no_limit() {
+    fn series_of_gone_tenants_are_removed_and_unlimited_tenants_have_no_limit() {
         let metrics = Metrics::new();
         let usage = |pod: &str, limit_mib| Usage {
             tenant: Tenant { namespace: "ns".into(), pod: pod.into(), container: "c".into() },
@@ -359,6 +365,9 @@ mod tests {
         metrics.error("nvml");
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_tenant_findings_total{kind="OutsideMps"} 1"#), "{text}");
-        assert!(text.contains(r#"cleave_agent_errors_total{reason="nvml"} 1"#), "the others are where they were");
+        assert!(
+            text.contains(r#"cleave_agent_errors_total{reason="nvml"} 1"#),
+            "the agent's own metrics have their prefix"
+        );
     }
 }

@@ -1,16 +1,16 @@
-//! The node's own `GpuNode` as it is read from the API server.
+//! The node's own `GpuNode`, as read from the API server.
 use cleave_api::GpuNodeSpec;
 
 /// The node's `GpuNode`, as the API server has it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum Object {
-    /// Not heard of yet.
+    /// The API server has not answered yet.
     #[default]
     Unknown,
-    /// There is none: the operator makes it.
+    /// It does not exist. The operator creates it.
     Missing,
-    /// It is not what the definition says.
+    /// It does not match its CRD, for this reason.
     Malformed(String),
-    /// Its spec, and the generation of that.
+    /// Its generation and spec.
     Present(i64, GpuNodeSpec),
 }

@@ -1,5 +1,5 @@
-//! The node's own pods, from the API server: what is read of them, and what it means for what the
-//! kubelet will ask.
+//! The node's own pods: the parts of a pod object that the agent reads, the requests that follow
+//! from it, and how far its termination is.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -14,18 +14,18 @@ use kube::Resource;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::allocation::pending::{Bound, Want};
+use crate::allocation::pending::{BoundPod, ContainerRequest};
 use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, Seen, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// The grace in seconds of a pod that says none, which the API server fills in.
+/// Grace period in seconds of a pod whose object names none. The API server fills in the same.
 const USUAL_GRACE: i64 = 30;
 
-/// Annotation of the API server's images of static pods.
+/// Annotation of a mirror pod: the API server's object for a static pod.
 const MIRROR: &str = "kubernetes.io/config.mirror";
 
-/// A pod as the API server tells it, without what nobody reads here.
+/// A pod as the API server reports it, without the fields that the agent does not read.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
 pub struct PodObject {
@@ -60,8 +60,7 @@ struct Lifecycle {
     pre_stop: PreStop,
 }
 
-/// A hook that the kubelet runs before it sends SIGTERM. How long any other than a sleep takes
-/// nobody knows.
+/// A hook that the kubelet runs before it sends SIGTERM. The duration is known only for a sleep.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {
@@ -84,7 +83,7 @@ struct Resources {
 #[serde(rename_all = "camelCase", default)]
 struct PodStatus {
     phase: String,
-    /// The kubelet writes it when it has admitted the pod, or refused it.
+    /// Set by the kubelet when it admits or refuses the pod.
     start_time: Option<IgnoredAny>,
     container_statuses: Vec<ContainerStatus>,
     init_container_statuses: Vec<ContainerStatus>,
@@ -95,42 +94,42 @@ struct PodStatus {
 #[serde(default)]
 struct ContainerStatus {
     name: String,
-    /// `containerd://<id>`; none before it was made.
+    /// `containerd://<id>`; absent until the container is created.
     #[serde(rename = "containerID")]
     container_id: Option<String>,
 }
 
 impl PodObject {
-    /// What the kubelet of this node will ask for it; nothing for a pod that has ended or wants
-    /// nothing that is served.
-    pub fn bound(&self, node: &str) -> Option<Bound> {
+    /// The `Allocate` calls that the kubelet will make for this pod. None if the pod has completed
+    /// or requests no resource that Cleave serves.
+    pub fn bound(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
             return None;
         }
-        let note = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
-        // A note that is not what the operator writes says nothing.
-        let mut note = note.and_then(|text| Placement::parse(text).ok()).unwrap_or_default();
-        let held = note.nodes.remove(node).unwrap_or_default();
-        let wants = wants(spec, &held);
-        (!wants.is_empty()).then_some(Bound {
+        let annotation = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
+        // An annotation that the operator did not write is ignored.
+        let mut placement = annotation.and_then(|text| Placement::parse(text).ok()).unwrap_or_default();
+        let reservations = placement.nodes.remove(node).unwrap_or_default();
+        let requests = requests(spec, &reservations);
+        (!requests.is_empty()).then_some(BoundPod {
             uid: metadata.uid.clone()?,
             namespace: metadata.namespace.clone()?,
             name: metadata.name.clone()?,
-            leaving: metadata.deletion_timestamp.is_some(),
+            terminating: metadata.deletion_timestamp.is_some(),
             admitted: status.start_time.is_some() || !matches!(status.phase.as_str(), "" | "Pending"),
-            wants,
+            requests,
         })
     }
 
-    /// How far it is on its way out.
-    fn departure(&self, bound: &Bound, now: Timestamp) -> Seen {
+    /// How far the pod's termination is.
+    fn termination(&self, bound: &BoundPod, now: Timestamp) -> Seen {
         let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let PodObject { metadata, spec, .. } = self;
-        // A plain init container has no hooks.
+        // An init container that is not a sidecar has no hooks.
         let containers = spec.init_containers.iter().chain(&spec.containers);
         let with_shares =
-            containers.filter(|container| bound.wants.iter().any(|want| want.container == container.name));
+            containers.filter(|container| bound.requests.iter().any(|request| request.container == container.name));
         let hooks = with_shares.map(|container| container.lifecycle.pre_stop.sleep.seconds);
         let deletion = metadata.deletion_timestamp.as_ref().map(|end| Deletion {
             grace: seconds(metadata.deletion_grace_period_seconds.unwrap_or(0)),
@@ -140,10 +139,10 @@ impl PodObject {
         Seen { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
     }
 
-    /// Notes how far it is on its way out, and says whether that is news.
-    pub fn note_departure(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
+    /// Records how far the pod's termination is. Returns whether that changed.
+    pub fn note_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
-        // Of a static pod this is the image: to delete it ends nothing.
+        // This is the API server's object for a static pod. Deleting it terminates nothing.
         let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR));
         let bound = self.bound(node).filter(|_| !is_mirror);
         let now = Instant::now();
@@ -155,7 +154,7 @@ impl PodObject {
             let pod = shutdown::Pod {
                 priority: self.spec.priority,
                 grace: Duration::from_secs(u64::try_from(grace).unwrap_or(0)),
-                seen: bound.map(|bound| self.departure(&bound, Timestamp::now())),
+                seen: bound.map(|bound| self.termination(&bound, Timestamp::now())),
             };
             shutdown.pod(uid, pod, now)
         };
@@ -169,7 +168,7 @@ impl PodObject {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// What people call it and its containers; none for a pod that has ended.
+    /// The pod's name and the names of its containers. None if the pod has completed.
     pub fn named(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {
@@ -188,13 +187,14 @@ impl PodObject {
         Some((metadata.uid.clone()?, pod))
     }
 
-    /// Its UID.
+    /// The pod's UID.
     pub(crate) fn uid(&self) -> Option<&String> {
         self.metadata.uid.as_ref()
     }
 }
 
-fn wants(spec: &PodSpec, held: &[cleave_api::placement::ReservedUnits]) -> Vec<Want> {
+/// The requests of each container for each resource that Cleave serves, with their reservations.
+fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits]) -> Vec<ContainerRequest> {
     let init = spec.init_containers.iter().map(|container| {
         let sidecar = container.restart_policy.as_deref() == Some("Always");
         (if sidecar { Kind::Sidecar } else { Kind::Init }, container)
@@ -212,24 +212,24 @@ fn wants(spec: &PodSpec, held: &[cleave_api::placement::ReservedUnits]) -> Vec<W
         })
         .collect();
     let asks = ledger::asks(&containers);
-    // Of each resource apart: whole devices are held one by one, and elsewhere in the note.
-    let place = |ask: usize| {
+    // Reservations are matched by resource and order: those for whole devices are noted one by one.
+    let device_of = |ask: usize| {
         let resource = asks.get(ask)?.resource.as_str();
         let nth = asks[..ask].iter().filter(|before| before.resource == resource).count();
-        let held = held.iter().filter(|held| held.resource == resource).nth(nth)?;
-        (held.units == asks[ask].units.get()).then(|| held.device.clone())
+        let reservation = reservations.iter().filter(|reservation| reservation.resource == resource).nth(nth)?;
+        (reservation.units == asks[ask].units.get()).then(|| reservation.device.clone())
     };
-    let want = |part: ledger::Part| {
-        Some(Want {
+    let request = |part: ledger::Part| {
+        Some(ContainerRequest {
             container: all.get(part.container)?.1.name.clone(),
-            held: place(part.ask),
+            reserved_on: device_of(part.ask),
             units: part.units.get(),
             needed: part.needed.get(),
-            ask: part.ask,
+            group: part.ask,
             resource: part.resource,
         })
     };
-    ledger::parts(&containers).into_iter().filter_map(want).collect()
+    ledger::parts(&containers).into_iter().filter_map(request).collect()
 }
 
 #[cfg(test)]
@@ -240,15 +240,15 @@ pub(crate) mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    pub(crate) fn object(name: &str, held: &str, spec: &Value) -> Value {
+    pub(crate) fn object(name: &str, placement: &str, spec: &Value) -> Value {
         json!({
             "metadata": {"name": name, "namespace": "ns", "uid": format!("uid-{name}"), "resourceVersion": "1",
-                "annotations": {"cleave.dev/placement": held}},
+                "annotations": {"cleave.dev/placement": placement}},
             "spec": spec,
         })
     }
 
-    fn read(object: &Value) -> Option<Bound> {
+    fn read(object: &Value) -> Option<BoundPod> {
         serde_json::from_value::<PodObject>(object.clone()).unwrap().bound("n")
     }
 
@@ -256,16 +256,16 @@ pub(crate) mod tests {
         json!({"name": name, "resources": {"limits": limits}, "image": "i", "env": [{"name": "A", "value": "b"}]})
     }
 
-    pub(crate) fn held(entries: &[(&str, u32, &str)]) -> String {
-        let held: Vec<Value> = entries
+    pub(crate) fn placement(entries: &[(&str, u32, &str)]) -> String {
+        let reservations: Vec<Value> = entries
             .iter()
             .map(|(resource, units, device)| json!({"resource": resource, "units": units, "device": device}))
             .collect();
-        json!({"until": 9, "nodes": {"n": held, "m": []}}).to_string()
+        json!({"until": 9, "nodes": {"n": reservations, "m": []}}).to_string()
     }
 
     #[test]
-    fn a_pod_wants_what_its_containers_ask_for_where_it_is_held() {
+    fn requests_follow_the_containers_limits_and_the_pods_reservations() {
         let spec = json!({
             "initContainers": [container("first", &json!({MPS: "2"}))],
             "containers": [
@@ -274,7 +274,7 @@ pub(crate) mod tests {
                 container("other", &json!({MPS: "3", "nvidia.com/gpu": "2"})),
             ],
         });
-        let note = held(&[
+        let note = placement(&[
             ("nvidia.com/gpu-10gb", 1, "GPU-c"),
             (MPS, 5, "GPU-a"),
             (MPS, 3, "GPU-b"),
@@ -282,13 +282,15 @@ pub(crate) mod tests {
             ("nvidia.com/gpu", 1, "GPU-e"),
         ]);
         let bound = read(&object("p", &note, &spec)).unwrap();
-        let wants: Vec<(&str, &str, u32, Option<&str>)> = bound
-            .wants
+        let requests: Vec<(&str, &str, u32, Option<&str>)> = bound
+            .requests
             .iter()
-            .map(|want| (want.container.as_str(), want.resource.as_str(), want.units, want.held.as_deref()))
+            .map(|request| {
+                (request.container.as_str(), request.resource.as_str(), request.units, request.reserved_on.as_deref())
+            })
             .collect();
         assert_eq!(
-            wants,
+            requests,
             [
                 ("first", MPS, 2, Some("GPU-a")),
                 ("main", "nvidia.com/gpu-10gb", 1, Some("GPU-c")),
@@ -297,20 +299,22 @@ pub(crate) mod tests {
                 ("other", MPS, 3, Some("GPU-b")),
             ]
         );
-        assert!(!bound.admitted && !bound.leaving);
+        assert!(!bound.admitted && !bound.terminating);
     }
 
     #[test]
-    fn a_note_that_says_something_else_says_nothing() {
+    fn an_annotation_that_does_not_match_the_request_is_ignored() {
         let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
-        for note in ["", "{", "[]", &held(&[]), &held(&[(MPS, 4, "GPU-a")]), r#"{"until":1,"nodes":{"m":[]}}"#] {
+        for note in
+            ["", "{", "[]", &placement(&[]), &placement(&[(MPS, 4, "GPU-a")]), r#"{"until":1,"nodes":{"m":[]}}"#]
+        {
             let bound = read(&object("p", note, &spec)).unwrap();
-            assert_eq!(bound.wants[0].held, None, "{note}");
+            assert_eq!(bound.requests[0].reserved_on, None, "{note}");
         }
     }
 
     #[test]
-    fn what_has_ended_or_wants_nothing_is_not_expected_and_what_the_kubelet_knows_has_asked() {
+    fn completed_pods_and_pods_without_shares_have_no_requests_and_started_pods_are_admitted() {
         let spec = json!({"containers": [container("main", &json!({MPS: "5"}))]});
         let with = |status: Value| {
             let mut object = object("p", "", &spec);
@@ -329,7 +333,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_deletion_is_noted_with_its_grace_and_what_the_hooks_sleep() {
+    fn a_deletion_is_read_with_its_grace_and_the_hooks_sleep() {
         let now = Timestamp::from_second(1_800_000_000).unwrap();
         let spec = |sleeps: [Value; 2]| {
             let [main, other] = ["main", "other"].map(|name| container(name, &json!({MPS: "1"})));
@@ -341,26 +345,26 @@ pub(crate) mod tests {
         };
         let sleep = |seconds: i64| json!({"preStop": {"sleep": {"seconds": seconds}}, "postStart": {"exec": {}}});
         let exec = json!({"preStop": {"exec": {"command": ["true"]}}});
-        let departure = |sleeps: [Value; 2], change: Value| {
+        let termination = |sleeps: [Value; 2], change: Value| {
             let mut object = object("p", "", &spec(sleeps));
             for (key, value) in change.as_object().into_iter().flatten() {
                 object["metadata"][key.as_str()] = value.clone();
             }
             let pod = serde_json::from_value::<PodObject>(object).unwrap();
-            pod.departure(&pod.bound("n").unwrap(), now)
+            pod.termination(&pod.bound("n").unwrap(), now)
         };
-        let stays = departure([sleep(20), sleep(15)], json!({}));
+        let stays = termination([sleep(20), sleep(15)], json!({}));
         assert_eq!((stays.uid.as_str(), stays.name.as_str(), stays.deletion), ("uid-p", "ns/p", None));
-        assert_eq!(stays.sleep, Duration::from_secs(15), "the shortest, of those with shares");
+        assert_eq!(stays.sleep, Duration::from_secs(15), "the shortest of the containers with shares");
         for hooks in [[sleep(20), json!({})], [exec, sleep(20)], [sleep(-1), sleep(20)]] {
-            assert_eq!(departure(hooks, json!({})).sleep, Duration::ZERO);
+            assert_eq!(termination(hooks, json!({})).sleep, Duration::ZERO);
         }
         for (end, left) in [("2027-01-15T08:00:20Z", 20), ("2027-01-15T08:00:00Z", 0), ("2027-01-15T07:00:00Z", 0)] {
             let change = json!({"deletionTimestamp": end, "deletionGracePeriodSeconds": 30});
-            let deletion = departure([sleep(1), sleep(1)], change).deletion.unwrap();
+            let deletion = termination([sleep(1), sleep(1)], change).deletion.unwrap();
             assert_eq!((deletion.grace.as_secs(), deletion.left.as_secs()), (30, left), "{end}");
         }
         let forced = json!({"deletionTimestamp": "2027-01-15T08:00:00Z", "deletionGracePeriodSeconds": 0});
-        assert_eq!(departure([sleep(1), sleep(1)], forced).deletion.unwrap().grace, Duration::ZERO);
+        assert_eq!(termination([sleep(1), sleep(1)], forced).deletion.unwrap().grace, Duration::ZERO);
     }
 }

@@ -59,8 +59,8 @@ async fn what_cannot_be_granted_is_refused_with_a_sentence_and_disturbs_nothing(
     machine.healthy(MPS, 8).await;
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
     for (wrong, says) in [
-        (vec![a.as_str(), b.as_str()], "cannot be shares of 2 GPUs"),
-        (vec![a.as_str(), a.as_str()], "is there twice"),
+        (vec![a.as_str(), b.as_str()], "cannot come from 2 GPUs"),
+        (vec![a.as_str(), a.as_str()], "is requested twice"),
         (vec!["GPU-none::0"], "is not a device of"),
         (vec![], "at least one"),
     ] {
@@ -218,7 +218,7 @@ async fn after_a_reboot_the_last_spec_is_served_and_containers_find_their_doors_
         "{seen}"
     );
     let text = fs::read_to_string(machine.path("agent.log")).unwrap();
-    assert!(text.contains("there is no way to the API server yet"), "an API server was there");
+    assert!(text.contains("failed to configure a client for the API server"), "an API server was there");
 }
 
 #[tokio::test]
@@ -229,7 +229,7 @@ async fn a_second_agent_waits_and_takes_over_when_the_first_has_ended() {
     machine.start_second_agent();
     let log = machine.path("agent.log");
     let waits =
-        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to end").then_some(());
+        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to exit").then_some(());
     machine.until("the second says that it waits", waits).await;
     let used = ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();

@@ -1,54 +1,54 @@
-//! What the kubelet is answered: which slices to take, and what a container gets that holds them.
-//! Pure.
+//! Decides which slices a request gets, and with which limits. Pure.
 //!
-//! Shares under MPS, and turns where it can be, are of one GPU. `Allocate` answers from what is
-//! served; a daemon that is away is no reason to refuse, since the container's start waits for it.
+//! MPS shares of one request are always on one GPU, and replicas where possible. `Allocate` is
+//! answered from the pools alone. A daemon that is briefly away is no reason to refuse: the start
+//! of the container waits for it.
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::pending::Kept;
+use super::pending::Reserved;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Kind, Pool, parse_id};
 
-/// Longest sentence part that repeats what a caller sent.
+/// Most characters of a caller's text that an error repeats.
 const ECHO: usize = 80;
 
-/// The pools of one resource, with what is needed to choose among them.
+/// The pools of one resource, and the reservations to respect.
 #[derive(Debug, Clone, Copy)]
-pub struct View<'a> {
-    /// The resource.
+pub struct ResourceView<'a> {
+    /// The extended resource.
     pub resource: &'a str,
     /// Its pools on all devices.
     pub pools: &'a [Pool],
-    /// Kept of the resource for pods that have not asked yet.
-    pub kept: &'a [Kept<'a>],
+    /// Reservations of the resource that are not allocated yet.
+    pub reserved: &'a [Reserved<'a>],
 }
 
-impl<'a> View<'a> {
+impl<'a> ResourceView<'a> {
     fn pool(&self, id: &str) -> Option<&'a Pool> {
         let (device, number) = parse_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.holds(device, number))
     }
 }
 
-/// A choice of slices.
+/// A request to choose slices.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
-    /// What may be chosen from, `must_include` among it. The order means nothing.
+    /// Ids to choose from, including `must_include`, in any order.
     pub available: &'a [String],
-    /// What must be part of the answer.
+    /// Ids that the answer must contain.
     pub must_include: &'a [String],
-    /// How many to choose, `must_include` counted.
+    /// Number of ids to choose, including `must_include`.
     pub size: usize,
 }
 
-/// Which slices to take.
+/// Chooses the slices for a request, lowest numbers first.
 ///
-/// All of one GPU, if one has them: of those, first one on which some are kept for a request of
-/// just this size, in the order of what is kept; then one where the rest of the free slices still
-/// holds what is kept there; then the one with the fewest free slices; then the first by UUID.
-/// Where none has them, those with the most free, so that the fewest are touched. Lowest numbers
-/// first. What must be included is.
-pub fn prefer(view: &View<'_>, request: &Choice<'_>) -> Vec<String> {
+/// If a GPU has enough free slices, all are taken from one GPU. Such GPUs are preferred in this
+/// order: one with a reservation for a request of this size, earliest reservation first; one where
+/// the other free slices still cover its reservations; the one with the fewest free slices; the
+/// first by UUID. If no GPU has enough, the GPUs with the most free slices are used, so that the
+/// fewest GPUs are. `must_include` is always part of the answer.
+pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
@@ -65,16 +65,16 @@ pub fn prefer(view: &View<'_>, request: &Choice<'_>) -> Vec<String> {
     order.sort_by_cached_key(|&device| {
         let free = room(device);
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
-        let kept = || view.kept.iter().filter(|kept| kept.device == device);
-        let is_for_this = |kept: &Kept<'_>| kept.sizes.iter().any(|size| *size as usize == request.size);
-        // An init container's request is for a part of what is kept, so that it matters whose is
-        // first.
-        let turn = view.kept.iter().position(|kept| kept.device == device && is_for_this(kept));
-        let for_this = turn.is_some();
-        let for_all = kept().fold(0_usize, |sum, kept| sum.saturating_add(kept.units as usize));
+        let reserved = || view.reserved.iter().filter(|reserved| reserved.device == device);
+        let is_for_this = |reserved: &Reserved<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
+        // The first matching reservation counts: an init container's request uses only a part of
+        // one.
+        let rank = view.reserved.iter().position(|reserved| reserved.device == device && is_for_this(reserved));
+        let for_this = rank.is_some();
+        let for_all = reserved().fold(0_usize, |sum, reserved| sum.saturating_add(reserved.units as usize));
         let spares_others = for_this || free >= missing.saturating_add(for_all);
         let size = if fits { free } else { usize::MAX - free };
-        (!fits, !started.contains(device), turn.unwrap_or(usize::MAX), !spares_others, size, device)
+        (!fits, !started.contains(device), rank.unwrap_or(usize::MAX), !spares_others, size, device)
     });
     for device in order {
         for (_, id) in free.get(device).into_iter().flatten() {
@@ -86,27 +86,27 @@ pub fn prefer(view: &View<'_>, request: &Choice<'_>) -> Vec<String> {
     chosen.into_iter().map(str::to_owned).collect()
 }
 
-/// Why no container can be given these ids: a sentence for the pod's events.
+/// Why a container cannot get these ids: a sentence for the pod's events.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// They are shares of several GPUs: the pod came around the gate, or what was held for it is
-    /// gone.
+    /// They are shares of several GPUs: the pod bypassed the placement gate, or lost its
+    /// reservation.
     #[error("{0}")]
     Split(String),
-    /// They make no sense.
+    /// The ids are malformed, duplicate, unknown, or of different kinds.
     #[error("{0}")]
     Invalid(String),
 }
 
-/// The allocation of these ids.
+/// Creates the allocation of these ids.
 ///
 /// # Errors
-/// No container can be given these ids.
-pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, Denied> {
+/// Returns [`Denied`] if no container can get these ids together.
+pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Denied> {
     let resource = view.resource;
     let invalid = |sentence| Err(Denied::Invalid(sentence));
     if ids.is_empty() {
-        return invalid(format!("a container must ask for at least one {resource}"));
+        return invalid(format!("a container must request at least one {resource}"));
     }
     let mut sorted = BTreeSet::new();
     let mut devices = BTreeSet::new();
@@ -116,7 +116,7 @@ pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, Denied> {
             return invalid(format!("{:?} is not a device of {resource} on this node", echo(id)));
         };
         if !sorted.insert(id.clone()) {
-            return invalid(format!("{id} is there twice"));
+            return invalid(format!("{id} is requested twice"));
         }
         devices.insert(pool.device.clone());
         let same_kind =
@@ -131,13 +131,13 @@ pub fn grant(view: &View<'_>, ids: &[String]) -> Result<Allocation, Denied> {
         Some(Kind::Mps { memory_mib, threads, max_clients }) => {
             if devices.len() > 1 {
                 return Err(Denied::Split(format!(
-                    "{} {resource} cannot be shares of {} GPUs ({}): no single GPU had as many free",
+                    "{} {resource} cannot come from {} GPUs ({}): no single GPU had enough free shares",
                     ids.len(),
                     devices.len(),
                     devices.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
                 )));
             }
-            // A list is complete or empty: `layout` sees to it.
+            // A list has a limit for every count or is empty: `layout` checks that.
             let last = ids.len() - 1;
             Some(MpsLimits {
                 threads: threads.get(last).copied(),
@@ -181,8 +181,8 @@ mod tests {
         counts.iter().enumerate().map(|(gpu, &count)| mps_pool(&format!("GPU-{gpu}"), count)).collect()
     }
 
-    fn view(pools: &[Pool]) -> View<'_> {
-        View { resource: MPS, pools, kept: &[] }
+    fn view(pools: &[Pool]) -> ResourceView<'_> {
+        ResourceView { resource: MPS, pools, reserved: &[] }
     }
 
     fn ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_gpu_that_holds_the_whole_request_is_preferred() {
+    fn the_fullest_gpu_with_room_for_the_whole_request_is_preferred() {
         let pools = pools(&[10, 10, 10]);
         let available = [ids("GPU-0", 0..10), ids("GPU-1", [9, 3, 7]), ids("GPU-2", 4..9)].concat();
         assert_eq!(prefer(&view(&pools), &request(&available, &[], 2)), ids("GPU-1", [3, 7]));
@@ -203,20 +203,24 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_for_that_size_comes_first_and_the_rest_is_spared() {
+    fn a_reservation_of_that_size_comes_first_and_other_reservations_are_spared() {
         let pools = pools(&[10, 10, 10]);
         let available = [ids("GPU-0", 0..10), ids("GPU-1", 0..4), ids("GPU-2", 0..5)].concat();
-        let keep = |device, units, sizes: &[u32]| Kept { device, units, sizes: sizes.to_vec() };
-        let kept = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
-        let with_kept = View { kept: &kept, ..view(&pools) };
-        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-0", 0..3), "what is kept for it");
-        assert_eq!(prefer(&with_kept, &request(&available, &[], 2)), ids("GPU-2", 0..2), "not from what others hold");
-        let kept = [keep("GPU-0", 5, &[2, 5])];
-        let with_kept = View { kept: &kept, ..view(&pools) };
+        let keep = |device, units, sizes: &[u32]| Reserved { device, units, sizes: sizes.to_vec() };
+        let reserved = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
+        let with_kept = ResourceView { reserved: &reserved, ..view(&pools) };
+        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-0", 0..3), "its own reservation");
+        assert_eq!(
+            prefer(&with_kept, &request(&available, &[], 2)),
+            ids("GPU-2", 0..2),
+            "not from others' reservations"
+        );
+        let reserved = [keep("GPU-0", 5, &[2, 5])];
+        let with_kept = ResourceView { reserved: &reserved, ..view(&pools) };
         assert_eq!(
             prefer(&with_kept, &request(&available, &[], 2)),
             ids("GPU-0", 0..2),
-            "where its pod's others will be"
+            "where the pod's other containers will be"
         );
         assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), ids("GPU-1", 0..3));
         let must = ids("GPU-2", [0]);
@@ -224,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_be_included_decides_the_gpu() {
+    fn required_ids_decide_the_gpu() {
         let pools = pools(&[10, 10]);
         let available = [ids("GPU-0", 0..2), ids("GPU-1", 0..9)].concat();
         let must = ids("GPU-1", [5]);
@@ -234,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn where_no_gpu_has_enough_the_fewest_are_touched() {
+    fn if_no_gpu_has_enough_the_fewest_gpus_are_used() {
         let pools = pools(&[10, 10, 10]);
         let available = [ids("GPU-0", 0..1), ids("GPU-1", 0..3), ids("GPU-2", 0..2)].concat();
         assert_eq!(
@@ -244,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_in_a_preferred_request_is_left_out() {
+    fn invalid_ids_in_a_preference_are_ignored() {
         let pools = pools(&[2]);
         let available = ["", "x", "GPU-0::7", "GPU-9::0", "GPU-0::1"].map(str::to_owned);
         assert_eq!(prefer(&view(&pools), &request(&available, &[], 3)), ["GPU-0::1"]);
@@ -261,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_that_cannot_be_granted_are_refused_with_a_sentence() {
+    fn requests_that_cannot_be_granted_are_refused_with_a_reason() {
         let mut pools = pools(&[2, 2]);
         pools.push(Pool { device: "GPU-2".into(), resource: MPS.into(), first: 0, count: 1, kind: Kind::Whole });
         pools.push(Pool {
@@ -277,24 +281,24 @@ mod tests {
         assert!(matches!(split, Denied::Split(_)));
         assert_eq!(
             split.to_string(),
-            "2 nvidia.com/gpu-mps cannot be shares of 2 GPUs (GPU-0, GPU-1): no single GPU had as many free"
+            "2 nvidia.com/gpu-mps cannot come from 2 GPUs (GPU-0, GPU-1): no single GPU had enough free shares"
         );
         let refused = |ids: &[&str]| match refused(ids) {
             Denied::Invalid(sentence) => sentence,
             Denied::Split(sentence) => panic!("{sentence}"),
         };
-        assert_eq!(refused(&["GPU-0::0", "GPU-0::0"]), "GPU-0::0 is there twice");
+        assert_eq!(refused(&["GPU-0::0", "GPU-0::0"]), "GPU-0::0 is requested twice");
         assert_eq!(refused(&["GPU-0::2"]), "\"GPU-0::2\" is not a device of nvidia.com/gpu-mps on this node");
-        assert!(refused(&["GPU-3::0"]).contains("not a device"), "another resource's");
+        assert!(refused(&["GPU-3::0"]).contains("not a device"), "an id of another resource");
         assert!(refused(&["GPU-0::0", "GPU-2::0"]).contains("not the same kind"));
         assert!(refused(&[]).contains("at least one"));
-        assert!(refused(&["\u{1}\n"]).contains("\\u{1}\\n"), "what is repeated is escaped");
+        assert!(refused(&["\u{1}\n"]).contains("\\u{1}\\n"), "repeated text is escaped");
         assert!(refused(&["x".repeat(100_000).as_str()]).len() < 200);
     }
 
     proptest! {
-        /// Whatever is free: a request that one GPU can hold is never split, never more or less
-        /// than asked, and can be granted.
+        /// A request that fits on one GPU is never split, gets exactly its size, and can be
+        /// granted.
         #[test]
         fn a_request_that_fits_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
@@ -314,13 +318,13 @@ mod tests {
                 prop_assert_eq!(Some(free[gpu].len()), smallest);
             }
             // The kubelet's order is random.
-            let turn = usize::try_from(seed % 7).unwrap() % available.len().max(1);
-            available.rotate_left(turn);
+            let shift = usize::try_from(seed % 7).unwrap() % available.len().max(1);
+            available.rotate_left(shift);
             prop_assert_eq!(prefer(&view(&pools), &request(&available, &[], size)), chosen);
         }
 
         #[test]
-        fn the_id_does_not_depend_on_the_order_and_tells_sets_apart(
+        fn the_id_does_not_depend_on_order_and_differs_between_sets(
             numbers in prop::collection::btree_set(0_u32..48, 1..8),
             others in prop::collection::btree_set(0_u32..48, 1..8),
         ) {
@@ -330,8 +334,7 @@ mod tests {
             prop_assert_eq!(numbers == others, id == allocation_id(MPS, &ids("GPU-0", others)));
         }
 
-        /// Nothing that the kubelet, or whoever speaks in its place, sends can make it panic or
-        /// grant what is not served.
+        /// No input can cause a panic or be granted slices that are not served.
         #[test]
         fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);

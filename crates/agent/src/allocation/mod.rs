@@ -1,6 +1,6 @@
-//! Allocations: which slices of which devices containers hold, or will. Pure.
+//! Allocations: which slices of which devices containers use, or will use. Pure.
 //!
-//! Nothing here knows which front end asks for an allocation.
+//! No code here knows which front end requested an allocation.
 pub mod allocate;
 pub mod pending;
 pub mod table;
@@ -12,37 +12,37 @@ use cleave_gpu::mps::wire;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Slices that a container holds, or is about to.
+/// Slices of one or more devices that are allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Allocation {
     /// The extended resource.
     pub resource: String,
-    /// Ids, sorted.
+    /// Ids of the slices, sorted.
     pub ids: Vec<String>,
     /// UUIDs of the devices; exactly one under MPS.
     pub devices: Vec<String>,
-    /// Limits, under MPS.
+    /// Its limits, if it is under MPS.
     pub mps: Option<MpsLimits>,
 }
 
-/// What an allocation may use.
+/// Limits of an allocation under MPS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MpsLimits {
-    /// Active thread percentage.
+    /// Active thread percentage, 1 to 100. None is no limit.
     pub threads: Option<u8>,
-    /// Memory, MiB.
+    /// Memory in MiB. None is no limit.
     pub memory_mib: Option<u64>,
-    /// Most clients.
+    /// Most MPS clients. None is no limit.
     pub max_clients: Option<u32>,
 }
 
 impl Allocation {
-    /// The allocation's name: the same for the same slices, in whatever order they are given.
+    /// The id of the allocation. It depends on the set of slices, not on their order.
     pub fn id(&self) -> String {
         allocation_id(&self.resource, &self.ids)
     }
 
-    /// Its door, by id, as the MPS host is to have it; none where it is not under MPS.
+    /// The id and settings of its door, for the MPS host. None if it is not under MPS.
     pub fn door(&self) -> Option<(String, wire::Allocation)> {
         let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
         let device = self.devices.first()?.clone();
@@ -56,7 +56,7 @@ pub fn allocation_id(resource: &str, ids: &[String]) -> String {
     sorted.sort_unstable();
     let mut hash = Sha256::new_with_prefix(resource);
     for id in sorted {
-        // No id and no resource name has a NUL, so that no two lists are the same text.
+        // NUL occurs in no id and no resource name, so it separates them without ambiguity.
         hash.update([0]);
         hash.update(id);
     }

@@ -1,11 +1,12 @@
-//! Which containers the kubelet is still to ask slices for, and on which device some are held for
-//! each. Pure: the time is an argument.
+//! Containers whose `Allocate` call the kubelet has yet to make, and the device on which each has a
+//! reservation. Pure: the time is an argument.
 //!
-//! What is known comes from three sides, none of which says it all: the API server has the pods
-//! that are bound to the node, with the operator's note of what is held for them; `Allocate` was
-//! answered, which names no pod; and the kubelet lists who holds what, later, and says nothing of
-//! init containers. An answer is taken for that of a container of its size which it was held for;
-//! when the kubelet then lists it for another, the two have swapped.
+//! Three sources are combined, because none of them is complete. The API server lists the pods that
+//! are bound to the node, with the reservations that the operator noted. `Allocate` calls name a
+//! size but no pod. The kubelet's list names the container of each slice, but later, and it omits
+//! init containers. A call is attributed to a pending container of the same size, preferably one
+//! with a reservation on the device that was allocated. If the kubelet then lists the slices for
+//! another container, the two containers have swapped reservations.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -13,406 +14,449 @@ use cleave_kubelet::HeldDevices;
 
 use crate::gpu::layout::parse_id;
 
-/// How long after an answer the kubelet lists the pod that it was for, at the latest.
-const LISTED: Duration = Duration::from_secs(2);
-/// Answers that no pod is known for; more than a node admits before the watch brings them.
-const EARLY: usize = 128;
+/// Longest delay between an `Allocate` call and the kubelet listing its pod.
+const LIST_DELAY: Duration = Duration::from_secs(2);
+/// Most `Allocate` calls that are kept while no pod is known for them. A node admits fewer pods
+/// before the watch reports them.
+const MOST_UNMATCHED: usize = 128;
 
-/// A pod that is bound to this node, and asks for slices.
+/// A pod that is bound to this node and requests slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bound {
+pub struct BoundPod {
     /// Its UID.
     pub uid: String,
     /// Its namespace.
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// It is being deleted: it may never ask.
-    pub leaving: bool,
-    /// The kubelet has admitted it: it has asked for all.
+    /// The pod is being deleted, so the kubelet may never call `Allocate` for it.
+    pub terminating: bool,
+    /// The kubelet has admitted the pod: it has called `Allocate` for every container.
     pub admitted: bool,
-    /// What its containers ask for, in the kubelet's order.
-    pub wants: Vec<Want>,
+    /// The requests of the pod's containers, in the kubelet's order.
+    pub requests: Vec<ContainerRequest>,
 }
 
-/// What one container asks for of one resource.
+/// The request of one container for one resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Want {
+pub struct ContainerRequest {
     /// The container.
     pub container: String,
     /// The extended resource.
     pub resource: String,
-    /// How many: the size of the kubelet's request.
+    /// Number of slices, which is also the size of the kubelet's `Allocate` call.
     pub units: u32,
-    /// Which of the pod's asks it is a part of: these have to be on one device.
-    pub ask: usize,
-    /// What this container and those before it need together of the ask.
+    /// Index of the pod's placement group. All slices of one group must be on one device.
+    pub group: usize,
+    /// Slices of the group that this container and the containers before it need together.
     pub needed: u32,
-    /// The device on which the ask is held.
-    pub held: Option<String>,
+    /// The device on which the group has a reservation.
+    pub reserved_on: Option<String>,
 }
 
-/// What is kept of a device for one ask of a pod.
+/// The part of a reservation that no container has been allocated yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Kept<'a> {
+pub struct Reserved<'a> {
     /// The GPU or MIG device.
     pub device: &'a str,
-    /// Units that are still to be given.
+    /// Slices that are still to be allocated.
     pub units: u32,
-    /// Sizes of the requests that will come for them.
+    /// Sizes of the `Allocate` calls to come.
     pub sizes: Vec<u32>,
 }
 
-/// How far a container's request is.
+/// Progress of a container's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// It has not come.
-    Wanted,
-    /// It was answered, as far as anybody can say.
-    Given(Instant),
-    /// The kubelet says so.
-    Served,
+enum RequestState {
+    /// `Allocate` has not been called.
+    Pending,
+    /// `Allocate` was called at this time. Which container the call was for is an assumption.
+    Answered(Instant),
+    /// The kubelet lists the container, or has admitted its pod.
+    Listed,
 }
 
 #[derive(Debug, Clone)]
-struct Part {
-    want: Want,
-    /// The hold that it stands for. Another's, where they have swapped.
-    note: Option<String>,
-    state: State,
-    /// Where it was given slices, if that is known.
-    given: Option<String>,
+struct PendingRequest {
+    wanted: ContainerRequest,
+    /// The device of the reservation that this request will use. It is another request's where the
+    /// two have swapped.
+    reservation: Option<String>,
+    state: RequestState,
+    /// The device of its allocation, if known.
+    allocated_on: Option<String>,
 }
 
 #[derive(Debug, Clone)]
 struct Pod {
     namespace: String,
     name: String,
-    leaving: bool,
+    terminating: bool,
     admitted: bool,
-    /// How many came before it: the kubelet hears of pods in the same order, and admits one after
-    /// the other.
+    /// Position in the order in which pods became known. The kubelet learns of pods in the same
+    /// order, and admits them one by one.
     order: u64,
-    /// A list that was asked for before says nothing of it, but perhaps of one with its name.
-    since: Instant,
-    parts: Vec<Part>,
+    /// When the pod became known. An older list may name an earlier pod of the same name.
+    known_since: Instant,
+    requests: Vec<PendingRequest>,
 }
 
+/// An answered `Allocate` call for which no pod is known.
 #[derive(Debug, Clone)]
-struct Answer {
+struct UnmatchedAllocation {
     resource: String,
     units: u32,
     device: String,
     at: Instant,
 }
 
-/// Where pods come from.
+/// State of the watch that reports pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum Feed {
-    /// From nowhere: nobody waits for one.
+enum PodWatch {
+    /// There is no watch, so no request waits for a pod.
     #[default]
-    Off,
-    /// It works, or is not known not to.
-    Open,
-    /// It fails.
+    Disabled,
+    /// The watch works, or no failure is known yet.
+    Working,
+    /// The watch fails.
     Failing,
-    /// It fails, and somebody has waited in vain.
-    GivenUp,
+    /// The watch fails, and a request has waited in vain.
+    Unreliable,
 }
 
-/// The containers that the kubelet is still to ask for, as far as is known.
+/// The requests that the kubelet has yet to make, as far as they are known.
 #[derive(Debug, Clone, Default)]
 pub struct PendingAllocations {
-    feed: Feed,
+    watch: PodWatch,
     pods: BTreeMap<String, Pod>,
-    came: u64,
-    early: Vec<Answer>,
+    pods_seen: u64,
+    unmatched: Vec<UnmatchedAllocation>,
 }
 
-/// A part of a pod.
-type Place = (String, usize);
+/// UID of a pod and index of one of its requests.
+type RequestKey = (String, usize);
 
 impl PendingAllocations {
-    /// None yet, but somebody will tell.
-    pub fn watched() -> Self {
-        Self { feed: Feed::Open, ..Self::default() }
+    /// Starts without pods, and expects a watch to report them.
+    pub fn with_watch() -> Self {
+        Self { watch: PodWatch::Working, ..Self::default() }
     }
 
-    /// The API server answers, or does not.
-    pub fn answers(&mut self, well: bool) {
-        self.feed = match (self.feed, well) {
-            (Feed::Off, _) => Feed::Off,
-            (_, true) => Feed::Open,
-            (Feed::GivenUp, false) => Feed::GivenUp,
-            (_, false) => Feed::Failing,
+    /// Records whether the watch on the API server works.
+    pub fn set_watch_working(&mut self, working: bool) {
+        self.watch = match (self.watch, working) {
+            (PodWatch::Disabled, _) => PodWatch::Disabled,
+            (_, true) => PodWatch::Working,
+            (PodWatch::Unreliable, false) => PodWatch::Unreliable,
+            (_, false) => PodWatch::Failing,
         };
     }
 
-    /// Somebody waited for a pod that did not come.
-    pub fn in_vain(&mut self) {
-        if self.feed == Feed::Failing {
-            self.feed = Feed::GivenUp;
+    /// Records that a request waited for a pod that was not reported.
+    pub fn wait_timed_out(&mut self) {
+        if self.watch == PodWatch::Failing {
+            self.watch = PodWatch::Unreliable;
         }
     }
 
-    /// Whether a request of this size is some known container's, or there is no use in waiting for
-    /// it to be.
-    pub fn knows(&self, resource: &str, units: u32) -> bool {
-        let wanted = |part: &Part| part.is(resource, units) && part.state == State::Wanted;
-        matches!(self.feed, Feed::Off | Feed::GivenUp) || self.pods.values().flat_map(|pod| &pod.parts).any(wanted)
+    /// Returns whether a known pod has a pending request of this size, or waiting for one is
+    /// pointless.
+    pub fn expects(&self, resource: &str, units: u32) -> bool {
+        let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
+        matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
+            || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
     }
 
-    /// What is kept of a resource for pods that have not asked yet, those first that the kubelet
-    /// will ask for first.
-    pub fn kept(&self, resource: &str) -> Vec<Kept<'_>> {
-        let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.leaving).collect();
-        staying.sort_by_key(|pod| pod.turn());
-        staying.into_iter().flat_map(|pod| pod.kept(resource)).collect()
+    /// Reservations of one resource that are not allocated yet, in the order in which the kubelet
+    /// will call `Allocate`.
+    pub fn reserved(&self, resource: &str) -> Vec<Reserved<'_>> {
+        let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.terminating).collect();
+        staying.sort_by_key(|pod| pod.admission_order());
+        staying.into_iter().flat_map(|pod| pod.reserved(resource)).collect()
     }
 
-    /// The UID of a pod of this node.
+    /// The UID of a pod on this node.
     pub fn uid(&self, namespace: &str, name: &str) -> Option<&str> {
         let is = |pod: &Pod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
         self.pods.iter().find(|(_, pod)| is(pod)).map(|(uid, _)| uid.as_str())
     }
 
-    /// The API server's word on a pod.
-    pub fn pod(&mut self, bound: Bound, now: Instant) {
-        let Bound { uid, namespace, name, leaving, admitted, wants } = bound;
-        let parts =
-            wants.into_iter().map(|want| Part { note: want.held.clone(), want, state: State::Wanted, given: None });
-        self.came += 1;
-        let fresh = Pod { namespace, name, leaving, admitted, order: self.came, since: now, parts: parts.collect() };
-        let pod = self.pods.entry(uid.clone()).or_insert_with(|| fresh.clone());
-        (pod.leaving, pod.admitted) = (fresh.leaving, fresh.admitted);
-        for (part, Part { want, note, .. }) in pod.parts.iter_mut().zip(fresh.parts) {
-            if part.want.held != want.held && part.state == State::Wanted {
-                part.note = note;
+    /// Records a pod as the API server reports it.
+    pub fn update_pod(&mut self, bound: BoundPod, now: Instant) {
+        let BoundPod { uid, namespace, name, terminating, admitted, requests } = bound;
+        let requests = requests.into_iter().map(|wanted| PendingRequest {
+            reservation: wanted.reserved_on.clone(),
+            wanted,
+            state: RequestState::Pending,
+            allocated_on: None,
+        });
+        self.pods_seen += 1;
+        let latest = Pod {
+            namespace,
+            name,
+            terminating,
+            admitted,
+            order: self.pods_seen,
+            known_since: now,
+            requests: requests.collect(),
+        };
+        let pod = self.pods.entry(uid.clone()).or_insert_with(|| latest.clone());
+        (pod.terminating, pod.admitted) = (latest.terminating, latest.admitted);
+        for (request, PendingRequest { wanted, reservation, .. }) in pod.requests.iter_mut().zip(latest.requests) {
+            if request.wanted.reserved_on != wanted.reserved_on && request.state == RequestState::Pending {
+                request.reservation = reservation;
             }
-            part.want = want;
+            request.wanted = wanted;
         }
-        for index in 0..pod.parts.len() {
-            let place = (uid.clone(), index);
-            self.take_early(&place);
+        for index in 0..pod.requests.len() {
+            let key = (uid.clone(), index);
+            self.match_earlier_answer(&key);
             if admitted {
-                self.admits(&place);
+                self.mark_admitted(&key);
             }
         }
-        self.settle();
+        self.swap_reservations();
     }
 
-    /// A pod is gone, or has ended.
-    pub fn gone(&mut self, uid: &str) {
+    /// Removes a pod that was deleted or has completed.
+    pub fn remove_pod(&mut self, uid: &str) {
         self.pods.remove(uid);
     }
 
-    /// All pods that there are.
-    pub fn only(&mut self, uids: &BTreeSet<String>) {
+    /// Removes every pod whose UID is not in `uids`.
+    pub fn retain_pods(&mut self, uids: &BTreeSet<String>) {
         self.pods.retain(|uid, _| uids.contains(uid));
     }
 
-    /// `Allocate` was answered with so many slices of a device.
-    pub fn answered(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
-        if self.feed == Feed::Off {
+    /// Records that `Allocate` returned this many slices of a device.
+    pub fn record_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
+        if self.watch == PodWatch::Disabled {
             return;
         }
-        let fit = |pod: &Pod, part: &Part| {
-            let same = part.note.as_deref() == Some(device);
-            (!same, pod.leaving, part.note.is_some(), pod.turn())
+        let fit = |pod: &Pod, request: &PendingRequest| {
+            let same = request.reservation.as_deref() == Some(device);
+            (!same, pod.terminating, request.reservation.is_some(), pod.admission_order())
         };
-        let wanted = self.places(|_, part| part.is(resource, units) && part.state == State::Wanted);
-        let best = wanted.min_by_key(|(_, pod, part)| fit(pod, part)).map(|(place, _, _)| place);
-        if let Some(part) = best.and_then(|place| self.part(&place)) {
-            (part.state, part.given) = (State::Given(now), Some(device.to_owned()));
-            self.settle();
+        let wanted =
+            self.find_requests(|_, request| request.is(resource, units) && request.state == RequestState::Pending);
+        let best = wanted.min_by_key(|(_, pod, request)| fit(pod, request)).map(|(key, _, _)| key);
+        if let Some(request) = best.and_then(|key| self.request(&key)) {
+            (request.state, request.allocated_on) = (RequestState::Answered(now), Some(device.to_owned()));
+            self.swap_reservations();
             return;
         }
-        if self.early.len() == EARLY {
-            self.early.remove(0);
+        if self.unmatched.len() == MOST_UNMATCHED {
+            self.unmatched.remove(0);
         }
-        self.early.push(Answer { resource: resource.to_owned(), units, device: device.to_owned(), at: now });
+        self.unmatched.push(UnmatchedAllocation {
+            resource: resource.to_owned(),
+            units,
+            device: device.to_owned(),
+            at: now,
+        });
     }
 
-    /// The kubelet's list, asked at `asked`.
-    pub fn listed(&mut self, rows: &[HeldDevices], asked: Instant) {
+    /// Records the kubelet's list, which was requested at `asked`.
+    pub fn record_listed(&mut self, rows: &[HeldDevices], asked: Instant) {
         for row in rows {
             let Some((device, _)) = row.ids.first().and_then(|id| parse_id(id)) else { continue };
-            let of_row = self.places(|pod, part| {
+            let of_row = self.find_requests(|pod, request| {
                 (pod.namespace.as_str(), pod.name.as_str()) == (row.namespace.as_str(), row.pod.as_str())
-                    && (part.want.container.as_str(), part.want.resource.as_str())
+                    && (request.wanted.container.as_str(), request.wanted.resource.as_str())
                         == (row.container.as_str(), row.resource.as_str())
-                    && pod.since <= asked
+                    && pod.known_since <= asked
             });
-            let found: Vec<Place> = of_row.map(|(place, _, _)| place).collect();
-            for place in found {
-                self.serves(&place, device);
+            let found: Vec<RequestKey> = of_row.map(|(key, _, _)| key).collect();
+            for key in found {
+                self.mark_listed(&key, device);
             }
         }
         for pod in self.pods.values_mut().filter(|pod| !pod.admitted) {
-            if pod.parts.iter().any(|part| part.state == State::Served) {
+            if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // It was another's answer, and that one is gone.
-            for part in &mut pod.parts {
-                if matches!(part.state, State::Given(at) if at + LISTED < asked) {
-                    (part.state, part.given) = (State::Wanted, None);
+            // The call was for another container, whose pod is gone.
+            for request in &mut pod.requests {
+                if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < asked) {
+                    (request.state, request.allocated_on) = (RequestState::Pending, None);
                 }
             }
         }
-        self.early.retain(|answer| answer.at + LISTED >= asked);
-        self.settle();
+        self.unmatched.retain(|answer| answer.at + LIST_DELAY >= asked);
+        self.swap_reservations();
     }
 
-    /// The kubelet lists a container with a device: it has asked, and so have those before it.
-    fn serves(&mut self, place: &Place, device: &str) {
-        let (uid, last) = place;
+    /// Marks a request as listed on a device, and the earlier requests of its pod with it: the
+    /// kubelet calls `Allocate` for containers in order.
+    fn mark_listed(&mut self, key: &RequestKey, device: &str) {
+        let (uid, last) = key;
         let Some(pod) = self.pods.get(uid) else { return };
-        let Some(ask) = pod.parts.get(*last).map(|part| part.want.ask) else { return };
+        let Some(group) = pod.requests.get(*last).map(|request| request.wanted.group) else { return };
         for index in 0..=*last {
-            let place = (uid.clone(), index);
-            let Some(part) = self.part(&place) else { continue };
-            let here = (part.want.ask == ask).then(|| device.to_owned());
-            if part.state == State::Served && (here.is_none() || part.given == here) {
+            let key = (uid.clone(), index);
+            let Some(request) = self.request(&key) else { continue };
+            let here = (request.wanted.group == group).then(|| device.to_owned());
+            if request.state == RequestState::Listed && (here.is_none() || request.allocated_on == here) {
                 continue;
             }
-            let Part { want, given, .. } = part.clone();
-            (part.state, part.given) = (State::Served, here.clone().or(part.given.take()));
-            if here.is_some() && given == here {
+            let PendingRequest { wanted, allocated_on, .. } = request.clone();
+            (request.state, request.allocated_on) =
+                (RequestState::Listed, here.clone().or(request.allocated_on.take()));
+            if here.is_some() && allocated_on == here {
                 continue;
             }
-            // The answer that was this one's was taken for another's: that one gets what was taken
-            // for this one's.
-            let taken = |other: &Place, part: &Part| {
-                let open = matches!(part.state, State::Given(_)) && part.is(&want.resource, want.units);
-                open && *other != place && part.given == here
+            // The call for this request was attributed to another one. Exchange the two devices.
+            let taken = |other: &RequestKey, request: &PendingRequest| {
+                let open =
+                    matches!(request.state, RequestState::Answered(_)) && request.is(&wanted.resource, wanted.units);
+                open && *other != key && request.allocated_on == here
             };
-            let other = self.all().find(|(other, _, part)| taken(other, part)).map(|(other, _, _)| other);
-            if let Some(other) = other.and_then(|other| self.part(&other)) {
-                if given.is_none() {
-                    other.state = State::Wanted;
+            let other = self.all().find(|(other, _, request)| taken(other, request)).map(|(other, _, _)| other);
+            if let Some(other) = other.and_then(|other| self.request(&other)) {
+                if allocated_on.is_none() {
+                    other.state = RequestState::Pending;
                 }
-                other.given = given;
+                other.allocated_on = allocated_on;
             } else if let Some(here) = &here {
-                let this = |answer: &Answer| {
-                    answer.resource == want.resource && answer.units == want.units && answer.device == *here
+                let this = |answer: &UnmatchedAllocation| {
+                    answer.resource == wanted.resource && answer.units == wanted.units && answer.device == *here
                 };
-                if let Some(index) = self.early.iter().position(this) {
-                    self.early.remove(index);
+                if let Some(index) = self.unmatched.iter().position(this) {
+                    self.unmatched.remove(index);
                 }
             }
         }
     }
 
-    /// The kubelet has admitted a container's pod: it was answered. If that was taken for
-    /// another's, that one still waits.
-    fn admits(&mut self, place: &Place) {
-        let Some(part) = self.part(place) else { return };
-        let was = std::mem::replace(&mut part.state, State::Served);
-        let Part { want, note, .. } = part.clone();
-        if was != State::Wanted {
+    /// Marks the request of an admitted pod. If it still counts as pending, its call was attributed
+    /// to another request: that one is pending again.
+    fn mark_admitted(&mut self, key: &RequestKey) {
+        let Some(request) = self.request(key) else { return };
+        let was = std::mem::replace(&mut request.state, RequestState::Listed);
+        let PendingRequest { wanted, reservation, .. } = request.clone();
+        if was != RequestState::Pending {
             return;
         }
-        let taken = |pod: &Pod, part: &Part| {
-            part.is(&want.resource, want.units) && matches!(part.state, State::Given(_)) && !pod.admitted
+        let taken = |pod: &Pod, request: &PendingRequest| {
+            request.is(&wanted.resource, wanted.units)
+                && matches!(request.state, RequestState::Answered(_))
+                && !pod.admitted
         };
-        let others = self.places(taken);
-        let other = others.min_by_key(|(_, _, other)| other.given != note).map(|(place, _, _)| place);
-        let Some(other) = other.and_then(|other| self.part(&other)) else { return };
-        other.state = State::Wanted;
-        let given = other.given.take();
-        if let Some(part) = self.part(place) {
-            part.given = given;
+        let others = self.find_requests(taken);
+        let other = others.min_by_key(|(_, _, other)| other.allocated_on != reservation).map(|(key, _, _)| key);
+        let Some(other) = other.and_then(|other| self.request(&other)) else { return };
+        other.state = RequestState::Pending;
+        let allocated_on = other.allocated_on.take();
+        if let Some(request) = self.request(key) {
+            request.allocated_on = allocated_on;
         }
     }
 
-    /// An answer of before the pod was known.
-    fn take_early(&mut self, place: &Place) {
-        let Some(Part { want, note, state: State::Wanted, .. }) = self.part(place).cloned() else { return };
-        let of_size = self.early.iter().enumerate();
-        let of_size = of_size.filter(|(_, answer)| answer.resource == want.resource && answer.units == want.units);
-        let best = of_size.min_by_key(|(_, answer)| Some(&answer.device) != note.as_ref()).map(|(index, _)| index);
-        let Some(Answer { device, at, .. }) = best.map(|index| self.early.remove(index)) else { return };
-        if let Some(part) = self.part(place) {
-            (part.state, part.given) = (State::Given(at), Some(device));
+    /// Attributes an earlier `Allocate` call to a request whose pod has just become known.
+    fn match_earlier_answer(&mut self, key: &RequestKey) {
+        let Some(PendingRequest { wanted, reservation, state: RequestState::Pending, .. }) = self.request(key).cloned()
+        else {
+            return;
+        };
+        let of_size = self.unmatched.iter().enumerate();
+        let of_size = of_size.filter(|(_, answer)| answer.resource == wanted.resource && answer.units == wanted.units);
+        let best =
+            of_size.min_by_key(|(_, answer)| Some(&answer.device) != reservation.as_ref()).map(|(index, _)| index);
+        let Some(UnmatchedAllocation { device, at, .. }) = best.map(|index| self.unmatched.remove(index)) else {
+            return;
+        };
+        if let Some(request) = self.request(key) {
+            (request.state, request.allocated_on) = (RequestState::Answered(at), Some(device));
         }
     }
 
-    /// Who was given slices elsewhere than they were held for it has swapped with the one that they
-    /// were held for.
-    fn settle(&mut self) {
-        let elsewhere = |part: &Part| part.state != State::Wanted && part.given.is_some() && part.given != part.note;
-        // First those with each other of which both were given something.
+    /// Exchanges reservations between requests that were allocated on each other's device.
+    fn swap_reservations(&mut self) {
+        let elsewhere = |request: &PendingRequest| {
+            request.state != RequestState::Pending
+                && request.allocated_on.is_some()
+                && request.allocated_on != request.reservation
+        };
+        // Pairs of which both are allocated come first.
         for waiting in [false, true] {
-            let strayed: Vec<Place> = self.places(|_, part| elsewhere(part)).map(|(place, _, _)| place).collect();
-            for place in strayed {
-                let Some(Part { want, note: Some(note), given, .. }) =
-                    self.part(&place).filter(|part| elsewhere(part)).cloned()
+            let misplaced: Vec<RequestKey> =
+                self.find_requests(|_, request| elsewhere(request)).map(|(key, _, _)| key).collect();
+            for key in misplaced {
+                let Some(PendingRequest { wanted, reservation: Some(reservation), allocated_on, .. }) =
+                    self.request(&key).filter(|request| elsewhere(request)).cloned()
                 else {
                     continue;
                 };
-                let has_its = |part: &Part| {
-                    let right = if waiting { part.state == State::Wanted } else { elsewhere(part) };
-                    right && part.is(&want.resource, want.units) && part.note == given
+                let has_reservation = |request: &PendingRequest| {
+                    let right = if waiting { request.state == RequestState::Pending } else { elsewhere(request) };
+                    right && request.is(&wanted.resource, wanted.units) && request.reservation == allocated_on
                 };
-                let other = self.places(|_, part| has_its(part)).map(|(place, _, _)| place).next();
-                let Some(other) = other.and_then(|other| self.part(&other)) else { continue };
-                other.note = Some(note);
-                if let Some(part) = self.part(&place) {
-                    part.note = given;
+                let other = self.find_requests(|_, request| has_reservation(request)).map(|(key, _, _)| key).next();
+                let Some(other) = other.and_then(|other| self.request(&other)) else { continue };
+                other.reservation = Some(reservation);
+                if let Some(request) = self.request(&key) {
+                    request.reservation = allocated_on;
                 }
             }
         }
-        // What is known to be served stands for no hold any more: pods that come later have their
-        // own.
-        for part in self.pods.values_mut().flat_map(|pod| &mut pod.parts) {
-            if part.state == State::Served && part.given.is_some() {
-                part.note.clone_from(&part.given);
+        // A listed request no longer uses a reservation. Later pods bring their own.
+        for request in self.pods.values_mut().flat_map(|pod| &mut pod.requests) {
+            if request.state == RequestState::Listed && request.allocated_on.is_some() {
+                request.reservation.clone_from(&request.allocated_on);
             }
         }
     }
 
-    fn all(&self) -> impl Iterator<Item = (Place, &Pod, &Part)> {
+    fn all(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
         self.pods.iter().flat_map(|(uid, pod)| {
-            pod.parts.iter().enumerate().map(move |(index, part)| ((uid.clone(), index), pod, part))
+            pod.requests.iter().enumerate().map(move |(index, request)| ((uid.clone(), index), pod, request))
         })
     }
 
-    fn places<'a>(
+    fn find_requests<'a>(
         &'a self,
-        which: impl Fn(&Pod, &Part) -> bool + 'a,
-    ) -> impl Iterator<Item = (Place, &'a Pod, &'a Part)> {
-        self.all().filter(move |(_, pod, part)| which(pod, part))
+        which: impl Fn(&Pod, &PendingRequest) -> bool + 'a,
+    ) -> impl Iterator<Item = (RequestKey, &'a Pod, &'a PendingRequest)> {
+        self.all().filter(move |(_, pod, request)| which(pod, request))
     }
 
-    fn part(&mut self, (uid, index): &Place) -> Option<&mut Part> {
-        self.pods.get_mut(uid)?.parts.get_mut(*index)
+    fn request(&mut self, (uid, index): &RequestKey) -> Option<&mut PendingRequest> {
+        self.pods.get_mut(uid)?.requests.get_mut(*index)
     }
 }
 
-impl Part {
+impl PendingRequest {
     fn is(&self, resource: &str, units: u32) -> bool {
-        self.want.units == units && self.want.resource == resource
+        self.wanted.units == units && self.wanted.resource == resource
     }
 }
 
 impl Pod {
-    /// When the kubelet asks for it: the one that it is in the middle of is first.
-    fn turn(&self) -> (bool, u64) {
-        (!self.parts.iter().any(|part| part.state != State::Wanted), self.order)
+    /// Key for sorting pods by when the kubelet admits them. A pod that it has begun to admit is
+    /// first.
+    fn admission_order(&self) -> (bool, u64) {
+        (!self.requests.iter().any(|request| request.state != RequestState::Pending), self.order)
     }
 
-    /// What is kept for each of its asks.
-    fn kept(&self, resource: &str) -> impl Iterator<Item = Kept<'_>> {
-        let asks: BTreeSet<usize> =
-            self.parts.iter().filter(|part| part.want.resource == resource).map(|part| part.want.ask).collect();
-        asks.into_iter().filter_map(|ask| {
-            let parts = || self.parts.iter().filter(move |part| part.want.ask == ask);
-            let wanted = || parts().filter(|part| part.state == State::Wanted);
-            let whole = parts().map(|part| part.want.needed).max()?;
-            let given = parts().filter(|part| part.state != State::Wanted).map(|part| part.want.needed).max();
-            let device = wanted().next_back()?.note.as_deref()?;
-            let units = whole.saturating_sub(given.unwrap_or(0));
-            Some(Kept { device, units, sizes: wanted().map(|part| part.want.units).collect() })
+    /// The reservations of the pod's groups that are not allocated yet.
+    fn reserved(&self, resource: &str) -> impl Iterator<Item = Reserved<'_>> {
+        let groups: BTreeSet<usize> = self
+            .requests
+            .iter()
+            .filter(|request| request.wanted.resource == resource)
+            .map(|request| request.wanted.group)
+            .collect();
+        groups.into_iter().filter_map(|group| {
+            let requests = || self.requests.iter().filter(move |request| request.wanted.group == group);
+            let wanted = || requests().filter(|request| request.state == RequestState::Pending);
+            let whole = requests().map(|request| request.wanted.needed).max()?;
+            let allocated_on = requests()
+                .filter(|request| request.state != RequestState::Pending)
+                .map(|request| request.wanted.needed)
+                .max();
+            let device = wanted().next_back()?.reservation.as_deref()?;
+            let units = whole.saturating_sub(allocated_on.unwrap_or(0));
+            Some(Reserved { device, units, sizes: wanted().map(|request| request.wanted.units).collect() })
         })
     }
 }
@@ -423,23 +467,23 @@ mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    /// A pod with containers of these sizes, each an ask of its own, held on these devices.
-    fn bound(name: &str, wants: &[(u32, &str)]) -> Bound {
-        let want = |(index, &(units, device)): (usize, &(u32, &str))| Want {
+    /// A pod with containers of these sizes, each with its own reservation on one of these devices.
+    fn bound(name: &str, requests: &[(u32, &str)]) -> BoundPod {
+        let wanted = |(index, &(units, device)): (usize, &(u32, &str))| ContainerRequest {
             container: format!("c{index}"),
             resource: MPS.into(),
             units,
-            ask: index,
+            group: index,
             needed: units,
-            held: (!device.is_empty()).then(|| device.to_owned()),
+            reserved_on: (!device.is_empty()).then(|| device.to_owned()),
         };
-        Bound {
+        BoundPod {
             uid: format!("uid-{name}"),
             namespace: "ns".into(),
             name: name.into(),
-            leaving: false,
+            terminating: false,
             admitted: false,
-            wants: wants.iter().enumerate().map(want).collect(),
+            requests: requests.iter().enumerate().map(wanted).collect(),
         }
     }
 
@@ -453,152 +497,152 @@ mod tests {
         }
     }
 
-    fn kept(pending: &PendingAllocations) -> Vec<(&str, u32, Vec<u32>)> {
-        pending.kept(MPS).into_iter().map(|kept| (kept.device, kept.units, kept.sizes)).collect()
+    fn reserved(pending: &PendingAllocations) -> Vec<(&str, u32, Vec<u32>)> {
+        pending.reserved(MPS).into_iter().map(|reserved| (reserved.device, reserved.units, reserved.sizes)).collect()
     }
 
-    fn with(pods: &[Bound], now: Instant) -> PendingAllocations {
-        let mut pending = PendingAllocations::watched();
-        pods.iter().for_each(|pod| pending.pod(pod.clone(), now));
+    fn with(pods: &[BoundPod], now: Instant) -> PendingAllocations {
+        let mut pending = PendingAllocations::with_watch();
+        pods.iter().for_each(|pod| pending.update_pod(pod.clone(), now));
         pending
     }
 
     #[test]
-    fn what_is_held_is_kept_until_it_was_answered_with() {
+    fn a_reservation_lasts_until_it_is_allocated() {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A"), (2, "B")])], now);
-        assert_eq!(kept(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
-        assert!(pending.knows(MPS, 3) && !pending.knows(MPS, 4) && !pending.knows("other", 3));
-        assert!(pending.kept("other").is_empty());
-        pending.answered(MPS, 3, "A", now);
-        assert_eq!(kept(&pending), [("B", 2, vec![2])]);
-        assert!(!pending.knows(MPS, 3), "used up");
-        pending.listed(&[row("a", "c0", "A", 3)], now);
-        assert!(!pending.knows(MPS, 3));
-        pending.gone("uid-a");
-        assert!(kept(&pending).is_empty());
+        assert_eq!(reserved(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
+        assert!(pending.expects(MPS, 3) && !pending.expects(MPS, 4) && !pending.expects("other", 3));
+        assert!(pending.reserved("other").is_empty());
+        pending.record_answer(MPS, 3, "A", now);
+        assert_eq!(reserved(&pending), [("B", 2, vec![2])]);
+        assert!(!pending.expects(MPS, 3), "used up");
+        pending.record_listed(&[row("a", "c0", "A", 3)], now);
+        assert!(!pending.expects(MPS, 3));
+        pending.remove_pod("uid-a");
+        assert!(reserved(&pending).is_empty());
     }
 
     #[test]
-    fn of_two_alike_the_one_whose_device_was_taken_is_served_and_the_kubelet_has_the_last_word() {
+    fn a_call_is_attributed_by_device_and_the_kubelets_list_corrects_it() {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(3, "B")])], now);
-        pending.answered(MPS, 3, "B", now);
-        assert_eq!(kept(&pending), [("A", 3, vec![3])]);
-        pending.listed(&[row("a", "c0", "B", 3)], now);
-        assert_eq!(kept(&pending), [("A", 3, vec![3])], "they have swapped");
-        let mut ended = bound("a", &[(3, "A")]);
-        ended.admitted = true;
-        pending.pod(ended, now);
-        pending.gone("uid-a");
-        assert_eq!(kept(&pending), [("A", 3, vec![3])], "it is b's now");
-        pending.answered(MPS, 3, "A", now);
-        assert!(!pending.knows(MPS, 3));
+        pending.record_answer(MPS, 3, "B", now);
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
+        pending.record_listed(&[row("a", "c0", "B", 3)], now);
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "they have swapped");
+        let mut admitted = bound("a", &[(3, "A")]);
+        admitted.admitted = true;
+        pending.update_pod(admitted, now);
+        pending.remove_pod("uid-a");
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "the reservation is b's now");
+        pending.record_answer(MPS, 3, "A", now);
+        assert!(!pending.expects(MPS, 3));
     }
 
     #[test]
-    fn taken_elsewhere_than_held_the_hold_is_still_somebodys() {
+    fn a_pod_listed_on_anothers_device_swaps_reservations_with_it() {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(3, "B")])], now);
-        pending.listed(&[row("a", "c0", "B", 3)], now);
-        assert_eq!(kept(&pending), [("A", 3, vec![3])], "without the answer too: another agent gave it");
+        pending.record_listed(&[row("a", "c0", "B", 3)], now);
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])], "another agent answered the call");
     }
 
     #[test]
-    fn an_answer_that_no_pod_turns_up_for_counts_no_more_after_a_while() {
+    fn a_call_is_forgotten_if_the_kubelet_never_lists_it() {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A")])], now);
-        pending.answered(MPS, 3, "A", now);
-        pending.listed(&[], now + LISTED);
-        assert!(!pending.knows(MPS, 3), "it may not be listed yet");
-        pending.listed(&[], now + 2 * LISTED);
-        assert_eq!(kept(&pending), [("A", 3, vec![3])]);
+        pending.record_answer(MPS, 3, "A", now);
+        pending.record_listed(&[], now + LIST_DELAY);
+        assert!(!pending.expects(MPS, 3), "it may not be listed yet");
+        pending.record_listed(&[], now + 2 * LIST_DELAY);
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn an_answer_may_come_before_its_pod() {
+    fn a_call_may_come_before_its_pod_is_known() {
         let now = Instant::now();
-        let mut pending = PendingAllocations::watched();
-        pending.answered(MPS, 3, "B", now);
-        pending.pod(bound("a", &[(3, "A")]), now);
-        assert!(!pending.knows(MPS, 3), "it was answered already");
-        pending.pod(bound("b", &[(3, "B")]), now);
-        assert!(pending.knows(MPS, 3));
-        // It was b's answer, or a's: whichever, A is what is left.
-        assert_eq!(kept(&pending), [("A", 3, vec![3])]);
-        let mut late = PendingAllocations::watched();
-        late.answered(MPS, 3, "A", now);
-        late.listed(&[], now + 2 * LISTED);
-        late.pod(bound("a", &[(3, "A")]), now + 2 * LISTED);
-        assert!(late.knows(MPS, 3), "that answer was for another");
+        let mut pending = PendingAllocations::with_watch();
+        pending.record_answer(MPS, 3, "B", now);
+        pending.update_pod(bound("a", &[(3, "A")]), now);
+        assert!(!pending.expects(MPS, 3), "its call was answered already");
+        pending.update_pod(bound("b", &[(3, "B")]), now);
+        assert!(pending.expects(MPS, 3));
+        // Whether the call was for a or for b, the reservation on A is left.
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
+        let mut late = PendingAllocations::with_watch();
+        late.record_answer(MPS, 3, "A", now);
+        late.record_listed(&[], now + 2 * LIST_DELAY);
+        late.update_pod(bound("a", &[(3, "A")]), now + 2 * LIST_DELAY);
+        assert!(late.expects(MPS, 3), "that call was for another pod");
     }
 
     #[test]
-    fn what_the_kubelet_has_admitted_or_what_leaves_is_kept_nothing_for() {
+    fn admitted_and_terminating_pods_have_no_reservation() {
         let now = Instant::now();
-        let admitted = Bound { admitted: true, ..bound("a", &[(3, "A")]) };
-        let leaving = Bound { leaving: true, ..bound("b", &[(4, "B")]) };
-        let pending = with(&[admitted, leaving], now);
-        assert!(kept(&pending).is_empty());
-        assert!(!pending.knows(MPS, 3));
-        assert!(pending.knows(MPS, 4), "it may ask all the same: nobody waits for another");
+        let admitted = BoundPod { admitted: true, ..bound("a", &[(3, "A")]) };
+        let terminating = BoundPod { terminating: true, ..bound("b", &[(4, "B")]) };
+        let pending = with(&[admitted, terminating], now);
+        assert!(reserved(&pending).is_empty());
+        assert!(!pending.expects(MPS, 3));
+        assert!(pending.expects(MPS, 4), "the kubelet may still call Allocate for it");
     }
 
     #[test]
-    fn init_containers_are_on_the_device_of_their_ask_and_served_when_a_later_container_is() {
+    fn init_containers_share_their_groups_device_and_are_listed_with_a_later_container() {
         let now = Instant::now();
-        let want = |container: &str, units, needed| Want {
+        let wanted = |container: &str, units, needed| ContainerRequest {
             container: container.into(),
             resource: MPS.into(),
             units,
-            ask: 0,
+            group: 0,
             needed,
-            held: Some("A".into()),
+            reserved_on: Some("A".into()),
         };
-        let pod = Bound { wants: vec![want("init", 2, 2), want("main", 5, 5)], ..bound("a", &[]) };
+        let pod = BoundPod { requests: vec![wanted("init", 2, 2), wanted("main", 5, 5)], ..bound("a", &[]) };
         let mut pending = with(std::slice::from_ref(&pod), now);
-        assert_eq!(kept(&pending), [("A", 5, vec![2, 5])]);
-        pending.answered(MPS, 2, "A", now);
-        assert_eq!(kept(&pending), [("A", 3, vec![5])]);
+        assert_eq!(reserved(&pending), [("A", 5, vec![2, 5])]);
+        pending.record_answer(MPS, 2, "A", now);
+        assert_eq!(reserved(&pending), [("A", 3, vec![5])]);
         let mut restarted = with(&[pod], now);
-        restarted.listed(&[row("a", "main", "A", 5)], now);
-        assert!(!restarted.knows(MPS, 2) && kept(&restarted).is_empty());
+        restarted.record_listed(&[row("a", "main", "A", 5)], now);
+        assert!(!restarted.expects(MPS, 2) && reserved(&restarted).is_empty());
     }
 
     #[test]
-    fn a_list_that_is_older_than_the_pod_speaks_of_another_of_its_name() {
+    fn a_list_older_than_the_pod_is_about_an_earlier_pod_of_that_name() {
         let now = Instant::now();
-        let mut pending = with(&[bound("a", &[(3, "A")])], now + LISTED);
-        pending.listed(&[row("a", "c0", "B", 3)], now);
-        assert_eq!(kept(&pending), [("A", 3, vec![3])]);
+        let mut pending = with(&[bound("a", &[(3, "A")])], now + LIST_DELAY);
+        pending.record_listed(&[row("a", "c0", "B", 3)], now);
+        assert_eq!(reserved(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn a_note_that_changes_is_followed_and_pods_that_a_new_list_lacks_are_gone() {
+    fn a_changed_reservation_is_followed_and_missing_pods_are_removed() {
         let now = Instant::now();
         let mut pending = with(&[bound("a", &[(3, "A")]), bound("b", &[(1, "")])], now);
-        pending.pod(bound("a", &[(3, "B")]), now);
-        assert_eq!(kept(&pending), [("B", 3, vec![3])]);
-        assert!(pending.knows(MPS, 1), "known, and nothing is held for it");
-        pending.only(&BTreeSet::from(["uid-b".to_owned()]));
-        assert!(kept(&pending).is_empty() && pending.knows(MPS, 1));
+        pending.update_pod(bound("a", &[(3, "B")]), now);
+        assert_eq!(reserved(&pending), [("B", 3, vec![3])]);
+        assert!(pending.expects(MPS, 1), "known, without a reservation");
+        pending.retain_pods(&BTreeSet::from(["uid-b".to_owned()]));
+        assert!(reserved(&pending).is_empty() && pending.expects(MPS, 1));
     }
 
     #[test]
-    fn nobody_waits_where_no_pod_can_come() {
+    fn no_request_waits_where_no_watch_reports_pods() {
         let mut pending = PendingAllocations::default();
-        assert!(pending.knows(MPS, 1));
-        pending.answers(true);
-        assert!(pending.knows(MPS, 1), "there is no API server");
-        let mut pending = PendingAllocations::watched();
-        assert!(!pending.knows(MPS, 1));
-        pending.in_vain();
-        assert!(!pending.knows(MPS, 1), "the next one may come in time");
-        pending.answers(false);
-        assert!(!pending.knows(MPS, 1), "it may answer again in time");
-        pending.in_vain();
-        assert!(pending.knows(MPS, 1), "it does not");
-        pending.answers(true);
-        assert!(!pending.knows(MPS, 1));
+        assert!(pending.expects(MPS, 1));
+        pending.set_watch_working(true);
+        assert!(pending.expects(MPS, 1), "there is no API server");
+        let mut pending = PendingAllocations::with_watch();
+        assert!(!pending.expects(MPS, 1));
+        pending.wait_timed_out();
+        assert!(!pending.expects(MPS, 1), "the next pod may be reported in time");
+        pending.set_watch_working(false);
+        assert!(!pending.expects(MPS, 1), "the watch may recover in time");
+        pending.wait_timed_out();
+        assert!(pending.expects(MPS, 1), "the watch did not recover");
+        pending.set_watch_working(true);
+        assert!(!pending.expects(MPS, 1));
     }
 }

@@ -1,4 +1,4 @@
-//! What front ends answer from. Pure.
+//! The state from which front ends answer requests. Pure.
 use std::collections::BTreeMap;
 
 use super::pending::PendingAllocations;
@@ -6,18 +6,18 @@ use super::usage::Allocations;
 use crate::event::NodeEvent;
 use crate::gpu::layout::Pool;
 
-/// What is served on this node, and to whom. The main loop brings it up to date; a front end reads
-/// it and adds what it gives out.
+/// The slices that this node serves, and their allocations. The main loop updates the table. Front
+/// ends read it and add their allocations.
 #[derive(Debug, Default)]
 pub struct AllocationTable {
     /// Pools by resource.
     pub pools: BTreeMap<String, Vec<Pool>>,
-    /// Containers whose request has not come yet.
+    /// Requests that the kubelet has yet to make.
     pub pending: PendingAllocations,
-    /// What was given out.
+    /// The allocations.
     pub allocations: Allocations,
-    /// Paths of device nodes by device.
+    /// Paths of device nodes, by device.
     pub nodes: BTreeMap<String, Vec<String>>,
-    /// Events of answers, until the main loop publishes them.
+    /// Events of denied requests, until the main loop publishes them.
     pub events: Vec<NodeEvent>,
 }

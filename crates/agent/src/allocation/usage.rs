@@ -1,5 +1,5 @@
-//! Who holds which slices: the kubelet's PodResources, and allocations so young that it does not
-//! list them yet. Pure.
+//! Which slices are in use, and by whom: the kubelet's PodResources list, and the allocations that
+//! it does not list yet. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -8,138 +8,141 @@ use cleave_kubelet::{AllocatedDevices, HeldDevices};
 use crate::allocation::Allocation;
 use crate::gpu::layout::parse_id;
 
-/// Who an allocation belongs to that PodResources does not list.
-const ADMITTED: &str = "a pod that is being admitted";
+/// Name of the user of an allocation that PodResources does not list.
+const BEING_ADMITTED: &str = "a pod that is being admitted";
 
-/// Allocations by id, with when they were last given out. The kubelet never says that one is over:
-/// PodResources does, after a grace.
+/// Allocations by id. The kubelet does not announce the end of an allocation: it is inferred from
+/// the PodResources list, after a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Allocations(BTreeMap<String, Given>);
+pub struct Allocations(BTreeMap<String, Entry>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Given {
+struct Entry {
     allocation: Allocation,
+    /// When it was last allocated.
     at: Instant,
-    /// The kubelet has listed it: that it does not any more means something at once.
-    listed: bool,
+    /// The kubelet has listed it. Once it no longer does, the allocation has ended.
+    seen: bool,
 }
 
 impl Allocations {
-    /// Those of a checkpoint: their grace starts anew, since how long this process was away says
-    /// nothing about pods.
-    pub fn remembering(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
+    /// Restores the allocations of a checkpoint. Their grace period starts again, because the agent
+    /// does not know how long it was down.
+    pub fn restore(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
         Self(
             allocations
                 .into_iter()
-                .map(|allocation| (allocation.id(), Given { allocation, at: now, listed: false }))
+                .map(|allocation| (allocation.id(), Entry { allocation, at: now, seen: false }))
                 .collect(),
         )
     }
 
-    /// Gives one out, or again.
-    pub fn give(&mut self, allocation: Allocation, now: Instant) {
-        self.0.insert(allocation.id(), Given { allocation, at: now, listed: false });
+    /// Adds an allocation. If it exists, its grace period starts again.
+    pub fn insert(&mut self, allocation: Allocation, now: Instant) {
+        self.0.insert(allocation.id(), Entry { allocation, at: now, seen: false });
     }
 
-    /// By id.
+    /// The allocation with this id.
     pub fn get(&self, id: &str) -> Option<&Allocation> {
-        self.0.get(id).map(|given| &given.allocation)
+        self.0.get(id).map(|entry| &entry.allocation)
     }
 
-    /// All, by id.
+    /// All allocations, by id.
     pub fn iter(&self) -> impl Iterator<Item = (&String, &Allocation)> {
-        self.0.iter().map(|(id, given)| (id, &given.allocation))
+        self.0.iter().map(|(id, entry)| (id, &entry.allocation))
     }
 
-    /// Takes in what the kubelet lists, asked at `asked`: what it listed before and does not any
-    /// more goes, and what it never listed in its grace; both are told. What has clients, by
-    /// `busy`, stays, and so does what a kubelet that started now would take for allocated, by
-    /// `remembered`.
+    /// Removes the allocations that have ended, by a PodResources list that was requested at
+    /// `asked`: those that were listed before and are not now, and those that were not listed
+    /// within `grace`.
     ///
-    /// An allocation stays while any container holds one of its slices: an init container's is not
-    /// listed, and its slices go on to the containers of its pod.
+    /// An allocation stays while `busy` reports clients for it, and while the kubelet's checkpoint
+    /// has one of its slices: a kubelet that restarted now would count those slices as allocated.
+    ///
+    /// An allocation also stays while any container has one of its slices. PodResources omits init
+    /// containers, whose slices pass to the other containers of their pod.
     pub fn collect(
         &mut self,
-        held: &[HeldDevices],
+        listed: &[HeldDevices],
         asked: Instant,
         grace: Duration,
         busy: impl Fn(&str) -> bool,
-        remembered: &AllocatedDevices,
+        kubelet_checkpoint: &AllocatedDevices,
     ) -> Collected {
-        self.mark(held);
-        let used = used(held);
+        self.mark_listed(listed);
+        let used = listed_slices(listed);
         let mut collected = Collected::default();
-        self.0.retain(|id, Given { allocation, at, listed }| {
-            let young = !*listed && asked.saturating_duration_since(*at) < grace;
+        self.0.retain(|id, Entry { allocation, at, seen }| {
+            let young = !*seen && asked.saturating_duration_since(*at) < grace;
             if is_listed(allocation, &used) || *at > asked || young || busy(id) {
                 return true;
             }
             let slice = |id: &String| (allocation.resource.clone(), id.clone());
-            let keep = allocation.ids.iter().any(|id| remembered.contains(&slice(id)));
+            let keep = allocation.ids.iter().any(|id| kubelet_checkpoint.contains(&slice(id)));
             if keep {
-                collected.remembered.insert(allocation.resource.clone());
+                collected.in_kubelet_checkpoint.insert(allocation.resource.clone());
             } else {
-                collected.over.push(allocation.clone());
+                collected.ended.push(allocation.clone());
             }
             keep
         });
         collected
     }
 
-    /// Takes in what the kubelet lists, where that something is missing means nothing.
-    pub fn mark(&mut self, held: &[HeldDevices]) {
-        let used = used(held);
-        for given in self.0.values_mut() {
-            given.listed |= is_listed(&given.allocation, &used);
+    /// Marks the listed allocations. Removes none, because the list may be incomplete.
+    pub fn mark_listed(&mut self, listed: &[HeldDevices]) {
+        let used = listed_slices(listed);
+        for entry in self.0.values_mut() {
+            entry.seen |= is_listed(&entry.allocation, &used);
         }
     }
 }
 
-/// What came of allocations that the kubelet does not list.
+/// The allocations that the kubelet does not list.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Those that are over.
-    pub over: Vec<Allocation>,
-    /// Resources of those that would be, did the kubelet's checkpoint not have them.
-    pub remembered: BTreeSet<String>,
+    /// Those that have ended. They were removed.
+    pub ended: Vec<Allocation>,
+    /// Resources of those that are kept only because the kubelet's checkpoint has them.
+    pub in_kubelet_checkpoint: BTreeSet<String>,
 }
 
-/// Slices that the kubelet lists, by resource and id.
-fn used(held: &[HeldDevices]) -> BTreeSet<(&str, &str)> {
-    held.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect()
+/// The listed slices, by resource and id.
+fn listed_slices(listed: &[HeldDevices]) -> BTreeSet<(&str, &str)> {
+    listed.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect()
 }
 
 fn is_listed(allocation: &Allocation, used: &BTreeSet<(&str, &str)>) -> bool {
     allocation.ids.iter().any(|id| used.contains(&(allocation.resource.as_str(), id.as_str())))
 }
 
-/// The slices in use, with their holders.
+/// The slices in use, each with the pods that use it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage(BTreeMap<(String, String), BTreeSet<String>>);
 
 impl Usage {
-    /// From what the kubelet lists and what was given out.
-    pub fn new(held: &[HeldDevices], allocations: &Allocations) -> Self {
+    /// Combines the kubelet's list and the agent's allocations.
+    pub fn new(listed: &[HeldDevices], allocations: &Allocations) -> Self {
         let mut usage: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
-        for row in held {
+        for row in listed {
             for id in &row.ids {
-                let holder = format!("{}/{}", row.namespace, row.pod);
-                usage.entry((row.resource.clone(), id.clone())).or_default().insert(holder);
+                let user = format!("{}/{}", row.namespace, row.pod);
+                usage.entry((row.resource.clone(), id.clone())).or_default().insert(user);
             }
         }
         for (_, allocation) in allocations.iter() {
             for id in &allocation.ids {
-                let holders = usage.entry((allocation.resource.clone(), id.clone())).or_default();
-                if holders.is_empty() {
-                    holders.insert(ADMITTED.into());
+                let users = usage.entry((allocation.resource.clone(), id.clone())).or_default();
+                if users.is_empty() {
+                    users.insert(BEING_ADMITTED.into());
                 }
             }
         }
         Self(usage)
     }
 
-    /// The slices in use of these devices, as resource, id and holders. An id may be a device's
-    /// own: other plugins name their devices so.
+    /// The slices of these devices that are in use, as resource, id and users. The id can be the
+    /// device's UUID alone: other plugins name their devices that way.
     pub fn of<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
@@ -147,10 +150,10 @@ impl Usage {
         self.0
             .iter()
             .filter(|((_, id), _)| devices.contains(parse_id(id).map_or(id.as_str(), |(device, _)| device)))
-            .map(|((resource, id), holders)| (resource.as_str(), id.as_str(), holders))
+            .map(|((resource, id), users)| (resource.as_str(), id.as_str(), users))
     }
 
-    /// Whether anything is.
+    /// Whether no slice is in use.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -163,7 +166,7 @@ pub(crate) mod tests {
     pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
     const GRACE: Duration = Duration::from_secs(30);
 
-    pub(crate) fn held(pod: &str, ids: &[&str]) -> HeldDevices {
+    pub(crate) fn listed(pod: &str, ids: &[&str]) -> HeldDevices {
         HeldDevices {
             namespace: "ns".into(),
             pod: pod.into(),
@@ -182,7 +185,7 @@ pub(crate) mod tests {
         }
     }
 
-    fn nobody(_: &str) -> bool {
+    fn no_clients(_: &str) -> bool {
         false
     }
 
@@ -191,77 +194,87 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn one_that_a_kubelet_that_starts_would_take_for_allocated_is_not_over() {
+    fn an_allocation_in_the_kubelets_checkpoint_has_not_ended() {
         let start = Instant::now();
         let mut allocations = Allocations::default();
         for ids in [["GPU-a::0", "GPU-a::1"], ["GPU-a::2", "GPU-a::3"]] {
-            allocations.give(allocation(&ids), start);
+            allocations.insert(allocation(&ids), start);
         }
-        allocations.mark(&[held("p", &["GPU-a::0", "GPU-a::1"]), held("q", &["GPU-a::2", "GPU-a::3"])]);
-        let on_disk = AllocatedDevices::from([(MPS.to_owned(), "GPU-a::1".to_owned())]);
-        let collected = allocations.collect(&[], start, GRACE, nobody, &on_disk);
-        assert_eq!(collected.over, [allocation(&["GPU-a::2", "GPU-a::3"])]);
-        assert_eq!(collected.remembered, BTreeSet::from([MPS.to_owned()]));
+        allocations.mark_listed(&[listed("p", &["GPU-a::0", "GPU-a::1"]), listed("q", &["GPU-a::2", "GPU-a::3"])]);
+        let kubelet_checkpoint = AllocatedDevices::from([(MPS.to_owned(), "GPU-a::1".to_owned())]);
+        let collected = allocations.collect(&[], start, GRACE, no_clients, &kubelet_checkpoint);
+        assert_eq!(collected.ended, [allocation(&["GPU-a::2", "GPU-a::3"])]);
+        assert_eq!(collected.in_kubelet_checkpoint, BTreeSet::from([MPS.to_owned()]));
         let other = AllocatedDevices::from([("example.com/gpu".to_owned(), "GPU-a::1".to_owned())]);
-        let collected = allocations.collect(&[], start, GRACE, nobody, &other);
-        assert_eq!((collected.over.len(), collected.remembered.len()), (1, 0), "another's device of that name");
+        let collected = allocations.collect(&[], start, GRACE, no_clients, &other);
+        assert_eq!(
+            (collected.ended.len(), collected.in_kubelet_checkpoint.len()),
+            (1, 0),
+            "a device of another resource"
+        );
     }
 
     #[test]
-    fn one_that_was_never_listed_has_its_grace_and_one_that_was_goes_at_once() {
+    fn an_unlisted_allocation_has_a_grace_period_and_a_listed_one_ends_at_once() {
         let start = Instant::now();
         let soon = start + GRACE / 2;
         let mut allocations = Allocations::default();
-        allocations.give(allocation(&["GPU-a::0"]), start);
-        allocations.give(allocation(&["GPU-a::1"]), start);
-        let listed = [held("p", &["GPU-a::1"])];
-        assert!(allocations.collect(&listed, soon, GRACE, nobody, &none()).over.is_empty(), "being admitted");
-        assert_eq!(allocations.collect(&[], soon, GRACE, nobody, &none()).over, [allocation(&["GPU-a::1"])]);
-        assert_eq!(allocations.collect(&[], start + GRACE, GRACE, nobody, &none()).over, [allocation(&["GPU-a::0"])]);
+        allocations.insert(allocation(&["GPU-a::0"]), start);
+        allocations.insert(allocation(&["GPU-a::1"]), start);
+        let listed = [listed("p", &["GPU-a::1"])];
+        assert!(allocations.collect(&listed, soon, GRACE, no_clients, &none()).ended.is_empty(), "being admitted");
+        assert_eq!(allocations.collect(&[], soon, GRACE, no_clients, &none()).ended, [allocation(&["GPU-a::1"])]);
+        assert_eq!(
+            allocations.collect(&[], start + GRACE, GRACE, no_clients, &none()).ended,
+            [allocation(&["GPU-a::0"])]
+        );
     }
 
     #[test]
-    fn given_out_again_it_is_young_again_and_an_older_list_says_nothing_of_it() {
+    fn a_repeated_allocation_starts_its_grace_again_and_ignores_older_lists() {
         let start = Instant::now();
         let mut allocations = Allocations::default();
-        allocations.give(allocation(&["GPU-a::0"]), start);
-        allocations.mark(&[held("p", &["GPU-a::0"])]);
-        allocations.give(allocation(&["GPU-a::0"]), start + GRACE);
-        assert!(allocations.collect(&[], start + GRACE / 2, Duration::ZERO, nobody, &none()).over.is_empty());
-        assert!(allocations.collect(&[], start + GRACE, GRACE, nobody, &none()).over.is_empty());
+        allocations.insert(allocation(&["GPU-a::0"]), start);
+        allocations.mark_listed(&[listed("p", &["GPU-a::0"])]);
+        allocations.insert(allocation(&["GPU-a::0"]), start + GRACE);
+        assert!(allocations.collect(&[], start + GRACE / 2, Duration::ZERO, no_clients, &none()).ended.is_empty());
+        assert!(allocations.collect(&[], start + GRACE, GRACE, no_clients, &none()).ended.is_empty());
     }
 
     #[test]
-    fn one_with_clients_stays_whatever_the_kubelet_lists() {
+    fn an_allocation_with_clients_stays_whatever_the_kubelet_lists() {
         let start = Instant::now();
-        let mut allocations = Allocations::remembering([allocation(&["GPU-a::0"])], start);
+        let mut allocations = Allocations::restore([allocation(&["GPU-a::0"])], start);
         assert!(
             allocations
                 .collect(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &none())
-                .over
+                .ended
                 .is_empty()
         );
-        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, nobody, &none()).over.len(), 1);
+        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, no_clients, &none()).ended.len(), 1);
     }
 
     #[test]
-    fn an_init_containers_allocation_stays_while_its_pod_holds_a_part_of_it() {
+    fn an_init_containers_allocation_stays_while_its_pod_uses_part_of_it() {
         let start = Instant::now();
-        let mut allocations = Allocations::remembering([allocation(&["GPU-a::0", "GPU-a::1"])], start);
+        let mut allocations = Allocations::restore([allocation(&["GPU-a::0", "GPU-a::1"])], start);
         let later = start + GRACE * 2;
-        assert!(allocations.collect(&[held("p", &["GPU-a::1"])], later, GRACE, nobody, &none()).over.is_empty());
-        assert_eq!(allocations.collect(&[held("p", &["GPU-b::1"])], later, GRACE, nobody, &none()).over.len(), 1);
+        assert!(allocations.collect(&[listed("p", &["GPU-a::1"])], later, GRACE, no_clients, &none()).ended.is_empty());
+        assert_eq!(
+            allocations.collect(&[listed("p", &["GPU-b::1"])], later, GRACE, no_clients, &none()).ended.len(),
+            1
+        );
     }
 
     #[test]
     fn usage_names_the_pods_of_a_device() {
         let mut allocations = Allocations::default();
-        allocations.give(allocation(&["GPU-a::0"]), Instant::now());
-        allocations.give(allocation(&["GPU-a::1"]), Instant::now());
-        let usage = Usage::new(&[held("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
+        allocations.insert(allocation(&["GPU-a::0"]), Instant::now());
+        allocations.insert(allocation(&["GPU-a::1"]), Instant::now());
+        let usage = Usage::new(&[listed("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
         let found: Vec<_> =
-            usage.of(&BTreeSet::from(["GPU-a"])).map(|(_, id, holders)| (id.to_owned(), holders.clone())).collect();
-        let set = |holder: &str| BTreeSet::from([holder.to_owned()]);
-        assert_eq!(found, [("GPU-a::0".to_owned(), set(ADMITTED)), ("GPU-a::1".to_owned(), set("ns/p"))]);
+            usage.of(&BTreeSet::from(["GPU-a"])).map(|(_, id, users)| (id.to_owned(), users.clone())).collect();
+        let set = |user: &str| BTreeSet::from([user.to_owned()]);
+        assert_eq!(found, [("GPU-a::0".to_owned(), set(BEING_ADMITTED)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }
 }

@@ -1,19 +1,21 @@
-//! Whether a GPU, or one of its MIG instances, can serve: what was found wrong with it, and what it
-//! takes until that is over. Pure: the time is an argument.
+//! Whether a GPU or one of its MIG instances can serve: which faults were recorded, and what ends
+//! them. Pure: the time is an argument.
 //!
 //! ```text
-//!  XID of a program ───────────────▶ told, nothing changes
-//!  XID that makes it suspect, ─────▶ Suspect ── quiet time, then a full answer of NVML ──▶ healthy
-//!  uncorrected ECC errors           │   └────────────────────────────────────┐
-//!  XID that needs a reset ─────────▶ NeedsReset ── proof of a reset, ─────────┴─ administrator's word ──▶ healthy
-//!  NVML does not answer ───────────▶ Lost ── NVML answers ──▶ what it was before; lost and found is a proof of a reset
+//!  event                          class          ends with
+//!  XID of a program ────────────▶ (reported) ──▶ nothing to end
+//!  other or unknown XID, ───────▶ Suspect ─────▶ a quiet period, then a full answer of NVML;
+//!  uncorrected ECC errors                        or proof of a reset; or an administrator
+//!  XID that needs a reset ──────▶ NeedsReset ──▶ proof of a reset; or an administrator
+//!  NVML does not answer ────────▶ Lost ────────▶ NVML answers: the earlier class is back;
+//!                                                if only a reset brings it back, that is proof
 //! ```
 //!
-//! Time alone heals nothing, and neither does a restart of the agent: what was found is in the
-//! checkpoint. Proof of a reset is another boot of the node; a GPU that fell off the bus, or whose
-//! driver was unloaded, and is back; counters that start at 0 again; and a driver that wanted a
-//! reset and wants nothing any more. Some things are wrong for as long as NVML says so, and are
-//! kept nowhere.
+//! Time alone heals nothing, and neither does a restart of the agent: the checkpoint has the
+//! recorded faults. Proof of a reset is one of these: the node was rebooted; a GPU that fell off
+//! the bus, or whose driver was unloaded, is back; error counters start at 0 again; the driver
+//! requested a reset and no longer does. Other faults last exactly as long as NVML reports them,
+//! and are not recorded.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -26,33 +28,33 @@ use serde::{Deserialize, Serialize};
 use crate::clock::Stamp;
 use crate::gpu::xid::{Class, classify, describe};
 
-/// How long a suspect GPU must show nothing further before it can be healthy again, unless
-/// `--suspect-quiet` says otherwise.
+/// Default quiet period: how long a suspect GPU must show no further error before it can be healthy
+/// again. `--suspect-quiet` overrides it.
 ///
-/// Long enough for a GPU that fails under every load to show it again, short enough that one
-/// accident does not cost an hour.
+/// A GPU that fails under every load fails again within this time, and a single error does not cost
+/// an hour of capacity.
 pub const QUIET: Duration = Duration::from_secs(60);
 
-/// Reasons of a GPU's health; [`cleave_api::gpunode::Health::reason`].
+/// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
-    /// An XID made it suspect.
+    /// An XID made the GPU suspect.
     pub const XID: &str = "XidError";
-    /// Uncorrected memory errors made it suspect.
+    /// Uncorrected memory errors made the GPU suspect.
     pub const ECC: &str = "EccErrors";
-    /// NVML says that it is lost, or fails to ask it.
+    /// NVML reports the GPU as lost, or a call for it fails.
     pub const LOST: &str = "GpuLost";
-    /// NVML did not answer for it in time.
+    /// NVML did not answer for the GPU in time.
     pub const UNREACHABLE: &str = "GpuUnreachable";
     /// The driver does not answer for any GPU.
     pub const DRIVER: &str = "DriverUnavailable";
-    /// It needs a reset.
+    /// The GPU needs a reset.
     pub const RESET: &str = "ResetRequired";
-    /// Its memory could not be mended.
+    /// A row of the GPU's memory could not be remapped.
     pub const REMAP_FAILED: &str = "RowRemapFailed";
-    /// Healthy: a reset would mend what does not hinder it.
+    /// The GPU is healthy. A reset would complete a pending memory repair.
     pub const RESET_PENDING: &str = "ResetPending";
 
-    /// Of a GPU that NVML could not ask.
+    /// The reason for a GPU that NVML could not query.
     pub const fn of(error: &super::NvmlError) -> &'static str {
         use super::NvmlError;
         match error {
@@ -63,78 +65,78 @@ pub mod reason {
     }
 }
 
-/// What was found wrong.
+/// The kind of a fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Cause {
     /// An XID.
     Xid(u64),
-    /// So many further uncorrected memory errors.
+    /// This many new uncorrected memory errors.
     EccErrors(u64),
 }
 
-/// Something that was found wrong, until it is over.
+/// A fault that has not ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Finding {
-    /// What has to happen.
+pub struct RecordedFault {
+    /// What it takes to end it.
     pub class: Class,
-    /// What it is; the last, where there were several.
+    /// Its kind. With several errors, that of the last one.
     pub cause: Cause,
-    /// The MIG device that it is of alone.
+    /// The MIG device that it is limited to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
-    /// When it was first found.
+    /// Time of the first error.
     pub since: Time,
-    /// When it was last found.
+    /// Time of the last error.
     pub last: Time,
 }
 
-/// What the next agent has to know of a GPU.
+/// The part of a GPU's history that the checkpoint keeps.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
-    /// What was found and is not over.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub findings: Vec<Finding>,
+    /// Faults that have not ended.
+    #[serde(default, rename = "findings", skip_serializing_if = "Vec::is_empty")]
+    pub faults: Vec<RecordedFault>,
     /// Uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
-    /// The driver has wanted a reset since when.
+    /// When the driver first requested a reset, if it still does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
-    /// It was lost in such a way that it can come back by a reset alone.
+    /// The GPU was lost, and only a reset brings it back.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
 }
 
 impl Record {
-    /// There is nothing to know.
+    /// Whether there is nothing to keep.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// What is known of the health of one GPU.
+/// Health of one GPU over time.
 #[derive(Debug, Clone)]
 pub struct History {
-    /// How long it must show nothing further when it is suspect.
+    /// Quiet period of a suspect GPU.
     pub quiet: Duration,
-    findings: Vec<Open>,
+    faults: Vec<TrackedFault>,
     uncorrected: Option<u64>,
     reset_wanted: Option<Time>,
     remap_failed: Option<Time>,
     vitals: Vitals,
-    /// It was lost before this process started.
+    /// It was lost before this process started, and has not answered yet.
     was_lost: bool,
 }
 
 impl Default for History {
-    /// Of a GPU of which nothing is known yet.
+    /// History of a GPU without recorded faults.
     fn default() -> Self {
         Self {
             quiet: QUIET,
-            findings: Vec::new(),
+            faults: Vec::new(),
             uncorrected: None,
             reset_wanted: None,
             remap_failed: None,
@@ -144,62 +146,65 @@ impl Default for History {
     }
 }
 
+/// A fault, and how long it has been quiet.
 #[derive(Debug, Clone)]
-struct Open {
-    finding: Finding,
-    /// From when it has been quiet, for all that this process knows.
+struct TrackedFault {
+    recorded: RecordedFault,
+    /// Start of the quiet period, as far as this process knows.
     quiet: Instant,
 }
 
 impl History {
-    /// As the last agent left it, in the same boot: another boot is a reset. The quiet time starts
-    /// anew, since nobody has listened.
-    pub fn remembering(record: Record, now: Instant) -> Self {
-        let Record { findings, uncorrected, reset_wanted, lost } = record;
-        let findings = findings.into_iter().map(|finding| Open { finding, quiet: now }).collect();
-        Self { findings, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
+    /// Restores the record of an earlier agent in the same boot. Quiet periods start again, because
+    /// no agent was listening.
+    pub fn restore(record: Record, now: Instant) -> Self {
+        let Record { faults, uncorrected, reset_wanted, lost } = record;
+        let faults = faults.into_iter().map(|recorded| TrackedFault { recorded, quiet: now }).collect();
+        Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
-    /// For the next agent. `lost`: it is, in such a way that it can come back by a reset alone.
+    /// The record for the checkpoint. `lost`: the GPU is lost, and only a reset brings it back.
     pub fn record(&self, lost: bool) -> Record {
         Record {
-            findings: self.findings.iter().map(|open| open.finding.clone()).collect(),
+            faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
             uncorrected: self.uncorrected.filter(|count| *count > 0),
             reset_wanted: self.reset_wanted.clone(),
             lost: lost || self.was_lost,
         }
     }
 
-    /// An XID; `instance` is the MIG device that it is of, if of one. Says what it says of the GPU.
+    /// Records an XID. `instance` is the MIG device that it is limited to, if any. Returns its
+    /// class.
     pub fn xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: Stamp) -> Class {
         let class = classify(xid, ignored);
         if class != Class::Application {
-            self.find(class, Cause::Xid(xid), instance, at);
+            self.record_fault(class, Cause::Xid(xid), instance, at);
         }
         class
     }
 
-    /// NVML has described the GPU in full, asked at `asked`, with these MIG devices.
+    /// Records a full answer of NVML, requested at `asked`, with the UUIDs of the GPU's MIG
+    /// devices.
     pub fn answered(&mut self, asked: Instant, devices: &[&str]) {
         if std::mem::take(&mut self.was_lost) {
             self.was_reset();
         }
         let long = self.quiet;
-        self.findings.retain(|Open { finding, quiet }| {
+        self.faults.retain(|TrackedFault { recorded, quiet }| {
             let quiet = asked.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= long);
-            // What was wrong with an instance ends with it.
-            let gone = finding.instance.as_deref().is_some_and(|instance| !devices.contains(&instance));
-            finding.class != Class::Suspect || !(quiet || gone)
+            // A fault of an instance ends with the instance.
+            let gone = recorded.instance.as_deref().is_some_and(|instance| !devices.contains(&instance));
+            recorded.class != Class::Suspect || !(quiet || gone)
         });
     }
 
-    /// What the driver says of it.
+    /// Records the error counters and recovery action that the driver reports.
     pub fn vitals(&mut self, vitals: Vitals, at: Stamp) {
         if let Some(count) = vitals.uncorrected {
             match self.uncorrected.replace(count) {
                 Some(before) if count < before => self.was_reset(),
                 Some(before) if count > before => {
-                    self.find(Class::Suspect, Cause::EccErrors(count - before), None, at);
+                    self.record_fault(Class::Suspect, Cause::EccErrors(count - before), None, at);
                 }
                 _ => {}
             }
@@ -219,72 +224,71 @@ impl History {
         self.vitals = vitals;
     }
 
-    /// There is proof of a reset: what was found before is over.
+    /// Records proof of a reset, which ends all faults.
     pub fn was_reset(&mut self) {
-        self.findings.clear();
+        self.faults.clear();
         self.reset_wanted = None;
     }
 
-    /// An administrator says that what was found up to this time is over.
+    /// Ends faults up to this time, because an administrator cleared them.
     pub fn cleared(&mut self, until: &Time) {
-        self.findings.retain(|open| open.finding.last > *until);
+        self.faults.retain(|fault| fault.recorded.last > *until);
     }
 
-    fn find(&mut self, class: Class, cause: Cause, instance: Option<&str>, at: Stamp) {
-        // What needs a reset needs one of the GPU.
+    fn record_fault(&mut self, class: Class, cause: Cause, instance: Option<&str>, at: Stamp) {
+        // Only a reset of the whole GPU is possible.
         let instance = instance.filter(|_| class == Class::Suspect);
         let time = whole_seconds(at.wall);
-        let same = |open: &&mut Open| (open.finding.class, open.finding.instance.as_deref()) == (class, instance);
-        match self.findings.iter_mut().find(same) {
-            Some(open) => {
-                // A clock that was set back does not make it end before it began.
-                let last = time.max(open.finding.last.clone());
-                (open.finding.cause, open.finding.last, open.quiet) = (cause, last, at.now);
+        let same =
+            |fault: &&mut TrackedFault| (fault.recorded.class, fault.recorded.instance.as_deref()) == (class, instance);
+        match self.faults.iter_mut().find(same) {
+            Some(fault) => {
+                // The clock may have been set back. The last error is never before the first.
+                let last = time.max(fault.recorded.last.clone());
+                (fault.recorded.cause, fault.recorded.last, fault.quiet) = (cause, last, at.now);
             }
             None => {
                 let instance = instance.map(str::to_owned);
-                let finding = Finding { class, cause, instance, since: time.clone(), last: time };
-                self.findings.push(Open { finding, quiet: at.now });
+                let recorded = RecordedFault { class, cause, instance, since: time.clone(), last: time };
+                self.faults.push(TrackedFault { recorded, quiet: at.now });
             }
         }
     }
 
-    /// Whether the GPU can serve, as far as this is known.
+    /// Whether the GPU can serve, by its history.
     pub fn health(&self) -> Health {
         if self.was_lost {
             return Health {
                 healthy: false,
                 class: Class::Lost.as_str().into(),
                 reason: reason::LOST.into(),
-                message: "it was lost, and NVML has not answered again yet".into(),
+                message: "the GPU was lost, and NVML has not answered for it since".into(),
                 ..Health::default()
             };
         }
-        let worst = self.findings.iter().map(|open| &open.finding).filter(|finding| finding.instance.is_none());
-        let worst = worst.max_by_key(|finding| finding.class);
+        let worst = self.faults.iter().map(|fault| &fault.recorded).filter(|recorded| recorded.instance.is_none());
+        let worst = worst.max_by_key(|recorded| recorded.class);
         if let Some(since) = &self.remap_failed {
-            let message = "a row of its memory could not be remapped: it has to be replaced".to_owned();
-            return live(reason::REMAP_FAILED, message, since);
+            let message = "a row of its memory could not be remapped: replace the GPU".to_owned();
+            return reset_needed(reason::REMAP_FAILED, message, since);
         }
-        if let Some(finding) = worst.filter(|finding| finding.class == Class::NeedsReset) {
-            return self.told(finding);
+        if let Some(recorded) = worst.filter(|recorded| recorded.class == Class::NeedsReset) {
+            return self.fault_health(recorded);
         }
         if let Some(since) = &self.reset_wanted {
-            let wants = match self.vitals.recovery {
-                Some(Recovery::Reboot) => "a restart of the node",
-                _ => "a reset of it",
+            let action = match self.vitals.recovery {
+                Some(Recovery::Reboot) => "a reboot of the node",
+                _ => "a reset of the GPU",
             };
-            return live(reason::RESET, format!("the driver wants {wants}: drain it first"), since);
+            return reset_needed(reason::RESET, format!("the driver requests {action}: drain the GPU first"), since);
         }
         match worst {
-            Some(finding) => self.told(finding),
+            Some(recorded) => self.fault_health(recorded),
             None if self.vitals.remap_pending == Some(true) || self.vitals.recovery == Some(Recovery::Drain) => {
                 Health {
                     healthy: true,
                     reason: reason::RESET_PENDING.into(),
-                    message:
-                        "parts of its memory are set aside at the next reset: drain it and reset it when convenient"
-                            .into(),
+                    message: "a reset is needed to repair memory rows: drain and reset the GPU when convenient".into(),
                     ..Health::default()
                 }
             }
@@ -292,13 +296,14 @@ impl History {
         }
     }
 
-    /// What is wrong with single MIG devices, by UUID.
+    /// Health of single MIG devices with faults, by UUID.
     pub fn instances(&self) -> BTreeMap<String, Health> {
-        let findings = self.findings.iter().map(|open| &open.finding);
-        findings.filter_map(|finding| Some((finding.instance.clone()?, self.told(finding)))).collect()
+        let faults = self.faults.iter().map(|fault| &fault.recorded);
+        faults.filter_map(|recorded| Some((recorded.instance.clone()?, self.fault_health(recorded)))).collect()
     }
 
-    fn told(&self, Finding { class, cause, instance: _, since, last }: &Finding) -> Health {
+    /// Health that follows from a recorded fault.
+    fn fault_health(&self, RecordedFault { class, cause, instance: _, since, last }: &RecordedFault) -> Health {
         let what = match cause {
             Cause::Xid(xid) => describe(*xid),
             Cause::EccErrors(1) => "an uncorrected memory error".to_owned(),
@@ -306,11 +311,17 @@ impl History {
         };
         let (reason, until) = match (class, cause) {
             (Class::NeedsReset, _) => {
-                (reason::RESET, "it needs a reset: drain it, then reset it or restart the node".to_owned())
+                (reason::RESET, "the GPU needs a reset: drain it, then reset it or reboot the node".to_owned())
             }
             (_, cause) => {
                 let reason = if matches!(cause, Cause::Xid(_)) { reason::XID } else { reason::ECC };
-                (reason, format!("healthy again when it answers after {} s without another", self.quiet.as_secs()))
+                (
+                    reason,
+                    format!(
+                        "the GPU is healthy again once NVML answers after {} s without another error",
+                        self.quiet.as_secs()
+                    ),
+                )
             }
         };
         Health {
@@ -324,7 +335,8 @@ impl History {
     }
 }
 
-fn live(reason: &str, message: String, since: &Time) -> Health {
+/// Health of a GPU that needs a reset for as long as NVML reports the reason.
+fn reset_needed(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,
         class: Class::NeedsReset.as_str().into(),
@@ -360,31 +372,31 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_suspect_is_healthy_after_a_quiet_time_and_an_answer_and_not_by_one_of_them() {
+    fn a_suspect_gpu_needs_both_a_quiet_period_and_an_answer_to_be_healthy() {
         let start = Instant::now();
         let mut history = History::default();
         assert_eq!(history.xid(999, None, &[], stamp(start)), Class::Suspect);
         history.answered(start + QUIET.saturating_sub(Duration::from_millis(1)), &[]);
-        assert_eq!(class(&history), "Suspect", "it answers, too early");
+        assert_eq!(class(&history), "Suspect", "the answer came too early");
         history.xid(999, None, &[], stamp(start + QUIET / 2));
         history.answered(start + QUIET, &[]);
-        assert_eq!(class(&history), "Suspect", "the second starts the time anew");
-        // Nothing changes as time passes: somebody has to ask.
+        assert_eq!(class(&history), "Suspect", "the second XID restarts the quiet period");
+        // Time alone changes nothing: NVML has to answer.
         history.answered(start + QUIET / 2 + QUIET, &[]);
         assert!(history.health().healthy);
     }
 
     #[test]
-    fn what_needs_a_reset_waits_for_proof_of_one() {
+    fn a_gpu_that_needs_a_reset_waits_for_proof_of_one() {
         let (start, later) = (Instant::now(), Instant::now() + 1000 * QUIET);
-        let sick = || {
+        let faulty = || {
             let mut history = History::default();
             history.vitals(counted(3), stamp(start));
             history.xid(48, None, &[], stamp(start));
             history.xid(999, None, &[], stamp(start));
             history
         };
-        let mut history = sick();
+        let mut history = faulty();
         history.answered(later, &[]);
         history.vitals(counted(3), stamp(later));
         history.vitals(wanting(Recovery::Nothing), stamp(later));
@@ -393,31 +405,31 @@ pub(crate) mod tests {
 
         let mut counters = history.clone();
         counters.vitals(counted(0), stamp(later));
-        assert!(counters.health().healthy, "its counters start anew");
+        assert!(counters.health().healthy, "its counters start at 0 again");
         let mut driver = history.clone();
         driver.vitals(wanting(Recovery::Reset), stamp(later));
         assert_eq!(class(&driver), "NeedsReset");
         driver.vitals(wanting(Recovery::Nothing), stamp(later));
-        assert!(driver.health().healthy, "the driver wanted one, and wants none");
-        let mut lost = History::remembering(history.record(true), later);
+        assert!(driver.health().healthy, "the driver no longer requests a reset");
+        let mut lost = History::restore(history.record(true), later);
         assert_eq!(class(&lost), "Lost");
         lost.answered(later, &[]);
-        assert!(lost.health().healthy, "lost and found");
+        assert!(lost.health().healthy, "lost and back");
         let mut person = history.clone();
         person.cleared(&whole_seconds(Timestamp::from_second(-1).unwrap()));
-        assert_eq!(class(&person), "NeedsReset", "that was about something before");
+        assert_eq!(class(&person), "NeedsReset", "an earlier fault was cleared");
         person.cleared(&whole_seconds(Timestamp::UNIX_EPOCH));
-        assert!(person.health().healthy, "an administrator's word");
+        assert!(person.health().healthy, "an administrator cleared it");
     }
 
     #[test]
-    fn a_restart_heals_nothing_and_starts_the_quiet_time_anew() {
+    fn an_agent_restart_ends_no_fault_and_restarts_the_quiet_period() {
         let start = Instant::now();
         for xid in [79, 999] {
             let mut before = History::default();
             before.xid(xid, None, &[], stamp(start));
             let json = serde_json::to_string(&before.record(false)).unwrap();
-            let mut after = History::remembering(serde_json::from_str(&json).unwrap(), start + QUIET);
+            let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + QUIET);
             assert_eq!(after.health(), before.health());
             after.answered(start + QUIET, &[]);
             assert!(!after.health().healthy, "XID {xid}");
@@ -425,38 +437,41 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn memory_errors_count_from_where_they_were_and_across_a_restart() {
+    fn only_new_memory_errors_count_also_across_a_restart() {
         let start = Instant::now();
         let mut history = History::default();
         history.vitals(counted(7), stamp(start));
-        assert!(history.health().healthy, "they are of before");
-        let mut history = History::remembering(history.record(false), start);
+        assert!(history.health().healthy, "those are old errors");
+        let mut history = History::restore(history.record(false), start);
         history.vitals(counted(9), stamp(start));
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
         assert!(health.message.starts_with("2 uncorrected memory errors"), "{}", health.message);
         history.vitals(Vitals::default(), stamp(start));
-        assert_eq!(class(&history), "Suspect", "a driver that does not say it proves nothing");
+        assert_eq!(class(&history), "Suspect", "no counter is no proof");
     }
 
     #[test]
-    fn rows_that_cannot_be_remapped_are_the_end_and_those_that_will_be_are_told() {
+    fn a_failed_remapping_needs_a_reset_and_a_pending_one_is_reported() {
         let start = stamp(Instant::now());
         let mut history = History::default();
         history.vitals(Vitals { remap_pending: Some(true), ..Vitals::default() }, start);
         let health = history.health();
-        assert!(health.healthy && health.reason == "ResetPending" && health.message.contains("drain it"), "{health:?}");
+        assert!(
+            health.healthy && health.reason == "ResetPending" && health.message.contains("drain and reset"),
+            "{health:?}"
+        );
         history.vitals(Vitals { remap_failed: Some(true), ..Vitals::default() }, start);
         assert_eq!((class(&history).as_str(), history.health().reason.as_str()), ("NeedsReset", "RowRemapFailed"));
         history.cleared(&whole_seconds(Timestamp::MAX));
         history.was_reset();
-        assert_eq!(history.health().reason, "RowRemapFailed", "as long as NVML says it");
+        assert_eq!(history.health().reason, "RowRemapFailed", "while NVML reports it");
         history.vitals(Vitals::default(), start);
         assert!(history.health().healthy);
     }
 
     #[test]
-    fn what_is_of_one_instance_takes_that_one_and_ends_with_it() {
+    fn a_fault_of_one_instance_affects_only_it_and_ends_with_it() {
         let start = Instant::now();
         let mut history = History::default();
         history.xid(94, Some("MIG-a"), &[], stamp(start));
@@ -467,12 +482,12 @@ pub(crate) mod tests {
         history.answered(start, &["MIG-b"]);
         assert!(history.instances().is_empty());
         history.xid(95, Some("MIG-b"), &[], stamp(start));
-        assert_eq!(class(&history), "NeedsReset", "a reset is of the whole GPU");
+        assert_eq!(class(&history), "NeedsReset", "a reset affects the whole GPU");
         assert!(history.instances().is_empty());
     }
 
     #[test]
-    fn what_is_found_again_after_the_clock_was_set_back_does_not_end_before_it_began() {
+    fn a_fault_does_not_end_before_it_began_if_the_clock_was_set_back() {
         let start = Instant::now();
         let mut history = History::default();
         history.xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
@@ -483,14 +498,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_clock_tells_the_time_of_day() {
+    fn a_clock_converts_instants_to_the_time_of_day() {
         let start = Instant::now();
         let clock = Clock::new(start, Timestamp::UNIX_EPOCH);
         assert_eq!(clock.stamp(start + QUIET).wall.as_second(), 60);
         assert_eq!(clock.stamp(start).wall.as_second(), 0);
     }
 
-    /// Something that happens to a GPU, in the order in which a driver could say it.
+    /// An event in the life of a GPU.
     #[derive(Debug, Clone)]
     enum Step {
         Xid(u64, bool),
@@ -513,7 +528,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn what_needs_a_reset_never_heals_by_time_answers_or_restarts(before in proptest::collection::vec(step(), 0..12), after in proptest::collection::vec(step(), 0..30)) {
+        fn time_answers_and_restarts_never_end_the_need_for_a_reset(before in proptest::collection::vec(step(), 0..12), after in proptest::collection::vec(step(), 0..30)) {
             let mut now = Instant::now();
             let mut history = History::default();
             let mut count = 0;
@@ -523,9 +538,9 @@ pub(crate) mod tests {
                     Step::Answer => history.answered(now, &["MIG-a"]),
                     Step::Errors(more) => { count += more; history.vitals(counted(count), stamp(now)); }
                     Step::Wait(seconds) => now += Duration::from_secs(seconds),
-                    Step::Restart => history = History::remembering(history.record(false), now),
+                    Step::Restart => history = History::restore(history.record(false), now),
                 }
-                prop_assert!(history.findings.len() <= 4, "bounded");
+                prop_assert!(history.faults.len() <= 4, "bounded");
             }
             prop_assert_eq!(class(&history), "NeedsReset");
             history.was_reset();

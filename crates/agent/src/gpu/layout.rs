@@ -1,4 +1,5 @@
-//! What a GPU is served as: its part of the spec, checked against the hardware. Pure.
+//! Layouts: the slices and MPS daemons of a GPU that its part of the spec asks for, checked against
+//! the hardware. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{
@@ -15,18 +16,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::mig::{Change, Target, changes};
 
-/// As many as a device list of one resource may sensibly have of one device; NVIDIA's plugin has
-/// been seen with hundreds.
-const MOST_SLICES: u32 = 1024;
+/// Most slices of one device in the list of one resource. More is a mistake in the spec.
+const MAX_SLICES: u32 = 1024;
 
-/// How a GPU is served as a whole.
+/// The sharing mode of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// Undivided.
     Whole,
     /// Shares under MPS.
     Mps,
-    /// Replicas in turns.
+    /// Time-sliced replicas.
     TimeSlicing,
     /// MIG instances.
     Mig,
@@ -44,10 +44,10 @@ impl Mode {
     }
 }
 
-/// What a GPU is served as.
+/// The slices and MPS daemons of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
-    /// How.
+    /// The sharing mode.
     pub mode: Mode,
     /// Its slices.
     pub pools: Vec<Pool>,
@@ -55,35 +55,35 @@ pub struct Layout {
     pub daemons: BTreeMap<String, wire::Daemon>,
 }
 
-/// Equal slices of one device under one resource.
+/// Equal slices of one device under one resource name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pool {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// The extended resource, a name that the kubelet takes.
+    /// The extended resource, with a valid name.
     pub resource: String,
-    /// Number of the first id.
+    /// Number of the first slice.
     pub first: u32,
-    /// How many there are.
+    /// Number of slices.
     pub count: u32,
-    /// What a slice is.
+    /// Kind of the slices.
     pub kind: Kind,
 }
 
-/// What a slice is.
+/// Kind of a slice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
-    /// The device, undivided.
+    /// The whole device.
     Whole,
-    /// A turn.
+    /// A time-sliced replica.
     TimeSliced,
     /// A share under MPS.
     Mps {
-        /// Memory of k slices, MiB, at k − 1; empty is no limit.
+        /// Memory limit of k shares in MiB, at index k − 1. Empty is no limit.
         memory_mib: Vec<u64>,
-        /// Active thread percentage of k slices at k − 1; empty is no limit.
+        /// Active thread percentage of k shares, at index k − 1. Empty is no limit.
         threads: Vec<u8>,
-        /// Most clients of one allocation.
+        /// Most clients of one allocation. None is no limit.
         max_clients: Option<u32>,
     },
 }
@@ -94,35 +94,35 @@ impl Pool {
         (self.first..self.first.saturating_add(self.count)).map(|number| device_id(&self.device, number))
     }
 
-    /// Whether it has this slice.
+    /// Whether the slice is part of this pool.
     pub fn holds(&self, device: &str, number: u32) -> bool {
         self.device == device && number >= self.first && number - self.first < self.count
     }
 }
 
 impl Layout {
-    /// Whether it is one that [`wanted`] could have made, as far as numbers and names go: slices
-    /// are counted out one by one.
+    /// Checks counts, numbers and names, for a layout that was read from a file: its slices are
+    /// enumerated one by one.
     ///
     /// # Errors
     /// A sentence that says what is wrong.
     pub fn check(&self) -> Result<(), String> {
         for Pool { resource, first, count, kind, .. } in &self.pools {
-            named(resource)?;
-            if *count > MOST_SLICES {
-                return Err(format!("{resource}: {count} slices are more than {MOST_SLICES}"));
+            resource_name(resource)?;
+            if *count > MAX_SLICES {
+                return Err(format!("{resource}: {count} slices are more than {MAX_SLICES}"));
             }
             if first.checked_add(*count).is_none() {
-                return Err(format!("{resource}: there are no {count} slices from {first} on"));
+                return Err(format!("{resource}: {count} slices cannot be numbered from {first}"));
             }
             if let Kind::Mps { memory_mib, threads, .. } = kind {
-                complete(resource, *count, [threads.len(), memory_mib.len()])?;
+                check_limit_counts(resource, *count, [threads.len(), memory_mib.len()])?;
             }
         }
         Ok(())
     }
 
-    /// Leaves what a device is served as just as it was before.
+    /// Restores what `before` has for a device, pools and daemon.
     pub fn keep(&mut self, device: &str, before: Option<&Self>) {
         self.pools.retain(|pool| pool.device != device);
         self.daemons.remove(device);
@@ -133,13 +133,13 @@ impl Layout {
     }
 }
 
-/// The id of a slice, stable for ever.
+/// The id of a slice. It never changes.
 pub fn device_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
 }
 
-/// What an id is of. Only what [`device_id`] writes is read: `GPU-x::07` and `GPU-x::7` are not one
-/// slice.
+/// The device and number of a slice id. Accepts only what [`device_id`] returns, so that
+/// `GPU-x::07` and `GPU-x::7` cannot both name a slice.
 pub fn parse_id(id: &str) -> Option<(&str, u32)> {
     let (device, digits) = id.rsplit_once("::")?;
     let number: u32 = digits.parse().ok()?;
@@ -147,44 +147,42 @@ pub fn parse_id(id: &str) -> Option<(&str, u32)> {
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
-/// A layout that can be served now, and what of the GPU has to change until all of the spec can.
+/// A layout that can be served now, and the changes of the GPU that the rest of the spec needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wanted {
-    /// What can be served.
+pub struct TargetLayout {
+    /// The layout that can be served now.
     pub layout: Layout,
-    /// What has to change first, in order.
+    /// The changes to make first, in order.
     pub changes: Vec<Change>,
-    /// What never can be, and hinders nothing; empty where there is nothing to say.
+    /// A part of the spec that is ignored because it is not possible. Empty if there is none.
     pub note: String,
 }
 
-impl From<Layout> for Wanted {
+impl From<Layout> for TargetLayout {
     fn from(layout: Layout) -> Self {
         Self { layout, changes: Vec::new(), note: String::new() }
     }
 }
 
-/// What `spec` makes of `gpu`; without a spec it is whole, or its MIG instances are. `cut`: a spec
-/// has cut it that is no more, so that its instances go.
+/// The layout that `spec` asks for. Without a spec, the GPU is served whole, or its existing MIG
+/// instances are. `was_mig`: an earlier spec divided the GPU by MIG, so its instances go.
 ///
 /// # Errors
-/// A sentence, for the step's status.
-pub fn wanted(spec: Option<&GpuSpec>, gpu: &Gpu, cut: bool) -> Result<Wanted, String> {
+/// A sentence for the step's message.
+pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result<TargetLayout, String> {
     let mig = gpu.mig.as_ref().filter(|mig| mig.enabled);
     let Some(GpuSpec { partition, .. }) = spec else {
         return Ok(match mig {
-            Some(mig) if !cut => existing_instances(mig),
-            _ => undivided_after(
-                gpu,
-                whole(&gpu.uuid, RESOURCE_GPU),
-                if cut { Target::Off } else { Target::TerminationWatch },
-            )?,
+            Some(mig) if !was_mig => existing_instances(mig),
+            _ => {
+                undivided_after(gpu, whole(&gpu.uuid, RESOURCE_GPU), if was_mig { Target::Off } else { Target::Keep })?
+            }
         });
     };
     let Partition { whole: undivided, mps, time_slicing, mig: instances } = partition;
     let layout = match (undivided, mps, time_slicing, instances) {
         (Some(Whole { resource }), None, None, None) => {
-            Layout { pools: vec![whole_pool(&gpu.uuid, named(resource)?)], ..empty(Mode::Whole) }
+            Layout { pools: vec![whole_pool(&gpu.uuid, resource_name(resource)?)], ..empty(Mode::Whole) }
         }
         (None, Some(mps), None, None) => {
             if gpu.compute_capability < (7, 0) {
@@ -200,22 +198,22 @@ pub fn wanted(spec: Option<&GpuSpec>, gpu: &Gpu, cut: bool) -> Result<Wanted, St
         (None, None, Some(slicing), None) => {
             Layout { pools: vec![replicas(&gpu.uuid, slicing)?], ..empty(Mode::TimeSlicing) }
         }
-        (None, None, None, Some(instances)) => return cut_into(gpu, instances),
-        _ => return Err("the spec must say exactly one of whole, mps, timeSlicing and mig".into()),
+        (None, None, None, Some(instances)) => return mig_layout(gpu, instances),
+        _ => return Err("the spec must set exactly one of whole, mps, timeSlicing and mig".into()),
     };
     let wanted = undivided_after(gpu, layout, Target::Off)?;
-    Ok(Wanted { note: interval_note(time_slicing.as_ref()), ..wanted })
+    Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
-/// A layout of the GPU itself, which can be served with MIG mode off and not before.
-fn undivided_after(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<Wanted, String> {
-    let cut = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
-    let layout = if cut { empty(Mode::Mig) } else { layout };
-    Ok(Wanted { layout, changes: changes(gpu, target)?, note: String::new() })
+/// A layout of the undivided GPU, which can be served only with MIG mode off.
+fn undivided_after(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
+    let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
+    let layout = if mig_on { empty(Mode::Mig) } else { layout };
+    Ok(TargetLayout { layout, changes: changes(gpu, target)?, note: String::new() })
 }
 
-/// The instances of the spec that are there, and what has to change until all are.
-fn cut_into(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<Wanted, String> {
+/// The instances of the spec that exist, and the changes that create the others.
+fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, String> {
     let changes = changes(gpu, Target::On(instances))?;
     let (mut layout, mut rest) = (empty(Mode::Mig), empty(Mode::Mig));
     let there: &[MigInstance] = gpu.mig.as_ref().filter(|mig| mig.enabled).map_or(&[], |mig| &mig.instances);
@@ -225,7 +223,7 @@ fn cut_into(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<Wanted, String> 
         match there.iter().find(is) {
             Some(found) => add_instance(&mut layout, found, &spec.partition)?,
             None => {
-                // Nothing is made for what could not be served.
+                // Check the partition now, so that no instance is created that could not be served.
                 let (profile, start) = (spec.profile.clone(), spec.start);
                 let later =
                     MigInstance { uuid: String::new(), profile, start, gpu_instance: 0, compute_instance: None };
@@ -233,7 +231,7 @@ fn cut_into(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<Wanted, String> 
             }
         }
     }
-    Ok(Wanted { layout, changes, note: String::new() })
+    Ok(TargetLayout { layout, changes, note: String::new() })
 }
 
 fn empty(mode: Mode) -> Layout {
@@ -248,11 +246,11 @@ fn whole_pool(device: &str, resource: String) -> Pool {
     Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: Kind::Whole }
 }
 
-/// MIG instances that somebody else made, each whole.
-fn existing_instances(mig: &Mig) -> Wanted {
-    // One of a profile whose name is no resource's could not be asked for.
-    let named = |instance: &&MigInstance| named(&mig_resource(&instance.profile)).is_ok();
-    let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(named);
+/// The existing MIG instances, each whole.
+fn existing_instances(mig: &Mig) -> TargetLayout {
+    // A pod could not request an instance of a profile whose name is invalid in a resource name.
+    let has_name = |instance: &&MigInstance| resource_name(&mig_resource(&instance.profile)).is_ok();
+    let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
     Layout { pools: pools.collect(), ..empty(Mode::Mig) }.into()
 }
@@ -260,7 +258,9 @@ fn existing_instances(mig: &Mig) -> Wanted {
 fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPartition) -> Result<(), String> {
     let MigPartition { whole, mps, time_slicing } = partition;
     match (whole, mps, time_slicing) {
-        (Some(Whole { resource }), None, None) => layout.pools.push(whole_pool(&instance.uuid, named(resource)?)),
+        (Some(Whole { resource }), None, None) => {
+            layout.pools.push(whole_pool(&instance.uuid, resource_name(resource)?))
+        }
         (None, Some(mps), None) => {
             let (pools, daemon) = mps_pools(&instance.uuid, mps, true)?;
             layout.pools.extend(pools);
@@ -269,7 +269,7 @@ fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPart
         (None, None, Some(slicing)) => layout.pools.push(replicas(&instance.uuid, slicing)?),
         _ => {
             return Err(format!(
-                "MIG instance {} at {}: the spec must say exactly one of whole, mps and timeSlicing",
+                "MIG instance {} at {}: the spec must set exactly one of whole, mps and timeSlicing",
                 instance.profile, instance.start
             ));
         }
@@ -286,24 +286,24 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let mut pools: Vec<Pool> = Vec::new();
     let (mut most_threads, mut most_memory) = (None, None);
     for slices in slices {
-        let resource = named(&slices.resource)?;
+        let resource = resource_name(&slices.resource)?;
         if let Some(wrong) = slices.threads.iter().find(|&&percent| Percent::new(percent).is_err()) {
             return Err(format!("{wrong} is not a thread percentage from 1 to 100"));
         }
         if slices.max_clients == Some(0) {
-            return Err(format!("{resource}: shares with at most 0 clients could never run anything"));
+            return Err(format!("{resource}: maxClients must be at least 1"));
         }
         if slices.memory_mib.contains(&0) {
             return Err("0 MiB is not a memory limit".into());
         }
-        complete(&resource, slices.count, [slices.threads.len(), slices.memory_mib.len()])?;
+        check_limit_counts(&resource, slices.count, [slices.threads.len(), slices.memory_mib.len()])?;
         let Some(end) = slices.first.checked_add(slices.count) else {
-            return Err(format!("{resource}: {} is no number for a first share", slices.first));
+            return Err(format!("{resource}: a first share cannot have number {}", slices.first));
         };
         let overlaps =
             |pool: &&Pool| pool.resource == resource && pool.first < end && slices.first < pool.first + pool.count;
         if pools.iter().find(overlaps).is_some() {
-            return Err(format!("{resource}: shares {} to {end} are there twice", slices.first));
+            return Err(format!("{resource}: shares {} to {end} are defined twice", slices.first));
         }
         most_threads = most_threads.max(slices.threads.last().copied());
         most_memory = most_memory.max(slices.memory_mib.last().copied());
@@ -318,39 +318,40 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let daemon = wire::Daemon {
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
-        // The door lowers these for each allocation; where it cannot, a container's environment
-        // does. So they are the largest allocation's.
+        // Defaults are the largest allocation's limits. The door lowers them for each allocation,
+        // or the container's environment does where the door cannot.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
     };
     Ok((pools, daemon))
 }
 
-/// That lists of limits are for all shares, or empty.
-fn complete(resource: &str, count: u32, limits: [usize; 2]) -> Result<(), String> {
+/// Checks that each list of limits has an entry for every share, or is empty.
+fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<(), String> {
     if limits.iter().any(|&limits| limits != 0 && limits < count as usize) {
-        return Err(format!("{resource}: there are {count} shares, and limits for fewer"));
+        return Err(format!("{resource}: there are {count} shares but limits for fewer"));
     }
     Ok(())
 }
 
 fn replicas(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
-    if *replicas == 0 || *replicas > MOST_SLICES {
-        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MOST_SLICES}"));
+    if *replicas == 0 || *replicas > MAX_SLICES {
+        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MAX_SLICES}"));
     }
-    let resource = named(resource)?;
+    let resource = resource_name(resource)?;
     Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: Kind::TimeSliced })
 }
 
 fn interval_note(slicing: Option<&TimeSlicedPartition>) -> String {
     match slicing.map(|slicing| slicing.interval) {
         None | Some(Interval::Default) => String::new(),
-        Some(interval) => format!("the time slice stays as it is: NVML has no call for the interval {interval:?}"),
+        Some(interval) => format!("the time slice is unchanged: NVML has no call to set the interval {interval:?}"),
     }
 }
 
-fn named(resource: &str) -> Result<String, String> {
+/// The resource name if it is valid.
+fn resource_name(resource: &str) -> Result<String, String> {
     match ResourceName::parse(resource) {
         Ok(_) => Ok(resource.to_owned()),
         Err(error) => Err(error.to_string()),
@@ -381,7 +382,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// With some of the profiles of an H100 of 80 GB.
+    /// A GPU with some of the MIG profiles of an H100 with 80 GB.
     pub(crate) fn mig_gpu(uuid: &str, enabled: bool, instances: Vec<MigInstance>) -> Gpu {
         let profile = |name: &str, slices, size, starts: &[u32]| cleave_gpu::nvml::MigProfile {
             id: slices,
@@ -434,16 +435,16 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_gpu_that_the_spec_does_not_name_is_whole() {
-        let Wanted { layout, changes, .. } = wanted(None, &gpu("GPU-a", 0), false).unwrap();
+    fn a_gpu_without_a_spec_is_whole() {
+        let TargetLayout { layout, changes, .. } = target_layout(None, &gpu("GPU-a", 0), false).unwrap();
         assert_eq!(layout, whole("GPU-a", "nvidia.com/gpu"));
         assert_eq!(layout.pools[0].ids().collect::<Vec<_>>(), ["GPU-a::0"]);
         assert!(changes.is_empty());
     }
 
     #[test]
-    fn an_mps_daemon_lets_the_largest_allocation_through_and_no_more() {
-        let layout = wanted(Some(&mps_spec("GPU-a", 10)), &gpu("GPU-a", 0), false).unwrap().layout;
+    fn the_daemons_defaults_are_the_largest_allocations_limits() {
+        let layout = target_layout(Some(&mps_spec("GPU-a", 10)), &gpu("GPU-a", 0), false).unwrap().layout;
         let daemon = &layout.daemons["GPU-a"];
         assert_eq!((daemon.default_threads, daemon.default_memory_mib), (Some(100), Some(143_027)));
         assert!(daemon.exclusive && daemon.multi_user);
@@ -451,22 +452,22 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn shares_without_limits_leave_the_daemon_without() {
+    fn the_daemon_has_no_defaults_if_shares_have_no_limits() {
         let mut spec = mps_spec("GPU-a", 10);
         let slices = &mut spec.partition.mps.as_mut().unwrap().slices[0];
         slices.threads.clear();
         slices.memory_mib.clear();
-        let layout = wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
+        let layout = target_layout(Some(&spec), &gpu("GPU-a", 0), false).unwrap().layout;
         assert_eq!(layout.daemons["GPU-a"].default_threads, None);
         assert_eq!(layout.daemons["GPU-a"].default_memory_mib, None);
     }
 
     #[test]
-    fn nonsense_is_refused_with_a_sentence() {
+    fn an_invalid_spec_is_refused_with_a_reason() {
         let refused = |change: &dyn Fn(&mut GpuSpec)| {
             let mut spec = mps_spec("GPU-a", 4);
             change(&mut spec);
-            wanted(Some(&spec), &gpu("GPU-a", 0), false).unwrap_err()
+            target_layout(Some(&spec), &gpu("GPU-a", 0), false).unwrap_err()
         };
         let slices = |change: &dyn Fn(&mut MpsSlices)| {
             refused(&|spec| change(&mut spec.partition.mps.as_mut().unwrap().slices[0]))
@@ -475,11 +476,11 @@ pub(crate) mod tests {
         assert!(slices(&|s| s.count = 49).contains("49 MPS shares"));
         assert!(slices(&|s| s.threads[1] = 0).contains("0 is not a thread percentage"));
         assert!(slices(&|s| s.threads[1] = 101).contains("101"));
-        assert!(slices(&|s| s.max_clients = Some(0)).contains("at most 0 clients"));
+        assert!(slices(&|s| s.max_clients = Some(0)).contains("maxClients must be at least 1"));
         assert!(slices(&|s| s.memory_mib[0] = 0).contains("0 MiB"));
-        assert!(slices(&|s| s.memory_mib.truncate(3)).contains("limits for fewer"));
+        assert!(slices(&|s| s.memory_mib.truncate(3)).contains("but limits for fewer"));
         assert!(slices(&|s| s.resource = "gpu".into()).contains("not the name of an extended resource"));
-        assert!(slices(&|s| s.first = u32::MAX).contains("no number"));
+        assert!(slices(&|s| s.first = u32::MAX).contains("cannot have number"));
         assert!(refused(&|spec| spec.partition.mps = None).contains("exactly one"));
         assert!(
             refused(&|spec| spec.partition.whole = Some(Whole { resource: "nvidia.com/gpu".into() }))
@@ -492,12 +493,14 @@ pub(crate) mod tests {
         };
         assert!(refused(&twice).contains("twice"));
         let old = Gpu { compute_capability: (6, 1), model: "Tesla P4".into(), ..gpu("GPU-a", 0) };
-        assert!(wanted(Some(&mps_spec("GPU-a", 4)), &old, false).unwrap_err().contains("Tesla P4 has 6.1"));
-        assert!(wanted(Some(&sliced_spec("GPU-a", 0)), &old, false).unwrap_err().contains("0 time-sliced replicas"));
+        assert!(target_layout(Some(&mps_spec("GPU-a", 4)), &old, false).unwrap_err().contains("Tesla P4 has 6.1"));
+        assert!(
+            target_layout(Some(&sliced_spec("GPU-a", 0)), &old, false).unwrap_err().contains("0 time-sliced replicas")
+        );
     }
 
     #[test]
-    fn mig_instances_are_found_by_profile_and_place_and_the_rest_is_told() {
+    fn mig_instances_match_by_profile_and_placement_and_the_rest_needs_changes() {
         let instance = |profile: &str, start, uuid: &str| MigInstance {
             uuid: uuid.into(),
             profile: profile.into(),
@@ -508,7 +511,7 @@ pub(crate) mod tests {
         let instances =
             vec![instance("1g.10gb+me", 0, "MIG-a"), instance("3g.40gb", 4, "MIG-b"), instance("1g.10gb", 1, "")];
         let gpu = mig_gpu("GPU-a", true, instances.clone());
-        let served = wanted(None, &gpu, false).unwrap().layout;
+        let served = target_layout(None, &gpu, false).unwrap().layout;
         assert_eq!(
             served.pools.iter().map(|pool| (pool.device.as_str(), pool.resource.as_str())).collect::<Vec<_>>(),
             [("MIG-a", "nvidia.com/mig-1g.10gb.me"), ("MIG-b", "nvidia.com/mig-3g.40gb")]
@@ -524,37 +527,40 @@ pub(crate) mod tests {
             },
             ..mps_spec("GPU-a", 1)
         };
-        let Wanted { layout, changes, .. } = wanted(Some(&spec), &gpu, false).unwrap();
+        let TargetLayout { layout, changes, .. } = target_layout(Some(&spec), &gpu, false).unwrap();
         assert_eq!(layout.pools.len(), 1);
         assert!(!layout.daemons["MIG-b"].exclusive, "never on MIG");
         let [first, _, third] = instances.try_into().unwrap();
         assert_eq!(
             changes,
             [Change::Destroy(first), Change::Destroy(third), Change::Create { profile: "3g.40gb".into(), start: 0 }],
-            "the one of the spec stays"
+            "the instance of the spec stays"
         );
-        for (whole, cut) in [(Some(&mps_spec("GPU-a", 4)), false), (None, true)] {
-            let Wanted { layout, changes, .. } = wanted(whole, &gpu, cut).unwrap();
+        for (whole, was_mig) in [(Some(&mps_spec("GPU-a", 4)), false), (None, true)] {
+            let TargetLayout { layout, changes, .. } = target_layout(whole, &gpu, was_mig).unwrap();
             assert_eq!(
                 (layout, changes.len()),
                 (empty(Mode::Mig), 4),
-                "not before the instances and MIG mode are gone"
+                "only after the instances and MIG mode are gone"
             );
             assert_eq!(changes[3], Change::Mode(false));
             let off = mig_gpu("GPU-a", false, vec![]);
-            assert!(wanted(whole, &off, cut).unwrap().changes.is_empty());
+            assert!(target_layout(whole, &off, was_mig).unwrap().changes.is_empty());
             let mut pending = off;
             pending.mig.as_mut().unwrap().pending = Some(true);
-            assert_eq!(wanted(whole, &pending, cut).unwrap().changes, [Change::Mode(false)]);
+            assert_eq!(target_layout(whole, &pending, was_mig).unwrap().changes, [Change::Mode(false)]);
         }
-        assert!(wanted(None, &gpu, false).unwrap().changes.is_empty(), "made by somebody else");
-        let mut nonsense = spec.clone();
-        nonsense.partition.mig.as_mut().unwrap()[1].partition = MigPartition::default();
-        assert!(wanted(Some(&nonsense), &gpu, false).unwrap_err().contains("exactly one"), "before it is made");
+        assert!(target_layout(None, &gpu, false).unwrap().changes.is_empty(), "another program created them");
+        let mut invalid = spec.clone();
+        invalid.partition.mig.as_mut().unwrap()[1].partition = MigPartition::default();
+        assert!(
+            target_layout(Some(&invalid), &gpu, false).unwrap_err().contains("exactly one"),
+            "before the instance is created"
+        );
     }
 
     #[test]
-    fn ids_are_read_only_as_they_are_written() {
+    fn only_canonical_ids_are_parsed() {
         assert_eq!(parse_id("GPU-a::12"), Some(("GPU-a", 12)));
         assert_eq!(parse_id("GPU-a::0"), Some(("GPU-a", 0)));
         for bad in
@@ -566,7 +572,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn every_id_is_read_back(device in "[A-Za-z0-9-]{1,40}", number: u32) {
+        fn every_id_round_trips(device in "[A-Za-z0-9-]{1,40}", number: u32) {
             let id = device_id(&device, number);
             prop_assert_eq!(parse_id(&id), Some((device.as_str(), number)));
         }

@@ -1,8 +1,8 @@
-//! MIG: from the instances that a GPU has to those that it shall have, one change at a time. Pure.
+//! MIG: leads a GPU from its current instances to the wanted ones, one change at a time. Pure.
 //!
-//! What is to be done follows each time anew from what NVML says is there, so that an agent that
-//! was killed between two changes goes on with the next. Only what a [`Trial`] remembers is lost
-//! with it: how often a change has failed.
+//! The remaining changes are computed each time from what NVML reports, so an agent that was killed
+//! between two changes continues with the next. Only [`MigProgress`] is lost with the agent: which
+//! changes failed, and how often.
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -10,27 +10,27 @@ use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
-/// How often a change is tried that fails, until the spec or the GPU is another.
+/// Most attempts of a change that fails. It is tried again once the spec or the GPU changes.
 pub const ATTEMPTS: u32 = 5;
-/// The pause after the first failure; each one doubles it.
-const PAUSE: Duration = Duration::from_millis(500);
-/// The longest pause between looks at something that is in use.
-const LONGEST: Duration = Duration::from_secs(30);
-/// Most processes that a sentence names.
-const NAMED: usize = 8;
+/// Pause after the first failed attempt. Each further failure doubles it.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+/// Longest pause between attempts while something is in use.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Most processes that a message names.
+const MAX_NAMED: usize = 8;
 
-/// One change of a GPU.
+/// A single change of a GPU's MIG mode or instances.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Destroys a GPU instance, and what is in it.
+    /// Destroys a GPU instance and its compute instances.
     Destroy(MigInstance),
     /// Turns MIG mode on or off.
     Mode(bool),
-    /// Makes a GPU instance, with one compute instance over all of it.
+    /// Creates a GPU instance with one compute instance that spans it.
     Create {
-        /// Profile name without prefix.
+        /// Profile name without the `MIG ` prefix.
         profile: String,
-        /// First memory slice.
+        /// First memory slice of its placement.
         start: u32,
     },
 }
@@ -46,43 +46,43 @@ impl fmt::Display for Change {
     }
 }
 
-/// What MIG of a GPU shall be.
+/// The wanted MIG state of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target<'a> {
-    /// As it is: nobody says anything else.
-    TerminationWatch,
-    /// Off.
+    /// Leave it as it is: no spec names this GPU.
+    Keep,
+    /// MIG mode off.
     Off,
-    /// On, with just these instances.
+    /// MIG mode on, with exactly these instances.
     On(&'a [MigInstanceSpec]),
 }
 
-/// What has to change, removals first. A GPU that is as it shall be has nothing to change, whoever
-/// made its instances.
+/// The changes that lead to the target, removals first. Existing instances that match are kept,
+/// even if another program created them.
 ///
 /// # Errors
-/// A sentence, where the target can never be.
+/// A sentence that says why this GPU can never reach the target.
 pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     let Some(mig) = &gpu.mig else {
         return match target {
-            Target::On(_) => Err(format!("{} has no MIG", gpu.model)),
-            Target::TerminationWatch | Target::Off => Ok(Vec::new()),
+            Target::On(_) => Err(format!("{} does not support MIG", gpu.model)),
+            Target::Keep | Target::Off => Ok(Vec::new()),
         };
     };
     let there: &[MigInstance] = if mig.enabled { &mig.instances } else { &[] };
     match target {
-        Target::TerminationWatch => Ok(Vec::new()),
+        Target::Keep => Ok(Vec::new()),
         Target::Off => {
             let mut all: Vec<Change> = there.iter().cloned().map(Change::Destroy).collect();
             all.extend((mig.enabled || mig.pending == Some(true)).then_some(Change::Mode(false)));
             Ok(all)
         }
         Target::On(wanted) => {
-            possible(mig, wanted)?;
+            check_placements(mig, wanted)?;
             let is = |found: &MigInstance, spec: &MigInstanceSpec| {
                 found.profile == spec.profile && found.start == spec.start
             };
-            // One without a compute instance is what a creation left that was cut off.
+            // An instance without a UUID has no compute instance: its creation was interrupted.
             let stays = |found: &MigInstance| !found.uuid.is_empty() && wanted.iter().any(|spec| is(found, spec));
             let mut all: Vec<Change> =
                 there.iter().filter(|found| !stays(found)).cloned().map(Change::Destroy).collect();
@@ -94,9 +94,9 @@ pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     }
 }
 
-/// Whether NVML has these profiles at these places, and no two in one.
-fn possible(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String> {
-    // A driver may say profiles only with MIG mode on.
+/// Checks that NVML offers these profiles at these places, and that no two overlap.
+fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String> {
+    // Some drivers list profiles only while MIG mode is on.
     if mig.profiles.is_empty() && !mig.enabled {
         return Ok(());
     }
@@ -109,8 +109,9 @@ fn possible(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String> {
         if !profile.starts.contains(start) {
             return Err(format!("a MIG instance {name} cannot be at {start}: NVML has {:?}", profile.starts));
         }
-        let meets = |(other, size): &&(&MigInstanceSpec, u32)| overlap((*start, profile.size), (other.start, *size));
-        if let Some((other, _)) = placed.iter().find(meets) {
+        let overlapping =
+            |(other, size): &&(&MigInstanceSpec, u32)| overlap((*start, profile.size), (other.start, *size));
+        if let Some((other, _)) = placed.iter().find(overlapping) {
             return Err(format!("MIG instances {} at {} and {name} at {start} overlap", other.profile, other.start));
         }
         placed.push((spec, profile.size));
@@ -118,38 +119,39 @@ fn possible(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether two places, each first slice and size, share a slice.
+/// Whether two placements, each a first slice and a size, share a slice.
 fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
 
-/// What to do next.
+/// What to do next about a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Next {
-    /// Nothing, or nothing yet: slices are being withdrawn.
+pub enum NextStep {
+    /// Nothing, or nothing yet because slices are still being withdrawn.
     Nothing,
-    /// This, which nothing hinders as far as is known.
+    /// Make this change. Nothing known is in its way.
     Do(Change),
-    /// Something has to end first.
+    /// This change has to wait, for the reason given.
     Wait(Change, String),
 }
 
-/// The first of the changes that can be made now.
+/// The first change that can be made now.
 ///
-/// `known`: who holds what is known, so that something may be taken away. `served`: whether slices
-/// of a device are told to the kubelet. `gone`: whether its MPS daemon is no more, else why.
+/// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
+/// kubelet is offered slices of a device. `gone`: whether the device's MPS daemon has exited, or
+/// why not.
 pub fn next<'a>(
     changes: impl IntoIterator<Item = &'a Change>,
     gpu: &Gpu,
     known: bool,
     served: impl Fn(&str) -> bool,
     gone: impl Fn(&str) -> Result<(), String>,
-) -> Next {
+) -> NextStep {
     let enabled = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
-    let mut waits = Next::Nothing;
+    let mut waits = NextStep::Nothing;
     for change in changes {
-        let hindered = match change {
+        let blocked = match change {
             Change::Destroy(_) | Change::Mode(_) if !known => continue,
             Change::Destroy(instance) if served(&instance.uuid) => continue,
             Change::Destroy(instance) => gone(&instance.uuid),
@@ -167,140 +169,141 @@ pub fn next<'a>(
                 Ok(())
             }
         };
-        match hindered {
-            Ok(()) => return Next::Do(change.clone()),
-            Err(why) if waits == Next::Nothing => waits = Next::Wait(change.clone(), why),
+        match blocked {
+            Ok(()) => return NextStep::Do(change.clone()),
+            Err(why) if waits == NextStep::Nothing => waits = NextStep::Wait(change.clone(), why),
             Err(_) => {}
         }
     }
     waits
 }
 
-/// Memory slices of a profile's instances; one that NVML does not list takes the whole GPU, so that
-/// nothing is made beside it.
+/// Memory slices of an instance of this profile. A profile that NVML does not list counts as the
+/// whole GPU, so nothing is created beside it.
 fn size(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
-/// `in use by the processes 12, 13, which no pod is known for`.
+/// `in use by processes outside of Kubernetes (pid 12, 13)`.
 pub fn in_use_by(processes: &[&Process]) -> String {
-    let pids: Vec<String> = processes.iter().take(NAMED).map(|process| process.pid.to_string()).collect();
-    let more = if processes.len() > NAMED { format!(" and {} more", processes.len() - NAMED) } else { String::new() };
+    let pids: Vec<String> = processes.iter().take(MAX_NAMED).map(|process| process.pid.to_string()).collect();
+    let more =
+        if processes.len() > MAX_NAMED { format!(" and {} more", processes.len() - MAX_NAMED) } else { String::new() };
     format!("in use by processes outside of Kubernetes (pid {}{more})", pids.join(", "))
 }
 
-/// How a change ended.
+/// Result of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
-    /// As wanted.
+pub enum ChangeOutcome {
+    /// The change was made.
     Done,
-    /// Something uses what would go: nothing was done.
+    /// Something uses the instance or GPU. Nothing was changed.
     Busy(String),
-    /// MIG mode changes with the next reset of the GPU, which a person must do.
+    /// MIG mode changes with the next reset of the GPU, which an administrator must do.
     AfterReset,
-    /// The driver has not answered for so long; it may yet.
+    /// The driver has not answered for this long. It may still answer.
     Slow(Duration),
-    /// It went wrong, in NVML's words; what was half done is undone.
+    /// NVML failed with this error. Partial changes were undone.
     Failed(String),
 }
 
-/// What came of the changes of one GPU so far, for one target.
+/// Progress of the changes of one GPU towards one target.
 #[derive(Debug)]
-pub struct Trial {
-    /// The spec's part that it is about.
+pub struct MigProgress {
+    /// The part of the spec that the changes implement.
     wanted: Option<Partition>,
-    /// The GPU as the last change left it, where that is known: whatever is otherwise was done by
-    /// somebody else.
-    seen: Option<Seen>,
-    /// The change that is being made.
-    acting: Option<Change>,
+    /// State of the GPU after the last change, if known. If it differs, something else changed the
+    /// GPU.
+    last_state: Option<GpuState>,
+    /// The change that is being made now.
+    in_progress: Option<Change>,
     done: Vec<StepStatus>,
-    /// How many of these no event has told yet.
-    untold: usize,
-    tries: Vec<Try>,
+    /// How many of the last entries of `done` no Event has reported yet.
+    unreported: usize,
+    attempts: Vec<Attempt>,
     waits: Option<StepStatus>,
 }
 
 /// A change that did not succeed.
 #[derive(Debug)]
-struct Try {
+struct Attempt {
     change: Change,
     failures: u32,
-    looks: u32,
-    /// When it may be tried again, if at all.
+    busy_checks: u32,
+    /// When to try again. None is never.
     not_before: Option<Instant>,
     step: StepStatus,
 }
 
-/// What tells a GPU from what it was: health, MIG mode now and pending, instances.
-type Seen = (bool, Option<(bool, Option<bool>, Vec<MigInstance>)>);
+/// State that decides whether a failed change is tried again: health, MIG mode, pending MIG mode,
+/// instances.
+type GpuState = (bool, Option<(bool, Option<bool>, Vec<MigInstance>)>);
 
-fn seen(gpu: &Gpu, healthy: bool) -> Seen {
+fn gpu_state(gpu: &Gpu, healthy: bool) -> GpuState {
     (healthy, gpu.mig.as_ref().map(|mig| (mig.enabled, mig.pending, mig.instances.clone())))
 }
 
-impl Trial {
-    /// Of a target that nothing was done for yet.
+impl MigProgress {
+    /// Progress towards a target for which nothing has been done yet.
     pub fn new(wanted: Option<&Partition>) -> Self {
         Self {
             wanted: wanted.cloned(),
-            seen: None,
-            acting: None,
+            last_state: None,
+            in_progress: None,
             done: Vec::new(),
-            untold: 0,
-            tries: Vec::new(),
+            unreported: 0,
+            attempts: Vec::new(),
             waits: None,
         }
     }
 
-    /// Takes in the target and the GPU as they are now: where one is another, what failed may be
-    /// tried again.
-    pub fn review(&mut self, wanted: Option<&Partition>, gpu: &Gpu, healthy: bool) {
+    /// Updates the target and the state of the GPU. If either changed, failed changes may be tried
+    /// again.
+    pub fn update(&mut self, wanted: Option<&Partition>, gpu: &Gpu, healthy: bool) {
         if self.wanted.as_ref() != wanted {
-            *self = Self { acting: self.acting.take(), ..Self::new(wanted) };
+            *self = Self { in_progress: self.in_progress.take(), ..Self::new(wanted) };
         }
-        if self.acting.is_some() {
+        if self.in_progress.is_some() {
             return;
         }
-        let now = seen(gpu, healthy);
-        if self.seen.as_ref().is_some_and(|before| *before != now) {
-            self.tries.clear();
+        let now = gpu_state(gpu, healthy);
+        if self.last_state.as_ref().is_some_and(|before| *before != now) {
+            self.attempts.clear();
         }
-        self.seen = Some(now);
+        self.last_state = Some(now);
     }
 
-    /// Whether a change may be tried now: none while another is being made, and not one that has
-    /// just failed.
-    pub fn may(&self, change: &Change, now: Instant) -> bool {
-        let tried = self.tries.iter().find(|tried| tried.change == *change);
-        self.acting.is_none() && tried.is_none_or(|tried| tried.not_before.is_some_and(|then| then <= now))
+    /// Whether a change may start now: no other change is being made, and its pause is over.
+    pub fn may_start(&self, change: &Change, now: Instant) -> bool {
+        let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
+        self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
 
-    /// How long until something may be tried again.
-    pub fn pause(&self, now: Instant) -> Option<Duration> {
-        if self.acting.is_some() {
+    /// Time until the next attempt, if one is due.
+    pub fn next_retry(&self, now: Instant) -> Option<Duration> {
+        if self.in_progress.is_some() {
             return None;
         }
-        self.tries.iter().filter_map(|tried| Some(tried.not_before?.saturating_duration_since(now))).min()
+        self.attempts.iter().filter_map(|attempt| Some(attempt.not_before?.saturating_duration_since(now))).min()
     }
 
-    /// Takes in what is left to do, and what that waits for.
-    pub fn plans(&mut self, gpu: &str, left: &[Change], next: &Next) {
-        self.tries.retain(|tried| self.acting.is_some() || left.contains(&tried.change));
+    /// Records the remaining changes and what the next one waits for.
+    pub fn record_plan(&mut self, gpu: &str, left: &[Change], next: &NextStep) {
+        self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
-            Next::Wait(change, why) => Some(step(gpu, change, STEP_WAITING, why.clone())),
-            Next::Nothing | Next::Do(_) => None,
+            NextStep::Wait(change, why) => Some(step(gpu, change, STEP_WAITING, why.clone())),
+            NextStep::Nothing | NextStep::Do(_) => None,
         };
-        if let Next::Do(change) = next {
-            self.acting = Some(change.clone());
+        if let NextStep::Do(change) = next {
+            self.in_progress = Some(change.clone());
         }
     }
 
-    /// Whether a device is about to go, or to be another: it must not be given out, whatever is
-    /// wanted by now.
-    pub fn takes(&self, gpu: &str, device: &str) -> bool {
-        match &self.acting {
+    /// Whether the change that is being made removes a device or replaces it. Such a device must
+    /// not be allocated, even if the spec wants it again by now.
+    pub fn removes(&self, gpu: &str, device: &str) -> bool {
+        match &self.in_progress {
             Some(Change::Destroy(instance)) => instance.uuid == device,
             Some(Change::Mode(true)) => gpu == device,
             Some(Change::Mode(false) | Change::Create { .. }) | None => false,
@@ -308,86 +311,87 @@ impl Trial {
     }
 
     /// Whether a change is being made.
-    pub fn is_acting(&self) -> bool {
-        self.acting.is_some()
+    pub fn is_in_progress(&self) -> bool {
+        self.in_progress.is_some()
     }
 
-    /// Takes in how a change ended, and the GPU after it; gives the warning that this is worth, if
-    /// any.
-    pub fn ended(
+    /// Records the result of a change and the state of the GPU after it. Returns a warning for an
+    /// Event, if the result is worth one.
+    pub fn record_outcome(
         &mut self,
         gpu: &str,
         change: &Change,
-        outcome: &Outcome,
+        outcome: &ChangeOutcome,
         after: Option<(&Gpu, bool)>,
         now: Instant,
     ) -> Option<String> {
-        self.acting = matches!(outcome, Outcome::Slow(_)).then(|| change.clone());
-        self.seen = after.map(|(gpu, healthy)| seen(gpu, healthy));
-        let at = self.tries.iter().position(|tried| tried.change == *change);
-        let (mut failures, mut looks) =
-            at.map(|at| self.tries.remove(at)).map_or((0, 0), |tried| (tried.failures, tried.looks));
-        let (result, why, pause, told) = match outcome {
-            Outcome::Done => {
-                // What it takes up no more may be what others lacked; not so what a failure left.
+        self.in_progress = matches!(outcome, ChangeOutcome::Slow(_)).then(|| change.clone());
+        self.last_state = after.map(|(gpu, healthy)| gpu_state(gpu, healthy));
+        let at = self.attempts.iter().position(|attempt| attempt.change == *change);
+        let (mut failures, mut busy_checks) =
+            at.map(|at| self.attempts.remove(at)).map_or((0, 0), |attempt| (attempt.failures, attempt.busy_checks));
+        let (result, why, pause, is_news) = match outcome {
+            ChangeOutcome::Done => {
+                // The freed slices may be what other changes lacked. An interrupted instance freed
+                // none.
                 if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
-                    self.tries.clear();
+                    self.attempts.clear();
                 }
                 self.done.push(step(gpu, change, STEP_DONE, String::new()));
-                self.untold += 1;
+                self.unreported += 1;
                 return None;
             }
-            Outcome::Busy(why) => {
-                let pause = Duration::from_secs(1).saturating_mul(1 << looks.min(8)).min(LONGEST);
-                looks += 1;
-                (STEP_WAITING, why.clone(), Some(pause), looks == 1)
+            ChangeOutcome::Busy(why) => {
+                let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(LONGEST_PAUSE);
+                busy_checks += 1;
+                (STEP_WAITING, why.clone(), Some(pause), busy_checks == 1)
             }
-            Outcome::AfterReset => (
+            ChangeOutcome::AfterReset => (
                 STEP_WAITING,
-                "MIG mode changes with the next reset of this GPU, which the driver cannot do while it runs: end what uses the GPU and reset it (nvidia-smi --gpu-reset), or restart the node".to_owned(),
+                "MIG mode changes with the next reset of this GPU, and the driver cannot reset a GPU in use: stop all programs on the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node".to_owned(),
                 None,
                 true,
             ),
-            Outcome::Slow(since) => {
+            ChangeOutcome::Slow(since) => {
                 (STEP_FAILED, format!("the driver has not answered for {} s", since.as_secs()), None, true)
             }
-            Outcome::Failed(why) => {
+            ChangeOutcome::Failed(why) => {
                 failures += 1;
                 let last = failures >= ATTEMPTS;
-                let pause = PAUSE.saturating_mul(1 << (failures - 1).min(16));
+                let pause = FIRST_PAUSE.saturating_mul(1 << (failures - 1).min(16));
                 let then = match failures {
-                    _ if last => format!("tried {failures} times, and not again until the spec or the GPU changes"),
-                    1 => "trying again".to_owned(),
-                    _ => format!("tried {failures} times, trying again"),
+                    _ if last => format!("failed {failures} times, and will not be tried again until the spec or the GPU changes"),
+                    1 => "will be tried again".to_owned(),
+                    _ => format!("failed {failures} times, will be tried again"),
                 };
                 (STEP_FAILED, format!("{why}; {then}"), (!last).then_some(pause), failures == 1 || last)
             }
         };
         let not_before = pause.and_then(|pause| now.checked_add(pause));
-        let warning = told.then(|| format!("GPU {gpu}: {change}: {why}"));
-        self.tries.push(Try {
+        let warning = is_news.then(|| format!("GPU {gpu}: {change}: {why}"));
+        self.attempts.push(Attempt {
             change: change.clone(),
             failures,
-            looks,
+            busy_checks,
             not_before,
             step: step(gpu, change, result, why),
         });
         warning
     }
 
-    /// What was done since this was last asked, once nothing is left to do.
-    pub fn told(&mut self, left: &[Change]) -> Option<String> {
-        if !left.is_empty() || self.untold == 0 {
+    /// The changes that no Event has reported, once no change is left.
+    pub fn take_completed(&mut self, left: &[Change]) -> Option<String> {
+        if !left.is_empty() || self.unreported == 0 {
             return None;
         }
-        let untold = std::mem::take(&mut self.untold);
-        let actions = self.done.iter().rev().take(untold).rev().map(|step| step.action.as_str());
+        let unreported = std::mem::take(&mut self.unreported);
+        let actions = self.done.iter().rev().take(unreported).rev().map(|step| step.action.as_str());
         Some(actions.collect::<Vec<_>>().join(", "))
     }
 
-    /// What was done, and what is in the way.
+    /// Steps for the status: changes that were made, and those that failed or wait.
     pub fn steps(&self) -> impl Iterator<Item = &StepStatus> {
-        self.done.iter().chain(self.tries.iter().map(|tried| &tried.step)).chain(&self.waits)
+        self.done.iter().chain(self.attempts.iter().map(|attempt| &attempt.step)).chain(&self.waits)
     }
 }
 
@@ -397,22 +401,22 @@ fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus
 
 /// A change that is to be made now.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Order {
-    /// The GPU.
+pub struct MigOrder {
+    /// UUID of the GPU.
     pub gpu: String,
-    /// What.
+    /// The change.
     pub change: Change,
 }
 
-/// How an order ended, or that it has not yet.
+/// Result of a MIG order, or a note that it is still in progress.
 #[derive(Debug)]
-pub struct Ended {
-    /// What was to be done.
-    pub order: Order,
-    /// How it ended.
-    pub outcome: Outcome,
-    /// The GPU afterwards, and the processes on it, where NVML says so.
+pub struct OrderResult {
+    /// The order.
+    pub order: MigOrder,
+    /// Its result.
+    pub outcome: ChangeOutcome,
+    /// The GPU and its processes afterwards, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// When NVML had said that.
+    /// When NVML had reported them.
     pub at: Instant,
 }

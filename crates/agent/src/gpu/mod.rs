@@ -1,4 +1,4 @@
-//! What is known of GPUs, and what they are divided into. Pure.
+//! GPUs: their state, their health, and how they are partitioned. Pure.
 pub mod hardware;
 pub mod health;
 pub mod layout;

@@ -1,4 +1,4 @@
-//! What each XID says of the GPU: a table, each line with its source.
+//! Classification of XIDs: a table with a source for each line.
 //!
 //! Sources, all NVIDIA's unless said otherwise:
 //! - [`CATALOG`]: "Xid Catalog",
@@ -6,42 +6,41 @@
 //!   immediate actions
 //! - [`MEMORY`]: "GPU Memory Error Management",
 //!   <https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/>
-//! - [`PLUGIN`]: the XIDs that the device plugin of NVIDIA passes over, `internal/rm/health.go` of
+//! - [`PLUGIN`]: the XIDs that NVIDIA's device plugin ignores, `internal/rm/health.go` of
 //!   <https://github.com/NVIDIA/k8s-device-plugin>
 //! - [`CHECKS`]: "Health Validation: Xid Checks",
 //!   <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
-//! - [`REPAIR`]: Alibaba Cloud's node conditions for GPUs, those that a restart of the node
-//!   resolves
+//! - [`REPAIR`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node resolves
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, HEALTH_SUSPECT};
 use serde::{Deserialize, Serialize};
 
-/// Source of a line; see the module.
+/// Source of table lines; see the module's list.
 pub const CATALOG: &str = "Xid Catalog";
-/// Source of a line; see the module.
+/// Source of table lines; see the module's list.
 pub const MEMORY: &str = "GPU Memory Error Management";
-/// Source of a line; see the module.
+/// Source of table lines; see the module's list.
 pub const PLUGIN: &str = "NVIDIA k8s-device-plugin";
-/// Source of a line; see the module.
+/// Source of table lines; see the module's list.
 pub const CHECKS: &str = "Health Validation: Xid Checks";
-/// Source of a line; see the module.
+/// Source of table lines; see the module's list.
 pub const REPAIR: &str = "Alibaba Cloud: GPU node conditions";
 
-/// What has to happen until a GPU can serve again. In order: the later is the worse.
+/// What it takes until a GPU can serve again, from least to most severe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Class {
-    /// Nothing: it is a program's own fault, or a note of the driver's. It is told, and no slice
-    /// goes.
+    /// Nothing: a program's own error, or a note from the driver. It is reported, and no slice
+    /// becomes unhealthy.
     Application,
-    /// A quiet time, and a full answer of NVML's after it.
+    /// A quiet period, and a full answer of NVML after it.
     Suspect,
-    /// A reset, shown by NVML or by another boot of the node, or an administrator's word.
+    /// A reset, shown by NVML or by a reboot of the node, or an administrator who clears the fault.
     NeedsReset,
-    /// NVML has to answer.
+    /// An answer of NVML.
     Lost,
 }
 
 impl Class {
-    /// As a `GpuNode`, logs and metrics write it.
+    /// The name in `GpuNode` objects, logs and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Application => "Application",
@@ -52,16 +51,16 @@ impl Class {
     }
 }
 
-/// A line of the table.
+/// One line of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line {
     /// NVIDIA's number.
     pub xid: u64,
-    /// What it says of the GPU.
+    /// What it means for the GPU.
     pub class: Class,
-    /// What it is, in NVIDIA's words or fewer.
+    /// NVIDIA's description, possibly shortened.
     pub meaning: &'static str,
-    /// Where that is written.
+    /// Where the class is documented.
     pub source: &'static str,
 }
 
@@ -69,7 +68,7 @@ const fn line(xid: u64, class: Class, meaning: &'static str, source: &'static st
     Line { xid, class, meaning, source }
 }
 
-/// The XIDs that are known, by number. Every other is [`Class::Suspect`].
+/// The known XIDs, by number. Every other XID is [`Class::Suspect`].
 pub const TABLE: &[Line] = {
     use Class::{Application, NeedsReset, Suspect};
     &[
@@ -85,7 +84,7 @@ pub const TABLE: &[Line] = {
         line(48, NeedsReset, "double-bit ECC error", CHECKS),
         line(61, NeedsReset, "internal micro-controller breakpoint or warning", REPAIR),
         line(62, NeedsReset, "internal micro-controller halt", CATALOG),
-        // It says that the next reset remaps, which NVML says too: nothing is wrong until then.
+        // Only the next reset remaps the row. NVML reports that too, and the GPU works until then.
         line(63, Application, "ECC page retirement or row remapping recorded", MEMORY),
         line(64, NeedsReset, "ECC page retirement or row remapping failed", MEMORY),
         line(68, Application, "video processor exception", PLUGIN),
@@ -93,8 +92,8 @@ pub const TABLE: &[Line] = {
         line(74, NeedsReset, "NVLink error", CATALOG),
         line(79, NeedsReset, "GPU has fallen off the bus", CATALOG),
         line(92, Suspect, "high single-bit ECC error rate", CATALOG),
-        // The program that used the memory is ended, others go on, and new ones may start (section
-        // "Error Recovery and Response Flags").
+        // The driver terminates the program that used the memory. Other programs continue, and new
+        // ones may start (section "Error Recovery and Response Flags").
         line(94, Suspect, "contained ECC error", MEMORY),
         line(95, NeedsReset, "uncontained ECC error", MEMORY),
         line(109, Application, "context switch timeout", PLUGIN),
@@ -103,12 +102,12 @@ pub const TABLE: &[Line] = {
         line(137, Application, "NVLink privilege error: an illegal access to a peer", CATALOG),
         line(140, NeedsReset, "unrecovered ECC error", REPAIR),
         line(143, NeedsReset, "GPU initialization failure", CATALOG),
-        // What the driver wants done is asked of NVML, and counts from there.
+        // The recovery action is read from NVML and handled there.
         line(154, Application, "GPU recovery action changed", CATALOG),
     ]
 };
 
-/// What an XID says of the GPU.
+/// The class of an XID. Ignored XIDs are [`Class::Application`].
 pub fn classify(xid: u64, ignored: &[u64]) -> Class {
     if ignored.contains(&xid) {
         return Class::Application;
@@ -116,7 +115,7 @@ pub fn classify(xid: u64, ignored: &[u64]) -> Class {
     TABLE.iter().find(|line| line.xid == xid).map_or(Class::Suspect, |line| line.class)
 }
 
-/// `XID 79 (GPU has fallen off the bus)`.
+/// Number and meaning, like `XID 79 (GPU has fallen off the bus)`.
 pub fn describe(xid: u64) -> String {
     match TABLE.iter().find(|line| line.xid == xid) {
         Some(line) => format!("XID {xid} ({})", line.meaning),
@@ -129,14 +128,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_xid_is_there_once_in_order_with_a_source() {
+    fn each_xid_is_listed_once_in_order_with_a_source() {
         assert!(TABLE.is_sorted_by(|a, b| a.xid < b.xid));
         assert!(TABLE.iter().all(|line| [CATALOG, MEMORY, PLUGIN, CHECKS, REPAIR].contains(&line.source)));
-        assert!(TABLE.iter().all(|line| line.class != Class::Lost), "only NVML's silence says that");
+        assert!(TABLE.iter().all(|line| line.class != Class::Lost), "only NVML itself can report a GPU as lost");
     }
 
     #[test]
-    fn programs_hurt_no_gpu_and_what_nobody_knows_is_suspect() {
+    fn errors_of_programs_do_not_affect_the_gpu_and_unknown_xids_are_suspect() {
         for xid in [13, 31, 43, 45, 68, 69] {
             assert_eq!(classify(xid, &[]), Class::Application, "{xid}");
         }
@@ -146,7 +145,7 @@ mod tests {
         for xid in [0, 94, 999, u64::MAX] {
             assert_eq!(classify(xid, &[]), Class::Suspect, "{xid}");
         }
-        assert_eq!(classify(79, &[79]), Class::Application, "as the administrator wants it");
+        assert_eq!(classify(79, &[79]), Class::Application, "ignored by the administrator");
         assert_eq!((describe(79).as_str(), describe(999).as_str()), ("XID 79 (GPU has fallen off the bus)", "XID 999"));
     }
 }

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::{View, parse_status};
-use crate::files::{look_as_it_changes, write_atomically};
+use crate::files::{watch_directory, write_atomically};
 
 /// Between looks for an MPS host that is not there.
 const LOOK: Duration = Duration::from_millis(250);
@@ -117,7 +117,7 @@ impl Link {
     async fn follow_status(&self, view: &watch::Sender<View>) {
         let unwatched = |error| tracing::warn!(%error, "cannot watch the MPS host's status; looking at it instead");
         // Any change in the folder is a reason to look; an unchanged view is not sent on.
-        look_as_it_changes(&self.paths.mps(), LOOK_UNWATCHED, || self.refresh(view), unwatched).await;
+        watch_directory(&self.paths.mps(), LOOK_UNWATCHED, || self.refresh(view), unwatched).await;
     }
 
     fn refresh(&self, view: &watch::Sender<View>) {

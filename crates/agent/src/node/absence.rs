@@ -1,10 +1,10 @@
-//! MPS daemons that are away for a moment, of which nobody is told. Pure.
+//! Short absences of MPS daemons, during which their shares stay Healthy. Pure.
 //!
-//! A pod that reaches the kubelet while its shares are told as Unhealthy is refused for good; one
-//! that is admitted only waits: `PreStartContainer` until its daemon is Active, its programs at
-//! their door. So shares that were served stay Healthy while their daemon, or the MPS host, is
-//! being started again. What is no matter of moments is told at once: a server in FAULT, a daemon
-//! that fails again and again, one that is new to what its device is served as.
+//! The kubelet refuses a pod for good if it arrives while its shares are Unhealthy. An admitted pod
+//! only waits: `PreStartContainer` until the daemon is Active, its programs at their door. So
+//! shares that were served stay Healthy while their daemon or the MPS host restarts. Other failures
+//! make them Unhealthy at once: a server in state FAULT, a daemon that fails repeatedly, and a
+//! daemon that has not yet served with its current layout.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -13,22 +13,22 @@ use cleave_gpu::mps::wire::{DaemonState, DaemonStatus};
 use crate::gpu::layout::{Layout, Pool};
 use crate::mps::View;
 
-/// How long a daemon may be away.
+/// Longest absence of a daemon during which its shares stay Healthy.
 ///
-/// More than twice what it takes: half a second for a daemon or server that is started again, 2 to
-/// 4 s for an MPS host's pod that is replaced. And well below the 25 s that a container's start
-/// waits, after which the kubelet tries again: a pod that came at the very beginning waits still
-/// when others are told. Longer would only send more pods to a daemon that does not come back.
-pub const SHORT: Duration = Duration::from_secs(10);
+/// It is more than twice the usual absence: half a second for a restarted daemon or server, 2 to 4
+/// s for a replaced MPS host. It is well below the 25 s that a container's start waits before the
+/// kubelet tries again, so a pod that arrived first still waits when the shares become Unhealthy. A
+/// longer time would only send more pods to a daemon that does not come back.
+pub const TOLERATED: Duration = Duration::from_secs(10);
 
-/// Daemons whose shares are told as Healthy.
+/// Daemons whose shares count as Healthy.
 #[derive(Debug, Default)]
 pub struct Absences {
-    /// By device: none while the daemon serves, or since when it is away.
+    /// By device: none while the daemon serves, otherwise since when it is away.
     since: BTreeMap<String, Option<Instant>>,
 }
 
-/// What a daemon is for those who come.
+/// State of a daemon for new clients.
 enum Presence {
     Serves,
     Away,
@@ -36,15 +36,14 @@ enum Presence {
 }
 
 impl Absences {
-    /// What devices are served as has changed: of those that are served otherwise nothing is known
-    /// any more.
-    pub fn relaid(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
+    /// Forgets the devices whose pools or daemon settings changed.
+    pub fn layouts_changed(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
         self.since.retain(|device, _| served(before, device) == served(after, device));
     }
 
-    /// Takes in how the daemons of these devices are; `knows`: the MPS host has read a device's
-    /// last settings.
-    pub fn look<'a>(
+    /// Updates the daemons of these devices. `knows` returns whether the MPS host has read the
+    /// latest settings of a device.
+    pub fn update<'a>(
         &mut self,
         devices: impl Iterator<Item = &'a String>,
         view: &View,
@@ -57,27 +56,27 @@ impl Absences {
                 (Presence::Serves, _) => None,
                 (Presence::Away, Some(since)) => {
                     let since = since.unwrap_or(now);
-                    if now.saturating_duration_since(since) >= SHORT {
+                    if now.saturating_duration_since(since) >= TOLERATED {
                         continue;
                     }
                     Some(since)
                 }
-                // That it once served is forgotten with the first word of a failure: only serving
-                // makes it healthy again.
+                // A failure ends the tolerance: only a daemon that serves again makes the shares
+                // healthy.
                 (Presence::Away, None) | (Presence::Fails, _) => continue,
             };
             self.since.insert(device.clone(), away);
         }
     }
 
-    /// Whether a device's daemon is away, and nobody is told yet.
-    pub fn is_short(&self, device: &str) -> bool {
+    /// Whether a device's daemon is away, and its shares still count as Healthy.
+    pub fn is_tolerated(&self, device: &str) -> bool {
         self.since.get(device).is_some_and(Option::is_some)
     }
 
-    /// How long until the first of them is told.
-    pub fn again(&self, now: Instant) -> Option<Duration> {
-        let left = |since: &Instant| SHORT.saturating_sub(now.saturating_duration_since(*since));
+    /// Time until the first tolerance ends, if any.
+    pub fn next_expiry(&self, now: Instant) -> Option<Duration> {
+        let left = |since: &Instant| TOLERATED.saturating_sub(now.saturating_duration_since(*since));
         self.since.values().flatten().map(left).min()
     }
 }
@@ -90,7 +89,7 @@ fn presence(view: &View, device: &str) -> Presence {
     }
 }
 
-/// What a device is served as.
+/// The daemon settings and pools of a device.
 fn served<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,

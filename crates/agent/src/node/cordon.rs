@@ -1,8 +1,8 @@
-//! Which free slices a cordoned GPU keeps back. Pure.
+//! Which free slices of a cordoned GPU are withheld. Pure.
 //!
-//! Those in use stay as they are, so that a node never offers fewer than run on it; and so many
-//! stay open as are held for pods that are bound to this node and that the kubelet has not asked
-//! for yet: it would refuse those for good.
+//! Slices in use stay listed as Healthy, so that a node never offers fewer than are in use. Slices
+//! with a reservation for a pod that is bound to this node, and for which the kubelet has not
+//! called `Allocate` yet, stay Healthy too: otherwise the kubelet would refuse the pod for good.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
@@ -11,16 +11,15 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Usage;
 use crate::gpu::layout::{Layout, parse_id};
 
-/// Slices to be told as Unhealthy, by resource and id. `usage` is none while nobody can say what is
-/// in use: then none is.
-pub fn closed(
+/// The slices to list as Unhealthy, by resource and id. Empty while `usage` is unknown.
+pub fn withheld(
     spec: Option<&GpuNodeSpec>,
     layouts: &BTreeMap<String, Layout>,
     usage: Option<&Usage>,
     pending: &PendingAllocations,
 ) -> BTreeSet<(String, String)> {
     let (Some(spec), Some(usage)) = (spec, usage) else { return BTreeSet::new() };
-    let mut closed = BTreeSet::new();
+    let mut withheld = BTreeSet::new();
     for gpu in spec.gpus.iter().filter(|gpu| gpu.cordoned) {
         for pool in layouts.get(&gpu.uuid).iter().flat_map(|layout| &layout.pools) {
             let device = BTreeSet::from([pool.device.as_str()]);
@@ -32,13 +31,14 @@ pub fn closed(
                 })
                 .map(|(_, id, _)| id)
                 .collect();
-            let kept = pending.kept(&pool.resource);
-            let kept: u32 = kept.iter().filter(|kept| kept.device == pool.device).map(|kept| kept.units).sum();
+            let reserved = pending.reserved(&pool.resource);
+            let reserved: u32 =
+                reserved.iter().filter(|reserved| reserved.device == pool.device).map(|reserved| reserved.units).sum();
             let free = pool.ids().filter(|id| !used.contains(id.as_str()));
-            closed.extend(free.skip(kept as usize).map(|id| (pool.resource.clone(), id)));
+            withheld.extend(free.skip(reserved as usize).map(|id| (pool.resource.clone(), id)));
         }
     }
-    closed
+    withheld
 }
 
 #[cfg(test)]
@@ -46,47 +46,48 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::allocation::pending::{Bound, Want};
+    use crate::allocation::pending::{BoundPod, ContainerRequest};
     use crate::allocation::usage::Allocations;
-    use crate::allocation::usage::tests::held;
+    use crate::allocation::usage::tests::listed;
+    use crate::gpu::layout::target_layout;
     use crate::gpu::layout::tests::{gpu, mps_spec};
-    use crate::gpu::layout::wanted;
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    fn closed_of(cordoned: bool, usage: Option<&Usage>, pending: &PendingAllocations) -> Vec<String> {
+    fn withheld_of(cordoned: bool, usage: Option<&Usage>, pending: &PendingAllocations) -> Vec<String> {
         let specs: Vec<_> = ["GPU-a", "GPU-b"].map(|uuid| mps_spec(uuid, 4)).into();
-        let layout = |index: usize| wanted(Some(&specs[index]), &gpu(&specs[index].uuid, 0), false).unwrap().layout;
+        let layout =
+            |index: usize| target_layout(Some(&specs[index]), &gpu(&specs[index].uuid, 0), false).unwrap().layout;
         let layouts = BTreeMap::from([("GPU-a".to_owned(), layout(0)), ("GPU-b".to_owned(), layout(1))]);
         let mut spec = GpuNodeSpec { plan_id: "p".into(), gpus: specs };
         spec.gpus[0].cordoned = cordoned;
-        closed(Some(&spec), &layouts, usage, pending).into_iter().map(|(_, id)| id).collect()
+        withheld(Some(&spec), &layouts, usage, pending).into_iter().map(|(_, id)| id).collect()
     }
 
     #[test]
-    fn free_slices_of_a_cordoned_gpu_are_kept_back_and_no_others() {
-        let usage = Usage::new(&[held("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
+    fn only_free_slices_of_a_cordoned_gpu_are_withheld() {
+        let usage = Usage::new(&[listed("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
         let none = PendingAllocations::default();
-        assert_eq!(closed_of(true, Some(&usage), &none), ["GPU-a::0", "GPU-a::2", "GPU-a::3"]);
-        assert!(closed_of(false, Some(&usage), &none).is_empty());
-        assert!(closed_of(true, None, &none).is_empty(), "nobody knows what is in use");
+        assert_eq!(withheld_of(true, Some(&usage), &none), ["GPU-a::0", "GPU-a::2", "GPU-a::3"]);
+        assert!(withheld_of(false, Some(&usage), &none).is_empty());
+        assert!(withheld_of(true, None, &none).is_empty(), "usage is unknown");
     }
 
     #[test]
-    fn what_is_held_for_a_pod_on_its_way_stays_open() {
-        let usage = Usage::new(&[held("p", &["GPU-a::1"])], &Allocations::default());
-        let mut pending = PendingAllocations::watched();
-        let want = Want {
+    fn slices_reserved_for_a_bound_pod_are_not_withheld() {
+        let usage = Usage::new(&[listed("p", &["GPU-a::1"])], &Allocations::default());
+        let mut pending = PendingAllocations::with_watch();
+        let want = ContainerRequest {
             container: "c".into(),
             resource: MPS.into(),
             units: 2,
-            ask: 0,
+            group: 0,
             needed: 2,
-            held: Some("GPU-a".into()),
+            reserved_on: Some("GPU-a".into()),
         };
         let (uid, namespace, name) = ("u".into(), "ns".into(), "next".into());
-        let bound = Bound { uid, namespace, name, leaving: false, admitted: false, wants: vec![want] };
-        pending.pod(bound, Instant::now());
-        assert_eq!(closed_of(true, Some(&usage), &pending), ["GPU-a::3"]);
+        let bound = BoundPod { uid, namespace, name, terminating: false, admitted: false, requests: vec![want] };
+        pending.update_pod(bound, Instant::now());
+        assert_eq!(withheld_of(true, Some(&usage), &pending), ["GPU-a::3"]);
     }
 }

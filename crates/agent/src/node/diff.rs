@@ -1,4 +1,4 @@
-//! From what is served to what shall be: what changes now, what waits for whom, what is refused.
+//! Decides the next layout of each GPU: what changes now, what waits for pods, and what is refused.
 //! Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,40 +8,40 @@ use cleave_gpu::nvml::{Gpu, Process};
 
 use crate::allocation::usage::Usage;
 use crate::gpu::hardware::Hardware;
-use crate::gpu::layout::{Layout, Wanted, parse_id, wanted};
+use crate::gpu::layout::{Layout, TargetLayout, parse_id, target_layout};
 use crate::gpu::mig::{Change, in_use_by};
 
-/// Most pods that a step names.
-const NAMED: usize = 8;
+/// Most pods that a step's message names.
+const MAX_NAMED: usize = 8;
 
-/// What the node is served as next.
+/// The next layouts, and the steps that lead to the spec.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decision {
-    /// Layouts by GPU.
+    /// Layouts, by GPU.
     pub layouts: BTreeMap<String, Layout>,
-    /// What was done about each GPU that is not as it was, or not as it shall be.
+    /// A step for each GPU that changes now, or that is not as the spec says.
     pub steps: Vec<StepStatus>,
     /// The node is as the spec says.
     pub applied: bool,
-    /// What has to change of each GPU, in order; nothing that is known to be in use.
+    /// MIG changes by GPU, in order, without those of devices that are known to be in use.
     pub changes: BTreeMap<String, Vec<Change>>,
-    /// Processes outside of Kubernetes are in the way.
+    /// Processes outside of Kubernetes block a change.
     pub foreign: bool,
 }
 
-/// What else decides.
+/// Restrictions on changes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
-    /// MIG mode is left alone.
+    /// MIG mode must not be changed.
     pub keep_mig_mode: bool,
-    /// GPUs that a spec has cut by MIG.
-    pub cut: BTreeSet<String>,
-    /// Processes that are not of our MPS daemons, by GPU.
+    /// GPUs that a spec has partitioned by MIG.
+    pub mig_partitioned: BTreeSet<String>,
+    /// Processes other than our MPS daemons and their clients, by GPU.
     pub processes: BTreeMap<String, Vec<Process>>,
 }
 
-/// Decides for each GPU by itself; a GPU of the spec that the node does not have is left out.
-/// `usage` is none while the kubelet has not said who holds what: then nothing that is served goes.
+/// Decides for each GPU separately. GPUs of the spec that the node does not have are ignored. While
+/// `usage` is unknown, no served slice is removed.
 pub fn decide(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,
@@ -57,21 +57,21 @@ pub fn decide(
     for known in hardware.by_index() {
         let gpu = &known.gpu;
         let before = current.get(&gpu.uuid);
-        let cut = !rules.keep_mig_mode && rules.cut.contains(&gpu.uuid);
-        let shall = match specs.remove(gpu.uuid.as_str()).as_deref() {
-            // Before the first spec nothing is known to be wanted: what is served stays.
+        let was_mig = !rules.keep_mig_mode && rules.mig_partitioned.contains(&gpu.uuid);
+        let target = match specs.remove(gpu.uuid.as_str()).as_deref() {
+            // Without a spec, the current layouts stay.
             None | Some([]) if spec.is_none() => match before {
                 Some(layout) => Ok(layout.clone().into()),
                 None => continue,
             },
-            None | Some([]) => wanted(None, gpu, cut),
-            Some([one]) => wanted(Some(one), gpu, cut),
+            None | Some([]) => target_layout(None, gpu, was_mig),
+            Some([one]) => target_layout(Some(one), gpu, was_mig),
             Some(_) => Err("the spec names this GPU twice".into()),
         };
-        match shall {
-            Ok(wanted) => decision.follow(gpu, before, wanted, usage, rules),
+        match target {
+            Ok(wanted) => decision.plan_gpu(gpu, before, wanted, usage, rules),
             Err(why) => {
-                decision.open("apply the spec".into(), gpu, STEP_REFUSED, why);
+                decision.unfinished_step("apply the spec".into(), gpu, STEP_REFUSED, why);
                 decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             }
         }
@@ -80,51 +80,58 @@ pub fn decide(
 }
 
 impl Decision {
-    /// Goes as far towards what is wanted of a GPU as nothing in use is in the way.
-    fn follow(&mut self, gpu: &Gpu, before: Option<&Layout>, wanted: Wanted, usage: Option<&Usage>, rules: &Rules) {
-        let Wanted { mut layout, mut changes, note } = wanted;
+    /// Moves a GPU towards its target layout as far as the slices in use allow.
+    fn plan_gpu(
+        &mut self,
+        gpu: &Gpu,
+        before: Option<&Layout>,
+        wanted: TargetLayout,
+        usage: Option<&Usage>,
+        rules: &Rules,
+    ) {
+        let TargetLayout { mut layout, mut changes, note } = wanted;
         if rules.keep_mig_mode
             && let Some(at) = changes.iter().position(|change| matches!(change, Change::Mode(_)))
         {
             let on = changes.remove(at) == Change::Mode(true);
-            self.open(describe(&layout), gpu, STEP_WAITING, by_hand(gpu, on));
+            self.unfinished_step(describe(&layout), gpu, STEP_WAITING, manual_instruction(gpu, on));
             if on {
-                // What cannot become MIG stays what it is.
+                // MIG mode stays off, so the layout cannot change.
                 self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
                 return;
             }
         }
-        let mut held = match (usage, before) {
-            (Some(usage), _) => held(gpu, before, &layout, &changes, usage),
-            // Serving for the first time takes nothing away.
+        let mut blocked = match (usage, before) {
+            (Some(usage), _) => blocked_by_pods(gpu, before, &layout, &changes, usage),
+            // A first layout removes nothing.
             (None, None) => BTreeMap::new(),
             (None, Some(before)) if *before == layout => BTreeMap::new(),
             (None, Some(_)) => {
-                let why = "the kubelet has not said yet which slices are in use".to_owned();
+                let why = "the kubelet has not reported yet which slices are in use".to_owned();
                 BTreeMap::from([(gpu.uuid.clone(), why)])
             }
         };
-        let foreign = foreign(gpu, before, &changes, rules);
+        let foreign = blocked_by_processes(gpu, before, &changes, rules);
         self.foreign |= !foreign.is_empty();
         for (device, why) in foreign {
-            held.entry(device).or_insert(why);
+            blocked.entry(device).or_insert(why);
         }
-        if !held.is_empty() {
-            let why: BTreeSet<&str> = held.values().map(String::as_str).collect();
+        if !blocked.is_empty() {
+            let why: BTreeSet<&str> = blocked.values().map(String::as_str).collect();
             let why = why.into_iter().collect::<Vec<_>>().join("; ");
-            self.open(describe(&layout), gpu, STEP_WAITING, why);
+            self.unfinished_step(describe(&layout), gpu, STEP_WAITING, why);
         }
-        if held.contains_key(&gpu.uuid) {
+        if blocked.contains_key(&gpu.uuid) {
             self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             return;
         }
-        // MIG instances are in nobody's way but their own.
-        for device in held.keys() {
+        // Only the blocked MIG instances stay as they are. The others change.
+        for device in blocked.keys() {
             layout.keep(device, before);
             changes.retain(|change| !matches!(change, Change::Destroy(instance) if instance.uuid == *device));
         }
         self.applied &= changes.is_empty();
-        if held.is_empty() && changes.is_empty() && before != Some(&layout) {
+        if blocked.is_empty() && changes.is_empty() && before != Some(&layout) {
             self.step(describe(&layout), gpu, STEP_DONE, note);
         }
         self.layouts.insert(gpu.uuid.clone(), layout);
@@ -137,23 +144,23 @@ impl Decision {
         self.steps.push(StepStatus { gpu: gpu.uuid.clone(), action, result: result.into(), message });
     }
 
-    /// A step that is not done.
-    fn open(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+    /// Adds a step that is waiting or refused.
+    fn unfinished_step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
         self.applied = false;
         self.step(action, gpu, result, message);
     }
 }
 
-/// What a person has to do where the agent must leave MIG mode alone.
-fn by_hand(gpu: &Gpu, on: bool) -> String {
+/// What an administrator has to do if the agent must not change MIG mode.
+fn manual_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
-        "MIG mode is {is}, and this agent leaves it alone (--mig-mode never): when nothing uses the GPU, run nvidia-smi -i {} -mig {flag}",
+        "MIG mode is {is}, and this agent must not change it (--mig-mode never). When no program uses the GPU, run nvidia-smi -i {} -mig {flag}",
         gpu.pci
     )
 }
 
-/// `serve 10 nvidia.com/gpu-mps`.
+/// Summary of a layout, like `serve 10 nvidia.com/gpu-mps`.
 fn describe(layout: &Layout) -> String {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in &layout.pools {
@@ -166,8 +173,8 @@ fn describe(layout: &Layout) -> String {
     }
 }
 
-/// The devices of which a slice in use would not stay just what it is, with who holds it.
-fn held(
+/// The devices with slices in use that would change, and the pods that use them.
+fn blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
     after: &Layout,
@@ -189,23 +196,28 @@ fn held(
     for device in devices {
         let one = BTreeSet::from([device]);
         let mut pods: BTreeSet<&str> = BTreeSet::new();
-        for (resource, id, holders) in usage.of(&one) {
+        for (resource, id, users) in usage.of(&one) {
             if ends(device) || !keeps(before, after, resource, id) {
-                pods.extend(holders.iter().map(String::as_str));
+                pods.extend(users.iter().map(String::as_str));
             }
         }
         if !pods.is_empty() {
-            let named: Vec<&str> = pods.iter().copied().take(NAMED).collect();
-            let more = if pods.len() > NAMED { format!(" and {} more", pods.len() - NAMED) } else { String::new() };
+            let named: Vec<&str> = pods.iter().copied().take(MAX_NAMED).collect();
+            let more =
+                if pods.len() > MAX_NAMED { format!(" and {} more", pods.len() - MAX_NAMED) } else { String::new() };
             found.insert(device.to_owned(), format!("in use by {}{more}", named.join(", ")));
         }
     }
     found
 }
 
-/// The devices that are served, and would be destroyed under processes that the kubelet knows
-/// nothing of.
-fn foreign(gpu: &Gpu, before: Option<&Layout>, changes: &[Change], rules: &Rules) -> BTreeMap<String, String> {
+/// The served devices that would be destroyed while processes outside of Kubernetes use them.
+fn blocked_by_processes(
+    gpu: &Gpu,
+    before: Option<&Layout>,
+    changes: &[Change],
+    rules: &Rules,
+) -> BTreeMap<String, String> {
     let processes: &[Process] = rules.processes.get(&gpu.uuid).map_or(&[], Vec::as_slice);
     let served = |device: &str| before.is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device));
     let inside = |wanted: &dyn Fn(&Process) -> bool| -> Vec<&Process> {
@@ -227,8 +239,8 @@ fn foreign(gpu: &Gpu, before: Option<&Layout>, changes: &[Change], rules: &Rules
     found
 }
 
-/// A slice stays itself if it is there afterwards, with the same limits, under a daemon that need
-/// not start anew.
+/// Whether a slice stays the same: it exists in both layouts with the same limits, and its daemon
+/// need not restart.
 pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_id(id) else { return true };
     let find = |layout: &Layout| {
@@ -237,7 +249,7 @@ pub fn keeps(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) 
     };
     match (before.and_then(find), find(after)) {
         (Some(before), Some(after)) => before == after,
-        // Served by an earlier agent whose checkpoint is lost: it can only be the same.
+        // An earlier agent served it, and its checkpoint is lost. It can only be the same slice.
         (None, Some(_)) => true,
         (_, None) => false,
     }
@@ -252,7 +264,7 @@ mod tests {
 
     use super::*;
     use crate::allocation::usage::Allocations;
-    use crate::allocation::usage::tests::{allocation, held};
+    use crate::allocation::usage::tests::{allocation, listed};
     use crate::gpu::hardware::{Driver, KnownGpu};
     use crate::gpu::layout::tests::{gpu, mps_spec, sliced_spec};
 
@@ -290,7 +302,7 @@ mod tests {
         GpuNodeSpec { plan_id: "p".into(), gpus }
     }
 
-    fn nobody() -> Usage {
+    fn no_usage() -> Usage {
         Usage::default()
     }
 
@@ -299,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn three_gpus_have_three_modes_at_once() {
+    fn three_gpus_can_have_three_modes() {
         let hardware = hardware(&["GPU-a", "GPU-b", "GPU-c"]);
         let spec = spec(vec![mps_spec("GPU-a", 10), sliced_spec("GPU-b", 4)]);
         let decision = decide(&hardware, Some(&spec), &BTreeMap::new(), None);
@@ -308,40 +320,40 @@ mod tests {
             decision.steps.iter().map(|step| step.action.as_str()).collect::<Vec<_>>(),
             ["serve 10 nvidia.com/gpu-mps", "serve 4 nvidia.com/gpu-timeslice", "serve 1 nvidia.com/gpu"]
         );
-        let again = decide(&hardware, Some(&spec), &decision.layouts, Some(&nobody()));
+        let again = decide(&hardware, Some(&spec), &decision.layouts, Some(&no_usage()));
         assert_eq!((again.steps, again.layouts), (vec![], decision.layouts), "nothing more to do");
     }
 
     #[test]
-    fn a_change_waits_for_its_pods_and_names_them_and_holds_nothing_else_up() {
+    fn a_change_waits_for_its_pods_names_them_and_delays_no_other_gpu() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
         let old =
             decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-b", 10)])), &BTreeMap::new(), None);
         let new = spec(vec![mps_spec("GPU-a", 5), mps_spec("GPU-b", 5)]);
-        let usage = Usage::new(&[held("train", &["GPU-a::3"])], &Allocations::default());
+        let usage = Usage::new(&[listed("train", &["GPU-a::3"])], &Allocations::default());
         let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
         assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.steps[0].message, "in use by ns/train");
         assert!(!decision.applied);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
         assert_eq!(decision.layouts["GPU-b"].pools[0].count, 5);
-        let freed = decide(&hardware, Some(&new), &decision.layouts, Some(&nobody()));
+        let freed = decide(&hardware, Some(&new), &decision.layouts, Some(&no_usage()));
         assert_eq!(results(&freed), [("GPU-a", "Done")]);
         assert!(freed.applied);
     }
 
     #[test]
-    fn a_pod_that_is_being_admitted_holds_its_slices() {
+    fn slices_of_a_pod_that_is_being_admitted_are_in_use() {
         let hardware = hardware(&["GPU-a"]);
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
-        let allocations = Allocations::remembering([allocation(&["GPU-a::3"])], Instant::now());
+        let allocations = Allocations::restore([allocation(&["GPU-a::3"])], Instant::now());
         let decision = decide(&hardware, Some(&spec(vec![])), &old.layouts, Some(&Usage::new(&[], &allocations)));
         assert_eq!(results(&decision), [("GPU-a", "Waiting")]);
         assert!(decision.steps[0].message.contains("being admitted"));
     }
 
     #[test]
-    fn without_the_kubelets_word_nothing_that_is_served_goes() {
+    fn while_usage_is_unknown_no_slice_is_removed() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let mut only_a = old.layouts.clone();
@@ -352,19 +364,19 @@ mod tests {
     }
 
     #[test]
-    fn before_the_first_spec_only_what_was_served_is() {
+    fn without_a_spec_the_layouts_stay() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let only_a = BTreeMap::from([("GPU-a".to_owned(), old.layouts["GPU-a"].clone())]);
-        let decision = decide(&hardware, None, &only_a, Some(&nobody()));
+        let decision = decide(&hardware, None, &only_a, Some(&no_usage()));
         assert_eq!(decision.layouts, only_a);
         assert!(decision.steps.is_empty());
     }
 
     #[test]
-    fn slices_of_a_lost_checkpoint_stay_if_the_spec_still_has_them_and_block_if_not() {
+    fn slices_of_a_lost_checkpoint_stay_if_the_spec_has_them_and_block_a_change_otherwise() {
         let hardware = hardware(&["GPU-a"]);
-        let usage = Usage::new(&[held("p", &["GPU-a::3"])], &Allocations::default());
+        let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
         let same = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
         assert_eq!(results(&same), [("GPU-a", "Done")]);
         let other = decide(&hardware, Some(&spec(vec![])), &BTreeMap::new(), Some(&usage));
@@ -373,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn more_slices_of_another_resource_disturb_nobody() {
+    fn adding_another_resource_waits_for_no_pod() {
         let hardware = hardware(&["GPU-a"]);
         let mut part = mps_spec("GPU-a", 4);
         let old = decide(&hardware, Some(&spec(vec![part.clone()])), &BTreeMap::new(), None);
@@ -381,34 +393,33 @@ mod tests {
         let mut more = slices[0].clone();
         more.resource = "nvidia.com/gpu-10gb".into();
         slices.push(more);
-        let usage = Usage::new(&[held("p", &["GPU-a::3"])], &Allocations::default());
+        let usage = Usage::new(&[listed("p", &["GPU-a::3"])], &Allocations::default());
         let decision = decide(&hardware, Some(&spec(vec![part])), &old.layouts, Some(&usage));
         assert_eq!(results(&decision), [("GPU-a", "Done")]);
     }
 
     #[test]
-    fn what_cannot_be_is_refused_and_what_was_served_stays() {
+    fn an_impossible_spec_is_refused_and_the_layout_stays() {
         let hardware = hardware(&["GPU-a"]);
         let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let bad = spec(vec![mps_spec("GPU-a", 49), mps_spec("GPU-x", 10)]);
-        let decision = decide(&hardware, Some(&bad), &old.layouts, Some(&nobody()));
-        assert_eq!(results(&decision), [("GPU-a", "Refused")], "GPU-x is not this node's");
+        let decision = decide(&hardware, Some(&bad), &old.layouts, Some(&no_usage()));
+        assert_eq!(results(&decision), [("GPU-a", "Refused")], "GPU-x is not on this node");
         assert_eq!(decision.layouts, old.layouts);
         let twice = spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-a", 5)]);
-        assert!(decide(&hardware, Some(&twice), &old.layouts, Some(&nobody())).steps[0].message.contains("twice"));
+        assert!(decide(&hardware, Some(&twice), &old.layouts, Some(&no_usage())).steps[0].message.contains("twice"));
     }
 
     proptest! {
-        /// Whatever the spec becomes: a slice in use stays itself, and a second look changes
-        /// nothing.
+        /// With any spec, a slice in use stays the same, and deciding again changes nothing.
         #[test]
-        fn a_slice_in_use_is_never_taken(
+        fn a_slice_in_use_is_never_removed(
             units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,
         ) {
             let hardware = hardware(&["GPU-a"]);
             let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", units)])), &BTreeMap::new(), None).layouts;
             let ids: Vec<String> = used.iter().filter(|&&n| n < units).map(|n| format!("GPU-a::{n}")).collect();
-            let row = held("p", &ids.iter().map(String::as_str).collect::<Vec<_>>());
+            let row = listed("p", &ids.iter().map(String::as_str).collect::<Vec<_>>());
             let usage = Usage::new(&[row], &Allocations::default());
             let new = spec(vec![if sliced { sliced_spec("GPU-a", next) } else { mps_spec("GPU-a", next) }]);
             let decision = decide(&hardware, Some(&new), &old, Some(&usage));

@@ -1,12 +1,12 @@
-//! Fatal GPU errors, told to the pods that they hit and to whoever looks after the node. Pure: the
-//! time is an argument.
+//! Events for fatal GPU errors: one for the node, and one for each affected pod. Pure: the time is
+//! an argument.
 //!
-//! MPS shares a GPU's fatal errors among all its clients, and nobody tells them whose it was. Names
-//! of pods of other namespaces are for the node's own objects: a tenant learns that a neighbour
-//! broke its program, and which one where both are in one namespace.
+//! A fatal error breaks all MPS clients of a GPU, and MPS does not say which client caused it. Only
+//! the node's own Event names pods of several namespaces. A pod's Event names another pod only if
+//! both are in the same namespace.
 //!
-//! Whom the MPS server's log names is told as that and no more: on an H200 (driver 580) it named a
-//! neighbour in six of eight illegal accesses.
+//! The MPS server's log may name a client, but it is no proof: on an H200 (driver 580) it named a
+//! neighbour in six of eight illegal accesses. Every Event says so.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,82 +19,81 @@ use crate::allocation::usage::Allocations;
 use crate::event::{NodeEvent, PodRef};
 use crate::mps::View;
 
-/// How long the MPS server's log may take to name the culprit, and all whom it names: of several,
-/// none is accused.
-const NAMED: Duration = Duration::from_millis(500);
-/// How long kubelet and API server may take to tell whose an allocation is.
-const KNOWN: Duration = Duration::from_secs(2);
-/// What is known only so.
-const LOG: &str = "by the MPS server's log, which often names a neighbour,";
-/// Pods that a sentence names.
-const MOST: usize = 8;
+/// How long the MPS server's log may take to name clients. If it names several, none is blamed.
+const LOG_DELAY: Duration = Duration::from_millis(500);
+/// How long the kubelet and the API server may take to report which pod has an allocation.
+const OWNER_DELAY: Duration = Duration::from_secs(2);
+/// Most pods that a message names.
+const MAX_NAMED: usize = 8;
 
-/// What says whose an allocation is.
+/// Sources for the pod of an allocation.
 #[derive(Debug, Clone, Copy)]
 pub struct Pods<'a> {
-    /// What the kubelet lists.
-    pub held: &'a [HeldDevices],
-    /// What was given out.
+    /// The kubelet's PodResources list.
+    pub listed: &'a [HeldDevices],
+    /// The agent's allocations.
     pub allocations: &'a Allocations,
     /// The node's pods, from the API server.
     pub pending: &'a PendingAllocations,
 }
 
 impl Pods<'_> {
-    fn of(&self, allocation: &str) -> Option<PodRef> {
-        let given = self.allocations.get(allocation);
+    fn of(&self, id: &str) -> Option<PodRef> {
+        let allocation = self.allocations.get(id);
         let is = |row: &&HeldDevices| {
-            // An init container's is listed for the container that its slices went on to, and for
-            // no other.
-            let shares =
-                |id: &String| given.is_some_and(|given| given.resource == row.resource && given.ids.contains(id));
-            allocation_id(&row.resource, &row.ids) == allocation || row.ids.iter().any(shares)
+            // The slices of an init container are listed for the container that they pass to.
+            let shares = |slice: &String| {
+                allocation
+                    .is_some_and(|allocation| allocation.resource == row.resource && allocation.ids.contains(slice))
+            };
+            allocation_id(&row.resource, &row.ids) == id || row.ids.iter().any(shares)
         };
-        let HeldDevices { namespace, pod, .. } = self.held.iter().find(is)?;
+        let HeldDevices { namespace, pod, .. } = self.listed.iter().find(is)?;
         let uid = self.pending.uid(namespace, pod).unwrap_or_default().to_owned();
         Some(PodRef { namespace: namespace.clone(), name: pod.clone(), uid })
     }
 }
 
-/// What follows from a look.
+/// New Events and counts of faults.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct News {
-    /// What is to be told.
+pub struct FaultReport {
+    /// Events to publish.
     pub events: Vec<NodeEvent>,
-    /// Faults since the last look, by device.
+    /// Faults since the last update, by device.
     pub faults: BTreeMap<String, u64>,
-    /// Look again after this long, at the latest.
-    pub again: Option<Duration>,
+    /// Update again after this time at the latest.
+    pub wake_after: Option<Duration>,
 }
 
-/// What was told of the faults of each device.
+/// The faults of each device, and which of them were reported.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// The MPS host that counts them.
+    /// Process id of the MPS host that numbers the faults.
     host: Option<u32>,
-    seen: BTreeMap<String, Seen>,
+    seen: BTreeMap<String, ReportedFault>,
 }
 
+/// A fault, and what was reported about it.
 #[derive(Debug)]
-struct Seen {
+struct ReportedFault {
     fault: Fault,
     since: Instant,
-    told: bool,
-    /// How many of those that were ended are told.
-    ended: usize,
-    /// Whose an allocation was, by its id: it may be nobody's when it is told.
+    reported: bool,
+    /// How many of the terminated clients were reported.
+    reported_terminations: usize,
+    /// Pods by allocation id. They are kept, because a pod may be gone when the fault is reported.
     pods: BTreeMap<String, PodRef>,
 }
 
 impl Faults {
-    /// Looks at what the MPS host says.
-    pub fn look(&mut self, view: &View, pods: &Pods<'_>, now: Instant) -> News {
-        let mut news = News::default();
-        // The last word of a host that stopped has no pid, and nothing new.
+    /// Compares the MPS host's status with what was reported, and returns new Events.
+    pub fn update(&mut self, view: &View, pods: &Pods<'_>, now: Instant) -> FaultReport {
+        let mut report = FaultReport::default();
+        // A host that has stopped leaves a status without process id and without news.
         if !view.alive || view.status.pid == 0 {
-            return news;
+            return report;
         }
-        // What was over when this process came was told by the one before it.
+        // An earlier agent has reported the faults that were over when this process started.
         let first = self.host.is_none();
         if self.host != Some(view.status.pid) {
             self.host = Some(view.status.pid);
@@ -106,32 +105,38 @@ impl Faults {
             if fault.number != before {
                 let known = first && fault.over;
                 if !known {
-                    *news.faults.entry(device.clone()).or_default() += fault.number.saturating_sub(before).max(1);
+                    *report.faults.entry(device.clone()).or_default() += fault.number.saturating_sub(before).max(1);
                 }
-                let fresh = Seen { fault: fault.clone(), since: now, told: known, ended: 0, pods: BTreeMap::new() };
-                if let Some(old) = self.seen.insert(device.clone(), fresh).filter(|old| !old.told) {
-                    news.events.extend(old.events(device));
+                let fresh = ReportedFault {
+                    fault: fault.clone(),
+                    since: now,
+                    reported: known,
+                    reported_terminations: 0,
+                    pods: BTreeMap::new(),
+                };
+                if let Some(old) = self.seen.insert(device.clone(), fresh).filter(|old| !old.reported) {
+                    report.events.extend(old.events(device));
                 }
             }
             let Some(seen) = self.seen.get_mut(device) else { continue };
             seen.fault.clone_from(fault);
             if let Some(wait) = seen.wait(pods, now) {
-                news.again = Some(news.again.map_or(wait, |again| again.min(wait)));
-            } else if !std::mem::replace(&mut seen.told, true) {
-                news.events.extend(seen.events(device));
+                report.wake_after = Some(report.wake_after.map_or(wait, |again| again.min(wait)));
+            } else if !std::mem::replace(&mut seen.reported, true) {
+                report.events.extend(seen.events(device));
             }
-            if seen.told && !(first && fault.over) {
-                news.events.extend(seen.endings(device));
+            if seen.reported && !(first && fault.over) {
+                report.events.extend(seen.termination_events(device));
             }
         }
-        news
+        report
     }
 }
 
-impl Seen {
-    /// How long it is worth waiting for more to be known, if at all.
+impl ReportedFault {
+    /// How long to wait for more information, if that is worthwhile.
     fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
-        if self.told {
+        if self.reported {
             return None;
         }
         let allocations =
@@ -148,9 +153,9 @@ impl Seen {
         let patience = if all_known && self.fault.over {
             return None;
         } else if all_known {
-            NAMED
+            LOG_DELAY
         } else {
-            KNOWN
+            OWNER_DELAY
         };
         patience.checked_sub(age).filter(|wait| !wait.is_zero())
     }
@@ -159,122 +164,128 @@ impl Seen {
         self.pods.get(client.allocation.as_ref()?)
     }
 
-    /// The pods that were hit, each once.
-    fn hit(&self) -> Vec<&PodRef> {
-        let mut hit: Vec<&PodRef> = self.fault.affected.iter().filter_map(|client| self.pod(client)).collect();
-        hit.sort_unstable();
-        hit.dedup();
-        hit
+    /// The affected pods, each once.
+    fn affected_pods(&self) -> Vec<&PodRef> {
+        let mut affected: Vec<&PodRef> = self.fault.affected.iter().filter_map(|client| self.pod(client)).collect();
+        affected.sort_unstable();
+        affected.dedup();
+        affected
     }
 
-    /// For the node, with all names, and for each pod that was hit.
+    /// One Event for the node, which names all pods, and one for each affected pod.
     fn events(&self, device: &str) -> Vec<NodeEvent> {
         let culprit = self.fault.culprit.as_ref();
-        let of = culprit.and_then(|client| self.pod(client));
-        let hit = self.hit();
+        let named = culprit.and_then(|client| self.pod(client));
+        let affected = self.affected_pods();
         let unknown = self.fault.affected.iter().filter(|client| self.pod(client).is_none()).count();
-        let others: Vec<&PodRef> = hit.iter().filter(|pod| Some(**pod) != of).copied().collect();
+        let others: Vec<&PodRef> = affected.iter().filter(|pod| Some(**pod) != named).copied().collect();
         let mut notes = vec![NodeEvent {
             warning: true,
             reason: "GpuFault",
-            note: format!("{device}: {}; it broke {}", cause(culprit, of, self.fault.killed), list(&others, unknown)),
+            note: format!(
+                "{device}: {}. It broke {}.",
+                cause_for_node(culprit, named, self.fault.killed),
+                affected_programs(&others, unknown)
+            ),
             regarding: None,
-            related: of.or_else(|| hit.first().copied()).cloned(),
+            related: named.or_else(|| affected.first().copied()).cloned(),
         }];
-        for pod in hit {
-            let said = if Some(pod) == of {
-                own(self.fault.killed).to_owned()
+        for pod in affected {
+            let text = if Some(pod) == named {
+                note_for_culprit(self.fault.killed).to_owned()
             } else {
                 format!(
-                    "its program on {device} was broken by {}, as MPS does to all programs on a GPU: it has to be started again",
-                    neighbour(pod, culprit, of, self.fault.killed)
+                    "its program on {device} was broken by {}. Under MPS a fatal error breaks all programs on the GPU. Restart the program.",
+                    cause_for_neighbour(pod, culprit, named, self.fault.killed)
                 )
             };
-            let reason = match (Some(pod) == of, self.fault.killed) {
+            let reason = match (Some(pod) == named, self.fault.killed) {
                 (false, _) => "BrokenByGpuFault",
                 (true, true) => "CausedGpuFault",
                 (true, false) => "NamedInGpuFault",
             };
-            let note = format!("pod {}/{}: {said}", pod.namespace, pod.name);
+            let note = format!("pod {}/{}: {text}", pod.namespace, pod.name);
             notes.push(NodeEvent { warning: true, reason, note, regarding: Some(pod.clone()), related: None });
         }
         notes
     }
 
-    /// For the pods whose programs were ended since the last look.
-    fn endings(&mut self, device: &str) -> Vec<NodeEvent> {
-        let fresh = self.fault.ended.get(self.ended..).unwrap_or_default();
+    /// Events for pods whose programs were terminated since the last update.
+    fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
+        let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
         let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();
         pods.sort_unstable();
         pods.dedup();
-        let told = |pod: &PodRef| NodeEvent {
+        let event = |pod: &PodRef| NodeEvent {
             warning: true,
             reason: "EndedInGpuFault",
             note: format!(
-                "pod {}/{}: its program did not exit after the fatal GPU error on {device}, and was ended: nobody could use the GPU before",
+                "pod {}/{}: its program did not exit after the fatal GPU error on {device} and was terminated. No program can use the GPU until all affected programs have exited.",
                 pod.namespace, pod.name
             ),
             regarding: Some(pod.clone()),
             related: None,
         };
-        let events = pods.into_iter().map(told).collect();
-        self.ended = self.fault.ended.len();
+        let events = pods.into_iter().map(event).collect();
+        self.reported_terminations = self.fault.ended.len();
         events
     }
 }
 
-/// Whose it was, for those who look after the node.
-fn cause(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
+/// The cause, for the node's Event.
+fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
-        (None, _) => return "a fatal GPU error of a program that MPS does not name".to_owned(),
+        (None, _) => return "a fatal GPU error of a program that MPS did not identify".to_owned(),
         (Some(client), Some(pod)) => format!("process {} of pod {}/{}", client.pid, pod.namespace, pod.name),
         (Some(client), None) => format!("process {} of no known pod", client.pid),
     };
     if killed {
         format!("{who} was killed while its kernels ran")
     } else {
-        format!("a fatal GPU error, {LOG} of {who}")
+        format!("a fatal GPU error. The MPS server's log names {who}, but it often names a neighbour")
     }
 }
 
-/// To the pod whose it was.
-fn own(killed: bool) -> &'static str {
+/// The note for the pod that the log names, or whose program was killed.
+fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
-        "its program was killed while its kernels ran on a shared GPU, which broke the others there: programs that end at SIGTERM after their \
-         kernels, and are given the time, break nobody"
+        "its program was killed while its kernels ran on a shared GPU, which broke the other programs there. Programs that finish their \
+         kernels after SIGTERM, and get enough time to do so, break no other program."
     } else {
-        "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own, which broke all programs \
-         on the GPU, its own included: they have to be started again. That log often names a neighbour of whose error it was"
+        "the MPS server's log names its program in a fatal GPU error, such as an access to memory that is not its own. The error broke all \
+         programs on the GPU, including this one. The log often names a neighbour of the program that caused the error. Restart the program."
     }
 }
 
-/// Whose it was, as a tenant may know it.
-fn neighbour(of: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
+/// The cause, for the Event of another affected pod.
+fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
-        (None, _) => return "a fatal GPU error of a program that shares the GPU, perhaps its own".to_owned(),
-        (Some(_), Some(pod)) if pod.namespace == of.namespace => format!("pod {}, which shares the GPU", pod.name),
+        (None, _) => return "a fatal GPU error of an unidentified program on the GPU, possibly its own".to_owned(),
+        (Some(_), Some(pod)) if pod.namespace == reader.namespace => format!("pod {}, which shares the GPU", pod.name),
         (Some(_), _) => "another pod, which shares the GPU".to_owned(),
     };
     if killed {
-        format!("the death of {who}, in the midst of its work")
+        format!("the death of a program of {who}, while its kernels ran")
     } else {
-        format!("a fatal GPU error, {LOG} of {who}")
+        format!("a fatal GPU error. The MPS server's log names {who}, but it often names a neighbour")
     }
 }
 
-fn list(pods: &[&PodRef], unknown: usize) -> String {
-    let mut names: Vec<String> = pods.iter().take(MOST).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
-    if pods.len() > MOST {
-        names.push(format!("{} more pods", pods.len() - MOST));
+/// The affected programs, by pod.
+fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
+    let mut names: Vec<String> =
+        pods.iter().take(MAX_NAMED).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
+    if pods.len() > MAX_NAMED {
+        names.push(format!("{} more pods", pods.len() - MAX_NAMED));
+    }
+    let mut parts = Vec::new();
+    if !names.is_empty() {
+        parts.push(format!("programs of {}", names.join(", ")));
     }
     if unknown > 0 {
-        names.push(format!("{unknown} programs of no known pod"));
+        parts.push(format!("{unknown} programs of unknown pods"));
     }
-    if names.is_empty() {
-        "no other pod's programs".to_owned()
-    } else {
-        format!("the programs of {}", names.join(", "))
-    }
+    if parts.is_empty() { "no programs of other pods".to_owned() } else { parts.join(" and ") }
 }
 
 #[cfg(test)]
@@ -282,12 +293,12 @@ mod tests {
     use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
 
     use super::*;
-    use crate::allocation::pending::Bound;
-    use crate::allocation::usage::tests::{allocation, held};
+    use crate::allocation::pending::BoundPod;
+    use crate::allocation::usage::tests::{allocation, listed};
 
-    /// Pod `name` of namespace `ns`, or of the namespace before a slash.
+    /// Inputs and state of the test.
     struct World {
-        held: Vec<HeldDevices>,
+        listed: Vec<HeldDevices>,
         allocations: Allocations,
         pending: PendingAllocations,
         faults: Faults,
@@ -322,46 +333,50 @@ mod tests {
     }
 
     impl World {
-        /// With pods that hold a slice each, all known but `unknown` to the API server; a healthy
-        /// MPS host was seen.
+        /// Pods with one slice each. The API server knows all but `unknown`. A healthy MPS host was
+        /// seen.
         fn new(pods: &[(&str, &str)], unknown: &[&str]) -> Self {
             let now = Instant::now();
-            let mut pending = PendingAllocations::watched();
+            let mut pending = PendingAllocations::with_watch();
             let mut rows = Vec::new();
             for (number, (namespace, name)) in pods.iter().enumerate() {
-                rows.push(HeldDevices { namespace: (*namespace).to_owned(), ..held(name, &[&id(number)]) });
+                rows.push(HeldDevices { namespace: (*namespace).to_owned(), ..listed(name, &[&id(number)]) });
                 if !unknown.contains(name) {
-                    pending.pod(bound(namespace, name), now);
+                    pending.update_pod(bound(namespace, name), now);
                 }
             }
             let mut world =
-                Self { held: rows, allocations: Allocations::default(), pending, faults: Faults::default(), now };
-            assert_eq!(world.look(&view(7, None)), News::default());
+                Self { listed: rows, allocations: Allocations::default(), pending, faults: Faults::default(), now };
+            assert_eq!(world.update(&view(7, None)), FaultReport::default());
             world
         }
 
-        fn look(&mut self, view: &View) -> News {
-            let pods = Pods { held: &self.held, allocations: &self.allocations, pending: &self.pending };
-            self.faults.look(view, &pods, self.now)
+        fn update(&mut self, view: &View) -> FaultReport {
+            let pods = Pods { listed: &self.listed, allocations: &self.allocations, pending: &self.pending };
+            self.faults.update(view, &pods, self.now)
         }
 
-        /// What is told once the log has had its time.
-        fn settled(&mut self, view: &View) -> News {
-            let first = self.look(view);
-            assert_eq!((first.events, first.again), (Vec::new(), Some(NAMED)), "the log may name another still");
-            self.now += NAMED;
-            self.look(view)
+        /// The report once the log's delay has passed.
+        fn settled(&mut self, view: &View) -> FaultReport {
+            let first = self.update(view);
+            assert_eq!(
+                (first.events, first.wake_after),
+                (Vec::new(), Some(LOG_DELAY)),
+                "the log may still name another client"
+            );
+            self.now += LOG_DELAY;
+            self.update(view)
         }
     }
 
-    fn bound(namespace: &str, name: &str) -> Bound {
-        Bound {
+    fn bound(namespace: &str, name: &str) -> BoundPod {
+        BoundPod {
             uid: format!("uid-{name}"),
             namespace: namespace.to_owned(),
             name: name.to_owned(),
-            leaving: false,
+            terminating: false,
             admitted: true,
-            wants: Vec::new(),
+            requests: Vec::new(),
         }
     }
 
@@ -370,20 +385,20 @@ mod tests {
         Fault { number, culprit: culprit.map(client), affected, ..Fault::default() }
     }
 
-    /// To whom, why, and what.
-    fn told(news: &News) -> Vec<(Option<&str>, &str, &str)> {
-        let events = news.events.iter();
-        let to = events.clone().map(|told| told.regarding.as_ref().map(|pod| pod.name.as_str()));
-        to.zip(events).map(|(to, told)| (to, told.reason, told.note.as_str())).collect()
+    /// Pod name, reason and note of each Event.
+    fn events(report: &FaultReport) -> Vec<(Option<&str>, &str, &str)> {
+        let events = report.events.iter();
+        let to = events.clone().map(|event| event.regarding.as_ref().map(|pod| pod.name.as_str()));
+        to.zip(events).map(|(to, event)| (to, event.reason, event.note.as_str())).collect()
     }
 
     #[test]
-    fn each_pod_is_told_once_and_no_tenant_learns_the_name_of_another() {
+    fn each_pod_gets_one_event_that_names_no_pod_of_another_namespace() {
         let mut world = World::new(&[("ns", "bad"), ("ns", "near"), ("other", "far")], &[]);
-        let news = world.settled(&view(7, Some(fault(1, Some(0), 3))));
-        let told = told(&news);
+        let report = world.settled(&view(7, Some(fault(1, Some(0), 3))));
+        let events = events(&report);
         assert_eq!(
-            told.iter().map(|(to, reason, _)| (*to, *reason)).collect::<Vec<_>>(),
+            events.iter().map(|(to, reason, _)| (*to, *reason)).collect::<Vec<_>>(),
             [
                 (None, "GpuFault"),
                 (Some("bad"), "NamedInGpuFault"),
@@ -392,121 +407,130 @@ mod tests {
             ]
         );
         assert!(
-            told[0].2.contains("process 100 of pod ns/bad") && told[0].2.contains("ns/near, other/far"),
+            events[0].2.contains("process 100 of pod ns/bad") && events[0].2.contains("ns/near, other/far"),
             "{}",
-            told[0].2
+            events[0].2
         );
-        assert!(told[1].2.starts_with("pod ns/bad: the MPS server's log names its program"), "{}", told[1].2);
-        assert!(told[2].2.contains("a neighbour, of pod bad,"), "{}", told[2].2);
-        assert!(told[3].2.contains("a neighbour, of another pod,"), "{}", told[3].2);
-        for (to, _, note) in &told[1..] {
+        assert!(events[1].2.starts_with("pod ns/bad: the MPS server's log names its program"), "{}", events[1].2);
+        assert!(events[2].2.contains("names pod bad,"), "{}", events[2].2);
+        assert!(events[3].2.contains("names another pod,"), "{}", events[3].2);
+        for (to, _, note) in &events[1..] {
             let others = ["bad", "near", "far"].into_iter().filter(|name| Some(*name) != *to);
             let known = |name: &&str| note.contains(*name) && !(*to == Some("near") && *name == "bad");
             assert_eq!(others.filter(known).count(), 0, "{note}");
         }
-        let pod = news.events[3].regarding.clone().unwrap();
+        let pod = report.events[3].regarding.clone().unwrap();
         assert_eq!(pod, PodRef { namespace: "other".into(), name: "far".into(), uid: "uid-far".into() });
-        assert_eq!(world.look(&view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))), News::default());
-        assert_eq!(world.look(&view(7, Some(fault(2, None, 3)))).faults, BTreeMap::from([("GPU-a".to_owned(), 1)]));
+        assert_eq!(world.update(&view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))), FaultReport::default());
+        assert_eq!(world.update(&view(7, Some(fault(2, None, 3)))).faults, BTreeMap::from([("GPU-a".to_owned(), 1)]));
     }
 
     #[test]
-    fn of_several_whom_the_log_names_none_is_accused() {
+    fn if_the_log_names_several_clients_none_is_blamed() {
         let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
-        assert_eq!(world.look(&view(7, Some(fault(1, Some(0), 2)))).events, []);
-        world.now += NAMED / 2;
-        // What the MPS host makes of two names.
-        assert_eq!(world.look(&view(7, Some(fault(1, None, 2)))).events, []);
-        let news = world.look(&view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
-        let reasons: Vec<&str> = told(&news).iter().map(|told| told.1).collect();
-        assert_eq!(reasons, ["GpuFault", "BrokenByGpuFault", "BrokenByGpuFault"], "over, there is no more to come");
-    }
-
-    #[test]
-    fn what_is_not_known_yet_is_waited_for_and_not_for_ever() {
-        let mut world = World::new(&[("ns", "a"), ("ns", "b")], &["b"]);
-        let news = world.look(&view(7, Some(fault(1, None, 2))));
-        assert_eq!((news.events.len(), news.again, news.faults.len()), (0, Some(KNOWN), 1));
-        world.pending.pod(bound("ns", "b"), world.now);
-        world.now += NAMED / 2;
-        let news = world.look(&view(7, Some(fault(1, None, 2))));
-        assert_eq!((news.events.len(), news.again), (0, Some(NAMED / 2)), "the culprit may be named still");
-        // Gone from all lists: what was known stays known.
-        world.held.clear();
-        world.now += NAMED / 2;
-        let news = world.look(&view(7, Some(fault(1, None, 2))));
-        assert_eq!(told(&news).len(), 3);
-        assert!(told(&news)[1].2.contains("perhaps its own"));
-        assert_eq!(news.again, None);
-        // Nobody ever says whose it is.
-        world.look(&view(7, Some(fault(2, Some(0), 2))));
-        world.now += KNOWN;
-        let news = world.look(&view(7, Some(fault(2, Some(0), 2))));
-        assert_eq!(told(&news).len(), 1);
-        assert!(
-            told(&news)[0]
-                .2
-                .contains("process 100 of no known pod; it broke the programs of 2 programs of no known pod")
+        assert_eq!(world.update(&view(7, Some(fault(1, Some(0), 2)))).events, []);
+        world.now += LOG_DELAY / 2;
+        // The MPS host reports no culprit if the log names two.
+        assert_eq!(world.update(&view(7, Some(fault(1, None, 2)))).events, []);
+        let report = world.update(&view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
+        let reasons: Vec<&str> = events(&report).iter().map(|event| event.1).collect();
+        assert_eq!(
+            reasons,
+            ["GpuFault", "BrokenByGpuFault", "BrokenByGpuFault"],
+            "the fault is over, so no name can follow"
         );
     }
 
     #[test]
-    fn whoever_is_ended_is_told_so() {
+    fn events_wait_for_unknown_pods_for_a_limited_time() {
+        let mut world = World::new(&[("ns", "a"), ("ns", "b")], &["b"]);
+        let report = world.update(&view(7, Some(fault(1, None, 2))));
+        assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(OWNER_DELAY), 1));
+        world.pending.update_pod(bound("ns", "b"), world.now);
+        world.now += LOG_DELAY / 2;
+        let report = world.update(&view(7, Some(fault(1, None, 2))));
+        assert_eq!(
+            (report.events.len(), report.wake_after),
+            (0, Some(LOG_DELAY / 2)),
+            "the log may still name a client"
+        );
+        // The pod is on no list any more. What was known about it is kept.
+        world.listed.clear();
+        world.now += LOG_DELAY / 2;
+        let report = world.update(&view(7, Some(fault(1, None, 2))));
+        assert_eq!(events(&report).len(), 3);
+        assert!(events(&report)[1].2.contains("possibly its own"));
+        assert_eq!(report.wake_after, None);
+        // No source ever reports the pods.
+        world.update(&view(7, Some(fault(2, Some(0), 2))));
+        world.now += OWNER_DELAY;
+        let report = world.update(&view(7, Some(fault(2, Some(0), 2))));
+        assert_eq!(events(&report).len(), 1);
+        assert!(events(&report)[0].2.contains(
+            "process 100 of no known pod, but it often names a neighbour. It broke 2 programs of unknown pods"
+        ));
+    }
+
+    #[test]
+    fn pods_of_terminated_programs_get_an_event() {
         let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
         world.settled(&view(7, Some(fault(1, Some(0), 2))));
-        let ended = |clients: Vec<Client>| view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
-        let news = world.look(&ended(vec![client(1)]));
+        let terminated = |clients: Vec<Client>| view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
+        let report = world.update(&terminated(vec![client(1)]));
         assert_eq!(
-            told(&news).iter().map(|told| (told.0, told.1)).collect::<Vec<_>>(),
+            events(&report).iter().map(|event| (event.0, event.1)).collect::<Vec<_>>(),
             [(Some("b"), "EndedInGpuFault")]
         );
-        assert_eq!(world.look(&ended(vec![client(1)])), News::default());
-        assert_eq!(world.look(&ended(vec![client(1), client(0)])).events[0].regarding.as_ref().unwrap().name, "a");
+        assert_eq!(world.update(&terminated(vec![client(1)])), FaultReport::default());
+        assert_eq!(
+            world.update(&terminated(vec![client(1), client(0)])).events[0].regarding.as_ref().unwrap().name,
+            "a"
+        );
     }
 
     #[test]
-    fn a_death_in_the_midst_of_work_is_no_accusation() {
+    fn a_program_killed_while_its_kernels_ran_is_the_known_cause() {
         let mut world = World::new(&[("ns", "a"), ("ns", "b")], &[]);
-        let news = world.settled(&view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
-        let told = told(&news);
-        assert_eq!(told[1].1, "CausedGpuFault");
-        assert!(told[0].2.contains("was killed while its kernels ran"), "{}", told[0].2);
-        assert!(told[1].2.contains("was killed while its kernels ran"), "{}", told[1].2);
-        assert!(told[2].2.contains("the death of pod a"), "{}", told[2].2);
+        let report = world.settled(&view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
+        let events = events(&report);
+        assert_eq!(events[1].1, "CausedGpuFault");
+        assert!(events[0].2.contains("was killed while its kernels ran"), "{}", events[0].2);
+        assert!(events[1].2.contains("was killed while its kernels ran"), "{}", events[1].2);
+        assert!(events[2].2.contains("the death of a program of pod a"), "{}", events[2].2);
     }
 
     #[test]
-    fn an_agent_that_starts_tells_what_lasts_and_one_that_meets_another_host_tells_anew() {
+    fn a_new_agent_reports_ongoing_faults_and_a_new_host_starts_again() {
         let mut world = World::new(&[("ns", "a")], &[]);
         world.faults = Faults::default();
         let over = |number| Fault { over: true, ended: vec![client(0)], ..fault(number, Some(0), 1) };
-        assert_eq!(world.look(&view(7, Some(over(3)))), News::default(), "the agent before this one told it");
-        assert_eq!(world.look(&view(7, Some(over(3)))), News::default());
-        assert_eq!(world.look(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
-        assert_eq!(world.look(&View { alive: false, ..view(8, Some(over(1))) }), News::default());
-        assert_eq!(world.look(&view(0, Some(over(1)))), News::default(), "a host that stopped");
-        assert_eq!(told(&world.look(&view(8, Some(over(1))))).len(), 3);
+        assert_eq!(world.update(&view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
+        assert_eq!(world.update(&view(7, Some(over(3)))), FaultReport::default());
+        assert_eq!(world.update(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
+        assert_eq!(world.update(&View { alive: false, ..view(8, Some(over(1))) }), FaultReport::default());
+        assert_eq!(world.update(&view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
+        assert_eq!(events(&world.update(&view(8, Some(over(1))))).len(), 3);
         world.faults = Faults::default();
-        assert_eq!(told(&world.settled(&view(8, Some(fault(1, Some(0), 1))))).len(), 2, "it lasts");
+        assert_eq!(events(&world.settled(&view(8, Some(fault(1, Some(0), 1))))).len(), 2, "the fault is ongoing");
     }
 
     #[test]
-    fn a_fault_that_follows_at_once_leaves_none_untold() {
+    fn a_second_fault_does_not_suppress_the_report_of_the_first() {
         let mut world = World::new(&[("ns", "a")], &["a"]);
-        assert_eq!(told(&world.look(&view(7, Some(fault(1, Some(0), 1))))).len(), 0);
-        let news = world.look(&view(7, Some(fault(2, Some(0), 1))));
-        assert_eq!(told(&news).iter().map(|told| told.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
-        assert_eq!(news.again, Some(KNOWN));
+        assert_eq!(events(&world.update(&view(7, Some(fault(1, Some(0), 1))))).len(), 0);
+        let report = world.update(&view(7, Some(fault(2, Some(0), 1))));
+        assert_eq!(events(&report).iter().map(|event| event.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
+        assert_eq!(report.wake_after, Some(OWNER_DELAY));
     }
 
     #[test]
-    fn an_init_containers_slices_are_its_pods() {
+    fn an_init_containers_slices_belong_to_its_pod() {
         let mut world = World::new(&[("ns", "a")], &[]);
-        world.held = vec![held("a", &[&id(0)])];
+        world.listed = vec![listed("a", &[&id(0)])];
         let first = allocation(&[&id(0), &id(1)]);
         let client = Client { pid: 1, allocation: Some(first.id()) };
-        world.allocations.give(first, world.now);
+        world.allocations.insert(first, world.now);
         let fault = Fault { number: 1, culprit: Some(client.clone()), affected: vec![client], ..Fault::default() };
-        assert_eq!(told(&world.settled(&view(7, Some(fault))))[1].0, Some("a"));
+        assert_eq!(events(&world.settled(&view(7, Some(fault))))[1].0, Some("a"));
     }
 }

@@ -1,4 +1,4 @@
-//! Events of GPUs' health. Pure.
+//! Events for the health of GPUs. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::Health;
@@ -7,39 +7,39 @@ use cleave_api::names::HEALTH_SUSPECT;
 use crate::event::{NodeEvent, recovered, warning};
 use crate::gpu::hardware::Hardware;
 
-/// What was told of each GPU and MIG device that is not as it should be: a change is worth one
-/// event, and a restart none.
+/// The reported severity of each GPU and MIG device that has a problem. Each change is one Event,
+/// and a restart of the agent is none.
 #[derive(Debug, Clone, Default)]
-pub struct Told(BTreeMap<String, Degree>);
+pub struct ReportedHealth(BTreeMap<String, Severity>);
 
-/// How bad it is, for telling.
+/// Severity of a problem, for reporting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Degree {
-    /// It serves, and should be reset some time.
+enum Severity {
+    /// The GPU serves, and should be reset at some time.
     Pending,
-    /// It may come back by itself.
-    Passing,
-    /// It needs somebody.
-    Lasting,
+    /// The GPU may recover by itself.
+    Transient,
+    /// The GPU needs an administrator.
+    Permanent,
 }
 
-impl Told {
-    /// What an agent before this one has told.
-    pub fn before(hardware: &Hardware) -> Self {
-        Self(degrees(hardware).map(|(device, degree, _)| (device, degree)).collect())
+impl ReportedHealth {
+    /// Starts with what an earlier agent has reported.
+    pub fn reported_earlier(hardware: &Hardware) -> Self {
+        Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }
 
-    /// What is to be told now.
-    pub fn news(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
+    /// Returns Events for what has changed.
+    pub fn update(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let (mut found, mut now) = (Vec::new(), BTreeMap::new());
-        for (device, degree, health) in degrees(hardware) {
-            if self.0.get(&device).is_none_or(|told| *told < degree) {
-                let reason = if degree == Degree::Pending { "GpuResetPending" } else { "GpuUnhealthy" };
+        for (device, severity, health) in severities(hardware) {
+            if self.0.get(&device).is_none_or(|reported| *reported < severity) {
+                let reason = if severity == Severity::Pending { "GpuResetPending" } else { "GpuUnhealthy" };
                 found.push(warning(reason, format!("GPU {device}: {}", health.message)));
             }
-            now.insert(device, degree);
+            now.insert(device, severity);
         }
-        // One that is better and not well yet is told when it is worse again.
+        // A lower severity is not reported, but a later increase is.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
             found.push(recovered(format!("GPU {device} is healthy again")));
         }
@@ -48,17 +48,17 @@ impl Told {
     }
 }
 
-/// GPUs and MIG devices that are not as they should be.
-fn degrees(hardware: &Hardware) -> impl Iterator<Item = (String, Degree, &Health)> {
+/// GPUs and MIG devices with a problem, and its severity.
+fn severities(hardware: &Hardware) -> impl Iterator<Item = (String, Severity, &Health)> {
     let whole = hardware.gpus.iter().map(|(uuid, known)| (uuid, &known.health));
     let instances = hardware.gpus.values().flat_map(|known| &known.instances);
     whole.chain(instances).filter_map(|(device, health)| {
-        let degree = match (health.healthy, health.class.as_str()) {
+        let severity = match (health.healthy, health.class.as_str()) {
             (true, _) if health.reason.is_empty() => return None,
-            (true, _) => Degree::Pending,
-            (false, HEALTH_SUSPECT) => Degree::Passing,
-            (false, _) => Degree::Lasting,
+            (true, _) => Severity::Pending,
+            (false, HEALTH_SUSPECT) => Severity::Transient,
+            (false, _) => Severity::Permanent,
         };
-        Some((device.clone(), degree, health))
+        Some((device.clone(), severity, health))
     })
 }

@@ -1,5 +1,5 @@
-//! The node as the agent knows it, and what follows from it: one value that inputs change, and one
-//! function that says what to do. Pure: the time is an argument, and nothing is read or written.
+//! [`Node`] is the agent's model of the node. Inputs update it; [`Node::reconcile`] decides what to
+//! do next. Pure: the time is an argument, and nothing is read or written.
 pub mod absence;
 pub mod cordon;
 mod daemons;
@@ -26,7 +26,7 @@ use k8s_openapi::jiff::Timestamp;
 use self::absence::Absences;
 use self::daemons::{Acknowledged, ReportedDaemons};
 use self::faults::Faults;
-use self::health_events::Told as ToldHealth;
+use self::health_events::ReportedHealth;
 use crate::allocation::usage::{Allocations, Collected};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
@@ -34,106 +34,108 @@ use crate::clock::Clock;
 use crate::event::{NodeEvent, warning};
 use crate::gpu::hardware::HardwareTracker;
 use crate::gpu::layout::Layout;
-use crate::gpu::mig::{Ended, Order, Trial};
+use crate::gpu::mig::{MigOrder, MigProgress, OrderResult};
 use crate::gpu::xid::Class;
 use crate::mps;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// How long slices are told as Unhealthy before they go: the kubelet may be handing one out just
-/// now, and a pod that comes with a slice that is no more would fail for good.
+/// How long slices are listed as Unhealthy before they are removed. The kubelet may be allocating
+/// one at this moment, and a pod that starts with a removed slice would fail for good.
 pub const WITHDRAW: Duration = Duration::from_millis(300);
 
-/// What to do.
+/// The result of a reconciliation: what the tasks have to do.
 #[derive(Debug)]
 pub struct Actions {
-    /// Devices by resource.
+    /// Device lists for the kubelet, by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
-    /// Resources whose lists the kubelet is to be sent again though they are equal, so that it
-    /// writes its checkpoint.
-    pub renew: BTreeSet<String>,
-    /// What the MPS host shall run.
+    /// Resources whose unchanged lists have to be sent to the kubelet again, so that it writes its
+    /// checkpoint.
+    pub resend: BTreeSet<String>,
+    /// Daemons and doors that the MPS host should run.
     pub desired: Desired,
-    /// What the next agent has to know.
+    /// State for the next agent.
     pub checkpoint: Checkpoint,
-    /// What the API server is told, its times left out.
+    /// Status for the API server. Its conditions have no times yet.
     pub status: GpuNodeStatus,
-    /// What has happened since the last turn.
+    /// Events since the last reconciliation.
     pub events: Vec<NodeEvent>,
-    /// Fatal GPU errors since the last turn, by device.
+    /// Fatal GPU errors since the last reconciliation, by device.
     pub faults: BTreeMap<String, u64>,
-    /// Why the agent is not ready, if so.
-    pub unready: Option<String>,
-    /// How often the kubelet is to be asked who holds what.
-    pub list_every: Duration,
-    /// Folders of allocations that are not wanted may go.
-    pub sweep: bool,
-    /// Changes of GPUs that are to be made now, each in its own time; how each ended is to be told
-    /// to [`Node::ended`].
-    pub orders: Vec<Order>,
-    /// NVML is to be asked now.
-    pub look: bool,
-    /// What tenants are judged by.
+    /// Why the agent is not ready, if it is not.
+    pub not_ready: Option<String>,
+    /// How often to request the kubelet's PodResources list.
+    pub list_interval: Duration,
+    /// Directories of allocations that no longer exist may be removed.
+    pub sweep_directories: bool,
+    /// MIG changes to start now. Their results go to [`Node::order_ended`].
+    pub orders: Vec<MigOrder>,
+    /// NVML has to be polled now.
+    pub poll_nvml: bool,
+    /// Input for the detection of tenants that leave their shares.
     pub snapshot: TenantSnapshot,
-    /// Actions again after this long, at the latest.
-    pub again: Option<Duration>,
+    /// Reconcile again after this time at the latest.
+    pub wake_after: Option<Duration>,
 }
 
-/// The node as the agent knows it.
+/// The agent's model of the node.
 #[derive(Debug)]
 pub struct Node {
     boot_id: String,
-    /// How long what the kubelet does not list is kept.
+    /// How long an allocation is kept that the kubelet has not listed.
     grace: Duration,
     tracker: HardwareTracker,
     inventoried: bool,
     object: Object,
-    /// The last spec that was sound, which outlives the API server and the object.
+    /// The last valid spec and its generation. It stays in force while the API server does not
+    /// answer, and when the object is deleted or malformed.
     spec: Option<(i64, GpuNodeSpec)>,
-    held: Option<Vec<HeldDevices>>,
-    held_error: Option<String>,
-    /// What a kubelet that started now would take for allocated, if that is known.
-    on_disk: Option<Arc<AllocatedDevices>>,
-    /// Resources of allocations that are over but for that.
-    remembered: BTreeSet<String>,
+    pod_resources: Option<Vec<HeldDevices>>,
+    pod_resources_error: Option<String>,
+    /// Slices in the kubelet's checkpoint, if known. A kubelet that restarted now would count them
+    /// as allocated.
+    kubelet_checkpoint: Option<Arc<AllocatedDevices>>,
+    /// Resources of allocations that are kept only because the kubelet's checkpoint has them.
+    resend_lists: BTreeSet<String>,
     kubelet_since: Instant,
     view: mps::View,
     layouts: BTreeMap<String, Layout>,
-    /// Daemons of an agent whose checkpoint is lost, until it is known that nobody uses them.
+    /// Daemons of an agent whose checkpoint is lost, until it is known that they are unused.
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
-    /// Slices that are about to go, by resource and id, and since when the kubelet is told.
+    /// Slices that will be removed, by resource and id, with when they were first listed as
+    /// Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
-    /// MIG mode is left alone.
+    /// MIG mode must not be changed.
     keep_mig_mode: bool,
-    /// GPUs that a spec has cut by MIG.
-    cut: BTreeSet<String>,
-    /// What came of changes of GPUs.
-    trials: BTreeMap<String, Trial>,
-    /// When GPUs were last looked at after a change: an answer that was asked for before knows
-    /// less.
+    /// GPUs that a spec has partitioned by MIG.
+    mig_partitioned: BTreeSet<String>,
+    /// Progress of MIG changes, by GPU.
+    mig_progress: BTreeMap<String, MigProgress>,
+    /// When each GPU was last observed after a change. Answers that were requested earlier are
+    /// outdated.
     changed: BTreeMap<String, Instant>,
-    /// Every allocation of before is known: the checkpoint was found.
-    remembers: bool,
-    /// Events of changes, until the next turn.
-    news: Vec<NodeEvent>,
-    looked: Option<Instant>,
-    doors: Acknowledged,
-    /// Daemons that are away for a moment.
+    /// The checkpoint was found, so all earlier allocations are known.
+    has_checkpoint: bool,
+    /// Events for the next reconciliation.
+    pending_events: Vec<NodeEvent>,
+    last_foreign_poll: Option<Instant>,
+    acknowledged: Acknowledged,
+    /// Daemons whose short absence is not reported.
     absences: Absences,
-    told: ReportedDaemons,
-    /// And of their faults.
+    reported_daemons: ReportedDaemons,
+    /// Reported GPU faults.
     faults: Faults,
-    /// What was told of GPUs' health.
-    told_health: ToldHealth,
+    /// Reported health of GPUs.
+    reported_health: ReportedHealth,
     /// Tenants that left their shares.
     findings: Vec<FindingStatus>,
 }
 
 impl Node {
-    /// As a checkpoint left it; without one, as the last desired file of the MPS host lets it be
-    /// known.
+    /// Restores the node from a checkpoint. Without one, the daemons and allocations of the last
+    /// desired file of the MPS host are adopted.
     pub fn start(
         boot_id: String,
         grace: Duration,
@@ -142,27 +144,27 @@ impl Node {
         now: Instant,
     ) -> (Self, Allocations) {
         let found = checkpoint.is_some();
-        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, cut, health } =
+        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, mig_partitioned, health } =
             checkpoint.unwrap_or_default();
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
         let clock = Clock::new(now, Timestamp::UNIX_EPOCH);
-        let mut tracker = HardwareTracker::remembering(gpus, written_in == boot_id, clock).recalling(health, now);
+        let mut tracker = HardwareTracker::restore(gpus, written_in == boot_id, clock).with_health_records(health, now);
         for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
             gpu.cleared.iter().for_each(|until| tracker.cleared(&gpu.uuid, until));
         }
         let node = Self {
-            told_health: ToldHealth::before(&tracker.hardware()),
+            reported_health: ReportedHealth::reported_earlier(&tracker.hardware()),
             tracker,
-            remembers: found,
+            has_checkpoint: found,
             boot_id,
             grace,
             inventoried: false,
             object: Object::Unknown,
             spec: spec.map(|spec| (generation, spec)),
-            held: None,
-            held_error: None,
-            on_disk: None,
-            remembered: BTreeSet::new(),
+            pod_resources: None,
+            pod_resources_error: None,
+            kubelet_checkpoint: None,
+            resend_lists: BTreeSet::new(),
             kubelet_since: now,
             view: mps::View::default(),
             layouts,
@@ -171,50 +173,49 @@ impl Node {
             steps: Vec::new(),
             withdrawing: BTreeMap::new(),
             keep_mig_mode: false,
-            cut,
-            trials: BTreeMap::new(),
+            mig_partitioned,
+            mig_progress: BTreeMap::new(),
             changed: BTreeMap::new(),
-            news: Vec::new(),
-            looked: None,
-            doors: Acknowledged::default(),
+            pending_events: Vec::new(),
+            last_foreign_poll: None,
+            acknowledged: Acknowledged::default(),
             absences: Absences::default(),
-            told: ReportedDaemons::default(),
+            reported_daemons: ReportedDaemons::default(),
             faults: Faults::default(),
             findings: Vec::new(),
         };
-        (node, Allocations::remembering(allocations, now))
+        (node, Allocations::restore(allocations, now))
     }
 
-    /// Leaves MIG mode of every GPU alone.
+    /// Sets whether the MIG mode of all GPUs is left unchanged.
     #[must_use]
     pub fn keeping_mig_mode(self, keep_mig_mode: bool) -> Self {
         Self { keep_mig_mode, ..self }
     }
 
-    /// How long a suspect GPU must show nothing further before it can be healthy again;
-    /// [`crate::gpu::health::QUIET`] unless this is said.
-    pub fn quiet_for(&mut self, quiet: Duration) {
-        self.tracker.quiet_for(quiet);
+    /// Sets the quiet period of suspect GPUs. The default is [`crate::gpu::health::QUIET`].
+    pub fn set_quiet(&mut self, quiet: Duration) {
+        self.tracker.set_quiet(quiet);
     }
 
-    /// It is `wall` at `now`: for times that are told. To be told again and again, because the time
-    /// of day may be set.
+    /// Sets the time of day for reports: it is `wall` at `now`. Call it regularly, because the
+    /// clock may be set.
     pub fn set_time(&mut self, now: Instant, wall: Timestamp) {
         self.tracker.set_time(now, wall);
     }
 
-    /// The GPUs that are known, in NVML's order.
+    /// The known GPUs, in NVML's order.
     pub fn gpus(&self) -> Vec<Gpu> {
         self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
     }
 
-    /// What the driver answered when it was asked, at `asked`, how many GPUs it has.
+    /// Records the driver's answer, requested at `asked`: its version and number of GPUs.
     pub fn census(&mut self, answer: Result<Census, NvmlError>, asked: Instant) {
         self.tracker.census(answer, asked);
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// What the GPU at one of NVML's indices answered, asked at `asked`.
+    /// Records the answer of the GPU at one of NVML's indices, requested at `asked`.
     pub fn gpu(&mut self, index: u32, mut answer: Result<Observation, NvmlError>, asked: Instant) {
         if let Ok(Observation { gpu, .. }) = &mut answer
             && self.changed.get(&gpu.uuid).is_some_and(|at| asked < *at)
@@ -222,35 +223,37 @@ impl Node {
         {
             gpu.clone_from(known);
         }
-        self.tracker.answer(index, answer, asked);
+        self.tracker.record_answer(index, answer, asked);
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// An order ended, or takes long.
-    pub fn ended(&mut self, ended: Ended, now: Instant) {
-        let Ended { order: Order { gpu: uuid, change }, outcome, after, at } = ended;
+    /// Records the result of a MIG order, or that it takes long.
+    pub fn order_ended(&mut self, ended: OrderResult, now: Instant) {
+        let OrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;
         if let Some((gpu, processes)) = after {
-            self.tracker.see(gpu, processes);
+            self.tracker.record_gpu(gpu, processes);
             self.changed.insert(uuid.clone(), at);
         }
         let hardware = self.tracker.hardware();
         let after = hardware.gpus.get(&uuid).map(|known| (&known.gpu, known.health.healthy));
         let after = after.filter(|_| self.changed.get(&uuid) == Some(&at));
-        let trial = self.trials.entry(uuid.clone()).or_insert_with(|| Trial::new(None));
-        self.news.extend(trial.ended(&uuid, &change, &outcome, after, now).map(|note| warning("MigFailed", note)));
+        let progress = self.mig_progress.entry(uuid.clone()).or_insert_with(|| MigProgress::new(None));
+        self.pending_events.extend(
+            progress.record_outcome(&uuid, &change, &outcome, after, now).map(|note| warning("MigFailed", note)),
+        );
     }
 
-    /// An XID; `ignored` are those that say nothing of the GPU. Says what it says of it.
+    /// Records an XID and returns its class. XIDs in `ignored` do not affect the GPU's health.
     pub fn xid(&mut self, uuid: &str, xid: u64, gpu_instance: Option<u32>, ignored: &[u64], now: Instant) -> Class {
         self.tracker.xid(uuid, xid, gpu_instance, ignored, now)
     }
 
-    /// What the driver says of a GPU's memory and needs, asked at `asked`.
+    /// Records a GPU's error counters and recovery action, requested at `asked`.
     pub fn vitals(&mut self, uuid: &str, vitals: Vitals, asked: Instant) {
         self.tracker.vitals(uuid, vitals, asked);
     }
 
-    /// The tenant watch's word on who left its share.
+    /// Replaces the list of tenants that left their shares. A new entry is an Event.
     pub fn findings(&mut self, findings: Vec<FindingStatus>) {
         let same = |a: &FindingStatus, b: &FindingStatus| {
             (&a.kind, &a.device, &a.uid, &a.container) == (&b.kind, &b.device, &b.uid, &b.container)
@@ -261,16 +264,16 @@ impl Node {
                 finding::OUTSIDE_MPS => finding::OUTSIDE_MPS,
                 _ => finding::NO_SHARE,
             };
-            self.news.push(warning(reason, new.message.clone()));
+            self.pending_events.push(warning(reason, new.message.clone()));
         }
         self.findings = findings;
     }
 
-    /// The API server's word on the `GpuNode`.
+    /// Records the `GpuNode` as the API server has it.
     pub fn object(&mut self, object: Object) {
         match &object {
-            // Not planned yet: the operator has not seen what GPUs there are. What is served stays,
-            // and nothing is served whole for a moment.
+            // An empty spec: the operator has not seen the GPUs yet. The current layouts stay, so
+            // that no GPU is served whole for a moment.
             Object::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
             Object::Present(generation, spec) => {
                 for gpu in &spec.gpus {
@@ -283,23 +286,25 @@ impl Node {
         self.object = object;
     }
 
-    /// The MPS host was looked at.
+    /// Records the state of the MPS host.
     pub fn mps(&mut self, view: mps::View) {
         self.view = view;
     }
 
-    /// The kubelet started.
+    /// Records that the kubelet started.
     pub fn kubelet_started(&mut self, now: Instant) {
         self.kubelet_since = now;
     }
 
-    /// The kubelet's checkpoint, read after the list that [`held`](Self::held) is told next.
-    pub fn on_disk(&mut self, devices: Option<Arc<AllocatedDevices>>) {
-        self.on_disk = devices;
+    /// Records the kubelet's checkpoint. It must be read after the list that the next call of
+    /// [`pod_resources`](Self::pod_resources) records.
+    pub fn kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
+        self.kubelet_checkpoint = devices;
     }
 
-    /// The kubelet's list, asked at `asked`; returns how many allocations were over.
-    pub fn held(
+    /// Records the kubelet's PodResources list, requested at `asked`. Returns how many allocations
+    /// have ended.
+    pub fn pod_resources(
         &mut self,
         answer: Result<Vec<HeldDevices>, String>,
         asked: Instant,
@@ -308,33 +313,34 @@ impl Node {
         let rows = match answer {
             Ok(rows) => rows,
             Err(error) => {
-                self.held_error = Some(error);
+                self.pod_resources_error = Some(error);
                 return 0;
             }
         };
-        self.held_error = None;
-        let on_disk = self.on_disk.clone();
+        self.pod_resources_error = None;
+        let kubelet_checkpoint = self.kubelet_checkpoint.clone();
         let stays = |row: &HeldDevices| {
             let slice = |id: &String| (row.resource.clone(), id.clone());
-            on_disk.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
+            kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
-        // A kubelet that has just started hears of its pods one by one; so it was, for all that a
-        // process that has just started knows. It drops nothing from its checkpoint before it has
-        // heard of all.
+        // A kubelet that has just started lists its pods one by one. An agent that has just started
+        // assumes that of its kubelet. But the kubelet removes nothing from its checkpoint before
+        // it knows all pods.
         let settling = asked.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
         let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
-        let over = if settling && on_disk.is_none() {
-            allocations.mark(&rows);
+        let over = if settling && kubelet_checkpoint.is_none() {
+            allocations.mark_listed(&rows);
             0
         } else {
-            let on_disk = on_disk.clone().unwrap_or_default();
+            let kubelet_checkpoint = kubelet_checkpoint.clone().unwrap_or_default();
             let busy = |id: &str| busy.contains(id);
-            let Collected { over, remembered } = allocations.collect(&rows, asked, self.grace, busy, &on_disk);
-            self.remembered = remembered;
-            over.len()
+            let Collected { ended, in_kubelet_checkpoint } =
+                allocations.collect(&rows, asked, self.grace, busy, &kubelet_checkpoint);
+            self.resend_lists = in_kubelet_checkpoint;
+            ended.len()
         };
-        let rows = match self.held.take() {
+        let rows = match self.pod_resources.take() {
             Some(before) if settling => {
                 let mut all: BTreeSet<HeldDevices> = before.into_iter().filter(stays).collect();
                 all.extend(rows);
@@ -345,12 +351,12 @@ impl Node {
         for row in &rows {
             self.adopt(row, allocations, asked);
         }
-        self.held = Some(rows);
+        self.pod_resources = Some(rows);
         over
     }
 
-    /// An allocation of an agent whose checkpoint is lost: the kubelet knows its ids, the MPS host
-    /// its limits.
+    /// Restores an allocation after a lost checkpoint: the kubelet lists its ids, and the MPS host
+    /// has its limits.
     fn adopt(&mut self, row: &HeldDevices, allocations: &mut Allocations, now: Instant) {
         let id = allocation_id(&row.resource, &row.ids);
         let Some(wire::Allocation { device, threads, memory_mib, max_clients }) = self.adopted_allocations.remove(&id)
@@ -362,14 +368,14 @@ impl Node {
             ids.sort_unstable();
             let limits = MpsLimits { threads, memory_mib, max_clients };
             let resource = row.resource.clone();
-            allocations.give(Allocation { resource, ids, devices: vec![device], mps: Some(limits) }, now);
+            allocations.insert(Allocation { resource, ids, devices: vec![device], mps: Some(limits) }, now);
         }
     }
 }
 
 #[cfg(test)]
 impl Node {
-    /// The driver and all of its GPUs answer, asked at `asked`.
+    /// Records answers of the driver and all of its GPUs, requested at `asked`.
     pub(crate) fn inventory(
         &mut self,
         answer: Result<crate::gpu::hardware::tests::Inventory, NvmlError>,

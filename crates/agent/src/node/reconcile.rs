@@ -1,4 +1,4 @@
-//! The decision: from what is known of the node to what is done about it.
+//! The decision of [`Node`]: what to do, given all that is known.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use cleave_gpu::nvml::Process;
 use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
 use super::diff::{Decision, Rules, decide, keeps};
-use super::status::{self, Facts};
+use super::status::{self, StatusInput};
 use super::{Actions, Node, WITHDRAW, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
@@ -18,24 +18,24 @@ use crate::checkpoint::Checkpoint;
 use crate::event::NodeEvent;
 use crate::gpu::hardware::{Hardware, KnownGpu};
 use crate::gpu::layout::{Kind, Layout, Pool};
-use crate::gpu::mig::{Change, Next, Order, Trial, next};
+use crate::gpu::mig::{Change, MigOrder, MigProgress, NextStep, next};
 use crate::mps::View;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
-/// Between the kubelet's lists while slices are in use or a change waits for pods to end (which
-/// somebody may wait for), and while none are.
+/// Interval between PodResources requests while slices are in use or a change waits for pods to
+/// terminate, and while neither is the case.
 pub(super) const LIST_IN_USE: Duration = Duration::from_secs(1);
 const LIST_IDLE: Duration = Duration::from_secs(30);
 
-/// Between looks at processes that are in the way.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval between polls of processes that block a change.
+const FOREIGN_POLL: Duration = Duration::from_secs(1);
 
 impl Node {
-    /// Decides what to do now, and brings the table up to date.
+    /// Decides what to do next, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
         let hardware = self.tracker.hardware();
         let in_use = self.in_use(&table.allocations);
-        let usage = in_use.as_ref().filter(|_| self.held.is_some());
+        let usage = in_use.as_ref().filter(|_| self.pod_resources.is_some());
         let partitions: BTreeMap<String, Partition> = self
             .spec
             .iter()
@@ -45,57 +45,61 @@ impl Node {
         let rules = self.rules(&hardware, &partitions);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let decided = decide(&hardware, spec, &self.layouts, usage, &rules);
-        let Decision { layouts, mut steps, applied, changes, foreign } = self.withdraw(self.spare(decided), now);
-        let served_otherwise = self.lay(layouts);
-        self.let_go(usage);
+        let Decision { layouts, mut steps, applied, changes, foreign } =
+            self.withdraw(self.exclude_changing(decided), now);
+        let layouts_changed = self.set_layouts(layouts);
+        self.release_adopted(usage);
         table.pools.clear();
         for pool in self.layouts.values().flat_map(|layout| &layout.pools) {
             table.pools.entry(pool.resource.clone()).or_default().push(pool.clone());
         }
 
         let desired = self.desired(&table.allocations);
-        self.see_daemons(&desired, now);
+        self.update_daemons(&desired, now);
         let orders = self.orders(&hardware, &partitions, changes, now);
-        steps.extend(self.trials.values().flat_map(Trial::steps).cloned());
-        self.remember(steps, served_otherwise);
+        steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
+        self.record_steps(steps, layouts_changed);
         let lists = self.lists(&hardware, &table.pending, in_use.as_ref());
         let mut events = self.events(&hardware);
         let pods = faults::Pods {
-            held: self.held.as_deref().unwrap_or_default(),
+            listed: self.pod_resources.as_deref().unwrap_or_default(),
             allocations: &table.allocations,
             pending: &table.pending,
         };
-        let faults = self.faults.look(&self.view, &pods, now);
+        let faults = self.faults.update(&self.view, &pods, now);
         events.extend(faults.events);
         let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
         let idle = !waits && usage.is_some_and(Usage::is_empty);
-        let look = foreign && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK);
-        if look {
-            self.looked = Some(now);
+        let poll_nvml =
+            foreign && self.last_foreign_poll.is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_POLL);
+        if poll_nvml {
+            self.last_foreign_poll = Some(now);
         }
         Actions {
             status: self.status(&hardware, table, &lists, in_use.as_ref(), applied),
             snapshot: self.snapshot(&hardware, table, &rules),
             checkpoint: self.checkpoint(&hardware, &table.allocations),
-            unready: self.unready(&desired),
-            again: self.again(foreign, faults.again, now),
+            not_ready: self.not_ready(&desired),
+            wake_after: self.next_wakeup(foreign, faults.wake_after, now),
             lists,
-            renew: std::mem::take(&mut self.remembered),
+            resend: std::mem::take(&mut self.resend_lists),
             desired,
             events,
             faults: faults.faults,
-            list_every: if idle { LIST_IDLE } else { LIST_IN_USE },
-            sweep: self.held.is_some() && self.adopted_allocations.is_empty(),
+            list_interval: if idle { LIST_IDLE } else { LIST_IN_USE },
+            sweep_directories: self.pod_resources.is_some() && self.adopted_allocations.is_empty(),
             orders,
-            look,
+            poll_nvml,
         }
     }
 
-    /// What decisions about partitions have to respect. Brings up to date which GPUs MIG divides.
+    /// Collects what restricts partitioning, and updates which GPUs are partitioned by MIG.
     fn rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> Rules {
-        self.cut = cut(hardware, partitions, &self.cut, |uuid| self.trials.get(uuid).is_some_and(Trial::is_acting));
+        self.mig_partitioned = mig_partitioned(hardware, partitions, &self.mig_partitioned, |uuid| {
+            self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
+        });
         let processes = foreign(hardware, &self.view);
-        Rules { keep_mig_mode: self.keep_mig_mode, cut: self.cut.clone(), processes }
+        Rules { keep_mig_mode: self.keep_mig_mode, mig_partitioned: self.mig_partitioned.clone(), processes }
     }
 
     fn status(
@@ -106,7 +110,7 @@ impl Node {
         in_use: Option<&Usage>,
         applied: bool,
     ) -> GpuNodeStatus {
-        status::build(&Facts {
+        status::build(&StatusInput {
             hardware,
             inventoried: self.inventoried,
             object: &self.object,
@@ -115,8 +119,8 @@ impl Node {
             layouts: &self.layouts,
             lists,
             usage: in_use,
-            held: self.held.as_deref().unwrap_or_default(),
-            held_error: self.held_error.as_deref(),
+            listed: self.pod_resources.as_deref().unwrap_or_default(),
+            pod_resources_error: self.pod_resources_error.as_deref(),
             allocations: &table.allocations,
             view: &self.view,
             absences: &self.absences,
@@ -132,7 +136,7 @@ impl Node {
             layouts: &self.layouts,
             spec: self.spec.as_ref().map(|(_, spec)| spec),
             view: &self.view,
-            held: self.held.as_deref().filter(|_| self.held_error.is_none()),
+            held: self.pod_resources.as_deref().filter(|_| self.pod_resources_error.is_none()),
             allocations: &table.allocations,
             foreign: &rules.processes,
         })
@@ -146,80 +150,80 @@ impl Node {
             gpus: hardware.by_index().into_iter().map(|known| known.gpu.clone()).collect(),
             layouts: self.layouts.clone(),
             allocations: allocations.iter().map(|(_, allocation)| allocation.clone()).collect(),
-            cut: self.cut.clone(),
+            mig_partitioned: self.mig_partitioned.clone(),
             health: self.tracker.records(),
         }
     }
 
-    /// When to reconcile again although nothing new is known, if at all.
-    fn again(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
+    /// When to reconcile again even without new input, if at all.
+    fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
         let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
-        let tried = self.trials.values().filter_map(|trial| trial.pause(now)).min();
-        let absent = self.absences.again(now);
-        [withdrawn, foreign.then_some(LOOK), tried, faults, absent].into_iter().flatten().min()
+        let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
+        let absent = self.absences.next_expiry(now);
+        [withdrawn, foreign.then_some(FOREIGN_POLL), tried, faults, absent].into_iter().flatten().min()
     }
 
-    /// Events since the last time: changes of GPUs, their health and their MPS daemons.
+    /// Events since the last reconciliation: MIG changes, health of GPUs and of MPS daemons.
     fn events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
-        let mut events = std::mem::take(&mut self.news);
-        events.extend(self.told_health.news(hardware));
+        let mut events = std::mem::take(&mut self.pending_events);
+        events.extend(self.reported_health.update(hardware));
         let devices = self.layouts.values().flat_map(|layout| layout.daemons.keys().cloned()).collect();
-        events.extend(self.told.update(devices, &self.view));
+        events.extend(self.reported_daemons.update(devices, &self.view));
         events
     }
 
-    /// Serves GPUs as these layouts; whether that is another way than before.
-    fn lay(&mut self, layouts: BTreeMap<String, Layout>) -> bool {
+    /// Replaces the layouts. Returns whether they changed.
+    fn set_layouts(&mut self, layouts: BTreeMap<String, Layout>) -> bool {
         let otherwise = layouts != self.layouts;
         if otherwise {
-            self.absences.relaid(&self.layouts, &layouts);
+            self.absences.layouts_changed(&self.layouts, &layouts);
         }
         self.layouts = layouts;
         otherwise
     }
 
-    /// Which daemons are as they shall be now, and which are away.
-    fn see_daemons(&mut self, desired: &Desired, now: Instant) {
-        self.doors.wants(desired);
-        self.doors.acted(&self.view.status.desired);
+    /// Updates which daemons run with their current settings, and which are briefly away.
+    fn update_daemons(&mut self, desired: &Desired, now: Instant) {
+        self.acknowledged.record_desired(desired);
+        self.acknowledged.record_applied(&self.view.status.desired);
         let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
-        self.absences.look(daemons, &self.view, |device| self.doors.knows(device), now);
+        self.absences.update(daemons, &self.view, |device| self.acknowledged.has_current(device), now);
     }
 
-    /// The next change of each GPU that has some, where nothing is in its way.
+    /// The next change of each GPU that can be made now.
     fn orders(
         &mut self,
         hardware: &Hardware,
         partitions: &BTreeMap<String, Partition>,
         mut changes: BTreeMap<String, Vec<Change>>,
         now: Instant,
-    ) -> Vec<Order> {
-        // Without the checkpoint of before, what was given out is known only once the kubelet has
-        // said it for some time.
-        let settled = self.remembers || now.saturating_duration_since(self.kubelet_since) >= self.grace;
-        let known = self.held.is_some() && self.held_error.is_none() && settled;
-        self.trials.retain(|uuid, _| hardware.gpus.contains_key(uuid));
+    ) -> Vec<MigOrder> {
+        // Without a checkpoint, the existing allocations are known only after the kubelet has
+        // listed its pods for some time.
+        let settled = self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace;
+        let known = self.pod_resources.is_some() && self.pod_resources_error.is_none() && settled;
+        self.mig_progress.retain(|uuid, _| hardware.gpus.contains_key(uuid));
         let mut orders = Vec::new();
         for (uuid, KnownGpu { gpu, health, observed, .. }) in &hardware.gpus {
             let left = changes.remove(uuid).unwrap_or_default();
             let partition = partitions.get(uuid);
-            if left.is_empty() && !self.trials.contains_key(uuid) {
+            if left.is_empty() && !self.mig_progress.contains_key(uuid) {
                 continue;
             }
-            let mut trial = self.trials.remove(uuid).unwrap_or_else(|| Trial::new(partition));
-            trial.review(partition, gpu, health.healthy);
+            let mut progress = self.mig_progress.remove(uuid).unwrap_or_else(|| MigProgress::new(partition));
+            progress.update(partition, gpu, health.healthy);
             let next = if *observed && health.healthy {
                 let served = |device: &str| {
                     self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
                 };
-                let may = left.iter().filter(|change| trial.may(change, now));
+                let may = left.iter().filter(|change| progress.may_start(change, now));
                 next(may, gpu, known, served, |device| self.daemon_gone(device))
             } else {
-                Next::Nothing
+                NextStep::Nothing
             };
-            trial.plans(uuid, &left, &next);
-            if let Some(done) = trial.told(&left) {
-                self.news.push(NodeEvent {
+            progress.record_plan(uuid, &left, &next);
+            if let Some(done) = progress.take_completed(&left) {
+                self.pending_events.push(NodeEvent {
                     warning: false,
                     reason: "MigChanged",
                     note: format!("GPU {uuid}: {done}"),
@@ -227,48 +231,47 @@ impl Node {
                     related: None,
                 });
             }
-            if let Next::Do(change) = next {
-                orders.push(Order { gpu: uuid.clone(), change });
+            if let NextStep::Do(change) = next {
+                orders.push(MigOrder { gpu: uuid.clone(), change });
             }
-            self.trials.insert(uuid.clone(), trial);
+            self.mig_progress.insert(uuid.clone(), progress);
         }
         orders
     }
 
-    /// Whether the MPS daemon of a device is no more, and will not be.
+    /// Checks that the MPS daemon of a device has exited and will not be started, or says why not.
     fn daemon_gone(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
-            return Err("the MPS daemon of an agent before this one serves it".into());
+            return Err("the MPS daemon of an earlier agent serves it".into());
         }
         if self.view.status.daemons.contains_key(device) {
             return Err(if self.view.alive {
-                "its MPS daemon has not ended yet".into()
+                "its MPS daemon has not exited yet".into()
             } else {
                 "its MPS daemon may still run: the MPS host does not answer".into()
             });
         }
-        if self.doors.knows_gone(device) {
+        if self.acknowledged.has_removed(device) {
             Ok(())
         } else {
-            Err("the MPS host has not read yet that its MPS daemon shall end".into())
+            Err("the MPS host has not yet read the request to stop its MPS daemon".into())
         }
     }
 
-    /// Leaves out what a change that is being made takes away, though it may be wanted again by
-    /// now.
-    fn spare(&self, mut decided: Decision) -> Decision {
-        for (uuid, trial) in self.trials.iter().filter(|(_, trial)| trial.is_acting()) {
+    /// Removes the slices that an ongoing change removes, even if the spec wants them again by now.
+    fn exclude_changing(&self, mut decided: Decision) -> Decision {
+        for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
             if let Some(layout) = decided.layouts.get_mut(uuid) {
-                layout.pools.retain(|pool| !trial.takes(uuid, &pool.device));
-                layout.daemons.retain(|device, _| !trial.takes(uuid, device));
+                layout.pools.retain(|pool| !progress.removes(uuid, &pool.device));
+                layout.daemons.retain(|device, _| !progress.removes(uuid, device));
             }
         }
         decided
     }
 
-    /// Holds back what takes slices away until the kubelet has had the time to hear of it. What it
-    /// hands out meanwhile blocks the change.
+    /// Delays the removal of slices until the kubelet has learned of it. If the kubelet allocates
+    /// one meanwhile, the change waits.
     fn withdraw(&mut self, mut decided: Decision, now: Instant) -> Decision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
@@ -286,8 +289,8 @@ impl Node {
         decided
     }
 
-    /// What is done stays told until the next change; what waits or is refused is as it is now.
-    fn remember(&mut self, steps: Vec<StepStatus>, changed: bool) {
+    /// Updates the steps: those that are done stay until the next change, the others are replaced.
+    fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
             return;
@@ -297,8 +300,9 @@ impl Node {
         self.steps.extend(steps);
     }
 
-    /// Lets daemons of a lost checkpoint go that are wanted anyway, or that nobody uses.
-    fn let_go(&mut self, usage: Option<&Usage>) {
+    /// Releases adopted daemons of a lost checkpoint that the layouts now include, or that no pod
+    /// uses.
+    fn release_adopted(&mut self, usage: Option<&Usage>) {
         let Some(usage) = usage else { return };
         self.adopted.retain(|device, _| {
             let used = usage.of(&BTreeSet::from([device.as_str()])).next().is_some();
@@ -318,11 +322,11 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    /// What is in use, as far as it may not be given to others. What was given out is known from
-    /// the checkpoint before the kubelet has said anything.
+    /// The slices in use, which must not be allocated to others. The checkpoint's allocations count
+    /// before the kubelet has listed anything.
     fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
-        let known = self.held.is_some() || self.remembers;
-        known.then(|| Usage::new(self.held.as_deref().unwrap_or_default(), allocations))
+        let known = self.pod_resources.is_some() || self.has_checkpoint;
+        known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
     }
 
     fn lists(
@@ -332,7 +336,7 @@ impl Node {
         in_use: Option<&Usage>,
     ) -> BTreeMap<ResourceName, DeviceList> {
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
-        let closed = cordon::closed(spec, &self.layouts, in_use, pending);
+        let withheld = cordon::withheld(spec, &self.layouts, in_use, pending);
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
         for (uuid, layout) in &self.layouts {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
@@ -341,7 +345,7 @@ impl Node {
                 let serves = self.can_serve(known, pool).is_ok();
                 let device = |id: String| {
                     let slice = (pool.resource.clone(), id.clone());
-                    let healthy = serves && !self.withdrawing.contains_key(&slice) && !closed.contains(&slice);
+                    let healthy = serves && !self.withdrawing.contains_key(&slice) && !withheld.contains(&slice);
                     Some(Device { id: DeviceId::parse(&id).ok()?, healthy, numa: known.gpu.numa })
                 };
                 lists.entry(name).or_default().extend(pool.ids().filter_map(device));
@@ -350,7 +354,7 @@ impl Node {
         lists
     }
 
-    /// Whether slices of this pool can be given out now, and why not.
+    /// Checks that slices of this pool can be allocated now, or says why not.
     fn can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
@@ -360,45 +364,45 @@ impl Node {
         }
         let instances = known.gpu.mig.iter().flat_map(|mig| &mig.instances);
         if pool.device != known.gpu.uuid && !instances.clone().any(|instance| instance.uuid == pool.device) {
-            return Err("the MIG instance is no more".into());
+            return Err("the MIG instance no longer exists".into());
         }
         match pool.kind {
-            Kind::Mps { .. } if self.absences.is_short(&pool.device) => Ok(()),
+            Kind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
             Kind::Mps { .. } => status::daemon_trouble(&self.view, &pool.device).and_then(|()| {
-                if self.doors.knows(&pool.device) {
+                if self.acknowledged.has_current(&pool.device) {
                     Ok(())
                 } else {
-                    Err("the MPS host has not read its last settings yet".into())
+                    Err("the MPS host has not read the latest settings yet".into())
                 }
             }),
             Kind::Whole | Kind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
-                // Its compute mode is not put back before its end.
-                Some(_) if self.view.alive => Err("its MPS daemon has not ended yet".into()),
+                // The compute mode is restored only when the daemon exits.
+                Some(_) if self.view.alive => Err("its MPS daemon has not exited yet".into()),
                 _ => Ok(()),
             },
         }
     }
 
-    fn unready(&self, desired: &Desired) -> Option<String> {
+    fn not_ready(&self, desired: &Desired) -> Option<String> {
         if !self.inventoried {
             return Some("NVML has not answered yet".into());
         }
-        if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_short(device)) {
+        if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_tolerated(device)) {
             return Some("the MPS host does not answer".into());
         }
         None
     }
 }
 
-/// Slices that are served and would go, or be others, by resource and id.
+/// Served slices that the new layout removes or changes, by resource and id.
 fn going(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
 }
 
-/// The GPUs that a spec has cut by MIG, and that are not whole again. What a change makes of one is
-/// known when it has ended.
-fn cut(
+/// The GPUs that a spec has partitioned by MIG and that are not whole again. A GPU stays in the set
+/// while a change is in progress.
+fn mig_partitioned(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,
     before: &BTreeSet<String>,
@@ -413,8 +417,7 @@ fn cut(
     stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
 }
 
-/// The processes on each GPU that are not of its MPS daemons: those know their clients, and a
-/// client's allocation is known.
+/// The processes on each GPU other than its MPS daemons and their clients.
 fn foreign(hardware: &Hardware, view: &View) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();

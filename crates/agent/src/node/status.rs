@@ -1,4 +1,4 @@
-//! `GpuNode.status` from what is known. Pure.
+//! Builds `GpuNode.status`. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
@@ -22,72 +22,72 @@ use crate::mps::View;
 use crate::node::absence::Absences;
 use crate::object::Object;
 
-/// Reasons of a `GpuNode`'s conditions.
+/// Reasons of the conditions of a `GpuNode`.
 pub mod reason {
-    /// Ready: every GPU and daemon serves.
+    /// Ready: every GPU and MPS daemon serves.
     pub const SERVING: &str = "Serving";
     /// Not Ready: NVML has not answered yet.
     pub const STARTING: &str = "Starting";
-    /// Not Ready: no driver, or one that does not answer.
+    /// Not Ready: there is no driver, or it does not answer.
     pub const NO_DRIVER: &str = "NoDriver";
-    /// Not Ready: a driver, and no GPU.
+    /// Not Ready: the driver finds no GPU.
     pub const NO_GPU: &str = "NoGpu";
-    /// Not Ready: GPUs that cannot serve.
+    /// Not Ready: a GPU cannot serve.
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
-    /// Not Ready: MPS daemons that cannot serve.
+    /// Not Ready: an MPS daemon cannot serve.
     pub const MPS_UNAVAILABLE: &str = "MpsUnavailable";
     /// Applied: the node is as the spec says.
     pub const APPLIED: &str = "Applied";
-    /// Not Applied: pods hold what would change.
+    /// Not Applied: a change waits for pods that use slices.
     pub const WAITING: &str = "Waiting";
-    /// Not Applied: the spec cannot be had.
+    /// Not Applied: the spec is not possible on this node.
     pub const REFUSED: &str = "Refused";
-    /// Not Applied: no spec has been read.
+    /// Not Applied: the agent has not read a spec yet.
     pub const NO_SPEC: &str = "NoSpec";
-    /// Not Applied: the object is not what its definition says.
+    /// Not Applied: the object does not match its CRD.
     pub const MALFORMED: &str = "Malformed";
-    /// GPUs healthy: all of them.
+    /// GpusHealthy: all GPUs are healthy.
     pub const HEALTHY: &str = "Healthy";
 }
 
-/// All that a status is made of.
+/// The data from which a status is built.
 #[derive(Debug, Clone, Copy)]
-pub struct Facts<'a> {
-    /// The GPUs.
+pub struct StatusInput<'a> {
+    /// The GPUs and the driver.
     pub hardware: &'a Hardware,
     /// NVML has answered.
     pub inventoried: bool,
-    /// The object.
+    /// The node's `GpuNode`.
     pub object: &'a Object,
-    /// The spec in force, and its generation.
+    /// The spec in force, with its generation.
     pub spec: Option<&'a (i64, GpuNodeSpec)>,
     /// The node is as the spec says.
     pub applied: bool,
-    /// What GPUs are served as.
+    /// The layouts, by GPU.
     pub layouts: &'a BTreeMap<String, Layout>,
-    /// What the kubelet is told.
+    /// The device lists for the kubelet.
     pub lists: &'a BTreeMap<ResourceName, DeviceList>,
-    /// What is in use, once that is known.
+    /// The slices in use, if known.
     pub usage: Option<&'a Usage>,
-    /// What the kubelet lists.
-    pub held: &'a [HeldDevices],
-    /// Why the kubelet does not list it, if so.
-    pub held_error: Option<&'a str>,
-    /// What was given out.
+    /// The kubelet's PodResources list.
+    pub listed: &'a [HeldDevices],
+    /// Why the kubelet did not answer the last PodResources request, if so.
+    pub pod_resources_error: Option<&'a str>,
+    /// The agent's allocations.
     pub allocations: &'a Allocations,
-    /// The MPS host.
+    /// State of the MPS host.
     pub view: &'a View,
-    /// Daemons that are away for a moment.
+    /// Daemons whose short absence is not reported.
     pub absences: &'a Absences,
-    /// Steps.
+    /// Steps of changes.
     pub steps: &'a [StepStatus],
     /// Tenants that left their shares.
     pub findings: &'a [FindingStatus],
-    /// Boot id.
+    /// Boot id of the node.
     pub boot_id: &'a str,
 }
 
-/// Why the daemon of a device cannot serve, if so.
+/// Checks that the daemon of a device serves, or says why it does not.
 pub fn daemon_trouble(view: &View, device: &str) -> Result<(), String> {
     if !view.alive {
         return Err("the MPS host does not answer".into());
@@ -99,21 +99,21 @@ pub fn daemon_trouble(view: &View, device: &str) -> Result<(), String> {
         }
         Some(DaemonStatus { state, message, .. }) => Err(format!("the MPS daemon is in state {state:?}: {message}")),
         None => Err(match &view.error {
-            Some(error) => format!("the MPS host says: {error}"),
-            None => "the MPS host has not started its daemon yet".into(),
+            Some(error) => format!("the MPS host reports: {error}"),
+            None => "the MPS host has not started the MPS daemon yet".into(),
         }),
     }
 }
 
-/// The status; its conditions have no times yet.
-pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
-    let Facts { hardware, spec, applied, steps, boot_id, .. } = *facts;
-    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu(facts, known)).collect();
-    let generation = match (facts.object, spec) {
+/// Builds the status. Its conditions have no times yet.
+pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
+    let StatusInput { hardware, spec, applied, steps, boot_id, .. } = *input;
+    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu(input, known)).collect();
+    let generation = match (input.object, spec) {
         (Object::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
         _ => 0,
     };
-    let matches = applied && facts.inventoried;
+    let matches = applied && input.inventoried;
     GpuNodeStatus {
         observed_generation: generation,
         plan_id: spec.filter(|_| matches).map(|(_, spec)| spec.plan_id.clone()).unwrap_or_default(),
@@ -121,34 +121,34 @@ pub fn build(facts: &Facts<'_>) -> GpuNodeStatus {
         driver: hardware.driver.version().unwrap_or_default().to_owned(),
         boot_id: boot_id.to_owned(),
         conditions: vec![
-            condition(CONDITION_READY, generation, ready(facts, &gpus)),
-            condition(CONDITION_APPLIED, generation, is_applied(facts)),
-            condition(CONDITION_GPUS_HEALTHY, generation, gpus_healthy(facts)),
+            condition(CONDITION_READY, generation, ready(input, &gpus)),
+            condition(CONDITION_APPLIED, generation, is_applied(input)),
+            condition(CONDITION_GPUS_HEALTHY, generation, gpus_healthy(input)),
         ],
         summary: Some(Summary::of(&gpus)),
         models: Vec::new(),
         gpus,
         steps: steps.to_vec(),
-        findings: facts.findings.to_vec(),
+        findings: input.findings.to_vec(),
     }
     .compact()
 }
 
-fn gpu(facts: &Facts<'_>, known: &KnownGpu) -> GpuStatus {
+fn gpu(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let KnownGpu { gpu, health, instances, .. } = known;
-    let layout = facts.layouts.get(&gpu.uuid);
+    let layout = input.layouts.get(&gpu.uuid);
     let devices = devices(gpu, layout);
     let mut health = health.clone();
     let daemons: Vec<&String> = layout.iter().flat_map(|layout| layout.daemons.keys()).collect();
-    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon(facts.view, device)).collect();
+    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon(input.view, device)).collect();
     if health.healthy {
         let starting = |device: &str| {
-            facts.view.alive && facts.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
+            input.view.alive && input.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
         };
         let trouble = daemons
             .iter()
-            .filter(|device| !starting(device) && !facts.absences.is_short(device))
-            .find_map(|device| daemon_trouble(facts.view, device).err());
+            .filter(|device| !starting(device) && !input.absences.is_tolerated(device))
+            .find_map(|device| daemon_trouble(input.view, device).err());
         if let Some(message) = trouble {
             health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
         }
@@ -163,14 +163,14 @@ fn gpu(facts: &Facts<'_>, known: &KnownGpu) -> GpuStatus {
         numa: gpu.numa,
         mig: gpu.mig.as_ref().map(|of| mig(of, instances)),
         mode: layout.map(|layout| layout.mode.as_str().to_owned()).unwrap_or_default(),
-        slices: layout.iter().flat_map(|layout| &layout.pools).map(|pool| slices(facts, gpu, pool)).collect(),
-        allocations: allocations(facts, gpu, &devices),
+        slices: layout.iter().flat_map(|layout| &layout.pools).map(|pool| slices(input, gpu, pool)).collect(),
+        allocations: allocations(input, gpu, &devices),
         health,
         mps,
     }
 }
 
-/// The GPU and its MIG devices, those that slices are of though they are there no more included.
+/// The UUIDs of the GPU, its MIG devices, and devices of the layout that no longer exist.
 fn devices<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     let mut devices = BTreeSet::from([gpu.uuid.as_str()]);
     devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
@@ -198,14 +198,14 @@ fn mig(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     }
 }
 
-fn slices(facts: &Facts<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
+fn slices(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.holds(device, number));
-    // What nobody knows to be free is not: pods are let through to what is.
-    let in_use = facts.usage.map_or(pool.count as usize, |usage| {
+    // While usage is unknown, all slices count as used: the operator releases pods for free ones.
+    let in_use = input.usage.map_or(pool.count as usize, |usage| {
         usage.of(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
-    let unhealthy = facts
+    let unhealthy = input
         .lists
         .get(pool.resource.as_str())
         .map_or(0, |list| list.iter().filter(|device| !device.healthy && of_pool(device.id.as_str())).count());
@@ -224,40 +224,40 @@ fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// What containers hold of a GPU, a row for each container, resource and device.
-fn allocations(facts: &Facts<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<AllocationStatus> {
+/// The allocations of a GPU: a row for each container, resource and device.
+fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<AllocationStatus> {
     let mut rows = Vec::new();
-    for held in facts.held {
+    for row in input.listed {
         let mut by_device: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        for id in &held.ids {
+        for id in &row.ids {
             if let Some((device, _)) = parse_id(id).filter(|(device, _)| devices.contains(device)) {
                 by_device.entry(device).or_default().push(id.clone());
             }
         }
-        let allocation = facts.allocations.get(&allocation_id(&held.resource, &held.ids));
+        let allocation = input.allocations.get(&allocation_id(&row.resource, &row.ids));
         for (device, mut ids) in by_device {
             ids.sort_by_key(|id| parse_id(id).map(|(_, number)| number));
             let limits = allocation.and_then(|allocation| allocation.mps);
             let whole = gpu.uuid == device;
-            // Of a MIG instance NVML says the SMs by its profile.
+            // NVML reports the SMs of a MIG instance by its profile.
             let total = if whole { Some(gpu.sms) } else { instance_sms(gpu, device) };
             let sms = limits.and_then(|limits| limited(limits, total));
             let memory_mib = limits.and_then(|limits| limits.memory_mib);
             rows.push(AllocationStatus {
-                pod: format!("{}/{}", held.namespace, held.pod),
-                container: held.container.clone(),
-                resource: held.resource.clone(),
+                pod: format!("{}/{}", row.namespace, row.pod),
+                container: row.container.clone(),
+                resource: row.resource.clone(),
                 device: device.to_owned(),
                 ids,
                 threads: limits.and_then(|limits| limits.threads),
                 sms: sms.map(|sms| sms.0),
                 memory_mib,
-                // Measured on whole GPUs.
+                // The context size was measured on whole GPUs only.
                 context_mib: sms
                     .filter(|_| whole && memory_mib.is_some())
-                    .and_then(|sms| context(gpu.compute_capability, facts.hardware.driver.version()?, sms))
+                    .and_then(|sms| context(gpu.compute_capability, input.hardware.driver.version()?, sms))
                     .map(|memory| memory.0),
-                clients: allocation.map_or(0, |allocation| clients(facts.view, device, allocation)),
+                clients: allocation.map_or(0, |allocation| clients(input.view, device, allocation)),
             });
         }
     }
@@ -313,30 +313,30 @@ fn verdict(status: bool, reason: &'static str, message: impl Into<String>) -> Ve
     Verdict { status: if status { "True" } else { "False" }, reason, message: message.into() }
 }
 
-fn ready(facts: &Facts<'_>, gpus: &[GpuStatus]) -> Verdict {
-    match &facts.hardware.driver {
+fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
+    match &input.hardware.driver {
         Driver::Unknown => return verdict(false, reason::STARTING, "NVML has not answered yet"),
         Driver::Missing(why) => return verdict(false, reason::NO_DRIVER, why.clone()),
-        Driver::Present(_) if gpus.is_empty() && !facts.inventoried => {
-            return verdict(false, reason::STARTING, "no GPU has answered NVML yet");
+        Driver::Present(_) if gpus.is_empty() && !input.inventoried => {
+            return verdict(false, reason::STARTING, "NVML has not answered for any GPU yet");
         }
-        Driver::Present(version) if gpus.is_empty() && facts.hardware.unnamed.is_empty() => {
+        Driver::Present(version) if gpus.is_empty() && input.hardware.unnamed.is_empty() => {
             return verdict(false, reason::NO_GPU, format!("driver {version} finds no GPU"));
         }
         Driver::Present(_) => {}
     }
     let trouble = |is: fn(&Health) -> bool| {
-        let said: Vec<String> = gpus
+        let messages: Vec<String> = gpus
             .iter()
             .filter(|gpu| is(&gpu.health))
             .map(|gpu| format!("GPU {} ({}): {}", gpu.index, gpu.uuid, gpu.health.message))
             .collect();
-        (!said.is_empty()).then(|| said.join("; "))
+        (!messages.is_empty()).then(|| messages.join("; "))
     };
-    let sick = trouble(|health| !health.healthy && health.reason != reason::MPS_UNAVAILABLE);
-    let sick: Vec<String> = unnamed(facts.hardware).chain(sick).collect();
-    if !sick.is_empty() {
-        return verdict(false, reason::GPU_UNHEALTHY, sick.join("; "));
+    let unhealthy = trouble(|health| !health.healthy && health.reason != reason::MPS_UNAVAILABLE);
+    let unhealthy: Vec<String> = unnamed(input.hardware).chain(unhealthy).collect();
+    if !unhealthy.is_empty() {
+        return verdict(false, reason::GPU_UNHEALTHY, unhealthy.join("; "));
     }
     if let Some(message) = trouble(|health| !health.healthy) {
         return verdict(false, reason::MPS_UNAVAILABLE, message);
@@ -344,60 +344,62 @@ fn ready(facts: &Facts<'_>, gpus: &[GpuStatus]) -> Verdict {
     verdict(true, reason::SERVING, "")
 }
 
-/// GPUs that NVML lists and that have never said which they are: they have no row of their own.
+/// GPUs that NVML lists but that never reported their UUID. They have no row in the status.
 fn unnamed(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// Of the GPUs alone: what MPS does is another condition's. One that is to be reset some time is
-/// healthy, and is told.
-fn gpus_healthy(facts: &Facts<'_>) -> Verdict {
-    if !facts.inventoried {
+/// Condition for the GPUs alone; MPS has its own. A GPU that only should be reset at some time is
+/// healthy, and the message says so.
+fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
+    if !input.inventoried {
         return verdict(false, reason::STARTING, "NVML has not answered yet");
     }
-    let (mut sick, mut pending): (Vec<String>, _) = (unnamed(facts.hardware).collect(), Vec::new());
-    for KnownGpu { gpu, health, instances, .. } in facts.hardware.by_index() {
+    let (mut unhealthy, mut pending): (Vec<String>, _) = (unnamed(input.hardware).collect(), Vec::new());
+    for KnownGpu { gpu, health, instances, .. } in input.hardware.by_index() {
         let name = format!("GPU {} ({})", gpu.index, gpu.uuid);
         let of_gpu = (!health.message.is_empty()).then(|| format!("{name}: {}", health.message));
-        let list = if health.healthy { &mut pending } else { &mut sick };
+        let list = if health.healthy { &mut pending } else { &mut unhealthy };
         list.extend(of_gpu);
-        sick.extend(instances.iter().map(|(device, health)| format!("{device} of {name}: {}", health.message)));
+        unhealthy.extend(instances.iter().map(|(device, health)| format!("{device} of {name}: {}", health.message)));
     }
-    match (sick.is_empty(), pending.is_empty()) {
+    match (unhealthy.is_empty(), pending.is_empty()) {
         (false, _) => {
-            verdict(false, reason::GPU_UNHEALTHY, sick.into_iter().chain(pending).collect::<Vec<_>>().join("; "))
+            verdict(false, reason::GPU_UNHEALTHY, unhealthy.into_iter().chain(pending).collect::<Vec<_>>().join("; "))
         }
         (true, false) => verdict(true, crate::gpu::health::reason::RESET_PENDING, pending.join("; ")),
         (true, true) => verdict(true, reason::HEALTHY, ""),
     }
 }
 
-fn is_applied(facts: &Facts<'_>) -> Verdict {
-    if let Object::Malformed(why) = facts.object {
-        return verdict(false, reason::MALFORMED, format!("the last sound spec stays in force: {why}"));
+fn is_applied(input: &StatusInput<'_>) -> Verdict {
+    if let Object::Malformed(why) = input.object {
+        return verdict(false, reason::MALFORMED, format!("the last valid spec stays in force: {why}"));
     }
-    if facts.spec.is_none() {
-        let why = match facts.object {
-            Object::Missing => "there is no GpuNode of this node yet: the operator makes it",
+    if input.spec.is_none() {
+        let why = match input.object {
+            Object::Missing => "there is no GpuNode for this node yet; the operator creates it",
             Object::Present(..) => "the operator has not planned this node yet",
             Object::Unknown | Object::Malformed(_) => "the API server has not answered yet",
         };
         return verdict(false, reason::NO_SPEC, why);
     }
-    if !facts.inventoried {
+    if !input.inventoried {
         return verdict(false, reason::STARTING, "NVML has not answered yet");
     }
-    if facts.applied {
+    if input.applied {
         return verdict(true, reason::APPLIED, "");
     }
-    let open: Vec<&StepStatus> = facts.steps.iter().filter(|step| step.result != STEP_DONE).collect();
+    let open: Vec<&StepStatus> = input.steps.iter().filter(|step| step.result != STEP_DONE).collect();
     let refused = open.iter().any(|step| step.result == cleave_api::names::STEP_REFUSED);
-    let mut said: Vec<String> = open.iter().map(|step| format!("{}: {}", step.gpu, step.message)).collect();
-    said.extend(facts.held_error.map(|error| format!("the kubelet does not say which slices are in use: {error}")));
-    if said.is_empty() {
-        said.push("the GPUs are being changed".into());
+    let mut messages: Vec<String> = open.iter().map(|step| format!("{}: {}", step.gpu, step.message)).collect();
+    messages.extend(
+        input.pod_resources_error.map(|error| format!("the kubelet does not report which slices are in use: {error}")),
+    );
+    if messages.is_empty() {
+        messages.push("the GPUs are being changed".into());
     }
-    verdict(false, if refused { reason::REFUSED } else { reason::WAITING }, said.join("; "))
+    verdict(false, if refused { reason::REFUSED } else { reason::WAITING }, messages.join("; "))
 }
 
 fn condition(type_: &str, generation: i64, verdict: Verdict) -> Condition {
@@ -412,7 +414,7 @@ fn condition(type_: &str, generation: i64, verdict: Verdict) -> Condition {
     }
 }
 
-/// Gives conditions their times: that of `before` where the verdict is the same, else `now`.
+/// Sets the times of conditions: the time in `before` if the status is the same, otherwise `now`.
 pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_openapi::jiff::Timestamp) -> GpuNodeStatus {
     for condition in &mut status.conditions {
         let same = before.iter().find(|old| old.type_ == condition.type_ && old.status == condition.status);
@@ -421,9 +423,9 @@ pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_open
     status
 }
 
-/// Whether all that is to be told is that containers have been given more, or run more or fewer
-/// clients: nothing that anybody waits for.
-pub fn only_more_is_given(told: &GpuNodeStatus, wanted: &GpuNodeStatus) -> bool {
+/// Whether the status differs only in new allocations or in the number of clients. Such a change is
+/// not urgent.
+pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
     let bare = |status: &GpuNodeStatus| {
         let mut bare = GpuNodeStatus { summary: None, ..status.clone() };
         for gpu in &mut bare.gpus {
@@ -436,18 +438,18 @@ pub fn only_more_is_given(told: &GpuNodeStatus, wanted: &GpuNodeStatus) -> bool 
         let clients = other.clients;
         *other == AllocationStatus { clients, ..one.clone() }
     };
-    let keeps = |(told, wanted): (&GpuStatus, &GpuStatus)| {
-        told.allocations.iter().all(|row| wanted.allocations.iter().any(|other| same(row, other)))
-            && told.slices.iter().zip(&wanted.slices).all(|(told, wanted)| told.in_use <= wanted.in_use)
+    let keeps = |(reported, new): (&GpuStatus, &GpuStatus)| {
+        reported.allocations.iter().all(|row| new.allocations.iter().any(|other| same(row, other)))
+            && reported.slices.iter().zip(&new.slices).all(|(reported, new)| reported.in_use <= new.in_use)
     };
-    told.gpus.iter().zip(&wanted.gpus).all(keeps) && bare(told) == bare(wanted)
+    reported.gpus.iter().zip(&new.gpus).all(keeps) && bare(reported) == bare(new)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn told(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
+    fn status(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
         let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
         let slices = vec![SliceStatus { total: 10, in_use: count(pods.len()), ..SliceStatus::default() }];
         let mut gpu = GpuStatus { allocations: pods.iter().map(row).collect(), slices, ..GpuStatus::default() };
@@ -457,21 +459,21 @@ mod tests {
     }
 
     #[test]
-    fn only_what_nobody_waits_for_is_gathered() {
-        let before = told(&["a", "b"], |_| {});
-        for (gathered, what, after) in [
-            (true, "one more", told(&["a", "b", "c"], |_| {})),
-            (true, "a client", told(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
-            (false, "one less", told(&["a"], |_| {})),
-            (false, "one less and one more", told(&["a", "c"], |_| {})),
-            (false, "fewer in use", told(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
-            (false, "another device", told(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
-            (false, "a share that is not healthy", told(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
-            (false, "health", told(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
-            (false, "a GPU less", GpuNodeStatus { summary: before.summary.clone(), ..GpuNodeStatus::default() }),
-            (false, "a plan", GpuNodeStatus { plan_id: "p".into(), ..told(&["a", "b", "c"], |_| {}) }),
+    fn only_changes_that_are_not_urgent_are_minor() {
+        let before = status(&["a", "b"], |_| {});
+        for (minor, what, after) in [
+            (true, "one more allocation", status(&["a", "b", "c"], |_| {})),
+            (true, "another number of clients", status(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
+            (false, "one allocation less", status(&["a"], |_| {})),
+            (false, "another allocation", status(&["a", "c"], |_| {})),
+            (false, "fewer slices in use", status(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
+            (false, "another device", status(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
+            (false, "an unhealthy share", status(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
+            (false, "health", status(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
+            (false, "one GPU less", GpuNodeStatus { summary: before.summary.clone(), ..GpuNodeStatus::default() }),
+            (false, "another plan", GpuNodeStatus { plan_id: "p".into(), ..status(&["a", "b", "c"], |_| {}) }),
         ] {
-            assert_eq!(only_more_is_given(&before, &after), gathered, "{what}");
+            assert_eq!(is_minor_change(&before, &after), minor, "{what}");
         }
     }
 }

@@ -1,13 +1,13 @@
-//! Tests of the whole model.
+//! Tests of [`Node`] as a whole.
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
 
 use super::reconcile::LIST_IN_USE;
 use super::*;
 use crate::allocation::table::AllocationTable;
-use crate::allocation::usage::tests::{MPS, allocation, held};
+use crate::allocation::usage::tests::{MPS, allocation, listed};
 use crate::gpu::hardware::tests::Inventory;
 use crate::gpu::layout::tests::{gpu, mps_spec};
-use crate::node::absence::SHORT;
+use crate::node::absence::TOLERATED;
 
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -16,13 +16,13 @@ fn spec(units: u32) -> Object {
     Object::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus })
 }
 
-#[expect(clippy::unnecessary_wraps, reason = "an answer, as NVML gives it")]
+#[expect(clippy::unnecessary_wraps, reason = "the type of an NVML answer")]
 fn inventory() -> Result<Inventory, NvmlError> {
     let gpus = BTreeMap::from([(0, Ok(gpu("GPU-a", 0)))]);
     Ok(Inventory { driver: "580".into(), gpus, processes: BTreeMap::new() })
 }
 
-/// A node that has started long ago, and its table.
+/// A node without hardware, and its table.
 fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, AllocationTable) {
     let (node, allocations) = Node::start("boot".into(), GRACE, checkpoint, last, start);
     (node, AllocationTable { allocations, ..AllocationTable::default() })
@@ -52,7 +52,7 @@ fn reasons(actions: &Actions) -> Vec<&'static str> {
     actions.events.iter().map(|event| event.reason).collect()
 }
 
-/// With ten shares that are served.
+/// A node that serves ten shares.
 fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
     let (mut node, mut table) = node(None, None, start);
     node.inventory(inventory(), start);
@@ -64,48 +64,55 @@ fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
 }
 
 #[test]
-fn a_daemon_that_is_away_for_a_moment_makes_no_share_unhealthy() {
+fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
     let start = Instant::now();
     let nothing = mps::View { alive: true, ..mps::View::default() };
     let desired = serving(start).2;
     let views = [
-        ("it starts", view(DaemonState::Starting, 0, &desired)),
-        ("it is started again", view(DaemonState::Restarting, 0, &desired)),
+        ("the daemon starts", view(DaemonState::Starting, 0, &desired)),
+        ("the daemon restarts", view(DaemonState::Restarting, 0, &desired)),
         ("the host is away", mps::View { alive: false, ..view(DaemonState::Active, 0, &desired) }),
-        ("another host has not started it yet", nothing),
-        ("the host has left nothing", mps::View::default()),
+        ("a new host has not started the daemon yet", nothing),
+        ("the host left no status", mps::View::default()),
     ];
     for (what, away) in views {
         let (mut node, mut table, desired) = serving(start);
-        let told = |actions: &Actions| {
+        let served = |actions: &Actions| {
             let gpu = &actions.status.gpus[0];
-            (healthy(actions), gpu.slices[0].unhealthy, gpu.health.healthy, actions.unready.is_none(), actions.again)
+            (
+                healthy(actions),
+                gpu.slices[0].unhealthy,
+                gpu.health.healthy,
+                actions.not_ready.is_none(),
+                actions.wake_after,
+            )
         };
-        for gone in [start + SHORT, start + 5 * SHORT] {
-            // It serves for some time, and then is away: that counts from when it was seen to be.
+        for gone in [start + TOLERATED, start + 5 * TOLERATED] {
+            // The daemon serves for some time before it is away. Only the time since then counts.
             node.mps(view(DaemonState::Active, 0, &desired));
-            assert_eq!(told(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
-            let gone = gone + SHORT;
+            assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
+            let gone = gone + TOLERATED;
             node.mps(away.clone());
-            assert_eq!(told(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(SHORT)), "{what}");
-            let pools = crate::allocation::allocate::View { resource: MPS, pools: &table.pools[MPS], kept: &[] };
+            assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(TOLERATED)), "{what}");
+            let pools =
+                crate::allocation::allocate::ResourceView { resource: MPS, pools: &table.pools[MPS], reserved: &[] };
             assert!(
                 crate::allocation::allocate::grant(&pools, &["GPU-a::0".to_owned()]).is_ok(),
                 "{what}: Allocate answers"
             );
-            let half = SHORT / 2;
-            assert_eq!(told(&node.reconcile(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
-            for late in [gone + SHORT, gone + 2 * SHORT] {
+            let half = TOLERATED / 2;
+            assert_eq!(served(&node.reconcile(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
+            for late in [gone + TOLERATED, gone + 2 * TOLERATED] {
                 let actions = node.reconcile(&mut table, late);
                 assert_eq!((healthy(&actions), actions.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
-                assert_eq!((actions.again, actions.unready.is_none()), (None, node.view.alive), "{what}");
+                assert_eq!((actions.wake_after, actions.not_ready.is_none()), (None, node.view.alive), "{what}");
             }
         }
     }
 }
 
 #[test]
-fn what_is_no_matter_of_moments_is_told_at_once() {
+fn failures_make_shares_unhealthy_at_once() {
     let start = Instant::now();
     for state in [DaemonState::Fault, DaemonState::BackOff, DaemonState::Stopping] {
         let (mut node, mut table, desired) = serving(start);
@@ -122,7 +129,7 @@ fn what_is_no_matter_of_moments_is_told_at_once() {
             assert_eq!(actions.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
         }
         node.mps(mps::View { alive: false, ..view(state, 0, &desired) });
-        assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last word");
+        assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last status");
     }
     let (mut node, mut table, desired) = serving(start);
     node.mps(view(DaemonState::Restarting, 0, &desired));
@@ -131,7 +138,7 @@ fn what_is_no_matter_of_moments_is_told_at_once() {
     assert_eq!(
         (healthy(&actions), actions.status.gpus[0].health.reason.as_str()),
         (0, "ResetRequired"),
-        "the GPU itself"
+        "the GPU itself failed"
     );
 }
 
@@ -144,19 +151,19 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
         node.object(spec(10));
         let desired = node.reconcile(&mut table, start).desired;
         node.mps(view(state, 0, &desired));
-        assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, and new");
+        assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, not served before");
     }
 
     let (mut first, mut table, desired) = serving(start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     let (mut next, mut table) = node(Some(checkpoint), None, start);
     next.mps(view(DaemonState::Restarting, 0, &desired));
-    assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "an agent that has just started knows no better");
+    assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // Another number of shares has other limits, under a daemon with other defaults or the same.
+    // The new layout has other limits, and the daemon has the same defaults or others.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving(start);
-        node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+        node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
         let Object::Present(generation, mut other) = spec(10) else { panic!() };
         let partition = other.gpus[0].partition.mps.as_mut().unwrap();
         if same_daemon {
@@ -169,7 +176,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
         node.reconcile(&mut table, start);
         let actions = node.reconcile(&mut table, start + WITHDRAW);
         assert_eq!(actions.desired == desired, same_daemon);
-        assert_eq!((healthy(&actions), actions.again), (0, None), "what is served is another");
+        assert_eq!((healthy(&actions), actions.wake_after), (0, None), "the layout changed");
         for state in [DaemonState::Active, DaemonState::Restarting] {
             node.mps(view(state, 0, &desired));
             let shares = healthy(&node.reconcile(&mut table, start));
@@ -181,23 +188,23 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
 }
 
 #[test]
-fn a_new_allocation_does_not_make_shares_unhealthy_until_the_host_has_read_it() {
+fn a_new_allocation_that_the_host_has_not_read_leaves_shares_healthy() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
     let given = Allocation {
         mps: Some(MpsLimits { threads: Some(20), memory_mib: Some(1), max_clients: None }),
         ..allocation(&["GPU-a::0"])
     };
-    table.allocations.give(given, start);
+    table.allocations.insert(given, start);
     let actions = node.reconcile(&mut table, start);
     assert_eq!((healthy(&actions), actions.desired.allocations.len()), (10, 1));
 }
 
 #[test]
-fn a_whole_gpu_waits_for_the_end_of_its_daemon() {
+fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving(start);
-    node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+    node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
     node.object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
     node.reconcile(&mut table, start);
     let actions = node.reconcile(&mut table, start + WITHDRAW);
@@ -210,24 +217,28 @@ fn a_whole_gpu_waits_for_the_end_of_its_daemon() {
 }
 
 #[test]
-fn each_end_of_a_daemon_is_told_once_and_so_is_its_return() {
+fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving(start);
-    let mut told = |view: mps::View| {
+    let mut reported = |view: mps::View| {
         node.mps(view);
         reasons(&node.reconcile(&mut table, start))
     };
-    assert!(told(view(DaemonState::Active, 0, &desired)).is_empty());
-    assert_eq!(told(view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
-    assert!(told(view(DaemonState::BackOff, 0, &desired)).is_empty());
-    assert!(told(view(DaemonState::Starting, 1, &desired)).is_empty());
-    assert_eq!(told(view(DaemonState::Active, 1, &desired)), ["Recovered"]);
-    assert_eq!(told(view(DaemonState::Active, 2, &desired)), ["MpsUnavailable", "Recovered"], "too quick to be seen");
-    assert_eq!(told(mps::View { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
+    assert!(reported(view(DaemonState::Active, 0, &desired)).is_empty());
+    assert_eq!(reported(view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
+    assert!(reported(view(DaemonState::BackOff, 0, &desired)).is_empty());
+    assert!(reported(view(DaemonState::Starting, 1, &desired)).is_empty());
+    assert_eq!(reported(view(DaemonState::Active, 1, &desired)), ["Recovered"]);
+    assert_eq!(
+        reported(view(DaemonState::Active, 2, &desired)),
+        ["MpsUnavailable", "Recovered"],
+        "both between two updates"
+    );
+    assert_eq!(reported(mps::View { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
 }
 
 #[test]
-fn a_start_is_no_event_and_a_start_that_fails_is() {
+fn a_failed_start_is_an_event_and_a_normal_one_is_not() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
     node.inventory(inventory(), start);
@@ -244,10 +255,10 @@ fn a_start_is_no_event_and_a_start_that_fails_is() {
 }
 
 #[test]
-fn an_agent_that_has_just_started_tells_nothing_as_free_that_may_be_in_use() {
+fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
     let start = Instant::now();
     let (mut first, mut table, _) = serving(start);
-    table.allocations.give(allocation(&["GPU-a::1"]), start);
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     for (checkpoint, pending) in [(Some(checkpoint), 1), (None, 10)] {
         let (mut next, mut table) = node(checkpoint, None, start);
@@ -255,150 +266,150 @@ fn an_agent_that_has_just_started_tells_nothing_as_free_that_may_be_in_use() {
         next.object(spec(10));
         let in_use = |actions: Actions| actions.status.gpus[0].slices[0].in_use;
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
-        next.held(Err("it starts".into()), start, &mut table.allocations);
+        next.pod_resources(Err("it starts".into()), start, &mut table.allocations);
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
-        next.held(Ok(vec![held("p", &["GPU-a::1"])]), start, &mut table.allocations);
+        next.pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), start, &mut table.allocations);
         assert_eq!(in_use(next.reconcile(&mut table, start)), 1);
     }
 }
 
 #[test]
-fn what_the_kubelets_checkpoint_has_is_in_use_until_the_kubelet_has_written_another() {
+fn slices_in_the_kubelets_checkpoint_are_in_use() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
     let later = start + 2 * GRACE;
-    table.allocations.give(allocation(&["GPU-a::1"]), start);
-    node.held(Ok(vec![held("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
+    node.pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
     let in_use = |actions: &Actions| actions.status.gpus[0].slices[0].in_use;
     assert_eq!(in_use(&node.reconcile(&mut table, later)), 1);
-    node.on_disk(Some(Arc::new([(MPS.to_owned(), "GPU-a::1".to_owned())].into())));
-    assert_eq!(node.held(Ok(vec![]), later, &mut table.allocations), 0);
+    node.kubelet_checkpoint(Some(Arc::new([(MPS.to_owned(), "GPU-a::1".to_owned())].into())));
+    assert_eq!(node.pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
     let actions = node.reconcile(&mut table, later);
-    assert_eq!((in_use(&actions), actions.renew), (1, BTreeSet::from([MPS.to_owned()])));
-    assert!(node.reconcile(&mut table, later).renew.is_empty(), "once for each list");
-    node.on_disk(Some(Arc::default()));
-    assert_eq!(node.held(Ok(vec![]), later, &mut table.allocations), 1);
+    assert_eq!((in_use(&actions), actions.resend), (1, BTreeSet::from([MPS.to_owned()])));
+    assert!(node.reconcile(&mut table, later).resend.is_empty(), "once for each list");
+    node.kubelet_checkpoint(Some(Arc::default()));
+    assert_eq!(node.pod_resources(Ok(vec![]), later, &mut table.allocations), 1);
     let actions = node.reconcile(&mut table, later);
-    assert_eq!((in_use(&actions), actions.renew), (0, BTreeSet::new()));
+    assert_eq!((in_use(&actions), actions.resend), (0, BTreeSet::new()));
 }
 
 #[test]
-fn a_kubelet_that_has_just_started_is_believed_what_it_has_dropped_from_its_checkpoint() {
+fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
     let later = start + 2 * GRACE;
     for id in ["GPU-a::1", "GPU-a::2"] {
-        table.allocations.give(allocation(&[id]), start);
+        table.allocations.insert(allocation(&[id]), start);
     }
-    let both = [held("p", &["GPU-a::1"]), held("q", &["GPU-a::2"])];
-    node.held(Ok(both.to_vec()), later, &mut table.allocations);
+    let both = [listed("p", &["GPU-a::1"]), listed("q", &["GPU-a::2"])];
+    node.pod_resources(Ok(both.to_vec()), later, &mut table.allocations);
     node.kubelet_started(later);
     let slice = |id: &str| (MPS.to_owned(), id.to_owned());
-    node.on_disk(Some(Arc::new([slice("GPU-a::1"), slice("GPU-a::2")].into())));
-    assert_eq!(node.held(Ok(vec![]), later, &mut table.allocations), 0);
+    node.kubelet_checkpoint(Some(Arc::new([slice("GPU-a::1"), slice("GPU-a::2")].into())));
+    assert_eq!(node.pod_resources(Ok(vec![]), later, &mut table.allocations), 0);
     let actions = node.reconcile(&mut table, later);
-    assert_eq!(actions.status.gpus[0].allocations.len(), 2, "it has not heard of its pods yet");
-    assert_eq!(actions.renew.len(), 1);
-    node.on_disk(Some(Arc::new([slice("GPU-a::2")].into())));
-    assert_eq!(node.held(Ok(vec![both[1].clone()]), later, &mut table.allocations), 1);
+    assert_eq!(actions.status.gpus[0].allocations.len(), 2, "the kubelet does not know its pods yet");
+    assert_eq!(actions.resend.len(), 1);
+    node.kubelet_checkpoint(Some(Arc::new([slice("GPU-a::2")].into())));
+    assert_eq!(node.pod_resources(Ok(vec![both[1].clone()]), later, &mut table.allocations), 1);
     let gpu = &node.reconcile(&mut table, later).status.gpus[0];
     assert_eq!((gpu.slices[0].in_use, gpu.allocations.len()), (1, 1));
 }
 
 #[test]
-fn a_kubelet_that_has_just_started_is_not_believed_that_pods_are_gone() {
+fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
     let later = start + 2 * GRACE;
-    node.held(Ok(vec![held("p", &["GPU-a::1"])]), later, &mut table.allocations);
-    table.allocations.give(allocation(&["GPU-a::1"]), start);
+    node.pod_resources(Ok(vec![listed("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
     node.kubelet_started(later);
-    assert_eq!(node.held(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
+    assert_eq!(node.pod_resources(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
     node.object(spec(5));
     let actions = node.reconcile(&mut table, later + GRACE / 2);
     assert_eq!(actions.lists.values().flatten().count(), 10, "{:?}", actions.status.steps);
-    assert_eq!(actions.list_every, LIST_IN_USE);
-    assert_eq!(node.held(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
+    assert_eq!(actions.list_interval, LIST_IN_USE);
+    assert_eq!(node.pod_resources(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
     node.reconcile(&mut table, later + GRACE);
     assert_eq!(node.reconcile(&mut table, later + GRACE + WITHDRAW).lists.values().flatten().count(), 5);
 }
 
 #[test]
-fn slices_that_go_are_told_as_unhealthy_first_and_what_is_handed_out_meanwhile_keeps_them() {
+fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
-    node.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+    node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
     node.object(spec(5));
-    let told = node.reconcile(&mut table, start);
-    assert_eq!((told.lists.values().flatten().count(), healthy(&told)), (10, 0));
-    assert_eq!(told.again, Some(WITHDRAW));
-    assert!(told.status.plan_id.is_empty());
-    table.allocations.give(allocation(&["GPU-a::1"]), start);
-    let kept = node.reconcile(&mut table, start + WITHDRAW);
-    assert_eq!((kept.lists.values().flatten().count(), healthy(&kept), kept.again), (10, 10, None));
-    assert_eq!(kept.status.steps[0].result, "Waiting");
+    let withdrawn = node.reconcile(&mut table, start);
+    assert_eq!((withdrawn.lists.values().flatten().count(), healthy(&withdrawn)), (10, 0));
+    assert_eq!(withdrawn.wake_after, Some(WITHDRAW));
+    assert!(withdrawn.status.plan_id.is_empty());
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
+    let blocked = node.reconcile(&mut table, start + WITHDRAW);
+    assert_eq!((blocked.lists.values().flatten().count(), healthy(&blocked), blocked.wake_after), (10, 10, None));
+    assert_eq!(blocked.status.steps[0].result, "Waiting");
     table.allocations = Allocations::default();
-    assert_eq!(healthy(&node.reconcile(&mut table, start + 2 * WITHDRAW)), 0, "told again");
+    assert_eq!(healthy(&node.reconcile(&mut table, start + 2 * WITHDRAW)), 0, "listed as unhealthy again");
     node.object(spec(10));
     let back = node.reconcile(&mut table, start + 3 * WITHDRAW);
     assert_eq!((healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
 }
 
 #[test]
-fn an_error_of_the_kubelet_takes_nothing_away() {
+fn an_error_of_the_kubelet_ends_no_allocation() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving(start);
-    table.allocations.give(allocation(&["GPU-a::1"]), start);
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let later = start + 2 * GRACE;
-    assert_eq!(node.held(Err("no".into()), later, &mut table.allocations), 0);
+    assert_eq!(node.pod_resources(Err("no".into()), later, &mut table.allocations), 0);
     node.object(spec(5));
     let actions = node.reconcile(&mut table, later);
     assert_eq!(actions.lists.values().flatten().count(), 10);
     assert!(actions.status.conditions.iter().any(|condition| condition.message.contains("no")));
-    assert!(!actions.sweep);
+    assert!(!actions.sweep_directories);
 }
 
 #[test]
-fn a_checkpoint_serves_before_anything_else_answers() {
+fn the_checkpoint_serves_before_other_inputs_answer() {
     let start = Instant::now();
     let (mut first, mut table, desired) = serving(start);
-    table.allocations.give(allocation(&["GPU-a::1"]), start);
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let left = first.reconcile(&mut table, start).checkpoint;
     let (mut second, mut table) = node(Some(left.clone()), None, start);
     second.mps(view(DaemonState::Active, 0, &desired));
     let actions = second.reconcile(&mut table, start);
     assert_eq!(healthy(&actions), 10);
     assert_eq!(actions.checkpoint, left);
-    assert_eq!(actions.unready.as_deref(), Some("NVML has not answered yet"));
-    assert!(actions.status.plan_id.is_empty(), "not before NVML has said what is there");
+    assert_eq!(actions.not_ready.as_deref(), Some("NVML has not answered yet"));
+    assert!(actions.status.plan_id.is_empty(), "not before NVML has answered");
 }
 
 #[test]
-fn without_a_checkpoint_daemons_and_allocations_of_before_stay_while_pods_hold_them() {
+fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
     let start = Instant::now();
     let (mut first, mut table, _) = serving(start);
     let limits = MpsLimits { threads: Some(20), memory_mib: Some(5), max_clients: None };
-    table.allocations.give(Allocation { mps: Some(limits), ..allocation(&["GPU-a::0", "GPU-a::1"]) }, start);
+    table.allocations.insert(Allocation { mps: Some(limits), ..allocation(&["GPU-a::0", "GPU-a::1"]) }, start);
     let desired = first.reconcile(&mut table, start).desired;
 
     let (mut second, mut table) = node(None, Some(desired.clone()), start);
-    assert_eq!(second.reconcile(&mut table, start).desired, desired, "before anything is known");
+    assert_eq!(second.reconcile(&mut table, start).desired, desired, "before any input");
     second.inventory(inventory(), start);
     second.object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
-    second.held(Ok(vec![held("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
+    second.pod_resources(Ok(vec![listed("p", &["GPU-a::1", "GPU-a::0"])]), start, &mut table.allocations);
     let actions = second.reconcile(&mut table, start);
     assert_eq!(actions.desired, desired, "in use");
     let row = &actions.status.gpus[0].allocations[0];
     assert_eq!((row.sms, row.memory_mib, row.context_mib), (Some(26), Some(5), Some(123)));
     assert_eq!(actions.status.steps[0].message, "in use by ns/p");
-    second.held(Ok(vec![]), start + GRACE, &mut table.allocations);
+    second.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
     let actions = second.reconcile(&mut table, start + GRACE);
     assert!(actions.desired.daemons.is_empty() && actions.desired.allocations.is_empty());
-    assert!(actions.sweep);
+    assert!(actions.sweep_directories);
 }
 
 #[test]
-fn a_spec_that_is_not_planned_yet_is_none_and_a_malformed_one_leaves_the_last() {
+fn an_unplanned_spec_counts_as_none_and_a_malformed_one_leaves_the_last() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
     node.inventory(inventory(), start);

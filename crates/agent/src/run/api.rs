@@ -1,5 +1,5 @@
-//! The API server: the node's own `GpuNode` is read, its status and events are written. Nothing
-//! here holds up what the kubelet is answered.
+//! The API server: reads the node's own `GpuNode`, and writes its status and Events. The kubelet's
+//! requests never wait for it.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,34 +27,34 @@ use super::shutdown;
 use crate::args::AgentArgs;
 use crate::event::{NodeEvent, PodEvent, PodRef};
 use crate::metrics::Metrics;
-use crate::node::status::{only_more_is_given, with_times};
+use crate::node::status::{is_minor_change, with_times};
 use crate::object::Object;
 use crate::termination::shutdown::Periods;
 
-/// Least time between two status writes: a burst of changes is one.
-const BETWEEN: Duration = Duration::from_millis(200);
-/// How long it is waited for more where all the news is that more has been given out: pods come in
-/// bursts to the same node, and the operator keeps what they were promised until it hears of it.
-const GATHER: Duration = Duration::from_millis(500);
-/// First and longest pause after a write that failed.
+/// Least time between two status writes, so that a burst of changes is one write.
+const WRITE_INTERVAL: Duration = Duration::from_millis(200);
+/// How long a status with only minor changes is delayed. Pods often start in bursts, and the
+/// operator keeps their reservations until the status shows their allocations.
+const MINOR_DELAY: Duration = Duration::from_millis(500);
+/// First and longest pause after a failed write.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
-/// Longest event note that the API server takes, with room.
-const NOTE: usize = 1000;
+/// Most characters of an Event's note. The API server's limit is 1024.
+const MAX_NOTE: usize = 1000;
 
-/// What is known of the object on the server.
+/// State of the object on the API server.
 #[derive(Debug, Clone, Default)]
 struct Server {
-    /// It is there.
+    /// The object exists.
     present: bool,
-    /// Its uid, for events.
+    /// Its UID, for Events.
     uid: Option<String>,
-    /// Its status as it was last seen.
+    /// The last status that was read.
     status: Option<GpuNodeStatus>,
     /// Its resource version.
     version: Option<String>,
 }
 
-/// A client, as soon as there is a configuration for one.
+/// Creates a client as soon as the configuration for one exists.
 async fn connect(metrics: &Metrics) -> Client {
     let mut pause = BACK_OFF.0;
     loop {
@@ -62,7 +62,10 @@ async fn connect(metrics: &Metrics) -> Client {
             Ok(client) => return client,
             Err(error) => {
                 metrics.error("api-configuration");
-                tracing::warn!(error = &error as &dyn std::error::Error, "there is no way to the API server yet");
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "failed to configure a client for the API server; retrying"
+                );
             }
         }
         sleep(pause).await;
@@ -70,7 +73,7 @@ async fn connect(metrics: &Metrics) -> Client {
     }
 }
 
-/// Follows the node's object for ever.
+/// Watches the node's object, forever.
 async fn follow(
     client: Client,
     name: String,
@@ -95,12 +98,12 @@ async fn follow(
             Ok(WatchEvent::InitDone) if listed => continue,
             Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
                 server.send_replace(Server::default());
-                tracing::info!(name, "there is no GpuNode yet; the operator makes it");
+                tracing::info!(name, "there is no GpuNode yet; the operator creates it");
                 Object::Missing
             }
             Err(error) => {
                 metrics.error("api-watch");
-                tracing::warn!(error = &error as &dyn std::error::Error, "following the GpuNode failed");
+                tracing::warn!(error = &error as &dyn std::error::Error, "failed to watch the GpuNode");
                 continue;
             }
         };
@@ -118,14 +121,14 @@ fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sen
             Object::Present(generation.unwrap_or_default(), object.spec)
         }
         Err(invalid) => {
-            tracing::warn!(error = invalid.error, "the GpuNode is malformed; the last sound spec stays in force");
+            tracing::warn!(error = invalid.error, "the GpuNode is malformed; the last valid spec stays in force");
             server.send_replace(Server { present: true, uid: invalid.metadata.uid, ..Server::default() });
             Object::Malformed(invalid.error)
         }
     }
 }
 
-/// Writes the status where it differs, for ever.
+/// Writes the status whenever it changes, forever.
 async fn write_status(
     client: Client,
     name: String,
@@ -135,16 +138,16 @@ async fn write_status(
 ) {
     let api: Api<GpuNode> = Api::all(client);
     let mut pause = BACK_OFF.0;
-    // What was written last, and as what version, until the watch says something newer.
+    // The last written status and its version, until the watch reports a newer one.
     let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
-    let mut believed = false;
-    let mut gathering: Option<Instant> = None;
+    let mut trust_written = false;
+    let mut delayed_since: Option<Instant> = None;
     loop {
         let Server { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
         let status = wanted.borrow_and_update().clone();
-        let mut more_until = None;
+        let mut delayed_until = None;
         if let Some(status) = status.filter(|_| present) {
-            let (on_server, version) = match written.as_ref().filter(|_| believed) {
+            let (on_server, version) = match written.as_ref().filter(|_| trust_written) {
                 Some((status, version)) => (Some(status), version.clone()),
                 None => (seen.as_ref(), seen_version),
             };
@@ -152,21 +155,21 @@ async fn write_status(
             let before = before.map(|status| status.conditions.as_slice()).unwrap_or_default();
             let status = with_times(status, before, Timestamp::now());
             if on_server == Some(&status) {
-                gathering = None;
+                delayed_since = None;
             } else {
-                let since = *gathering.get_or_insert_with(Instant::now);
-                more_until = on_server
-                    .filter(|told| only_more_is_given(told, &status))
-                    .map(|_| since + GATHER)
+                let since = *delayed_since.get_or_insert_with(Instant::now);
+                delayed_until = on_server
+                    .filter(|written| is_minor_change(written, &status))
+                    .map(|_| since + MINOR_DELAY)
                     .filter(|until| *until > Instant::now());
-                if more_until.is_none() {
+                if delayed_until.is_none() {
                     let version = match write(&api, &name, version, &status).await {
                         Ok(version) => version,
                         Err(error) => {
                             metrics.error("api-status");
                             tracing::warn!(
                                 error = &error as &dyn std::error::Error,
-                                "writing the GpuNode's status failed"
+                                "failed to write the GpuNode's status"
                             );
                             sleep(pause).await;
                             pause = (pause * 2).min(BACK_OFF.1);
@@ -175,29 +178,29 @@ async fn write_status(
                     };
                     pause = BACK_OFF.0;
                     written = Some((status, version));
-                    (believed, gathering) = (true, None);
-                    sleep(BETWEEN).await;
+                    (trust_written, delayed_since) = (true, None);
+                    sleep(WRITE_INTERVAL).await;
                 }
             }
         } else {
-            (written, gathering) = (None, None);
+            (written, delayed_since) = (None, None);
         }
         tokio::select! {
-            // All are cancel-safe: a change that is not taken is seen by the next call, and a time
-            // comes again.
+            // All are cancel-safe: a missed change is returned by the next call, and the timer is
+            // set again.
             changed = wanted.changed() => if changed.is_err() { return },
             changed = server.changed() => {
-                believed = false;
+                trust_written = false;
                 if changed.is_err() { return }
             }
-            () = async { sleep_until(more_until.unwrap_or_else(Instant::now)).await }, if more_until.is_some() => {}
+            () = async { sleep_until(delayed_until.unwrap_or_else(Instant::now)).await }, if delayed_until.is_some() => {}
         }
     }
 }
 
-/// Writes a status, and says as what version. It takes the place of the version that is known,
-/// which costs the API server a third less than a patch of it does; where none is known, or another
-/// was written since (a spec), it is patched in.
+/// Writes a status and returns the new resource version. Replacing a known version costs the API
+/// server a third less than a patch. Without a known version, or after a conflict with another
+/// writer, the status is patched.
 async fn write(
     api: &Api<GpuNode>,
     name: &str,
@@ -205,7 +208,7 @@ async fn write(
     status: &GpuNodeStatus,
 ) -> kube::Result<Option<String>> {
     if version.is_some() {
-        // What is not status is not looked at: the API server keeps what there is.
+        // The API server ignores everything but the status.
         let mut object = GpuNode::new(name, GpuNodeSpec::default());
         object.metadata.resource_version = version;
         object.status = Some(status.clone());
@@ -219,13 +222,13 @@ async fn write(
     patched.map(|object| object.metadata.resource_version)
 }
 
-/// A merge patch: every list is replaced, and every top-level field is there.
+/// A merge patch: it replaces every list, and contains every top-level field.
 fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
-/// Writes events on the `GpuNode`, on the Node and on the pod that they are about, for ever. They
-/// are a courtesy: one that cannot be written is not tried for ever.
+/// Publishes Events on the `GpuNode`, on the Node and on the pod that they are about, forever. A
+/// failed Event is not retried.
 async fn write_events(
     client: Client,
     name: String,
@@ -237,25 +240,25 @@ async fn write_events(
     while let Some(NodeEvent { warning, reason, note, regarding, related }) = events.recv().await {
         let pod = regarding.map(reference_to_pod);
         let related = pod.clone().or_else(|| related.map(reference_to_pod));
-        // Events of one reason on one object are told as one that was seen again, with the words of
-        // the first: those of two pods are two.
+        // The recorder merges Events of one reason on one object and keeps the first note. The
+        // related pod keeps Events of two pods apart.
         let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
-            note: Some(note.chars().take(NOTE).collect()),
+            note: Some(note.chars().take(MAX_NOTE).collect()),
             action: "Serve".into(),
             secondary: related,
         };
         let uid = server.borrow().uid.clone();
-        // The kubelet's own events name the Node by its name as uid, and `kubectl describe node`
-        // looks for that.
+        // `kubectl describe node` looks for Events whose UID is the name of the Node, as the
+        // kubelet's own Events have it.
         let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));
         for (related, object) in on_pod.chain([(related.clone(), &of_node), (related.clone(), &node)]) {
             if let Err(error) = recorder.publish(&event(related), object).await {
                 metrics.error("api-event");
-                tracing::warn!(error = &error as &dyn std::error::Error, reason, "writing an event failed");
+                tracing::warn!(error = &error as &dyn std::error::Error, reason, "failed to publish an Event");
             }
         }
     }
@@ -276,7 +279,7 @@ fn reference(api_version: String, kind: String, name: &str, uid: Option<String>)
     }
 }
 
-/// Reads and writes at the API server, for ever.
+/// Runs all tasks that use the API server, forever.
 pub(super) async fn run(
     args: Arc<AgentArgs>,
     node_pods: NodePods,
@@ -303,7 +306,7 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Hands objects on to the main loop.
+/// Forwards objects to the main loop.
 pub(super) async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs: mpsc::Sender<Input>) {
     while let Some(object) = objects.recv().await {
         if inputs.send(Input::Object(object)).await.is_err() {
@@ -312,8 +315,7 @@ pub(super) async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs:
     }
 }
 
-/// Writes events on pods, for ever. They are a courtesy: one that cannot be written is not tried
-/// for ever.
+/// Publishes Events on pods, forever. A failed Event is not retried.
 async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiver<PodEvent>, metrics: Metrics) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(node) });
     while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
@@ -325,12 +327,12 @@ async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiv
             uid: Some(uid),
             ..ObjectReference::default()
         };
-        let note = note.chars().take(NOTE).collect();
+        let note = note.chars().take(MAX_NOTE).collect();
         let event =
             Event { type_: EventType::Warning, reason, note: Some(note), action: "Watch".into(), secondary: None };
         if let Err(error) = recorder.publish(&event, &regarding).await {
             metrics.error("api-event");
-            tracing::warn!(error = &error as &dyn std::error::Error, "writing an event of a pod failed");
+            tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish an Event of a pod");
         }
     }
 }
@@ -347,7 +349,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
@@ -356,9 +358,9 @@ mod tests {
         (Client::new(service, "default"), server)
     }
 
-    /// Takes the next request and answers it.
+    /// Receives the next request and answers it.
     async fn answer(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
-        let (request, reply) = timeout(PATIENCE, server.next_request()).await.unwrap().unwrap();
+        let (request, reply) = timeout(TIMEOUT, server.next_request()).await.unwrap().unwrap();
         let asked = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();
         reply.send_response(
@@ -376,7 +378,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_status_is_written_where_it_differs_and_again_after_an_error_and_not_without_an_object() {
+    async fn a_status_is_written_if_it_differs_and_retried_after_an_error() {
         let (client, mut api) = client();
         let (wanted, wants) = watch::channel(Some(status("1")));
         let (server, seen) = watch::channel(super::Server::default());
@@ -396,15 +398,19 @@ mod tests {
         assert_eq!(sent["status"]["driver"], "1");
 
         server.send_replace(present(Some(status("1"))));
-        assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is there");
+        assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is up to date");
         wanted.send_replace(Some(status("2")));
         assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2");
         server.send_replace(present(Some(status("someone's"))));
-        assert_eq!(answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"], "2", "the agent's word");
+        assert_eq!(
+            answer(&mut api, 200, &object(&status("2"))).await.1["status"]["driver"],
+            "2",
+            "the agent overwrites other writers"
+        );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_status_takes_the_place_of_the_version_that_is_known_and_is_patched_in_where_that_is_old() {
+    async fn a_known_version_is_replaced_and_an_outdated_one_is_patched() {
         let (client, mut api) = client();
         let (wanted, wants) = watch::channel(Some(status("1")));
         let known = super::Server { present: true, version: Some("7".into()), ..super::Server::default() };
@@ -424,7 +430,7 @@ mod tests {
             json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "", "reason": "Conflict" });
         let (asked, sent) = answer(&mut api, 409, &conflict).await;
         assert!(asked.starts_with("PUT "), "{asked}");
-        assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version that its own write made");
+        assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version of its own last write");
         let (asked, sent) = answer(&mut api, 200, &with("10", &status("2"))).await;
         assert_eq!((asked.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{asked}");
 
@@ -432,48 +438,48 @@ mod tests {
         assert_eq!(answer(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"], "10");
     }
 
-    fn giving(pods: &[&str]) -> GpuNodeStatus {
+    fn allocated_to(pods: &[&str]) -> GpuNodeStatus {
         let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
         let gpu = GpuStatus { allocations: pods.iter().map(row).collect(), ..GpuStatus::default() };
         GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_given_out_is_gathered_and_what_is_given_back_is_told_at_once() {
+    async fn new_allocations_are_delayed_and_freed_ones_are_reported_at_once() {
         let (client, mut api) = client();
-        let (wanted, wants) = watch::channel(Some(giving(&[])));
-        let present = super::Server { present: true, status: Some(giving(&[])), ..super::Server::default() };
+        let (wanted, wants) = watch::channel(Some(allocated_to(&[])));
+        let present = super::Server { present: true, status: Some(allocated_to(&[])), ..super::Server::default() };
         let (_server, seen) = watch::channel(present);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
 
-        // Each is news, and none of it is told before the time that runs from the first.
+        // Minor changes are delayed, all until the same time after the first.
         let began = Instant::now();
         let mut given: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
             given.push(pod);
-            wanted.send_replace(Some(giving(&given)));
-            assert!(timeout(GATHER / 5, api.next_request()).await.is_err(), "{pod}");
+            wanted.send_replace(Some(allocated_to(&given)));
+            assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
         }
-        let (_, sent) = answer(&mut api, 200, &object(&giving(&given))).await;
-        assert_eq!((pods(&sent), began.elapsed() <= GATHER + Duration::from_millis(2)), (4, true));
+        let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&given))).await;
+        assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
 
-        // One more, and then one less: that another pod may have.
-        tokio::time::sleep(BETWEEN).await;
+        // One allocation more, and then one less, whose slices another pod may use.
+        tokio::time::sleep(WRITE_INTERVAL).await;
         let began = Instant::now();
-        wanted.send_replace(Some(giving(&["a", "b", "c", "d", "e"])));
-        assert!(timeout(GATHER / 5, api.next_request()).await.is_err());
-        wanted.send_replace(Some(giving(&["a", "b", "c", "e"])));
-        assert_eq!(pods(&answer(&mut api, 200, &object(&giving(&["a"]))).await.1), 4);
-        assert!(began.elapsed() < GATHER / 2, "{:?}", began.elapsed());
+        wanted.send_replace(Some(allocated_to(&["a", "b", "c", "d", "e"])));
+        assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err());
+        wanted.send_replace(Some(allocated_to(&["a", "b", "c", "e"])));
+        assert_eq!(pods(&answer(&mut api, 200, &object(&allocated_to(&["a"]))).await.1), 4);
+        assert!(began.elapsed() < MINOR_DELAY / 2, "{:?}", began.elapsed());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_about_a_pod_is_told_on_it_and_on_the_node_for_each_pod_apart() {
+    async fn events_of_a_pod_are_published_on_it_and_on_the_node_separately_for_each_pod() {
         let (client, mut api) = client();
-        let (events, to_tell) = mpsc::channel(4);
+        let (events, to_publish) = mpsc::channel(4);
         let (_server, seen) = watch::channel(super::Server::default());
-        tokio::spawn(write_events(client, "n".into(), to_tell, seen, Metrics::new()));
+        tokio::spawn(write_events(client, "n".into(), to_publish, seen, Metrics::new()));
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("of {name}");
@@ -481,17 +487,17 @@ mod tests {
                 .send(NodeEvent { warning: true, reason: "R", note, regarding: Some(pod), related: None })
                 .await
                 .unwrap();
-            let mut told = Vec::new();
+            let mut published = Vec::new();
             for _ in 0..3 {
                 let (asked, sent) = answer(&mut api, 201, &json!({})).await;
                 assert_eq!((&sent["note"], &sent["type"]), (&json!(format!("of {name}")), &json!("Warning")));
-                told.push((asked, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
-                let related = if told.len() == 1 { Value::Null } else { json!(name) };
+                published.push((asked, sent["regarding"]["kind"].clone(), sent["regarding"]["uid"].clone()));
+                let related = if published.len() == 1 { Value::Null } else { json!(name) };
                 assert_eq!(sent["related"]["name"], related);
             }
             let path = |namespace: &str| format!("POST /apis/events.k8s.io/v1/namespaces/{namespace}/events?");
             assert_eq!(
-                told,
+                published,
                 [
                     (path("ns"), json!("Pod"), json!(format!("uid-{name}"))),
                     (path("default"), json!("GpuNode"), Value::Null),
@@ -499,12 +505,12 @@ mod tests {
                 ]
             );
         }
-        // What is the node's alone, and comes from two pods, is two as well.
+        // Events on the node alone are separate too if they are related to different pods.
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");
-            let told = NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
-            events.send(told).await.unwrap();
+            let event = NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
+            events.send(event).await.unwrap();
             for kind in ["GpuNode", "Node"] {
                 let (asked, sent) = answer(&mut api, 201, &json!({})).await;
                 assert_eq!(asked, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
@@ -514,7 +520,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_malformed_object_is_told_and_the_watch_goes_on() {
+    async fn a_malformed_object_is_reported_and_the_watch_continues() {
         let (client, mut api) = client();
         let (objects, mut read) = mpsc::channel(4);
         let (server, _seen) = watch::channel(super::Server::default());
@@ -523,10 +529,10 @@ mod tests {
         let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });
         let (asked, _) = answer(&mut api, 200, &list).await;
         assert!(asked.contains("fieldSelector=metadata.name%3Dn"), "{asked}");
-        assert!(matches!(timeout(PATIENCE, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
+        assert!(matches!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
         let good = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "resourceVersion": "2", "generation": 2 }, "spec": { "planId": "p" } });
         answer(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;
         let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
-        assert_eq!(timeout(PATIENCE, read.recv()).await.unwrap(), Some(Object::Present(2, spec)));
+        assert_eq!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Present(2, spec)));
     }
 }

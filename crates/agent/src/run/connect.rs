@@ -1,9 +1,9 @@
-//! The way to the API server from inside a pod: a service account's token, and the cluster's CA,
-//! both read again as they are renewed.
+//! A client for the API server from inside a pod. It uses the service account's token and the
+//! cluster's CA, and reads both again when they are renewed.
 //!
-//! `kube::Client::try_default` is the same for a pod, and knows kubeconfig files too: YAML,
-//! `JSONPath`, regular expressions and programs that give tokens, 1.5 MiB of code that would stay
-//! resident on each node.
+//! `kube::Client::try_default` does the same, but also supports kubeconfig files. The code for
+//! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each
+//! node.
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,42 +24,44 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
 use tower::{BoxError, ServiceBuilder};
 
-/// Where Kubernetes puts the token and the CA into each container.
+/// Directory in which Kubernetes mounts the token and the CA.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// How long a token is used that was read: the kubelet renews it when a fifth of its life is left.
-const TOKEN: Duration = Duration::from_secs(60);
-/// As `kube` has them: watches end after 290 s of themselves, so what is silent for longer is dead.
+/// How long a token is used after it was read. The kubelet renews a token when a fifth of its
+/// lifetime is left.
+const TOKEN_AGE: Duration = Duration::from_secs(60);
+/// The same deadlines as in `kube`. Watches end by themselves after 290 s, so a longer silence
+/// means that the connection is dead.
 const CONNECT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(295);
 
-/// Why there is no way to the API server.
+/// Why there is no client for the API server.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum NoWay {
-    #[error("{0} is not set: this is no pod")]
+pub(crate) enum ConnectError {
+    #[error("{0} is not set: the agent does not run in a pod")]
     NoPod(&'static str),
-    #[error("{0:?} is no address of an API server")]
+    #[error("{0:?} is not a valid address of an API server")]
     Address(String, #[source] http::Error),
     #[error("cannot read {path}")]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("TLS cannot be had")]
+    #[error("cannot configure TLS")]
     Tls(#[from] rustls::Error),
 }
 
-/// A client for the API server of the cluster that this pod runs in.
-pub(crate) fn in_cluster() -> Result<Client, NoWay> {
-    let variable = |name| std::env::var(name).map_err(|_| NoWay::NoPod(name));
+/// Creates a client for the API server of the cluster in which this pod runs.
+pub(crate) fn in_cluster() -> Result<Client, ConnectError> {
+    let variable = |name| std::env::var(name).map_err(|_| ConnectError::NoPod(name));
     let (host, port) = (variable("KUBERNETES_SERVICE_HOST")?, variable("KUBERNETES_SERVICE_PORT")?);
     client(&authority(&host, &port), Path::new(SERVICE_ACCOUNT))
 }
 
-/// IPv6 addresses stand in brackets.
+/// Joins host and port. IPv6 addresses need brackets.
 fn authority(host: &str, port: &str) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
-fn client(authority: &str, account: &Path) -> Result<Client, NoWay> {
+fn client(authority: &str, account: &Path) -> Result<Client, ConnectError> {
     let uri = Uri::builder().scheme("https").authority(authority).path_and_query("/").build();
-    let uri = uri.map_err(|error| NoWay::Address(authority.to_owned(), error))?;
+    let uri = uri.map_err(|error| ConnectError::Address(authority.to_owned(), error))?;
     let token = Token::read(account.join("token"))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let ca = CurrentCa { file: account.join("ca.crt"), provider: Arc::clone(&provider) };
@@ -68,7 +70,7 @@ fn client(authority: &str, account: &Path) -> Result<Client, NoWay> {
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(ca))
         .with_no_client_auth();
-    // A session that goes on would go on whatever the CA file says by now.
+    // A resumed session would not be verified against a renewed CA.
     tls.resumption = rustls::client::Resumption::disabled();
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -98,17 +100,17 @@ struct Token {
 }
 
 impl Token {
-    fn read(file: PathBuf) -> Result<Self, NoWay> {
+    fn read(file: PathBuf) -> Result<Self, ConnectError> {
         let text = std::fs::read_to_string(&file);
-        let text = text.map_err(|source| NoWay::Read { path: file.clone(), source })?;
+        let text = text.map_err(|source| ConnectError::Read { path: file.clone(), source })?;
         Ok(Self { file: file.into(), read: Arc::new(Mutex::new((bearer(&text), Instant::now()))) })
     }
 
-    /// The token as the file has it, or had it within the last minute. A file that cannot be read
-    /// leaves the last one in force.
+    /// The token, read again if it is older than a minute. If the file cannot be read, the last
+    /// token stays in use.
     fn now(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        if read.1.elapsed() >= TOKEN {
+        if read.1.elapsed() >= TOKEN_AGE {
             let token = std::fs::read_to_string(&self.file).ok().and_then(|text| bearer(&text));
             *read = (token.or_else(|| read.0.take()), Instant::now());
         }
@@ -122,7 +124,8 @@ fn bearer(token: &str) -> Option<HeaderValue> {
     Some(value)
 }
 
-/// Believes what the CA file says at the time of each handshake: clusters renew their CA.
+/// Verifies servers against the CA file as it is at each handshake, because clusters renew their
+/// CA.
 struct CurrentCa {
     file: PathBuf,
     provider: Arc<CryptoProvider>,
@@ -130,14 +133,14 @@ struct CurrentCa {
 
 impl CurrentCa {
     fn verifier(&self) -> Result<Arc<WebPkiServerVerifier>, rustls::Error> {
-        let wrong = |error: &dyn fmt::Display| rustls::Error::General(format!("{}: {error}", self.file.display()));
+        let invalid = |error: &dyn fmt::Display| rustls::Error::General(format!("{}: {error}", self.file.display()));
         let mut roots = rustls::RootCertStore::empty();
-        for certificate in CertificateDer::pem_file_iter(&self.file).map_err(|error| wrong(&error))? {
-            roots.add(certificate.map_err(|error| wrong(&error))?)?;
+        for certificate in CertificateDer::pem_file_iter(&self.file).map_err(|error| invalid(&error))? {
+            roots.add(certificate.map_err(|error| invalid(&error))?)?;
         }
         WebPkiServerVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&self.provider))
             .build()
-            .map_err(|error| wrong(&error))
+            .map_err(|error| invalid(&error))
     }
 }
 
@@ -194,7 +197,7 @@ mod tests {
 
     use super::*;
 
-    fn authority_of_its_own() -> CertifiedIssuer<'static, KeyPair> {
+    fn new_ca() -> CertifiedIssuer<'static, KeyPair> {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
@@ -212,8 +215,8 @@ mod tests {
         TlsAcceptor::from(Arc::new(config))
     }
 
-    /// Answers one connection's one request, and gives the request's head; an error if TLS did not
-    /// come about.
+    /// Answers one request on one connection and returns the request's head. Fails if the TLS
+    /// handshake fails.
     async fn answer(listener: &TcpListener, acceptor: &TlsAcceptor) -> std::io::Result<String> {
         let (stream, _) = listener.accept().await?;
         let mut stream = acceptor.accept(stream).await?;
@@ -232,9 +235,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_api_server_is_known_by_the_ca_of_now_and_told_the_token() {
+    async fn the_current_ca_verifies_the_api_server_and_the_token_is_sent() {
         let account = tempfile::tempdir().unwrap();
-        let (first, second) = (authority_of_its_own(), authority_of_its_own());
+        let (first, second) = (new_ca(), new_ca());
         let ca = account.path().join("ca.crt");
         std::fs::write(&ca, first.pem()).unwrap();
         std::fs::write(account.path().join("token"), "one\n").unwrap();
@@ -250,7 +253,7 @@ mod tests {
 
         let of_second = acceptor(&second);
         let (version, head) = tokio::join!(client.apiserver_version(), answer(&listener, &of_second));
-        assert!(version.is_err() && head.is_err(), "a server of another CA was believed");
+        assert!(version.is_err() && head.is_err(), "a server of another CA was trusted");
 
         std::fs::write(&ca, format!("{}{}", first.pem(), second.pem())).unwrap();
         let (version, head) = tokio::join!(client.apiserver_version(), answer(&listener, &of_second));
@@ -258,31 +261,31 @@ mod tests {
 
         std::fs::write(&ca, "no certificate").unwrap();
         let (version, _) = tokio::join!(client.apiserver_version(), answer(&listener, &of_second));
-        assert!(version.is_err(), "without a CA nobody is believed");
+        assert!(version.is_err(), "no server is trusted without a CA");
     }
 
     #[test]
-    fn a_token_is_read_again_and_the_last_one_stays_where_that_fails() {
+    fn a_token_is_read_again_and_kept_if_reading_fails() {
         let account = tempfile::tempdir().unwrap();
         let file = account.path().join("token");
-        assert!(matches!(Token::read(file.clone()), Err(NoWay::Read { .. })));
+        assert!(matches!(Token::read(file.clone()), Err(ConnectError::Read { .. })));
         std::fs::write(&file, "one").unwrap();
         let token = Token::read(file.clone()).unwrap();
-        let old = || token.read.lock().unwrap().1 = Instant::now().checked_sub(TOKEN).unwrap();
+        let expire = || token.read.lock().unwrap().1 = Instant::now().checked_sub(TOKEN_AGE).unwrap();
         std::fs::write(&file, "two").unwrap();
-        assert_eq!(token.now().unwrap(), "Bearer one", "it is not a minute old");
-        old();
+        assert_eq!(token.now().unwrap(), "Bearer one", "less than a minute old");
+        expire();
         assert_eq!(token.now().unwrap(), "Bearer two");
         std::fs::remove_file(&file).unwrap();
-        old();
+        expire();
         assert_eq!(token.now().unwrap(), "Bearer two");
         assert!(token.now().unwrap().is_sensitive());
     }
 
     #[test]
-    fn addresses_are_authorities_and_nonsense_is_told() {
+    fn ipv6_addresses_get_brackets_and_invalid_addresses_are_errors() {
         assert_eq!(authority("10.0.0.1", "443"), "10.0.0.1:443");
         assert_eq!(authority("fd00::1", "443"), "[fd00::1]:443");
-        assert!(matches!(client("a b:c", Path::new("/nowhere")), Err(NoWay::Address(..))));
+        assert!(matches!(client("a b:c", Path::new("/nowhere")), Err(ConnectError::Address(..))));
     }
 }

@@ -14,19 +14,20 @@ use crate::metrics::Metrics;
 use crate::mps::link::Link;
 
 /// Pause between attempts to write.
-const WRITE_AGAIN: Duration = Duration::from_secs(1);
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
-/// The contents of the files.
+/// Contents of the files.
 #[derive(Clone, Default)]
 pub(super) struct Written {
     pub(super) desired: Desired,
     pub(super) checkpoint: Vec<u8>,
     pub(super) nodes: BTreeMap<String, Vec<String>>,
-    /// Remove the directories of allocations that are over. False until it is known which are.
+    /// Remove directories of allocations that no longer exist. False until the allocations are
+    /// known.
     pub(super) sweep: bool,
 }
 
-/// Writes files on a thread of its own, since a disk may take its time. Retries what fails.
+/// Writes the files on a separate thread, because a disk may be slow. Retries what fails.
 pub(super) async fn write(
     args: Arc<AgentArgs>,
     store: Store,
@@ -44,8 +45,8 @@ pub(super) async fn write(
             Ok(written) => done = written,
             Err(error) => {
                 metrics.error("files");
-                tracing::error!(%error, "failed to write files; trying again");
-                tokio::time::sleep(WRITE_AGAIN).await;
+                tracing::error!(%error, "failed to write files; retrying");
+                tokio::time::sleep(RETRY_PAUSE).await;
                 continue;
             }
         }
@@ -56,8 +57,8 @@ pub(super) async fn write(
 }
 
 fn write_once(args: &AgentArgs, store: &Store, link: &Link, before: &Written, next: &Written) -> std::io::Result<()> {
-    // Checkpoint first: should this agent be killed in between, the next one must not close a door
-    // for want of it. A full disk keeps no door shut.
+    // Checkpoint first: if this agent is killed in between, the next one would otherwise close the
+    // door of a new allocation. But a full disk must not keep a door closed.
     let saved = if next.checkpoint == before.checkpoint { Ok(()) } else { store.save(&next.checkpoint) };
     if next.desired != before.desired {
         link.write_desired(&next.desired)?;
@@ -80,16 +81,16 @@ mod tests {
     use crate::args::tests::parse;
 
     #[test]
-    fn the_next_agent_knows_of_a_door_before_it_opens_and_a_full_disk_keeps_none_shut() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
+    fn the_checkpoint_is_written_first_and_a_full_disk_keeps_no_door_closed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
         let args = parse(&[]).unwrap();
         let next = Written {
             desired: Desired { version: cleave_gpu::mps::wire::VERSION, ..Desired::default() },
             checkpoint: b"{}".to_vec(),
             ..Written::default()
         };
-        // A file stands where the folder would be.
+        // A file with the name of the directory.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (Store::new(&path(state)), Link::new(Paths::new(path(run))));

@@ -1,14 +1,14 @@
-//! Asks NVML what GPUs there are and how they are.
+//! Polls NVML for the GPUs and their state.
 //!
-//! Each GPU has a worker of its own: its answers are published as they come, and one that hangs
-//! delays no other. The census, which asks no GPU, has a worker too; when it fails, all GPUs are
-//! unreachable. At most one thread is stuck for each GPU and purpose.
+//! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
+//! hangs delays no other. The census, which calls no GPU, has its own worker too. If it fails, all
+//! GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
 //!
 //! ```text
 //!  census ─┐
-//!  GPU 0 ──┼─▶ gather: answers that come close together are one input ─▶ main loop
-//!  GPU 1 ──┘                                                              ▲
-//!  events of each GPU ────────────────────────────────────────────────────┘
+//!  GPU 0 ──┼─▶ gather: answers that arrive close together are one input ─▶ main loop
+//!  GPU 1 ──┘                                                                  ▲
+//!  events of each GPU ────────────────────────────────────────────────────────┘
 //! ```
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -20,34 +20,35 @@ use tokio::task::JoinSet;
 
 use super::input::Input;
 
-/// Between two looks. An event asks for one at once.
-const INVENTORY: Duration = Duration::from_secs(10);
-/// At the least between two looks, however many events ask for one.
-const LEAST: Duration = Duration::from_millis(100);
-/// How long NVML may take for a GPU. It answers within a second, also where it initialises one; a
-/// driver that hangs takes minutes, or for ever.
+/// Interval between polls. An event triggers one at once.
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
+/// Least time between polls, however many events trigger one.
+const MIN_INTERVAL: Duration = Duration::from_millis(100);
+/// Deadline of NVML calls for a GPU. Usually NVML answers within a second, even if it initializes
+/// the GPU. A driver that hangs takes minutes, or never answers.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// How long answers are gathered: a look at eight GPUs is one turn of the main loop, not eight.
-const TOGETHER: Duration = Duration::from_millis(50);
-/// How long the first answers of all GPUs are waited for, so that a node is not seen to have fewer
-/// GPUs than it has. One that hangs delays the others by this once.
-const FIRST: Duration = Duration::from_secs(1);
+/// How long answers are gathered, so that a poll of eight GPUs causes one reconciliation, not
+/// eight.
+const GATHER_TIME: Duration = Duration::from_millis(50);
+/// How long the first answers of all GPUs are awaited, so that a node does not appear to have fewer
+/// GPUs than it has. A GPU that hangs delays the others by this time, once.
+const FIRST_ANSWERS: Duration = Duration::from_secs(1);
 
-/// Watches the driver and its GPUs. Ends when nobody listens any more.
+/// Polls the driver and its GPUs. Returns when the main loop has ended.
 ///
 /// # Errors
-/// When a thread cannot be started.
+/// A thread could not be started.
 pub(crate) async fn watch(
     library: Library,
     inputs: mpsc::Sender<Input>,
-    mut look: watch::Receiver<()>,
+    mut poll: watch::Receiver<()>,
 ) -> anyhow::Result<()> {
     let node = Worker::start(&library, "nvml-node").context("cannot start the NVML thread")?;
-    let (mut events, mut heard) = EventWatch::new(library.clone());
-    let (back, returned) = watch::channel(());
+    let (mut events, mut received_events) = EventWatch::new(library.clone());
+    let (driver_back, driver_returned) = watch::channel(());
     let (answers, gathered) = mpsc::channel(64);
     let forward = async {
-        while let Some(event) = heard.recv().await {
+        while let Some(event) = received_events.recv().await {
             if inputs.send(Input::Event(event)).await.is_err() {
                 break;
             }
@@ -62,40 +63,40 @@ pub(crate) async fn watch(
             let answer = node.call(DEADLINE, |gpus| gpus.census()).await;
             let count = answer.as_ref().map_or(0, |census| census.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
-            // Before what its GPUs say.
+            // The main loop needs the census before the answers of the GPUs that it counts.
             if answers.send(Input::Census(answer, asked)).await.is_err() {
                 return Ok(());
             }
             if answered && !before {
-                back.send_replace(());
+                driver_back.send_replace(());
             }
             events.watch(count).context("cannot start an NVML event thread")?;
             while watched < count {
                 let worker = Worker::start(&library, format!("nvml-gpu-{watched}"));
                 let worker = worker.context("cannot start the NVML thread of a GPU")?;
-                gpus.spawn(watch_gpu(watched, worker, answers.clone(), look.clone(), returned.clone()));
+                gpus.spawn(watch_gpu(watched, worker, answers.clone(), poll.clone(), driver_returned.clone()));
                 watched += 1;
             }
-            tokio::time::sleep(LEAST).await;
+            tokio::time::sleep(MIN_INTERVAL).await;
             tokio::select! {
-                // Cancel-safe: a change that is not taken is seen by the next call.
-                _ = look.changed() => {}
-                () = tokio::time::sleep(INVENTORY) => {}
+                // Cancel-safe: a missed change is returned by the next call.
+                _ = poll.changed() => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
     };
     tokio::try_join!(forward, census, gather(gathered, &inputs)).map(drop)
 }
 
-/// Hands on answers, those that come within [`TOGETHER`] as one input. The first answers of all
-/// GPUs that a census counts are one input with it, if they come within [`FIRST`].
+/// Forwards answers. Those within [`GATHER_TIME`] are one input, and so are a census and the first
+/// answers of its GPUs within [`FIRST_ANSWERS`].
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
     loop {
         let next = match until {
             None => Ok(answers.recv().await),
-            // Cancel-safe: a message that is not taken stays in the channel.
+            // Cancel-safe: an unreceived message stays in the channel.
             Some(until) => tokio::time::timeout_at(until, answers.recv()).await,
         };
         let now = tokio::time::Instant::now();
@@ -105,12 +106,12 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
                     Input::Census(Ok(census), _) if census.count != count => {
                         count = census.count;
                         awaited = (0..count).collect();
-                        until = Some(now + FIRST);
+                        until = Some(now + FIRST_ANSWERS);
                     }
                     Input::Gpu(index, ..) if awaited.remove(index) && awaited.is_empty() => until = Some(now),
                     _ => {}
                 }
-                until.get_or_insert(now + TOGETHER);
+                until.get_or_insert(now + GATHER_TIME);
                 batch.push(answer);
             }
             Err(_) => {
@@ -125,13 +126,13 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
     }
 }
 
-/// Asks one GPU for ever, also while the driver lists none at its index: it may come back.
+/// Polls one GPU forever, even while the driver lists none at its index, because it may come back.
 async fn watch_gpu(
     index: u32,
     worker: Worker,
     answers: mpsc::Sender<Input>,
-    mut look: watch::Receiver<()>,
-    mut returned: watch::Receiver<()>,
+    mut poll: watch::Receiver<()>,
+    mut driver_returned: watch::Receiver<()>,
 ) {
     let mut answered = true;
     loop {
@@ -151,19 +152,19 @@ async fn watch_gpu(
         }
         if let Some(uuid) = uuid {
             let of = uuid.clone();
-            // What a GPU does not say is not told: the next look asks again.
+            // Missing values are not sent: the next poll asks for them again.
             if let Ok(vitals) = worker.call(DEADLINE, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, asked)).await.is_err()
             {
                 return;
             }
         }
-        tokio::time::sleep(LEAST).await;
+        tokio::time::sleep(MIN_INTERVAL).await;
         tokio::select! {
-            // Cancel-safe: a change that is not taken is seen by the next call.
-            _ = look.changed() => {}
-            _ = returned.changed() => {}
-            () = tokio::time::sleep(INVENTORY) => {}
+            // Cancel-safe: a missed change is returned by the next call.
+            _ = poll.changed() => {}
+            _ = driver_returned.changed() => {}
+            () = tokio::time::sleep(POLL_INTERVAL) => {}
         }
     }
 }
@@ -182,7 +183,7 @@ mod tests {
         Input::Gpu(index, Err(NvmlError::NoDriver), Instant::now())
     }
 
-    /// Indices that one input answers for.
+    /// Indices of the GPUs in one input.
     fn answers(input: Option<Input>) -> Vec<u32> {
         let Some(Input::Many(batch)) = input else { return Vec::new() };
         let index = |input: &Input| match input {
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_first_answers_are_one_input_and_one_that_hangs_delays_the_others_once() {
+    async fn the_first_answers_are_one_input_and_a_hanging_gpu_delays_the_others_once() {
         let (send, gathered) = mpsc::channel(64);
         let (inputs, mut received) = mpsc::channel(64);
         tokio::spawn(async move { gather(gathered, &inputs).await });
@@ -201,12 +202,12 @@ mod tests {
         for input in [census(3), gpu(0), gpu(2)] {
             send.send(input).await.unwrap();
         }
-        tokio::time::sleep(FIRST / 2).await;
+        tokio::time::sleep(FIRST_ANSWERS / 2).await;
         send.send(gpu(1)).await.unwrap();
         assert_eq!(answers(received.recv().await), [0, 2, 1]);
-        assert!(begun.elapsed() < FIRST, "nothing is waited for when all have answered");
+        assert!(begun.elapsed() < FIRST_ANSWERS, "no wait once all have answered");
 
-        // A fourth, which hangs.
+        // A fourth GPU appears, and hangs.
         for input in [census(4), gpu(0), gpu(1)] {
             send.send(input).await.unwrap();
         }
@@ -216,7 +217,7 @@ mod tests {
             send.send(input).await.unwrap();
         }
         assert_eq!(answers(received.recv().await), [0, 1]);
-        assert!(begun.elapsed() < FIRST, "it was waited for once");
+        assert!(begun.elapsed() < FIRST_ANSWERS, "the wait for it is over");
         drop(send);
         assert!(received.recv().await.is_none());
     }

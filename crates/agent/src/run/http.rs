@@ -1,4 +1,4 @@
-//! `/metrics`, `/healthz` and `/readyz`.
+//! Serves `/metrics`, `/healthz` and `/readyz`.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,17 +16,17 @@ use tokio::sync::watch;
 
 use crate::metrics::Metrics;
 
-/// How long the main loop may be silent before the agent counts as dead. It reports every few
-/// seconds.
+/// How long the main loop may miss its heartbeat before the agent counts as dead. It reconciles
+/// every few seconds.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// A sign of life of the main loop.
+/// Heartbeat of the main loop.
 #[derive(Debug, Clone)]
 pub(super) struct Heartbeat {
-    /// When it last decided.
-    pub(super) turned: Instant,
-    /// Why the agent is not ready, if so.
-    pub(super) unready: Option<String>,
+    /// When it last reconciled.
+    pub(super) reconciled: Instant,
+    /// Why the agent is not ready, if it is not.
+    pub(super) not_ready: Option<String>,
 }
 
 #[derive(Debug)]
@@ -36,7 +36,7 @@ struct Probes {
     plugins: watch::Receiver<PluginsState>,
 }
 
-/// Serves until that fails.
+/// Serves HTTP requests, forever.
 pub(super) async fn serve(
     addr: SocketAddr,
     metrics: Metrics,
@@ -49,7 +49,7 @@ pub(super) async fn serve(
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(Arc::new(Probes { metrics, heartbeat, plugins }));
-    axum::serve(listener, router).await.context("the metrics server ended")
+    axum::serve(listener, router).await.context("the metrics server has stopped")
 }
 
 async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
@@ -62,24 +62,24 @@ async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
 }
 
 async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str) {
-    if probes.heartbeat.borrow().turned.elapsed() < SILENCE {
+    if probes.heartbeat.borrow().reconciled.elapsed() < SILENCE {
         (StatusCode::OK, "ok\n")
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "the main loop is stuck\n")
+        (StatusCode::SERVICE_UNAVAILABLE, "the main loop is blocked\n")
     }
 }
 
 async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
-    let why = unready(&probes.heartbeat.borrow(), &probes.plugins.borrow());
+    let why = not_ready(&probes.heartbeat.borrow(), &probes.plugins.borrow());
     match why {
         None => (StatusCode::OK, "ok\n".into()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     }
 }
 
-/// Why the agent is not ready, if so: the first thing that it waits for.
-fn unready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
-    if let Some(why) = &heartbeat.unready {
+/// Why the agent is not ready, if it is not: the first thing that it waits for.
+fn not_ready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
+    if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());
     }
     if plugins.is_ready() {
@@ -103,18 +103,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ready_is_when_everything_streams_and_nothing_is_waited_for() {
-        let ready = Heartbeat { turned: Instant::now(), unready: None };
+    fn the_agent_is_ready_once_all_resources_stream() {
+        let ready = Heartbeat { reconciled: Instant::now(), not_ready: None };
         let resource = |phase| {
             let name = ResourceName::parse("nvidia.com/gpu").unwrap();
             BTreeMap::from([(name, ResourceState { phase, error: Some("refused".into()), ..ResourceState::default() })])
         };
         let state = |phase| PluginsState { directory: DirectoryState::Held, resources: resource(phase) };
-        assert_eq!(unready(&ready, &state(Phase::Streaming)), None);
-        assert_eq!(unready(&ready, &state(Phase::Registered)).unwrap(), "nvidia.com/gpu: Registered: refused");
+        assert_eq!(not_ready(&ready, &state(Phase::Streaming)), None);
+        assert_eq!(not_ready(&ready, &state(Phase::Registered)).unwrap(), "nvidia.com/gpu: Registered: refused");
         let held = PluginsState { directory: DirectoryState::HeldByAnother, resources: BTreeMap::new() };
-        assert_eq!(unready(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
-        let waiting = Heartbeat { unready: Some("NVML has not answered yet".into()), ..ready };
-        assert_eq!(unready(&waiting, &state(Phase::Streaming)).unwrap(), "NVML has not answered yet");
+        assert_eq!(not_ready(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
+        let waiting = Heartbeat { not_ready: Some("NVML has not answered yet".into()), ..ready };
+        assert_eq!(not_ready(&waiting, &state(Phase::Streaming)).unwrap(), "NVML has not answered yet");
     }
 }

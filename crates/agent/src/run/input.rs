@@ -1,4 +1,4 @@
-//! What the main loop learns from the other tasks.
+//! Inputs that the other tasks send to the main loop.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -6,26 +6,27 @@ use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::nvml::{Census, GpuEvent, NvmlError, Observation, Vitals};
 use cleave_kubelet::{AllocatedDevices, HeldDevices};
 
-use crate::gpu::mig::Ended;
+use crate::gpu::mig::OrderResult;
 use crate::mps;
 use crate::object::Object;
 
 /// An input of the main loop.
 pub(super) enum Input {
-    /// Several inputs, to be taken in before anything is decided.
+    /// Several inputs that arrived together. One reconciliation follows them.
     Many(Vec<Self>),
-    /// The answer of the driver, and when it was asked.
+    /// The driver's answer, and when it was requested.
     Census(Result<Census, NvmlError>, Instant),
-    /// The answer of the GPU at an index, and when it was asked.
+    /// The answer of the GPU at an index, and when it was requested.
     Gpu(u32, Result<Observation, NvmlError>, Instant),
-    /// Memory errors and needs of a GPU, and when it was asked.
+    /// A GPU's error counters and recovery action, and when they were requested.
     Vitals(String, Vitals, Instant),
-    Ended(Ended),
+    OrderResult(OrderResult),
     Event(GpuEvent),
     Object(Object),
     Mps(mps::View),
-    /// The pods that the kubelet lists, when it was asked, and its checkpoint as it was afterwards.
-    Held(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
+    /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as it
+    /// was afterwards.
+    PodResources(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,
     Findings(Vec<FindingStatus>),
 }

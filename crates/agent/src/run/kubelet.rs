@@ -1,4 +1,4 @@
-//! Asks the kubelet who holds what, and notices that it starts.
+//! Requests the kubelet's PodResources list, and detects restarts of the kubelet.
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,57 +10,57 @@ use tokio_util::sync::CancellationToken;
 
 use super::input::Input;
 use crate::args::AgentArgs;
-use crate::gpu::hardware::chain;
+use crate::gpu::hardware::error_chain;
 use crate::metrics::Metrics;
 
-/// How long the kubelet usually takes to list a pod after an allocation.
-pub(super) const LISTED: Duration = Duration::from_millis(300);
-/// How long the kubelet usually takes to write its checkpoint after a list was sent again. Doubles
-/// until it has.
-const WRITTEN: Duration = Duration::from_millis(20);
-/// Deadline for the kubelet's list.
+/// Usual delay between an allocation and the kubelet listing its pod.
+pub(super) const LIST_DELAY: Duration = Duration::from_millis(300);
+/// Usual delay between a resent device list and the kubelet writing its checkpoint. It doubles with
+/// each attempt.
+const CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
+/// Deadline for the PodResources list.
 const LIST_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Device, inode and time of the socket that the kubelet listens on. Each start of the kubelet
-/// creates another.
+/// Device, inode and time of the kubelet's socket. Each start of the kubelet creates another
+/// socket.
 type SocketId = (u64, u64, i64, i64);
 
-fn bound_at(socket: &Path) -> Option<SocketId> {
+fn socket_id(socket: &Path) -> Option<SocketId> {
     let found = std::fs::symlink_metadata(socket).ok()?;
     Some((found.dev(), found.ino(), found.mtime(), found.mtime_nsec()))
 }
 
-/// Which start of the kubelet answered last.
+/// The start of the kubelet that answered last.
 #[derive(Debug, Default)]
-struct Bound {
+struct SocketTracker {
     seen: Option<SocketId>,
-    /// It was another than before, and that was not reported yet.
-    news: bool,
+    /// The kubelet has restarted, and the main loop does not know yet.
+    unreported: bool,
 }
 
-impl Bound {
-    /// Records the socket as it is now, if there is one. Returns whether a kubelet has started
-    /// since this was last reported. The first one does not count.
-    fn is_another(&mut self, now: Option<SocketId>) -> bool {
+impl SocketTracker {
+    /// Records the current socket, if it exists. Returns whether a restart has not been reported
+    /// yet. The first start does not count.
+    fn has_restarted(&mut self, now: Option<SocketId>) -> bool {
         let Some(now) = now else { return false };
-        self.news |= self.seen.replace(now).is_some_and(|before| before != now);
-        self.news
+        self.unreported |= self.seen.replace(now).is_some_and(|before| before != now);
+        self.unreported
     }
 }
 
-/// When to ask the kubelet which containers hold what.
+/// When to request the PodResources list.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Listing {
-    /// Pause between two requests.
-    pub(super) every: Duration,
-    /// Counts allocations: after each, the kubelet is asked soon.
-    pub(super) given: u64,
-    /// Counts lists that were sent again for its checkpoint: after each, the kubelet is asked at
-    /// once.
-    pub(super) renewed: u64,
+    /// Time between two requests.
+    pub(super) interval: Duration,
+    /// Counts allocations. Each triggers an early request.
+    pub(super) allocated: u64,
+    /// Counts device lists that were resent so that the kubelet writes its checkpoint. Each
+    /// triggers a request at once.
+    pub(super) resent: u64,
 }
 
-/// Asks the kubelet which containers hold what, forever.
+/// Requests the PodResources list, forever.
 pub(super) async fn list(
     args: Arc<AgentArgs>,
     inputs: mpsc::Sender<Input>,
@@ -70,54 +70,54 @@ pub(super) async fn list(
     let socket = args.pod_resources_socket.as_path();
     let pods = PodResources::new(socket, LIST_DEADLINE)?;
     let mut checkpoint = KubeletCheckpoint::of(&args.device_plugin_dir);
-    let mut kubelet = Bound::default();
-    let (mut renewed, mut written) = (0, WRITTEN);
+    let mut kubelet = SocketTracker::default();
+    let (mut resent, mut checkpoint_delay) = (0, CHECKPOINT_DELAY);
     loop {
         let asked = Instant::now();
-        kubelet.is_another(bound_at(socket));
+        kubelet.has_restarted(socket_id(socket));
         let answer = pods.list().await.map_err(|error| {
             metrics.error("pod-resources");
-            chain(&error)
+            error_chain(&error)
         });
-        let on_disk = checkpoint.devices().await.unwrap_or_else(|error| {
+        let kubelet_checkpoint = checkpoint.devices().await.unwrap_or_else(|error| {
             metrics.error("kubelet-checkpoint");
-            tracing::warn!(%error, "failed to read the kubelet's checkpoint; a restarted kubelet may take other slices for allocated");
+            tracing::warn!(%error, "failed to read the kubelet's checkpoint; a restarted kubelet may count other slices as allocated");
             None
         });
-        // A kubelet that has just started lists nothing at first, and registers our plugins only
-        // later. The main loop must know before it believes the list.
-        if kubelet.is_another(bound_at(socket)) {
-            kubelet.news = false;
+        // A restarted kubelet lists no pods at first, and registers our plugins only later. The
+        // main loop must know of the restart before it handles the list.
+        if kubelet.has_restarted(socket_id(socket)) {
+            kubelet.unreported = false;
             if inputs.send(Input::KubeletStarted).await.is_err() {
                 return Ok(());
             }
         }
-        if inputs.send(Input::Held(answer, asked, on_disk)).await.is_err() {
+        if inputs.send(Input::PodResources(answer, asked, kubelet_checkpoint)).await.is_err() {
             return Ok(());
         }
-        let Listing { every, renewed: so_far, .. } = *listing.borrow_and_update();
-        let mut given = false;
-        if so_far == renewed {
+        let Listing { interval, resent: so_far, .. } = *listing.borrow_and_update();
+        let mut allocated = false;
+        if so_far == resent {
             tokio::select! {
-                // Cancel-safe: a change that is not taken is seen by the next call.
-                _ = listing.changed() => given = true,
-                () = tokio::time::sleep(every) => {}
+                // Cancel-safe: a missed change is returned by the next call.
+                _ = listing.changed() => allocated = true,
+                () = tokio::time::sleep(interval) => {}
             }
         }
-        let before = std::mem::replace(&mut renewed, listing.borrow().renewed);
-        if renewed == before {
-            written = WRITTEN;
-            if given {
-                tokio::time::sleep(LISTED).await;
+        let before = std::mem::replace(&mut resent, listing.borrow().resent);
+        if resent == before {
+            checkpoint_delay = CHECKPOINT_DELAY;
+            if allocated {
+                tokio::time::sleep(LIST_DELAY).await;
             }
         } else {
-            tokio::time::sleep(written).await;
-            written = (written * 2).min(every);
+            tokio::time::sleep(checkpoint_delay).await;
+            checkpoint_delay = (checkpoint_delay * 2).min(interval);
         }
     }
 }
 
-/// Notices restarts of the kubelet: it registers plugins again, and does not know its pods yet.
+/// Detects restarts of the kubelet by repeated registrations of plugins.
 pub(super) async fn watch_starts(
     mut states: watch::Receiver<PluginsState>,
     inputs: mpsc::Sender<Input>,
@@ -135,10 +135,10 @@ pub(super) async fn watch_starts(
         }
     }
     if stopping.is_cancelled() {
-        // The main loop has stopped it, and ends the agent by its own end.
+        // The main loop has stopped the plugins, and ends the agent itself.
         std::future::pending::<()>().await;
     }
-    anyhow::bail!("the device plugins' manager has ended")
+    anyhow::bail!("the device plugin manager has stopped")
 }
 
 #[cfg(test)]
@@ -146,22 +146,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kubelet_that_made_its_socket_anew_has_started_and_the_first_has_not() {
+    fn a_kubelet_with_a_new_socket_has_restarted() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("kubelet.sock");
-        let mut kubelet = Bound::default();
-        assert!(!kubelet.is_another(bound_at(&socket)), "there is none");
+        let mut kubelet = SocketTracker::default();
+        assert!(!kubelet.has_restarted(socket_id(&socket)), "there is no socket");
         let bind = || drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
         bind();
-        assert!(!kubelet.is_another(bound_at(&socket)), "the first");
-        assert!(!kubelet.is_another(bound_at(&socket)), "the same");
-        // Kept, so that the next has another inode.
+        assert!(!kubelet.has_restarted(socket_id(&socket)), "the first start");
+        assert!(!kubelet.has_restarted(socket_id(&socket)), "no restart");
+        // Keep the old socket, so that the next one gets another inode.
         std::fs::rename(&socket, folder.path().join("old")).unwrap();
-        assert!(!kubelet.is_another(bound_at(&socket)), "it is away");
+        assert!(!kubelet.has_restarted(socket_id(&socket)), "there is no socket");
         bind();
-        assert!(kubelet.is_another(bound_at(&socket)));
-        assert!(kubelet.is_another(bound_at(&socket)), "until it was told");
-        kubelet.news = false;
-        assert!(!kubelet.is_another(bound_at(&socket)));
+        assert!(kubelet.has_restarted(socket_id(&socket)));
+        assert!(kubelet.has_restarted(socket_id(&socket)), "not reported yet");
+        kubelet.unreported = false;
+        assert!(!kubelet.has_restarted(socket_id(&socket)));
     }
 }

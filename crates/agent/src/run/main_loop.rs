@@ -1,4 +1,4 @@
-//! The main loop: the only task that decides.
+//! The main loop, the only task that decides.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,18 +20,18 @@ use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
 use crate::device_plugin::Served;
 use crate::event::NodeEvent;
-use crate::gpu::mig::{Ended, Order};
+use crate::gpu::mig::{MigOrder, OrderResult};
 use crate::gpu::xid;
 use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// How long files and status may lag behind an allocation.
+/// Longest delay of files and status after an allocation.
 const SOON: Duration = Duration::from_millis(30);
-/// Longest pause between two decisions: time matters without an input, too.
+/// Longest pause between two reconciliations. Decisions depend on time even without inputs.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The state of the main loop.
+/// State of the main loop.
 pub(super) struct Main {
     pub(super) node: Node,
     pub(super) pods: NodePods,
@@ -44,14 +44,14 @@ pub(super) struct Main {
     pub(super) status: watch::Sender<Option<cleave_api::GpuNodeStatus>>,
     pub(super) events: mpsc::Sender<NodeEvent>,
     pub(super) listing: watch::Sender<Listing>,
-    pub(super) look: watch::Sender<()>,
+    pub(super) poll: watch::Sender<()>,
     pub(super) snapshot: watch::Sender<Arc<TenantSnapshot>>,
     pub(super) library: Library,
     pub(super) inputs: mpsc::WeakSender<Input>,
-    /// Steps that were logged.
+    /// Steps that were already logged.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
     pub(super) kubelet_answers: bool,
-    /// Cancelled when the agent has received SIGTERM: tasks that end now end for that.
+    /// Cancelled on SIGTERM, so that other tasks know why their counterparts end.
     pub(super) stopping: CancellationToken,
 }
 
@@ -62,19 +62,19 @@ impl Main {
         loop {
             let pause = self.reconcile().unwrap_or(LONGEST_PAUSE);
             tokio::select! {
-                // Cancel-safe: a message that is not taken stays in the channel.
+                // Cancel-safe: an unreceived message stays in the channel.
                 input = inputs.recv() => match input {
-                    Some(input) => self.take(input),
-                    None => anyhow::bail!("the main loop has no inputs any more"),
+                    Some(input) => self.handle(input),
+                    None => anyhow::bail!("all inputs of the main loop are closed"),
                 },
-                // Cancel-safe: a notification that is not taken stays.
+                // Cancel-safe: an unreceived notification stays pending.
                 () = allocator.allocated.notified() => {
-                    // The kubelet gets its answer first, and a burst is handled at once. A
-                    // container that starts is not kept waiting.
+                    // The kubelet gets its response first, and a burst of allocations is handled at
+                    // once. The start of a container ends the delay.
                     let _ = tokio::time::timeout(SOON, allocator.starting.notified()).await;
-                    self.listing.send_modify(|listing| listing.given += 1);
+                    self.listing.send_modify(|listing| listing.allocated += 1);
                 }
-                // Cancel-safe: a signal that is not taken is seen by the next call.
+                // Cancel-safe: a missed signal is returned by the next call.
                 _ = terminate.recv() => {
                     tracing::info!("received SIGTERM");
                     self.stopping.cancel();
@@ -83,24 +83,24 @@ impl Main {
                 }
                 () = tokio::time::sleep(pause) => {}
             }
-            // What came meanwhile is handled at once.
+            // Handle everything that arrived in the meantime before reconciling.
             while let Ok(input) = inputs.try_recv() {
-                self.take(input);
+                self.handle(input);
             }
         }
     }
 
-    fn take(&mut self, input: Input) {
-        // On each input: the time of day may have been set.
+    fn handle(&mut self, input: Input) {
+        // With every input, because the clock may have been set.
         self.node.set_time(Instant::now(), Timestamp::now());
         match input {
-            Input::Ended(ended) => {
-                let Ended { order, outcome, .. } = &ended;
+            Input::OrderResult(ended) => {
+                let OrderResult { order, outcome, .. } = &ended;
                 tracing::info!(gpu = order.gpu, change = %order.change, ?outcome, "changed a GPU");
                 self.metrics.change(&order.change, outcome);
-                self.node.ended(ended, Instant::now());
+                self.node.order_ended(ended, Instant::now());
             }
-            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.take(input)),
+            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.handle(input)),
             Input::Census(answer, asked) => {
                 if let Err(error) = &answer {
                     self.metrics.error("nvml");
@@ -125,21 +125,20 @@ impl Main {
                     "XID"
                 );
                 self.metrics.xid(&uuid, xid, class);
-                self.look.send_replace(());
+                self.poll.send_replace(());
             }
             Input::Vitals(uuid, vitals, asked) => self.node.vitals(&uuid, vitals, asked),
-            Input::Event(GpuEvent::Look) => self.look.send_replace(()),
+            Input::Event(GpuEvent::Look) => self.poll.send_replace(()),
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
-            Input::Held(answer, asked, on_disk) => {
-                self.node.on_disk(on_disk);
+            Input::PodResources(answer, asked, kubelet_checkpoint) => {
+                self.node.kubelet_checkpoint(kubelet_checkpoint);
                 if answer.is_ok() != std::mem::replace(&mut self.kubelet_answers, answer.is_ok()) {
                     match &answer {
                         Ok(_) => tracing::info!("the kubelet lists pods again"),
-                        Err(error) => tracing::warn!(
-                            error,
-                            "failed to list the kubelet's pods; nothing that is served is withdrawn"
-                        ),
+                        Err(error) => {
+                            tracing::warn!(error, "failed to list the kubelet's pods; no served slice is removed");
+                        }
                     }
                 }
                 if let Ok(rows) = &answer {
@@ -147,12 +146,12 @@ impl Main {
                 }
                 let mut table = self.pods.allocator.table();
                 if let Ok(rows) = &answer {
-                    table.pending.listed(rows, asked);
+                    table.pending.record_listed(rows, asked);
                 }
-                let over = self.node.held(answer, asked, &mut table.allocations);
+                let ended = self.node.pod_resources(answer, asked, &mut table.allocations);
                 drop(table);
-                if over > 0 {
-                    tracing::info!(over, "freed allocations that no pod holds any more");
+                if ended > 0 {
+                    tracing::info!(ended, "freed allocations that no pod uses any more");
                 }
             }
             Input::KubeletStarted => self.node.kubelet_started(Instant::now()),
@@ -160,28 +159,28 @@ impl Main {
         }
     }
 
-    /// Reconciles, and hands on what follows. Returns when to do so again, if soon.
+    /// Reconciles and carries out the actions. Returns when to reconcile again, if soon.
     fn reconcile(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        // Before the lock: this reads and writes files, and the kubelet's calls wait for the table.
+        // Before the lock is taken: this does file I/O, and the kubelet's calls wait for the table.
         let nodes = self.device_nodes();
         let mut table = self.pods.allocator.table();
         let actions = self.node.reconcile(&mut table, now);
         table.nodes.clone_from(&nodes);
-        let news = std::mem::take(&mut table.events);
+        let table_events = std::mem::take(&mut table.events);
         drop(table);
-        let Actions { lists, renew, desired, checkpoint, status, events, faults, .. } = actions;
-        // The kubelet learns of what goes first.
+        let Actions { lists, resend, desired, checkpoint, status, events, faults, .. } = actions;
+        // The kubelet has to learn first which slices are removed.
         self.serve(lists);
-        let renewed = renew.iter().filter_map(|name| self.served.get(name.as_str()));
-        if renewed.map(|served| served.renew()).count() > 0 {
-            self.listing.send_modify(|listing| listing.renewed += 1);
+        let resent = resend.iter().filter_map(|name| self.served.get(name.as_str()));
+        if resent.map(|served| served.resend()).count() > 0 {
+            self.listing.send_modify(|listing| listing.resent += 1);
         }
-        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep });
+        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
             self.metrics.faults(device, *faults);
         }
-        self.report(status, events.into_iter().chain(news));
+        self.report(status, events.into_iter().chain(table_events));
         self.snapshot.send_if_modified(|last| {
             let changed = **last != actions.snapshot;
             if changed {
@@ -189,34 +188,34 @@ impl Main {
             }
             changed
         });
-        let every = actions.list_every;
-        self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.every, every) != every);
+        let interval = actions.list_interval;
+        self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.interval, interval) != interval);
         for order in actions.orders {
             self.start(order);
         }
-        if actions.look {
-            self.look.send_replace(());
+        if actions.poll_nvml {
+            self.poll.send_replace(());
         }
-        self.heartbeat.send_replace(Heartbeat { turned: now, unready: actions.unready });
-        actions.again
+        self.heartbeat.send_replace(Heartbeat { reconciled: now, not_ready: actions.not_ready });
+        actions.wake_after
     }
 
-    /// Paths of the device nodes of each device, where containers are given such. Creates those of
-    /// MIG instances that are missing.
+    /// Paths of the device nodes of each device, if containers get such paths. Creates missing
+    /// nodes of MIG instances.
     fn device_nodes(&self) -> BTreeMap<String, Vec<String>> {
         if self.args.device_list_strategy == DeviceListStrategy::Envvar {
             return BTreeMap::new();
         }
         let gpus = self.node.gpus();
         let gpus: Vec<&Gpu> = gpus.iter().collect();
-        if let Err(error) = cdi::make_capability_nodes(&gpus, &self.args.host_root) {
+        if let Err(error) = cdi::create_capability_nodes(&gpus, &self.args.host_root) {
             self.metrics.error("capability-nodes");
             tracing::warn!(%error, "failed to create the device nodes of MIG instances");
         }
         cdi::device_nodes(&gpus, &self.args.host_root)
     }
 
-    /// Publishes the status and events, and logs what is new in them.
+    /// Publishes the status and events, and logs new steps and events.
     fn report(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
         self.metrics.node(&status);
         for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
@@ -238,20 +237,20 @@ impl Main {
         }
     }
 
-    /// Starts a change of a GPU; its end comes back as an input.
-    fn start(&self, order: Order) {
+    /// Starts a MIG change. Its result arrives as an input.
+    fn start(&self, order: MigOrder) {
         let inputs = self.inputs.clone();
-        let tell = async move |ended| {
+        let send_result = async move |ended| {
             if let Some(inputs) = inputs.upgrade() {
-                // Nobody listens any more when the agent ends.
-                let _ = inputs.send(Input::Ended(ended)).await;
+                // The channel is closed only when the agent ends.
+                let _ = inputs.send(Input::OrderResult(ended)).await;
             }
         };
-        tokio::spawn(mig::carry_out(self.library.clone(), order, tell));
+        tokio::spawn(mig::carry_out(self.library.clone(), order, send_result));
     }
 
-    /// Brings the lists to the open streams; the set of resources changes only where a name comes
-    /// or goes.
+    /// Sends the lists to the open streams. The set of resources changes only if a name is added or
+    /// removed.
     fn serve(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
         let before: Vec<ResourceName> = self.served.keys().cloned().collect();
         self.served.retain(|name, _| lists.contains_key(name));

@@ -1,4 +1,4 @@
-//! The tasks of the agent: everything that waits. [`main_loop`] alone decides.
+//! The tasks of the agent, which do all waiting. Only [`main_loop`] decides.
 mod api;
 mod connect;
 mod files;
@@ -47,37 +47,37 @@ use crate::node::Node;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Pause between checks whether another agent has ended.
+/// Pause between attempts to lock the node's checkpoint.
 const LOCK: Duration = Duration::from_millis(50);
 
 /// Runs the agent until it receives SIGTERM.
 ///
 /// # Errors
-/// A path cannot work, or a task that must not end has ended.
+/// A path is not usable, or a task that should run forever has ended.
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
-    // The caller may have installed another provider; the first one stays.
+    // The caller may have installed a provider. The first one stays.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let args = Arc::new(args);
     let store = Store::new(&args.state_dir);
-    let _only = alone(&store).await;
+    let _only = wait_for_lock(&store).await;
     let now = Instant::now();
     let metrics = Metrics::new();
     let link = Link::new(Paths::new(&args.run_dir));
-    let offline = args.offline.clone().map(offline::Folder::new);
-    let source = offline.map(|folder| (folder.read(1), folder));
+    let offline = args.offline.clone().map(offline::OfflineDirectory::new);
+    let source = offline.map(|directory| (directory.read(1), directory));
     let (node, table) = restore(&args, &store, &link, source.as_ref(), now);
     let settings = ContainerSettings::new(&args);
     let allocator = Arc::new(Allocator::new(table, settings, link.clone(), metrics.clone()));
     let pods = NodePods::new(allocator);
 
     let (inputs, received) = mpsc::channel(64);
-    let (heartbeat, heartbeats) = watch::channel(Heartbeat { turned: now, unready: Some("starting".into()) });
+    let (heartbeat, heartbeats) = watch::channel(Heartbeat { reconciled: now, not_ready: Some("starting".into()) });
     let (written, to_write) = watch::channel(Written::default());
     let (status, statuses) = watch::channel(None);
     let (events, to_publish) = mpsc::channel(64);
     let termination_events = events.clone();
-    let (listing, lists) = watch::channel(Listing { every: kubelet::LISTED, given: 0, renewed: 0 });
-    let (look, looks) = watch::channel(());
+    let (listing, listings) = watch::channel(Listing { interval: kubelet::LIST_DELAY, allocated: 0, resent: 0 });
+    let (poll, polls) = watch::channel(());
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(search(&args));
@@ -93,7 +93,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         status,
         events,
         listing,
-        look,
+        poll,
         snapshot,
         library: library.clone(),
         inputs: inputs.downgrade(),
@@ -104,25 +104,25 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (plugin_states, stopping) = (main.plugins.state(), main.stopping.clone());
 
     let mut tasks = JoinSet::new();
-    // Polled first: it serves what the checkpoint says before anything else is awaited.
+    // First, because it serves the checkpoint's state before other tasks have answers.
     tasks.spawn(main.run(received));
-    tasks.spawn(hardware::watch(library.clone(), inputs.clone(), looks));
+    tasks.spawn(hardware::watch(library.clone(), inputs.clone(), polls));
     let view = watch::Sender::new(link.look());
     let terminating = (pods.terminating.subscribe(), view.subscribe());
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
     tasks.spawn(mps::watch(link.clone(), view, inputs.clone()));
-    let of_tenants = (link.clone(), pods.names.clone(), metrics.clone());
-    tasks.spawn(tenants::watch((library, args.proc.clone()), of_tenants, snapshots, pod_events, inputs.clone()));
-    tasks.spawn(kubelet::list(Arc::clone(&args), inputs.clone(), lists, metrics.clone()));
+    let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
+    tasks.spawn(tenants::watch((library, args.proc.clone()), tenant_handles, snapshots, pod_events, inputs.clone()));
+    tasks.spawn(kubelet::list(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
     tasks.spawn(kubelet::watch_starts(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(files::write(Arc::clone(&args), store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
     let events = (to_publish, pod_events_to_publish);
     match source {
-        Some(source) => tasks.spawn(offline::stay(source, args.node_name.clone(), pods, inputs, statuses, events)),
+        Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
         None => tasks.spawn(api::run(args, pods, inputs, statuses, events, metrics)),
     };
-    // None of them ends: the first that does says why the agent does.
+    // All of them run forever. The first that ends is the reason why the agent ends.
     match tasks.join_next().await {
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(error).context("a task of the agent failed"),
@@ -130,16 +130,16 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Restores the node and the table as the last agent left them, with what is known at once of the
-/// MPS host and, without an API server, of the spec.
+/// Restores the node and the table as the last agent left them, and adds the current state of the
+/// MPS host and, without an API server, the spec.
 fn restore(
     args: &AgentArgs,
     store: &Store,
     link: &Link,
-    source: Option<&(Object, offline::Folder)>,
+    source: Option<&(Object, offline::OfflineDirectory)>,
     now: Instant,
 ) -> (Node, AllocationTable) {
-    let (node, allocations) = remember(args, store, link, now);
+    let (node, allocations) = restore_node(args, store, link, now);
     let mut node = node.keeping_mig_mode(args.mig_mode == MigMode::Never);
     node.mps(link.look());
     node.object(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
@@ -151,30 +151,29 @@ fn restore(
         }
     }
     let pending = match source {
-        Some((_, folder)) if !folder.has_pods() => PendingAllocations::default(),
-        _ => PendingAllocations::watched(),
+        Some((_, directory)) if !directory.has_pods() => PendingAllocations::default(),
+        _ => PendingAllocations::with_watch(),
     };
     (node, AllocationTable { pending, allocations, ..AllocationTable::default() })
 }
 
-/// Waits until this is the only agent of the node. During an upgrade, or by mistake, two may run:
-/// each would write the MPS host's desired file without the allocations of the other, and so close
-/// doors of running pods.
+/// Waits until this is the only agent of the node. During an upgrade, or by mistake, two may run.
+/// Each would write the MPS host's desired file without the allocations of the other, and thereby
+/// close doors of running pods.
 ///
-/// Without a directory that can be locked the agent goes on, as it does without one that can be
-/// written.
-async fn alone(store: &Store) -> Option<Lock> {
-    let mut told = false;
+/// If the directory cannot be locked the agent continues, as it does if it cannot be written.
+async fn wait_for_lock(store: &Store) -> Option<Lock> {
+    let mut logged = false;
     loop {
         match store.try_lock() {
             Ok(Some(lock)) => return Some(lock),
-            Ok(None) if told => {}
+            Ok(None) if logged => {}
             Ok(None) => {
-                told = true;
-                tracing::warn!("waiting for another agent of this node to end");
+                logged = true;
+                tracing::warn!("waiting for another agent of this node to exit");
             }
             Err(error) => {
-                tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent would not be noticed");
+                tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent would not be detected");
                 return None;
             }
         }
@@ -183,13 +182,13 @@ async fn alone(store: &Store) -> Option<Lock> {
 }
 
 /// Restores the node as the last agent left it.
-fn remember(args: &AgentArgs, store: &Store, link: &Link, now: Instant) -> (Node, Allocations) {
+fn restore_node(args: &AgentArgs, store: &Store, link: &Link, now: Instant) -> (Node, Allocations) {
     let boot_id =
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default();
     let checkpoint = store.load().unwrap_or_else(|error| {
         tracing::error!(
             error = &error as &dyn std::error::Error,
-            "failed to read the checkpoint; learning from the kubelet what runs"
+            "failed to read the checkpoint; restoring allocations from the kubelet"
         );
         match store.put_aside() {
             Ok(path) => tracing::info!(path = %path.display(), "kept the unreadable checkpoint"),
@@ -200,7 +199,7 @@ fn remember(args: &AgentArgs, store: &Store, link: &Link, now: Instant) -> (Node
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
     let (mut node, allocations) =
         Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
-    node.quiet_for(Duration::from_secs(args.suspect_quiet));
+    node.set_quiet(Duration::from_secs(args.suspect_quiet));
     node.set_time(now, Timestamp::now());
     (node, allocations)
 }

@@ -1,11 +1,11 @@
-//! Follows the MPS host.
+//! Forwards changes of the MPS host's state to the main loop.
 use tokio::sync::{mpsc, watch};
 
 use super::input::Input;
 use crate::mps::View;
 use crate::mps::link::Link;
 
-/// Follows the MPS host, forever.
+/// Watches the MPS host, forever.
 pub(super) async fn watch(link: Link, sender: watch::Sender<View>, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
     let mut views = sender.subscribe();
     let forward = async {
@@ -17,7 +17,7 @@ pub(super) async fn watch(link: Link, sender: watch::Sender<View>, inputs: mpsc:
         }
     };
     tokio::select! {
-        // Neither ends before the agent does.
+        // Both run until the agent ends.
         () = link.follow(&sender) => {}
         () = forward => {}
     }

@@ -1,4 +1,4 @@
-//! Files that stand in for the API server: for benchmarks, tests, and nodes without a cluster.
+//! Files that replace the API server, for benchmarks, tests, and nodes without a cluster.
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
@@ -18,14 +18,14 @@ use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
 
 /// Pause between reads of the spec and the pods.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL: Duration = Duration::from_millis(100);
 
-/// A folder with a spec, a status and events.
+/// A directory with a spec, a status, pods and events.
 #[derive(Debug, Clone)]
-pub(super) struct Folder(PathBuf);
+pub(super) struct OfflineDirectory(PathBuf);
 
-impl Folder {
-    /// Uses this folder, which must exist.
+impl OfflineDirectory {
+    /// Uses this directory, which must exist.
     pub(super) fn new(path: PathBuf) -> Self {
         Self(path)
     }
@@ -41,7 +41,7 @@ impl Folder {
         }
     }
 
-    /// Whether the folder lists pods. Without, none come.
+    /// Whether the directory lists pods. If it does not at the start, it never will.
     pub(super) fn has_pods(&self) -> bool {
         self.pods().exists()
     }
@@ -50,10 +50,10 @@ impl Folder {
         self.0.join("pods.json")
     }
 
-    /// Follows the pods, forever: a list of objects as the API server has them.
+    /// Reads the list of pod objects whenever it changes, forever.
     pub(super) async fn follow_pods(&self, node: &str, to: &NodePods) {
         let mut last = Vec::new();
-        // Pods do not end one group after the other here.
+        // Without an API server, shutdowns are not followed.
         let mut shutdown = Shutdown::default();
         loop {
             let text = fs::read(self.pods()).unwrap_or_default();
@@ -61,10 +61,10 @@ impl Folder {
                 match serde_json::from_slice::<Vec<PodObject>>(&text) {
                     Ok(pods) => {
                         to.terminating.send_if_modified(|terminating| {
-                            let there = pods.iter().filter_map(PodObject::uid).cloned().collect();
-                            let gone = terminating.only(&there, Instant::now());
+                            let current = pods.iter().filter_map(PodObject::uid).cloned().collect();
+                            let gone = terminating.only(&current, Instant::now());
                             pods.iter().fold(gone, |changed, pod| {
-                                pod.note_departure(node, terminating, &mut shutdown) || changed
+                                pod.note_termination(node, terminating, &mut shutdown) || changed
                             })
                         });
                         let mut names = to.names.lock();
@@ -74,23 +74,23 @@ impl Folder {
                         drop(names);
                         to.allocator.update_pending(|pending| {
                             let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
-                            pending.only(&bound.iter().map(|pod| pod.uid.clone()).collect());
-                            bound.into_iter().for_each(|pod| pending.pod(pod, Instant::now()));
+                            pending.retain_pods(&bound.iter().map(|pod| pod.uid.clone()).collect());
+                            bound.into_iter().for_each(|pod| pending.update_pod(pod, Instant::now()));
                         });
                     }
                     Err(error) => tracing::warn!(%error, "failed to read pods.json"),
                 }
                 last = text;
             }
-            sleep(LOOK).await;
+            sleep(POLL).await;
         }
     }
 
-    /// Follows the spec, forever.
+    /// Reads the spec whenever it changes, forever.
     pub(super) async fn follow(&self, first: Object, objects: mpsc::Sender<Object>) {
         let (mut last, mut generation) = (first, 1);
         loop {
-            sleep(LOOK).await;
+            sleep(POLL).await;
             let next = match (self.read(generation), &last) {
                 (Object::Present(_, spec), Object::Present(_, before)) if spec != *before => {
                     Object::Present(generation + 1, spec)
@@ -109,19 +109,19 @@ impl Folder {
         }
     }
 
-    /// Writes events of pods as they come, forever.
+    /// Appends events of pods, forever.
     pub(super) async fn write_pod_events(&self, mut events: mpsc::Receiver<PodEvent>) {
         while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
             let line =
                 serde_json::json!({ "pod": format!("{namespace}/{pod}"), "uid": uid, "reason": reason, "note": note });
             let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("pod-events.jsonl"));
             if let Err(error) = file.and_then(|mut file| writeln!(file, "{line}")) {
-                tracing::warn!(%error, folder = %self.0.display(), "failed to write to the offline folder");
+                tracing::warn!(%error, directory = %self.0.display(), "failed to write to the offline directory");
             }
         }
     }
 
-    /// Writes the status as it changes and events as they come, forever.
+    /// Writes the status whenever it changes, and appends events, forever.
     pub(super) async fn write(
         &self,
         mut statuses: watch::Receiver<Option<GpuNodeStatus>>,
@@ -129,7 +129,7 @@ impl Folder {
     ) {
         loop {
             let written = tokio::select! {
-                // Cancel-safe: a change that is not taken is seen by the next call.
+                // Cancel-safe: a missed change is returned by the next call.
                 changed = statuses.changed() => {
                     if changed.is_err() {
                         return;
@@ -137,7 +137,7 @@ impl Folder {
                     let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
                     write_atomically(&self.0.join("status.json"), &text)
                 }
-                // Cancel-safe: a message that is not taken stays in the channel.
+                // Cancel-safe: an unreceived message stays in the channel.
                 event = events.recv() => match event {
                     Some(NodeEvent { warning, reason, note, regarding, related: _ }) => {
                         let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));
@@ -149,15 +149,15 @@ impl Folder {
                 },
             };
             if let Err(error) = written {
-                tracing::warn!(%error, folder = %self.0.display(), "failed to write to the offline folder");
+                tracing::warn!(%error, directory = %self.0.display(), "failed to write to the offline directory");
             }
         }
     }
 }
 
-/// Reads and writes files in place of the API server, forever.
-pub(super) async fn stay(
-    (spec, folder): (Object, Folder),
+/// Reads and writes the files, forever.
+pub(super) async fn run(
+    (spec, directory): (Object, OfflineDirectory),
     node: String,
     pods: NodePods,
     inputs: mpsc::Sender<Input>,
@@ -166,10 +166,10 @@ pub(super) async fn stay(
 ) -> anyhow::Result<()> {
     let (objects, read) = mpsc::channel(4);
     tokio::join!(
-        folder.follow(spec, objects),
-        folder.follow_pods(&node, &pods),
-        folder.write(statuses, events),
-        folder.write_pod_events(pod_events),
+        directory.follow(spec, objects),
+        directory.follow_pods(&node, &pods),
+        directory.write(statuses, events),
+        directory.write_pod_events(pod_events),
         forward_objects(read, inputs),
     );
     Ok(())

@@ -1,4 +1,4 @@
-//! Follows the pods of this node at the API server, for everything that needs to know of them.
+//! Watches the pods of this node at the API server, and distributes the changes.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,17 +19,18 @@ use crate::tenants::names::{Directory, Names};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Periods, Shutdown};
 
-/// Pods in one page of a list. All pods of a node are a megabyte, which this process would keep.
+/// Pods in one page of a list. All pods of a node take a megabyte, which this process would keep
+/// allocated.
 const PAGE: u32 = 20;
 
-/// Everything that learns of the pods of this node.
+/// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
 pub(super) struct NodePods {
-    /// Reads which allocations are pending.
+    /// Updates its pending allocations.
     pub(super) allocator: Arc<Allocator>,
-    /// Pods that are being terminated.
+    /// Pods that are terminating.
     pub(super) terminating: watch::Sender<TerminatingPods>,
-    /// Names of all pods, whether they request GPUs or not.
+    /// Names of all pods, also of those that request no GPUs.
     pub(super) names: Directory,
 }
 
@@ -39,7 +40,7 @@ impl NodePods {
     }
 }
 
-/// The UID of a pod, well-formed or not.
+/// The UID of a pod, even if the object is malformed.
 fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String> {
     match object {
         Ok(pod) => pod.uid(),
@@ -47,26 +48,26 @@ fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String
     }
 }
 
-/// Finds out which pods of the node are being terminated.
+/// Detects pods of the node that terminate.
 #[derive(Debug, Default)]
 struct TerminationWatch {
     shutdown: Shutdown,
-    /// UIDs of the list that is being read.
+    /// UIDs in the list that is being read.
     listed: BTreeSet<String>,
-    /// When the next group of pods ends, while the node shuts down.
-    again: Option<Instant>,
+    /// When the kubelet starts to terminate the next group of pods, while the node shuts down.
+    next_group: Option<Instant>,
 }
 
 impl TerminationWatch {
-    /// Handles an event. Returns whether that changes anything.
-    fn take(
+    /// Handles an event. Returns whether it changed anything.
+    fn handle(
         &mut self,
         terminating: &mut TerminatingPods,
         event: &Event<DeserializeGuard<PodObject>>,
         node: &str,
     ) -> bool {
         let Self { shutdown, listed, .. } = self;
-        let news = match event {
+        let changed = match event {
             Event::Init => {
                 listed.clear();
                 false
@@ -84,23 +85,24 @@ impl TerminationWatch {
                 if matches!(event, Event::InitApply(_)) {
                     listed.extend(uid(object).cloned());
                 }
-                object.0.as_ref().is_ok_and(|pod| pod.note_departure(node, terminating, shutdown))
+                object.0.as_ref().is_ok_and(|pod| pod.note_termination(node, terminating, shutdown))
             }
         };
-        let turned = shutdown.is_on() && self.advance(terminating);
-        news || turned
+        let advanced = shutdown.is_on() && self.advance(terminating);
+        changed || advanced
     }
 
-    /// Updates which pods end while the node shuts down. Returns whether that changes anything.
+    /// Updates which pods terminate while the node shuts down. Returns whether that changed
+    /// anything.
     fn advance(&mut self, terminating: &mut TerminatingPods) -> bool {
-        let (news, again) = self.shutdown.update(terminating, Instant::now());
-        self.again = again;
-        news
+        let (changed, next_group) = self.shutdown.update(terminating, Instant::now());
+        self.next_group = next_group;
+        changed
     }
 }
 
 /// Handles an event for the names of pods.
-fn name(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
+fn update_names(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
     match event {
         Event::Init => names.begin(),
         Event::InitDone => names.end(),
@@ -116,8 +118,7 @@ fn name(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
     }
 }
 
-/// Follows the pods that are bound to this node, and since when the kubelet terminates them for a
-/// shutdown. Forever.
+/// Watches the pods that are bound to this node, and follows the node's shutdowns, forever.
 pub(super) async fn follow(
     client: Client,
     node: String,
@@ -129,39 +130,39 @@ pub(super) async fn follow(
     let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
     let mut listed = BTreeSet::new();
-    let mut leave = TerminationWatch { shutdown: Shutdown::new(periods), ..TerminationWatch::default() };
+    let mut watch_state = TerminationWatch { shutdown: Shutdown::new(periods), ..TerminationWatch::default() };
     loop {
-        let again = leave.again.map(tokio::time::Instant::from_std);
-        // All are cancel-safe: what is not taken is seen by the next call.
+        let next_group = watch_state.next_group.map(tokio::time::Instant::from_std);
+        // All are cancel-safe: a missed change is returned by the next call.
         let event = tokio::select! {
             Some(event) = events.next() => event,
             Ok(()) = began.changed() => {
-                leave.shutdown.told(*began.borrow_and_update());
-                pods.terminating.send_if_modified(|terminating| leave.advance(terminating));
+                watch_state.shutdown.told(*began.borrow_and_update());
+                pods.terminating.send_if_modified(|terminating| watch_state.advance(terminating));
                 continue;
             }
             () = async {
-                match again {
+                match next_group {
                     Some(at) => tokio::time::sleep_until(at).await,
                     None => std::future::pending().await,
                 }
             } => {
-                pods.terminating.send_if_modified(|terminating| leave.advance(terminating));
+                pods.terminating.send_if_modified(|terminating| watch_state.advance(terminating));
                 continue;
             }
         };
         match event {
             Ok(event) => {
-                // Termination first: programs may be about to be killed.
-                pods.terminating.send_if_modified(|terminating| leave.take(terminating, &event, &node));
-                name(&mut pods.names.lock(), &event);
+                // Termination first, because programs may be about to be killed.
+                pods.terminating.send_if_modified(|terminating| watch_state.handle(terminating, &event, &node));
+                update_names(&mut pods.names.lock(), &event);
                 pods.allocator.update_pending(|pending| {
-                    pending.answers(true);
-                    take(pending, event, &node, &mut listed);
+                    pending.set_watch_working(true);
+                    update_pending(pending, event, &node, &mut listed);
                 });
             }
             Err(error) => {
-                pods.allocator.update_pending(|pending| pending.answers(false));
+                pods.allocator.update_pending(|pending| pending.set_watch_working(false));
                 metrics.error("api-pods");
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to watch the node's pods");
             }
@@ -169,9 +170,9 @@ pub(super) async fn follow(
     }
 }
 
-/// Handles an event for the pending allocations. `listed` are the pods of the list that is being
+/// Handles an event for the pending allocations. `listed` are the UIDs in the list that is being
 /// read.
-fn take(
+fn update_pending(
     pending: &mut PendingAllocations,
     event: Event<DeserializeGuard<PodObject>>,
     node: &str,
@@ -179,8 +180,8 @@ fn take(
 ) {
     let (DeserializeGuard(object), is_listed) = match event {
         Event::Init => return listed.clear(),
-        Event::InitDone => return pending.only(&std::mem::take(listed)),
-        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| pending.gone(uid)),
+        Event::InitDone => return pending.retain_pods(&std::mem::take(listed)),
+        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| pending.remove_pod(uid)),
         Event::InitApply(object) => (object, true),
         Event::Apply(object) => (object, false),
     };
@@ -190,9 +191,9 @@ fn take(
                 if is_listed {
                     listed.insert(bound.uid.clone());
                 }
-                pending.pod(bound, Instant::now());
+                pending.update_pod(bound, Instant::now());
             }
-            (None, Some(uid)) => pending.gone(uid),
+            (None, Some(uid)) => pending.remove_pod(uid),
             (None, None) => {}
         },
         Err(invalid) => tracing::warn!(error = invalid.error, "ignoring a malformed pod"),
@@ -210,20 +211,20 @@ mod tests {
     use super::*;
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
-    use crate::pods::tests::{container, held, object};
+    use crate::pods::tests::{container, object, placement};
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    /// What is known of a pod's departure, by its UID: none where nothing is, and its end in
-    /// seconds from now.
-    fn leaves(terminating: &TerminatingPods, name: &str) -> Option<u64> {
+    /// Seconds from the start of a pod's termination to its deadline. None if the pod is not known
+    /// to terminate.
+    fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
         let (found, leaving) = terminating.leaving(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));
         Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
     }
 
     #[test]
-    fn what_the_api_server_tells_of_pods_that_leave_is_followed() {
+    fn terminating_pods_are_followed() {
         let spec = json!({"containers": [container("main", &json!({MPS: "1"}))]});
         let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
         let deleted = |name: &str| {
@@ -232,76 +233,76 @@ mod tests {
             object["metadata"]["deletionGracePeriodSeconds"] = json!(30);
             object
         };
-        let (mut terminating, mut leave) = (TerminatingPods::default(), TerminationWatch::default());
-        let mut tell = |terminating: &mut TerminatingPods, event| leave.take(terminating, &event, "n");
-        assert!(!tell(&mut terminating, Event::Init));
+        let (mut terminating, mut watch_state) = (TerminatingPods::default(), TerminationWatch::default());
+        let mut handle = |terminating: &mut TerminatingPods, event| watch_state.handle(terminating, &event, "n");
+        assert!(!handle(&mut terminating, Event::Init));
         for name in ["a", "b", "c", "d"] {
-            assert!(tell(&mut terminating, Event::InitApply(guard(object(name, "", &spec)))));
+            assert!(handle(&mut terminating, Event::InitApply(guard(object(name, "", &spec)))));
         }
-        assert!(!tell(&mut terminating, Event::InitDone) && !terminating.any_leaves());
-        assert!(tell(&mut terminating, Event::Apply(guard(deleted("a")))));
-        assert_eq!(leaves(&terminating, "a"), Some(30));
-        // Deleted by force: there was no word before.
-        assert!(tell(&mut terminating, Event::Delete(guard(object("b", "", &spec)))));
-        assert_eq!(leaves(&terminating, "b"), Some(0));
-        // While the watch was broken one went, one is malformed now, and one has ended.
+        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.any_leaves());
+        assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
+        assert_eq!(seconds_left(&terminating, "a"), Some(30));
+        // A forced deletion is not announced.
+        assert!(handle(&mut terminating, Event::Delete(guard(object("b", "", &spec)))));
+        assert_eq!(seconds_left(&terminating, "b"), Some(0));
+        // While the watch was broken, one pod was deleted, one became malformed, and one completed.
         let mut bad = object("c", "", &json!({"containers": 7}));
         bad["metadata"]["uid"] = json!("uid-c");
-        let mut ended = object("a", "", &spec);
-        ended["status"] = json!({"phase": "Succeeded"});
-        assert!(!tell(&mut terminating, Event::Init));
-        assert!(!tell(&mut terminating, Event::InitApply(guard(bad))));
-        assert!(tell(&mut terminating, Event::InitApply(guard(ended))));
-        assert!(tell(&mut terminating, Event::InitDone));
-        assert_eq!(["a", "c", "d"].map(|name| leaves(&terminating, name)), [None, None, Some(0)]);
-        // The image of a static pod is not the pod.
+        let mut completed = object("a", "", &spec);
+        completed["status"] = json!({"phase": "Succeeded"});
+        assert!(!handle(&mut terminating, Event::Init));
+        assert!(!handle(&mut terminating, Event::InitApply(guard(bad))));
+        assert!(handle(&mut terminating, Event::InitApply(guard(completed))));
+        assert!(handle(&mut terminating, Event::InitDone));
+        assert_eq!(["a", "c", "d"].map(|name| seconds_left(&terminating, name)), [None, None, Some(0)]);
+        // Deleting a mirror pod does not terminate the static pod.
         let mut mirror = deleted("m");
         mirror["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
-        assert!(!tell(&mut terminating, Event::Apply(guard(mirror))));
-        assert_eq!(leaves(&terminating, "m"), None);
+        assert!(!handle(&mut terminating, Event::Apply(guard(mirror))));
+        assert_eq!(seconds_left(&terminating, "m"), None);
     }
 
     #[test]
-    fn while_the_node_shuts_down_pods_leave_as_it_is_their_turn() {
+    fn during_a_shutdown_pods_terminate_in_order_of_priority() {
         let guard = |name: &str, priority: i32, limits: &Value| {
             let mut spec = json!({"containers": [container("main", limits)], "priority": priority});
             spec["terminationGracePeriodSeconds"] = json!(15);
             serde_json::from_value::<DeserializeGuard<PodObject>>(object(name, "", &spec)).unwrap()
         };
         let periods = ["0=20", "100=10"].map(|period| period.parse().unwrap()).to_vec();
-        let mut leave =
+        let mut watch_state =
             TerminationWatch { shutdown: Shutdown::new(Periods::new(periods)), ..TerminationWatch::default() };
         let mut terminating = TerminatingPods::default();
         let shares = json!({MPS: "1"});
-        leave.take(&mut terminating, &Event::Init, "n");
+        watch_state.handle(&mut terminating, &Event::Init, "n");
         for (name, priority, limits) in [("a", 0, &shares), ("b", 100, &shares), ("c", 0, &json!({"cpu": "1"}))] {
-            leave.take(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
+            watch_state.handle(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
         }
-        leave.take(&mut terminating, &Event::InitDone, "n");
-        leave.shutdown.told(Some(Instant::now()));
-        assert!(leave.advance(&mut terminating));
-        assert_eq!(["a", "b"].map(|name| leaves(&terminating, name)), [Some(15), None]);
-        assert!(leave.again.is_some(), "the others' turn comes by time");
-        assert!(leave.take(&mut terminating, &Event::Delete(guard("a", 0, &shares)), "n"));
-        assert_eq!(leaves(&terminating, "b"), None, "one without shares is still there");
-        assert!(leave.take(&mut terminating, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
-        assert_eq!((leaves(&terminating, "b"), leave.again), (Some(10), None));
+        watch_state.handle(&mut terminating, &Event::InitDone, "n");
+        watch_state.shutdown.told(Some(Instant::now()));
+        assert!(watch_state.advance(&mut terminating));
+        assert_eq!(["a", "b"].map(|name| seconds_left(&terminating, name)), [Some(15), None]);
+        assert!(watch_state.next_group.is_some(), "the next group has a start time");
+        assert!(watch_state.handle(&mut terminating, &Event::Delete(guard("a", 0, &shares)), "n"));
+        assert_eq!(seconds_left(&terminating, "b"), None, "a pod without shares has not completed");
+        assert!(watch_state.handle(&mut terminating, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
+        assert_eq!((seconds_left(&terminating, "b"), watch_state.next_group), (Some(10), None));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_nodes_pods_are_followed_and_a_malformed_one_stops_nothing() {
+    async fn the_nodes_pods_are_followed_despite_a_malformed_one() {
         let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         let allocator = Arc::new(allocator(AllocationTable {
-            pending: PendingAllocations::watched(),
+            pending: PendingAllocations::with_watch(),
             ..AllocationTable::default()
         }));
         let (_none, began) = watch::channel(None);
-        let told = (Periods::default(), began);
+        let shutdown = (Periods::default(), began);
         tokio::spawn(follow(
             Client::new(service, "default"),
             "n".into(),
             NodePods::new(Arc::clone(&allocator)),
-            told,
+            shutdown,
             Metrics::new(),
         ));
         let mut answer = async |body: Value| {
@@ -312,7 +313,7 @@ mod tests {
         };
         let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS: shares.to_string()}))]});
         let bad = json!({"metadata": {"name": "bad", "namespace": "ns", "uid": "bad"}, "spec": {"containers": 7}});
-        let items = json!([bad, object("a", &held(&[(MPS, 3, "GPU-a")]), &spec(3))]);
+        let items = json!([bad, object("a", &placement(&[(MPS, 3, "GPU-a")]), &spec(3))]);
         let asked = answer(
             json!({"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}),
         )
@@ -327,18 +328,19 @@ mod tests {
             };
             timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
         };
-        until("the listed pod", &|pending| pending.kept(MPS).iter().any(|kept| kept.device == "GPU-a")).await;
-        let mut ended = object("a", "", &spec(3));
-        ended["status"] = json!({"phase": "Failed"});
+        until("the listed pod", &|pending| pending.reserved(MPS).iter().any(|reserved| reserved.device == "GPU-a"))
+            .await;
+        let mut completed = object("a", "", &spec(3));
+        completed["status"] = json!({"phase": "Failed"});
         let changes = [
-            json!({"type": "ADDED", "object": object("b", &held(&[(MPS, 4, "GPU-b")]), &spec(4))}),
-            json!({"type": "MODIFIED", "object": ended}),
+            json!({"type": "ADDED", "object": object("b", &placement(&[(MPS, 4, "GPU-b")]), &spec(4))}),
+            json!({"type": "MODIFIED", "object": completed}),
         ];
         let text = changes.map(|change| format!("{change}\n")).concat();
         let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
         reply.send_response(http::Response::new(Body::from(text.into_bytes())));
         until("the change", &|pending| {
-            pending.kept(MPS).iter().map(|kept| kept.device).collect::<Vec<_>>() == ["GPU-b"]
+            pending.reserved(MPS).iter().map(|reserved| reserved.device).collect::<Vec<_>>() == ["GPU-b"]
         })
         .await;
     }

@@ -1,4 +1,4 @@
-//! Follows graceful shutdowns of the node, by the file in which the kubelet records them.
+//! Follows graceful shutdowns of the node, in the file where the kubelet records them.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -6,24 +6,24 @@ use k8s_openapi::jiff::Timestamp;
 use tokio::sync::watch;
 
 use crate::args::AgentArgs;
-use crate::files::look_as_it_changes;
+use crate::files::watch_directory;
 use crate::termination::shutdown::{Begun, Periods};
 
-/// The kubelet's record, in its own directory.
-const NOTE: &str = "graceful_node_shutdown_state";
-/// Pause between reads where inotify does not work.
-const LOOK: Duration = Duration::from_secs(1);
+/// Name of the record in the kubelet's directory.
+const RECORD: &str = "graceful_node_shutdown_state";
+/// Pause between reads if inotify does not work.
+const POLL: Duration = Duration::from_secs(1);
 
-/// Follows shutdowns of the node if the settings of the kubelet are known; returns otherwise.
-pub(super) async fn watch(args: &AgentArgs, periods: Periods, note: watch::Sender<Option<Instant>>) {
-    // Without settings nothing follows from a shutdown: the kubelet terminates no pods then.
+/// Follows shutdowns if the kubelet's settings are known. Returns at once otherwise.
+pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sender<Option<Instant>>) {
+    // Without these settings the kubelet terminates no pods at shutdown.
     if !periods.is_empty() {
         let kubelet = args.host_root.join(args.kubelet_dir.strip_prefix("/").unwrap_or(&args.kubelet_dir));
-        follow(kubelet, args.proc.clone(), periods, note).await;
+        follow(kubelet, args.proc.clone(), periods, record).await;
     }
 }
 
-/// For how long the node has been up.
+/// How long the node has been up.
 fn uptime(proc: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(proc.join("uptime")).ok()?;
     Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()
@@ -32,25 +32,25 @@ fn uptime(proc: &Path) -> Option<Duration> {
 /// Follows the kubelet's record, forever.
 async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch::Sender<Option<Instant>>) {
     let mut last: Option<Begun> = None;
-    let look = || {
-        let up = uptime(&proc).unwrap_or_default();
-        let note = std::fs::read(kubelet.join(NOTE)).unwrap_or_default();
-        last = Begun::read(note, last.take(), (Instant::now(), Timestamp::now()), up, &periods);
+    let read = || {
+        let uptime = uptime(&proc).unwrap_or_default();
+        let record = std::fs::read(kubelet.join(RECORD)).unwrap_or_default();
+        last = Begun::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
         let since = last.as_ref().map(|begun| begun.since);
         began.send_if_modified(|began| {
-            // What it was first taken for stays: clocks differ by a little each time.
-            let turned = began.is_some() != since.is_some();
-            if turned {
+            // Keep the first time: a computed time varies a little with each read.
+            let changed = began.is_some() != since.is_some();
+            if changed {
                 tracing::info!(shuts_down = since.is_some(), "the kubelet's record of a shutdown changed");
                 *began = since;
             }
-            turned
+            changed
         });
     };
     let unwatched = |error| {
         tracing::debug!(%error, path = %kubelet.display(), "failed to watch the kubelet's directory; polling it instead");
     };
-    look_as_it_changes(&kubelet, LOOK, look, unwatched).await;
+    watch_directory(&kubelet, POLL, read, unwatched).await;
 }
 
 #[cfg(test)]
@@ -59,18 +59,18 @@ mod tests {
     use crate::termination::shutdown::tests::periods;
 
     #[tokio::test]
-    async fn the_kubelets_note_is_seen_as_it_is_written() {
-        let folder = tempfile::tempdir().unwrap();
-        let (kubelet, proc) = (folder.path().join("kubelet"), folder.path().join("proc"));
+    async fn changes_of_the_kubelets_record_are_detected() {
+        let directory = tempfile::tempdir().unwrap();
+        let (kubelet, proc) = (directory.path().join("kubelet"), directory.path().join("proc"));
         std::fs::create_dir_all(&kubelet).unwrap();
         std::fs::create_dir_all(&proc).unwrap();
         std::fs::write(proc.join("uptime"), "86400.25 100.00\n").unwrap();
         let (sender, mut began) = watch::channel(None);
         tokio::spawn(follow(kubelet.clone(), proc, periods(), sender));
         let write = |end: &str| {
-            let note = format!(r#"{{"startTime":"{}","endTime":"{end}"}}"#, Timestamp::now());
-            std::fs::write(kubelet.join(".tmp"), note).unwrap();
-            std::fs::rename(kubelet.join(".tmp"), kubelet.join(NOTE)).unwrap();
+            let record = format!(r#"{{"startTime":"{}","endTime":"{end}"}}"#, Timestamp::now());
+            std::fs::write(kubelet.join(".tmp"), record).unwrap();
+            std::fs::rename(kubelet.join(".tmp"), kubelet.join(RECORD)).unwrap();
         };
         let deadline = Duration::from_secs(60);
         write("0001-01-01T00:00:00Z");

@@ -1,5 +1,5 @@
-//! Looks at the processes on shared devices, each GPU on a thread of its own: one that hangs is
-//! left out, and delays what is known of the others by [`PATIENCE`] once.
+//! Lists the processes on shared devices, on a separate thread for each GPU. A GPU that hangs is
+//! omitted, and delays the others once, by [`PATIENCE`].
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,78 +12,79 @@ use crate::tenants::judge::{Look, ProcessId, Seen};
 use crate::tenants::process;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// How long NVML may take for a look at a GPU before it counts as silent.
+/// Deadline for NVML's answer about a GPU.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// How long a round waits for the GPUs that it asks. What comes later belongs to the next round.
+/// How long a round waits for the GPUs that it queried. Later answers belong to the next round.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// What a round of looks has seen.
+/// Result of a round.
 #[derive(Debug, Default)]
 pub(crate) struct Round {
-    /// Devices that answered, and who uses them.
+    /// The processes on the devices that answered.
     pub(crate) look: Look,
-    /// Devices of GPUs that are still being asked: what was suspected there stays so.
+    /// Devices of GPUs that have not answered yet. Suspicions there are kept.
     pub(crate) waiting: BTreeSet<String>,
-    /// GPUs that failed to answer.
-    pub(crate) silent: Vec<(String, NvmlError)>,
+    /// GPUs that failed to answer, with the error.
+    pub(crate) unreachable: Vec<(String, NvmlError)>,
 }
 
+/// Result of one query.
 struct Answer {
     gpu: String,
     look: Result<Look, NvmlError>,
 }
 
-/// The threads, by GPU. At most one call for each GPU is under way.
-pub(crate) struct Looks {
+/// The worker threads, by GPU. Each GPU has at most one call in progress.
+pub(crate) struct ProcessObserver {
     library: Library,
     proc: PathBuf,
-    /// Kept also while nobody uses the GPU: a thread that is stuck must not be joined by another.
+    /// Kept even while the GPU is unused: a second thread must not join one that is blocked.
     workers: BTreeMap<String, Worker>,
-    /// Devices that are being asked, by GPU.
-    asked: BTreeMap<String, Vec<String>>,
-    tell: mpsc::UnboundedSender<Answer>,
+    /// Devices that are being queried, by GPU.
+    in_progress: BTreeMap<String, Vec<String>>,
+    sender: mpsc::UnboundedSender<Answer>,
     answers: mpsc::UnboundedReceiver<Answer>,
 }
 
-impl Looks {
+impl ProcessObserver {
     pub(crate) fn new(library: Library, proc: PathBuf) -> Self {
-        // Holds one answer for each GPU at most.
-        let (tell, answers) = mpsc::unbounded_channel();
-        Self { library, proc, workers: BTreeMap::new(), asked: BTreeMap::new(), tell, answers }
+        // Bounded in fact: it holds at most one answer for each GPU.
+        let (sender, answers) = mpsc::unbounded_channel();
+        Self { library, proc, workers: BTreeMap::new(), in_progress: BTreeMap::new(), sender, answers }
     }
 
-    /// Looks at these devices, those left out whose GPU is still being asked, and gives what came
-    /// in time and what came late from rounds before.
+    /// Lists the processes on these devices, except on GPUs that are still being queried. Returns
+    /// the answers that arrived in time, and late answers of earlier rounds.
     ///
     /// # Errors
-    /// When a thread cannot be started.
+    /// A thread could not be started.
     pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
         let end = Instant::now() + PATIENCE;
-        let mut mine = BTreeSet::new();
+        let mut queried = BTreeSet::new();
         for (gpu, devices) in by_gpu(snapshot, devices) {
-            if !self.asked.contains_key(&gpu) {
-                self.ask(gpu.clone(), devices, Arc::clone(snapshot))?;
-                mine.insert(gpu);
+            if !self.in_progress.contains_key(&gpu) {
+                self.query(gpu.clone(), devices, Arc::clone(snapshot))?;
+                queried.insert(gpu);
             }
         }
         let mut round = Round::default();
-        while !mine.is_empty() {
+        while !queried.is_empty() {
             match tokio::time::timeout_at(end.into(), self.answers.recv()).await {
                 Ok(Some(answer)) => {
-                    mine.remove(&answer.gpu);
-                    self.take(answer, &mut round);
+                    queried.remove(&answer.gpu);
+                    self.record(answer, &mut round);
                 }
                 Ok(None) | Err(_) => break,
             }
         }
         while let Ok(answer) = self.answers.try_recv() {
-            self.take(answer, &mut round);
+            self.record(answer, &mut round);
         }
-        round.waiting = self.asked.values().flatten().cloned().collect();
+        round.waiting = self.in_progress.values().flatten().cloned().collect();
         Ok(round)
     }
 
-    fn ask(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
+    fn query(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
         let worker = match self.workers.get(&gpu) {
             Some(worker) => worker.clone(),
             None => {
@@ -92,29 +93,29 @@ impl Looks {
                 worker
             }
         };
-        self.asked.insert(gpu.clone(), devices.clone());
-        let (proc, tell) = (self.proc.clone(), self.tell.clone());
+        self.in_progress.insert(gpu.clone(), devices.clone());
+        let (proc, sender) = (self.proc.clone(), self.sender.clone());
         tokio::spawn(async move {
             let look = worker.call(DEADLINE, move |gpus| look(gpus, &proc, &snapshot, &devices)).await;
-            // Nobody listens any more when the agent ends.
-            let _ = tell.send(Answer { gpu, look });
+            // The channel is closed only when the agent ends.
+            let _ = sender.send(Answer { gpu, look });
         });
         Ok(())
     }
 
-    fn take(&mut self, Answer { gpu, look }: Answer, round: &mut Round) {
-        self.asked.remove(&gpu);
+    fn record(&mut self, Answer { gpu, look }: Answer, round: &mut Round) {
+        self.in_progress.remove(&gpu);
         match look {
             Ok(Look { devices, daemon_pods }) => {
                 round.look.devices.extend(devices);
                 round.look.daemon_pods.extend(daemon_pods);
             }
-            Err(error) => round.silent.push((gpu, error)),
+            Err(error) => round.unreachable.push((gpu, error)),
         }
     }
 }
 
-/// The devices of each GPU.
+/// The devices, by GPU.
 fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec<String>> {
     let mut gpus: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for device in devices {
@@ -124,8 +125,8 @@ fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec
     gpus
 }
 
-/// Looks at devices of one GPU and at the processes on them. A device that does not say its
-/// processes is left out, and an error is one of the whole GPU.
+/// Lists the processes on devices of one GPU. A device that fails is omitted; if all fail, the
+/// error is returned.
 fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[String]) -> Result<Look, NvmlError> {
     let mut look = Look::default();
     let mut refused = None;
@@ -133,7 +134,11 @@ fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[Stri
         let tenants = match gpus.tenants(device) {
             Ok(tenants) => tenants,
             Err(error) => {
-                tracing::debug!(device, error = &error as &dyn std::error::Error, "no processes are told");
+                tracing::debug!(
+                    device,
+                    error = &error as &dyn std::error::Error,
+                    "failed to list the processes on a device"
+                );
                 refused = Some(error);
                 continue;
             }
@@ -148,9 +153,9 @@ fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[Stri
                     parent: of.parent,
                     owner: of.owner,
                 }),
-                // It has ended.
+                // The process has exited.
                 Ok(None) => {}
-                Err(error) => tracing::debug!(pid = process.pid, %error, "nothing is known of a process"),
+                Err(error) => tracing::debug!(pid = process.pid, %error, "failed to read a process"),
             }
         }
         look.devices.insert(device.clone(), seen);
@@ -185,10 +190,10 @@ mod tests {
     use super::*;
     use crate::tenants::snapshot::Shared;
 
-    /// `GPU-b` answers once for each word on the line.
-    struct Board(Mutex<Receiver<()>>);
+    /// NVML with three devices, where `GPU-b` answers once for each message in the channel.
+    struct FakeNvml(Mutex<Receiver<()>>);
 
-    impl Gpus for Board {
+    impl Gpus for FakeNvml {
         fn census(&self) -> Result<Census, NvmlError> {
             Err(NvmlError::NoDriver)
         }
@@ -223,15 +228,15 @@ mod tests {
         }
     }
 
-    fn board(devices: &[(&str, &str)]) -> (Sender<()>, Looks, Arc<TenantSnapshot>, Vec<String>) {
-        let (word, line) = channel();
-        let board: Arc<dyn Gpus> = Arc::new(Board(Mutex::new(line)));
-        let library = Library::new(move || Ok(Arc::clone(&board)));
+    fn fake_nvml(devices: &[(&str, &str)]) -> (Sender<()>, ProcessObserver, Arc<TenantSnapshot>, Vec<String>) {
+        let (trigger, answers) = channel();
+        let nvml: Arc<dyn Gpus> = Arc::new(FakeNvml(Mutex::new(answers)));
+        let library = Library::new(move || Ok(Arc::clone(&nvml)));
         let shared = |gpu: &str| Shared { gpu: gpu.into(), used: true, ..Shared::default() };
         let devices = devices.iter().map(|(device, gpu)| ((*device).to_owned(), shared(gpu)));
         let snapshot = Arc::new(TenantSnapshot { devices: devices.collect(), ..TenantSnapshot::default() });
         let in_use = snapshot.in_use();
-        (word, Looks::new(library, "/proc".into()), snapshot, in_use)
+        (trigger, ProcessObserver::new(library, "/proc".into()), snapshot, in_use)
     }
 
     fn seen(round: &Round) -> Vec<&str> {
@@ -239,42 +244,43 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gpu_that_hangs_is_left_out_delays_others_once_and_is_heard_when_it_is_back() {
-        let (word, mut looks, snapshot, devices) = board(&[("GPU-a", "GPU-a"), ("GPU-b", "GPU-b"), ("GPU-c", "GPU-c")]);
-        let first = looks.round(&snapshot, &devices).await.unwrap();
-        assert_eq!((seen(&first), first.silent.len()), (vec!["GPU-a", "GPU-c"], 0));
+    async fn a_hanging_gpu_is_omitted_delays_others_once_and_returns() {
+        let (trigger, mut observer, snapshot, devices) =
+            fake_nvml(&[("GPU-a", "GPU-a"), ("GPU-b", "GPU-b"), ("GPU-c", "GPU-c")]);
+        let first = observer.round(&snapshot, &devices).await.unwrap();
+        assert_eq!((seen(&first), first.unreachable.len()), (vec!["GPU-a", "GPU-c"], 0));
         assert_eq!(first.waiting, BTreeSet::from(["GPU-b".to_owned()]));
         let begun = Instant::now();
-        let second = looks.round(&snapshot, &devices).await.unwrap();
+        let second = observer.round(&snapshot, &devices).await.unwrap();
         assert_eq!(seen(&second), ["GPU-a", "GPU-c"]);
-        assert!(begun.elapsed() < PATIENCE, "it is not waited for again");
-        // Past the deadline it is known to be silent, and still asked by one thread alone.
-        let silent = loop {
-            let round = looks.round(&snapshot, &devices).await.unwrap();
+        assert!(begun.elapsed() < PATIENCE, "the second round does not wait for it");
+        // After the deadline the call fails. Still only one thread queries the GPU.
+        let unreachable = loop {
+            let round = observer.round(&snapshot, &devices).await.unwrap();
             assert_eq!(seen(&round), ["GPU-a", "GPU-c"]);
-            if !round.silent.is_empty() {
+            if !round.unreachable.is_empty() {
                 break round;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         };
-        assert!(matches!(&silent.silent[..], [(gpu, NvmlError::Hung(_))] if gpu == "GPU-b"));
-        assert_eq!(looks.workers.len(), 3);
+        assert!(matches!(&unreachable.unreachable[..], [(gpu, NvmlError::Hung(_))] if gpu == "GPU-b"));
+        assert_eq!(observer.workers.len(), 3);
         for _ in 0..1000 {
-            word.send(()).unwrap();
+            trigger.send(()).unwrap();
         }
-        while seen(&looks.round(&snapshot, &devices).await.unwrap()) != ["GPU-a", "GPU-b", "GPU-c"] {
+        while seen(&observer.round(&snapshot, &devices).await.unwrap()) != ["GPU-a", "GPU-b", "GPU-c"] {
             tokio::task::yield_now().await;
         }
     }
 
     #[tokio::test]
-    async fn a_device_that_does_not_say_its_processes_hides_no_others_of_its_gpu() {
-        let (_word, mut looks, snapshot, devices) =
-            board(&[("MIG-a", "GPU-m"), ("MIG-lost", "GPU-m"), ("GPU-c", "GPU-c")]);
-        let round = looks.round(&snapshot, &devices).await.unwrap();
-        assert_eq!((seen(&round), round.silent.len()), (vec!["GPU-c", "MIG-a"], 0));
-        let (_word, mut looks, snapshot, devices) = board(&[("MIG-lost", "GPU-m")]);
-        let round = looks.round(&snapshot, &devices).await.unwrap();
-        assert_eq!((seen(&round).len(), round.silent.len()), (0, 1));
+    async fn a_failing_device_does_not_hide_others_of_its_gpu() {
+        let (_trigger, mut observer, snapshot, devices) =
+            fake_nvml(&[("MIG-a", "GPU-m"), ("MIG-lost", "GPU-m"), ("GPU-c", "GPU-c")]);
+        let round = observer.round(&snapshot, &devices).await.unwrap();
+        assert_eq!((seen(&round), round.unreachable.len()), (vec!["GPU-c", "MIG-a"], 0));
+        let (_trigger, mut observer, snapshot, devices) = fake_nvml(&[("MIG-lost", "GPU-m")]);
+        let round = observer.round(&snapshot, &devices).await.unwrap();
+        assert_eq!((seen(&round).len(), round.unreachable.len()), (0, 1));
     }
 }

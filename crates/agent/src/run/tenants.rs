@@ -1,4 +1,4 @@
-//! The task that watches tenants.
+//! Detects tenants that leave their shares.
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 
 use super::input::Input;
-use super::tenant_processes::{Looks, Round};
+use super::tenant_processes::{ProcessObserver, Round};
 use crate::event::PodEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::Link;
@@ -21,42 +21,42 @@ use crate::tenants::judge::{ProcessId, judge};
 use crate::tenants::names::Directory;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Between looks.
-const LOOK: Duration = Duration::from_secs(1);
-/// Between the look that suspects somebody and the one that finds it. Together with [`LOOK`] well
-/// within the two seconds that are promised, and longer than a program takes from its first context
-/// to the driver's word that it is an MPS client.
+/// Time between two rounds.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Time between the round that suspects a process and the round that confirms it. Together with
+/// [`INTERVAL`] it is well below the promised two seconds. It is longer than a program takes from its
+/// first context until the driver reports it as an MPS client.
 const CONFIRM: Duration = Duration::from_millis(400);
-/// How long the MPS host may take to end a client.
-const END: Duration = Duration::from_secs(15);
+/// How long the MPS host may take to terminate a client.
+const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// What the watch is made of.
-struct Parts {
-    /// NVML.
+/// The inputs and outputs of the watch.
+struct WatchParts {
+    /// Access to NVML.
     library: Library,
-    /// Where processes are.
+    /// The proc file system of the host.
     proc: PathBuf,
-    /// The MPS host.
+    /// Connection to the MPS host.
     link: Link,
-    /// What the node knows.
+    /// The node's shared devices and shares.
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,
-    /// The node's pods.
+    /// Names of the node's pods.
     names: Directory,
-    /// Metrics.
+    /// The agent's metrics.
     metrics: Metrics,
-    /// Whom findings are told to.
+    /// Receives all findings whenever they change.
     findings: mpsc::Sender<Vec<FindingStatus>>,
-    /// What pods are told.
-    tell: mpsc::Sender<PodEvent>,
+    /// Receives Events for pods.
+    pod_events: mpsc::Sender<PodEvent>,
 }
 
-/// Watches for ever.
-async fn follow(parts: Parts) -> anyhow::Result<()> {
-    let Parts { library, proc, link, mut snapshot, names, metrics, findings: report, tell } = parts;
-    let mut looks = Looks::new(library, proc);
+/// Runs rounds, forever.
+async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
+    let WatchParts { library, proc, link, mut snapshot, names, metrics, findings: report, pod_events } = parts;
+    let mut observer = ProcessObserver::new(library, proc);
     let mut findings = Findings::default();
-    let mut told = Vec::new();
-    let mut silent = BTreeSet::new();
+    let mut reported = Vec::new();
+    let mut unreachable = BTreeSet::new();
     loop {
         let begun = Instant::now();
         let before = Arc::clone(&snapshot.borrow_and_update());
@@ -68,16 +68,16 @@ async fn follow(parts: Parts) -> anyhow::Result<()> {
             }
             continue;
         }
-        let round = looks.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
-        note_silence(&round, &before, &mut silent, &metrics);
+        let round = observer.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
+        log_unreachable(&round, &before, &mut unreachable, &metrics);
         let Round { look, waiting, .. } = round;
-        // Who is a client may have been told meanwhile.
+        // Processes may have become known as clients during the round.
         let now = Arc::clone(&snapshot.borrow_and_update());
         let news = {
             let names = names.lock();
             let judgement = judge(&now, &look, &names);
             metrics.tenants(&judgement.usage);
-            let said = |device: &str| {
+            let answer_of = |device: &str| {
                 if look.devices.contains_key(device) || !before.devices.contains_key(device) {
                     Word::Said
                 } else if waiting.contains(device) {
@@ -87,7 +87,7 @@ async fn follow(parts: Parts) -> anyhow::Result<()> {
                 }
             };
             let evicts = |device: &str| now.devices.get(device).is_some_and(|shared| shared.evict);
-            findings.take(judgement, said, evicts, &names, (Instant::now(), Timestamp::now()))
+            findings.take(judgement, answer_of, evicts, &names, (Instant::now(), Timestamp::now()))
         };
         for finding in &news.begun {
             let FindingStatus { kind, device, namespace, pod, uid, pid, message, .. } = finding;
@@ -95,68 +95,68 @@ async fn follow(parts: Parts) -> anyhow::Result<()> {
             metrics.finding(kind);
         }
         for finding in news.tell {
-            if tell.try_send(PodEvent::of(finding)).is_err() {
+            if pod_events.try_send(PodEvent::of(finding)).is_err() {
                 metrics.error("event-dropped");
             }
         }
         for (device, process) in news.end {
-            tokio::spawn(end(link.clone(), device, process));
+            tokio::spawn(terminate(link.clone(), device, process));
         }
         let all = findings.all();
-        if all != told {
-            told.clone_from(&all);
+        if all != reported {
+            reported.clone_from(&all);
             if report.send(all).await.is_err() {
                 return Ok(());
             }
         }
-        let pause = if news.pending { CONFIRM } else { LOOK };
+        let pause = if news.pending { CONFIRM } else { INTERVAL };
         tokio::time::sleep(pause.saturating_sub(begun.elapsed())).await;
     }
 }
 
-/// Logs which GPUs say nothing of their tenants, and which say something again, each once.
-fn note_silence(round: &Round, snapshot: &TenantSnapshot, silent: &mut BTreeSet<String>, metrics: &Metrics) {
-    for (gpu, error) in &round.silent {
+/// Logs once when a GPU stops or starts to report its processes.
+fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut BTreeSet<String>, metrics: &Metrics) {
+    for (gpu, error) in &round.unreachable {
         metrics.error("tenants");
-        if silent.insert(gpu.clone()) {
+        if unreachable.insert(gpu.clone()) {
             tracing::warn!(
                 gpu,
                 error = error as &dyn std::error::Error,
-                "NVML does not say what processes there are: nothing is known of tenants"
+                "NVML does not report the GPU's processes; its tenants are not checked"
             );
         }
     }
     for gpu in round.look.devices.keys().filter_map(|device| snapshot.devices.get(device)).map(|shared| &shared.gpu) {
-        if silent.remove(gpu) {
-            tracing::info!(gpu, "the tenant watch sees processes again");
+        if unreachable.remove(gpu) {
+            tracing::info!(gpu, "NVML reports the GPU's processes again");
         }
     }
 }
 
-/// Ends an MPS client's contexts: its memory is free then, and the signal that follows hits no
-/// kernel.
-async fn end(link: Link, device: String, process: ProcessId) {
+/// Terminates an MPS client's contexts. That frees its memory, and the signal that follows
+/// interrupts no kernel.
+async fn terminate(link: Link, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;
-    match link.ask(&request, END).await {
-        Ok(Reply::Done) => tracing::info!(device, pid, "ended a client that left its share"),
-        Ok(Reply::NoContext) => tracing::debug!(device, pid, "a client that left its share has nothing to end"),
-        Ok(Reply::Error { message }) => tracing::warn!(device, pid, message, "a client could not be ended"),
-        Ok(Reply::Status(_)) => tracing::warn!(device, pid, "the MPS host gave another answer than was asked for"),
-        Err(error) => tracing::warn!(device, pid, error, "a client could not be ended"),
+    match link.ask(&request, TERMINATION_TIMEOUT).await {
+        Ok(Reply::Done) => tracing::info!(device, pid, "terminated a client that left its share"),
+        Ok(Reply::NoContext) => tracing::debug!(device, pid, "a client that left its share has no context"),
+        Ok(Reply::Error { message }) => tracing::warn!(device, pid, message, "failed to terminate a client"),
+        Ok(Reply::Status(_)) => tracing::warn!(device, pid, "the MPS host sent an unexpected answer"),
+        Err(error) => tracing::warn!(device, pid, error, "failed to terminate a client"),
     }
 }
 
-/// Watches tenants, for ever.
+/// Watches tenants, forever.
 pub(super) async fn watch(
     (library, proc): (Library, PathBuf),
     (link, names, metrics): (Link, Directory, Metrics),
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,
-    tell: mpsc::Sender<PodEvent>,
+    pod_events: mpsc::Sender<PodEvent>,
     inputs: mpsc::Sender<Input>,
 ) -> anyhow::Result<()> {
     let (findings, mut found) = mpsc::channel(4);
-    let parts = Parts { library, proc, link, snapshot, names, metrics, findings, tell };
+    let parts = WatchParts { library, proc, link, snapshot, names, metrics, findings, pod_events };
     let forward = async {
         while let Some(findings) = found.recv().await {
             if inputs.send(Input::Findings(findings)).await.is_err() {
@@ -165,8 +165,8 @@ pub(super) async fn watch(
         }
     };
     tokio::select! {
-        // Neither ends before the agent does.
-        ended = follow(parts) => ended,
+        // Both run until the agent ends.
+        ended = run_rounds(parts) => ended,
         () = forward => Ok(()),
     }
 }

@@ -1,5 +1,5 @@
-//! Terminates MPS clients of pods that end. Woken by what is known of pods and of the MPS host,
-//! never by polling.
+//! Terminates MPS clients of terminating pods. Changes of pods and of the MPS host wake it; it
+//! never polls.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,11 @@ use crate::termination::pods::TerminatingPods;
 use crate::termination::process::{self, Process};
 use crate::termination::{Client, Key, Outcome, Terminations};
 
-/// The MPS host answers within 8 s: it waits up to 4 s until its daemon is free.
+/// Deadline for the MPS host, which answers within 8 s: it waits up to 4 s until its daemon is
+/// free.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// Terminates clients of pods that end, forever.
+/// Terminates clients of terminating pods, forever.
 pub(super) async fn run(
     link: mps::link::Link,
     (mut pods, mut views): (watch::Receiver<TerminatingPods>, watch::Receiver<mps::View>),
@@ -38,9 +39,9 @@ pub(super) async fn run(
         }
         let again = decision.again.map(tokio::time::Instant::from_std);
         tokio::select! {
-            // All are cancel-safe: what is not taken is seen by the next call.
-            changed = pods.changed() => changed.context("the watch of pods has ended")?,
-            changed = views.changed() => changed.context("the watch of the MPS host has ended")?,
+            // All are cancel-safe: a missed change is returned by the next call.
+            changed = pods.changed() => changed.context("the watch of pods has stopped")?,
+            changed = views.changed() => changed.context("the watch of the MPS host has stopped")?,
             Some(answer) = asked.join_next() => {
                 let (client, outcome, began) = answer.context("the task that terminates a client failed")?;
                 log_outcome(&client, &outcome, began, &metrics);
@@ -56,8 +57,8 @@ pub(super) async fn run(
     }
 }
 
-/// The clients of pods that end. Reads `/proc` only if there is such a pod, and the cgroup of each
-/// client only once: `known` caches the pods.
+/// The clients of terminating pods. Reads `/proc` only if there is such a pod, and the cgroup of
+/// each client only once: `known` caches the pods.
 fn clients(pods: &TerminatingPods, view: &mps::View, known: &mut BTreeMap<Key, Vec<String>>) -> Vec<Client> {
     if !pods.any_leaves() {
         known.clear();
@@ -87,7 +88,7 @@ async fn terminate(link: mps::link::Link, client: Client) -> (Client, Outcome, I
         Ok(Reply::Done) => Outcome::Terminated,
         Ok(Reply::NoContext) => Outcome::Idle,
         Ok(Reply::Error { message }) | Err(message) => Outcome::Failed(message),
-        Ok(Reply::Status(_)) => Outcome::Failed("the MPS host answered something else".into()),
+        Ok(Reply::Status(_)) => Outcome::Failed("the MPS host sent an unexpected answer".into()),
     };
     (client, outcome, began)
 }
@@ -106,23 +107,15 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
                 survives,
                 took_ms,
                 since_deletion_ms,
-                "terminated a client of a pod that ends"
+                "terminated a client of a terminating pod"
             );
         }
         Outcome::Idle => {
-            tracing::debug!(pod, pid, device, "a client of a pod that ends has no context");
+            tracing::debug!(pod, pid, device, "a client of a terminating pod has no context");
         }
         Outcome::Failed(why) => {
             metrics.terminated(Termination::Failed);
-            tracing::warn!(
-                pod,
-                pid,
-                device,
-                took_ms,
-                since_deletion_ms,
-                why,
-                "failed to terminate a client; trying again"
-            );
+            tracing::warn!(pod, pid, device, took_ms, since_deletion_ms, why, "failed to terminate a client; retrying");
         }
     }
 }
@@ -130,10 +123,10 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
 fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
     let Client { key: Key { device, pid }, pod, .. } = client;
     metrics.terminated(Termination::Late);
-    tracing::warn!(pod, pid, device, why, "a client is not terminated in time");
+    tracing::warn!(pod, pid, device, why, "a client was not terminated in time");
     let note = format!(
-        "pod {pod} leaves, and its process {pid} is not ended through MPS: {why}. Killed with work in flight, it may break the other \
-         programs on {device}"
+        "pod {pod} is terminating, but its process {pid} was not terminated through MPS: {why}. If it is killed while its kernels run, \
+         the other programs on {device} may fail"
     );
     let event = NodeEvent { warning: true, reason: "ClientNotEnded", note, regarding: None, related: None };
     if events.try_send(event).is_err() {

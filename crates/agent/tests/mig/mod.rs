@@ -159,7 +159,7 @@ async fn what_nvml_refuses_is_rolled_back_told_in_its_words_and_holds_no_other_g
     let wanted = |start| machine.uuids.iter().map(|gpu| cut(gpu, &[("2g.20gb", start, As::Whole)])).collect::<Vec<_>>();
     machine.want("first", wanted(0));
     machine.healthy(TWO, 1).await;
-    let status = machine.message("tried 5 times, and not again until the spec or the GPU changes").await;
+    let status = machine.message("failed 5 times, and will not be tried again until the spec or the GPU changes").await;
     let failed = status.steps.iter().find(|step| step.result == "Failed").unwrap();
     assert_eq!(
         (failed.gpu.as_str(), failed.action.as_str()),

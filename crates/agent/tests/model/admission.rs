@@ -8,8 +8,8 @@ use cleave_plan::ledger::{Container, Kind as When, asks, parts};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
-use cleave_agent::allocation::allocate::{Choice, View, grant, prefer};
-use cleave_agent::allocation::pending::{Bound, PendingAllocations, Want};
+use cleave_agent::allocation::allocate::{Choice, ResourceView, grant, prefer};
+use cleave_agent::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
 use cleave_agent::gpu::layout::{Kind, Pool, device_id};
 
 const MPS: &str = "nvidia.com/gpu-mps";
@@ -26,7 +26,7 @@ struct Hold {
 
 #[derive(Debug, Clone)]
 struct Pod {
-    bound: Bound,
+    bound: BoundPod,
     containers: Vec<Container>,
     /// What its containers were given so far.
     given: Vec<Vec<String>>,
@@ -61,7 +61,7 @@ impl World {
         };
         Self {
             pools: (0..devices).map(pool).collect(),
-            pending: PendingAllocations::watched(),
+            pending: PendingAllocations::with_watch(),
             now: Instant::now(),
             holds: Vec::new(),
             waiting: Vec::new(),
@@ -116,23 +116,23 @@ impl World {
             self.holds.push(Hold { pod: uid.clone(), ask, units, device });
             // So that the next ask of the same pod sees it.
             if ask == 0 {
-                let bound = Bound { uid: uid.clone(), ..bound() };
+                let bound = BoundPod { uid: uid.clone(), ..bound() };
                 self.waiting.push(Pod { bound, containers: containers.clone(), given: Vec::new() });
             }
         }
         let held: Vec<Hold> = self.holds[before..].to_vec();
-        let want = |part: cleave_plan::ledger::Part| Want {
+        let want = |part: cleave_plan::ledger::Part| ContainerRequest {
             container: format!("c{}", part.container),
             resource: part.resource,
             units: part.units.get(),
-            ask: part.ask,
+            group: part.ask,
             needed: part.needed.get(),
-            held: held.iter().find(|hold| hold.ask == part.ask).map(|hold| hold.device.clone()),
+            reserved_on: held.iter().find(|hold| hold.ask == part.ask).map(|hold| hold.device.clone()),
         };
-        let wants = parts(&containers).into_iter().map(want).collect();
-        let bound = Bound { uid: uid.clone(), name: format!("p{uid}"), wants, ..bound() };
+        let requests = parts(&containers).into_iter().map(want).collect();
+        let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..bound() };
         self.waiting.retain(|pod| pod.bound.uid != uid);
-        self.pending.pod(bound.clone(), self.now);
+        self.pending.update_pod(bound.clone(), self.now);
         self.waiting.push(Pod { bound, containers, given: Vec::new() });
     }
 
@@ -158,16 +158,16 @@ impl World {
         } else if free.len() + must.len() == size {
             [must, free].concat()
         } else {
-            prop_assert!(self.pending.knows(MPS, u32::try_from(size).unwrap()), "the pod is known, and not served");
+            prop_assert!(self.pending.expects(MPS, u32::try_from(size).unwrap()), "the pod is known, and not served");
             let available = [free, must.clone()].concat();
-            let kept = self.pending.kept(MPS);
-            let view = View { resource: MPS, pools: &self.pools, kept: &kept };
+            let reserved = self.pending.reserved(MPS);
+            let view = ResourceView { resource: MPS, pools: &self.pools, reserved: &reserved };
             prefer(&view, &Choice { available: &available, must_include: &must, size })
         };
-        let granted = grant(&View { resource: MPS, pools: &self.pools, kept: &[] }, &ids);
+        let granted = grant(&ResourceView { resource: MPS, pools: &self.pools, reserved: &[] }, &ids);
         prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; held: {:?}", self.holds);
         let device = granted.unwrap().devices.remove(0);
-        self.pending.answered(MPS, u32::try_from(size).unwrap(), &device, self.now);
+        self.pending.record_answer(MPS, u32::try_from(size).unwrap(), &device, self.now);
         self.follows(&pod, number, &device);
         self.waiting[index].given.push(ids);
         if self.waiting[index].given.len() == pod.containers.len() {
@@ -200,7 +200,7 @@ impl World {
         // Of those that it never lists the kubelet has told the API server meanwhile.
         let unlisted = |pod: &&Pod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
-            self.pending.pod(Bound { admitted: true, ..pod.bound.clone() }, self.now);
+            self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);
         }
         let row = |pod: &Pod, number: usize, ids: &[String]| HeldDevices {
             namespace: pod.bound.namespace.clone(),
@@ -217,18 +217,18 @@ impl World {
                 }
             }
         }
-        self.pending.listed(&rows, self.now);
+        self.pending.record_listed(&rows, self.now);
     }
 }
 
-fn bound() -> Bound {
-    Bound {
+fn bound() -> BoundPod {
+    BoundPod {
         uid: String::new(),
         namespace: "ns".into(),
         name: String::new(),
-        leaving: false,
+        terminating: false,
         admitted: false,
-        wants: Vec::new(),
+        requests: Vec::new(),
     }
 }
 
@@ -275,15 +275,15 @@ fn run(devices: usize, steps: Vec<Step>, orderly: bool) -> Result<(), TestCaseEr
             Step::Lists => world.lists(),
             Step::Told(pod) => {
                 if let Some(pod) = world.running.get(pod % world.running.len().max(1)) {
-                    world.pending.pod(Bound { admitted: true, ..pod.bound.clone() }, world.now);
+                    world.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, world.now);
                 }
             }
             Step::Goes(pod) => {
                 if !world.running.is_empty() {
                     let gone = world.running.remove(pod % world.running.len());
                     // The kubelet tells of a pod before it lets it go.
-                    world.pending.pod(Bound { admitted: true, ..gone.bound.clone() }, world.now);
-                    world.pending.gone(&gone.bound.uid);
+                    world.pending.update_pod(BoundPod { admitted: true, ..gone.bound.clone() }, world.now);
+                    world.pending.remove_pod(&gone.bound.uid);
                 }
             }
         }

@@ -17,11 +17,11 @@ use proptest::prelude::*;
 use sim_machine::{Description, GpuDescription, MigError, Model, Placement, find_model};
 
 use cleave_agent::act::perform;
-use cleave_agent::allocation::allocate::{View, grant};
+use cleave_agent::allocation::allocate::{ResourceView, grant};
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::gpu::layout::parse_id;
-use cleave_agent::gpu::mig::{ATTEMPTS, Change, Ended, Order, Outcome};
+use cleave_agent::gpu::mig::{ATTEMPTS, Change, ChangeOutcome, MigOrder, OrderResult};
 use cleave_agent::mps;
 use cleave_agent::node::{Actions, Node, WITHDRAW};
 use cleave_agent::object::Object;
@@ -209,7 +209,7 @@ struct World {
     object: Object,
     now: Instant,
     last: Actions,
-    orders: Vec<Order>,
+    orders: Vec<MigOrder>,
     /// What pods hold, with the MIG instance or GPU that it is of.
     held: Vec<HeldDevices>,
     /// What the MPS host runs.
@@ -262,7 +262,7 @@ impl World {
     }
 
     fn list(&mut self) {
-        self.node.held(Ok(self.held.clone()), self.now, &mut self.table.allocations);
+        self.node.pod_resources(Ok(self.held.clone()), self.now, &mut self.table.allocations);
     }
 
     /// The MPS host acts upon the desired file and says so.
@@ -311,7 +311,7 @@ impl World {
         self.notes.extend(self.last.events.iter().map(|event| (event.reason, event.note.clone())));
         assert!(self.orders.len() <= 1, "one change of a GPU at a time: {:?}", self.orders);
         self.ids_are_unique();
-        for Order { change, .. } in &self.orders {
+        for MigOrder { change, .. } in &self.orders {
             let taken = match change {
                 Change::Destroy(instance) => instance.uuid.as_str(),
                 Change::Mode(true) => GPU,
@@ -371,7 +371,7 @@ impl World {
             assert_eq!(mode, lock(&self.board).gpu.mig, "{order:?}");
         }
         self.now += Duration::from_millis(1);
-        self.node.ended(Ended { order, outcome, after, at: self.now }, self.now);
+        self.node.order_ended(OrderResult { order, outcome, after, at: self.now }, self.now);
     }
 
     /// The kubelet gives a slice out, told as Healthy or, late as it is, not any more.
@@ -383,9 +383,9 @@ impl World {
             .filter(|(resource, id)| !self.held.iter().any(|row| row.resource == *resource && row.ids.contains(id)))
             .collect();
         let (resource, id) = slices.get(pick.checked_rem(slices.len())?)?.clone();
-        let view = View { resource: &resource, pools: &self.table.pools[&resource], kept: &[] };
+        let view = ResourceView { resource: &resource, pools: &self.table.pools[&resource], reserved: &[] };
         let given = grant(&view, std::slice::from_ref(&id)).unwrap();
-        self.table.allocations.give(given, self.now);
+        self.table.allocations.insert(given, self.now);
         self.pods += 1;
         self.held.push(HeldDevices {
             namespace: "ns".into(),
@@ -549,7 +549,11 @@ fn a_creation_that_fails_leaves_nothing_is_tried_some_times_and_again_when_somet
         assert!(world.is(&[]), "{call}: rolled back");
         let steps = world.steps();
         assert!(steps.contains(&("create MIG instance 3g.40gb at 0", "Failed")), "{steps:?}");
-        assert!(world.messages().contains(&format!("the GPU is lost ({call}); tried 5 times, and not again until")));
+        assert!(
+            world
+                .messages()
+                .contains(&format!("the GPU is lost ({call}); failed 5 times, and will not be tried again until"))
+        );
         assert!(!world.applied());
         let failed = world.notes.iter().filter(|(reason, _)| *reason == "MigFailed").count();
         assert_eq!(failed, 4, "the first and the last of each: {:?}", world.notes);
@@ -670,7 +674,7 @@ fn nothing_goes_while_the_kubelet_does_not_say_who_holds_what() {
     world.rest();
     let before = world.places();
     world.want(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
-    world.node.held(Err("no".into()), world.now, &mut world.table.allocations);
+    world.node.pod_resources(Err("no".into()), world.now, &mut world.table.allocations);
     for _ in 0..10 {
         world.turn();
         assert!(world.orders.is_empty());
@@ -717,7 +721,8 @@ fn an_instance_goes_after_its_daemon() {
     world.turn();
     assert!(world.orders.is_empty(), "the kubelet hears first");
     world.now += WITHDRAW;
-    for (says, host) in [("has not ended yet", None), ("has not ended yet", Some(World::host_reads as fn(&mut World)))]
+    for (says, host) in
+        [("has not exited yet", None), ("has not exited yet", Some(World::host_reads as fn(&mut World)))]
     {
         host.into_iter().for_each(|does| does(&mut world));
         world.turn();
@@ -766,7 +771,7 @@ fn an_answer_of_before_a_change_does_not_undo_what_is_known_of_it() {
 fn a_change_that_hangs_is_told_and_the_gpu_is_left_alone_until_it_ends() {
     let mut world = World::new("H100-80");
     world.want(vec![mig_spec(GPU, &[("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
-    while !matches!(world.orders.first(), Some(Order { change: Change::Create { .. }, .. })) {
+    while !matches!(world.orders.first(), Some(MigOrder { change: Change::Create { .. }, .. })) {
         world.act();
         world.host_acts();
         world.list();
@@ -774,8 +779,8 @@ fn a_change_that_hangs_is_told_and_the_gpu_is_left_alone_until_it_ends() {
         world.turn();
     }
     let order = world.orders.pop().unwrap();
-    let slow = Outcome::Slow(Duration::from_secs(15));
-    world.node.ended(Ended { order: order.clone(), outcome: slow, after: None, at: world.now }, world.now);
+    let slow = ChangeOutcome::Slow(Duration::from_secs(15));
+    world.node.order_ended(OrderResult { order: order.clone(), outcome: slow, after: None, at: world.now }, world.now);
     for _ in 0..10 {
         world.look();
         world.turn();
@@ -837,7 +842,7 @@ fn an_agent_that_is_killed_at_any_step_is_followed_by_one_that_goes_on() {
                         _ => world.now += WITHDRAW,
                     }
                 }
-                if half && let Some(Order { change, .. }) = world.orders.pop() {
+                if half && let Some(MigOrder { change, .. }) = world.orders.pop() {
                     let mut board = lock(&world.board);
                     match change {
                         Change::Create { profile, start } => drop(board.create_gpu_instance(&profile, start)),
@@ -954,7 +959,7 @@ impl World {
             Happens::Processes => lock(&self.board).processes.clear(),
             Happens::Fail(call, times) => drop(lock(&self.board).fails.insert(call, *times)),
             Happens::Kill { checkpoint, half } => {
-                if let (true, Some(Order { change, .. })) = (*half, self.orders.pop()) {
+                if let (true, Some(MigOrder { change, .. })) = (*half, self.orders.pop()) {
                     let mut board = lock(&self.board);
                     match change {
                         Change::Create { profile, start } => drop(board.create_gpu_instance(&profile, start)),

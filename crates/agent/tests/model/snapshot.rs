@@ -52,7 +52,7 @@ fn nothing_is_looked_at_while_nobody_can_use_a_shared_device() {
     let snapshot = known.snapshot();
     assert_eq!(snapshot.devices.keys().collect::<Vec<_>>(), ["GPU-a"], "no GPU that is whole");
     assert_eq!((snapshot.in_use(), snapshot.shares), (vec![], None), "the kubelet has not said who holds what");
-    known.table.allocations.give(given(), known.start);
+    known.table.allocations.insert(given(), known.start);
     assert_eq!(known.snapshot().in_use(), ["GPU-a"]);
 }
 
@@ -70,8 +70,8 @@ fn a_process_is_reason_enough_to_look_though_nobody_holds_a_share() {
 fn who_holds_what_and_who_is_a_client_is_what_the_kubelet_and_mps_say() {
     let mut known = node(Enforcement::Evict);
     let id = given().id();
-    known.table.allocations.give(given(), known.start);
-    known.node.held(Ok(vec![held("p", &["GPU-a::0"])]), known.start, &mut known.table.allocations);
+    known.table.allocations.insert(given(), known.start);
+    known.node.pod_resources(Ok(vec![held("p", &["GPU-a::0"])]), known.start, &mut known.table.allocations);
     let daemon = DaemonStatus {
         state: DaemonState::Active,
         pid: Some(10),
@@ -91,6 +91,6 @@ fn who_holds_what_and_who_is_a_client_is_what_the_kubelet_and_mps_say() {
     assert_eq!(snapshot.limits, [(id.clone(), Some(1000))].into());
     let share = &snapshot.shares.as_ref().unwrap()[0];
     assert_eq!((share.pod.as_str(), share.device.as_str(), &share.allocation), ("p", "GPU-a", &id));
-    known.node.held(Err("no".into()), known.start, &mut known.table.allocations);
+    known.node.pod_resources(Err("no".into()), known.start, &mut known.table.allocations);
     assert_eq!(known.snapshot().shares, None, "an answer of before may name a pod that is gone");
 }

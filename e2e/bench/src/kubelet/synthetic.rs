@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Parser;
 use cleave_agent::AgentArgs;
-use cleave_agent::allocation::allocate::{View, grant, prefer};
+use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
 use cleave_agent::container_edits::ContainerSettings;
 use cleave_agent::device_plugin::response;
 use cleave_agent::gpu::layout::{Kind, Pool};
@@ -62,8 +62,8 @@ impl Shares {
         })
     }
 
-    fn view(&self) -> View<'_> {
-        View { resource: &self.resource, pools: &self.pools, kept: &[] }
+    fn view(&self) -> ResourceView<'_> {
+        ResourceView { resource: &self.resource, pools: &self.pools, reserved: &[] }
     }
 }
 

@@ -66,7 +66,7 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Actions 
     let (mut node, allocations) = Node::start("boot".to_owned(), GRACE, checkpoint, None, start);
     let held: Vec<HeldDevices> = allocations.iter().map(|(_, allocation)| held(allocation)).collect();
     let mut table =
-        AllocationTable { pending: PendingAllocations::watched(), allocations, ..AllocationTable::default() };
+        AllocationTable { pending: PendingAllocations::with_watch(), allocations, ..AllocationTable::default() };
     // Before NVML has said anything, the checkpoint is believed.
     holds(&node.reconcile(&mut table, start), true);
     node.object(object);
@@ -75,10 +75,10 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Actions 
     for gpu in fixtures::gpus() {
         node.gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
     }
-    node.held(Ok(held.clone()), start, &mut table.allocations);
+    node.pod_resources(Ok(held.clone()), start, &mut table.allocations);
     holds(&node.reconcile(&mut table, start), sound);
     let later = start + Duration::from_secs(60);
-    node.held(Ok(held), later, &mut table.allocations);
+    node.pod_resources(Ok(held), later, &mut table.allocations);
     let turn = node.reconcile(&mut table, later);
     holds(&turn, sound);
     turn
@@ -268,7 +268,7 @@ pub(super) const PODS: Target = Target {
     run: |bytes| {
         let mut seen = Seen::Refused;
         if let Ok(pod) = serde_json::from_slice::<PodObject>(bytes) {
-            let (mut pending, mut terminating) = (PendingAllocations::watched(), TerminatingPods::default());
+            let (mut pending, mut terminating) = (PendingAllocations::with_watch(), TerminatingPods::default());
             let now = Instant::now();
             let mut shutdown = Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
             shutdown.only(&BTreeSet::new());
@@ -284,10 +284,10 @@ pub(super) const PODS: Target = Target {
                 pod.named();
                 if let Some(bound) = pod.bound("n1") {
                     assert!(!bound.wants.is_empty());
-                    pending.pod(bound, now);
+                    pending.update_pod(bound, now);
                 }
             }
-            pending.kept("nvidia.com/gpu-mps");
+            pending.reserved("nvidia.com/gpu-mps");
             seen = Seen::Read;
         }
         if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {

@@ -2,9 +2,9 @@
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use cleave_agent::allocation::allocate::{View, grant, prefer};
+use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
 use cleave_agent::allocation::allocation_id;
-use cleave_agent::allocation::pending::Kept;
+use cleave_agent::allocation::pending::Reserved;
 use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
@@ -79,8 +79,8 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
 fn device_plugin(bytes: &[u8]) -> Seen {
     let pools = pools();
     let device = fixtures::uuid(1);
-    let kept = [Kept { device: &device, units: 2, sizes: vec![2] }];
-    let view = View { resource: RESOURCE, pools: &pools, kept: &kept };
+    let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
+    let view = ResourceView { resource: RESOURCE, pools: &pools, reserved: &reserved };
     let mut seen = Seen::Refused;
     if let Some(request) = message::<plugin::PreferredAllocationRequest>(bytes) {
         for container in &request.container_requests {

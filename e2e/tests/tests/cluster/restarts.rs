@@ -184,7 +184,7 @@ fn of_two_agents_on_a_node_one_waits_for_the_end_of_the_other_and_takes_over() -
     let second = SecondAgent::start(&cluster)?;
     hold_until(
         "the second agent says that it waits",
-        || Ok(second.says("waiting for another agent of this node to end")),
+        || Ok(second.says("waiting for another agent of this node to exit")),
         never_below(&cluster),
     )?;
     running.still(&cluster, &scope)?;
