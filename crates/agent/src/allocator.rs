@@ -17,7 +17,7 @@ use crate::cdi;
 use crate::container_edits::{ContainerEdits, ContainerSettings};
 use crate::event::NodeEvent;
 use crate::metrics::Metrics;
-use crate::mps::link::Link;
+use crate::mps::link::HostLink;
 
 /// How long a container's start waits for its door. The kubelet gives up after 30 s and tries
 /// again.
@@ -39,7 +39,7 @@ pub(crate) const MAX_EVENTS: usize = 16;
 pub struct Allocator {
     table: Mutex<AllocationTable>,
     settings: ContainerSettings,
-    link: Link,
+    link: HostLink,
     metrics: Metrics,
     /// An allocation was given out: files and status follow soon.
     pub allocated: Notify,
@@ -51,7 +51,7 @@ pub struct Allocator {
 
 impl Allocator {
     /// Answers from this table.
-    pub fn new(table: AllocationTable, settings: ContainerSettings, link: Link, metrics: Metrics) -> Self {
+    pub fn new(table: AllocationTable, settings: ContainerSettings, link: HostLink, metrics: Metrics) -> Self {
         let (allocated, starting, pending_changes) = (Notify::new(), Notify::new(), watch::channel(()).0);
         Self { table: Mutex::new(table), settings, link, metrics, allocated, starting, pending_changes }
     }
@@ -93,7 +93,7 @@ impl Allocator {
         table.allocations.give(allocation.clone(), Instant::now());
         drop(table);
         if allocation.mps.is_some()
-            && let Err(error) = self.link.make_folder(&allocation.id())
+            && let Err(error) = self.link.create_directory(&allocation.id())
         {
             // The container's start tries again and reports the error; the pod is not lost.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
@@ -146,9 +146,9 @@ impl Allocator {
         }
         self.starting.notify_one();
         let id = allocation.id();
-        self.link.make_folder(&id).map_err(|error| format!("cannot make the folder of the shares: {error}"))?;
+        self.link.create_directory(&id).map_err(|error| format!("cannot make the folder of the shares: {error}"))?;
         let timeout_ms = u64::try_from(START.as_millis()).unwrap_or(u64::MAX);
-        match self.link.ask(&Request::Await { allocation: id, timeout_ms }, START).await? {
+        match self.link.request(&Request::Await { allocation: id, timeout_ms }, START).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
             Reply::Status(_) | Reply::NoContext => Err("the MPS host gave another answer than was asked for".into()),
@@ -165,7 +165,7 @@ pub(crate) mod tests {
 
     pub(crate) fn allocator(table: AllocationTable) -> Allocator {
         let settings = ContainerSettings::new(&parse(&[]).unwrap());
-        Allocator::new(table, settings, Link::new(Paths::new("/proc/none")), Metrics::new())
+        Allocator::new(table, settings, HostLink::new(Paths::new("/proc/none")), Metrics::new())
     }
 
     impl Allocator {

@@ -12,7 +12,7 @@ use prometheus_client::registry::Registry;
 
 use crate::gpu::mig::{self, Change};
 use crate::gpu::xid::Class;
-use crate::tenants::judge::Usage;
+use crate::tenants::violations::Usage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Answer {
@@ -324,7 +324,7 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tenants::judge::Tenant;
+    use crate::tenants::violations::Tenant;
 
     #[test]
     fn a_tenants_series_go_with_it_and_an_unlimited_one_has_no_limit() {

@@ -17,7 +17,7 @@ use crate::allocation::allocation_id;
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Allocations;
 use crate::event::{NodeEvent, PodRef};
-use crate::mps::View;
+use crate::mps::HostView;
 
 /// How long the MPS server's log may take to name the culprit, and all whom it names: of several,
 /// none is accused.
@@ -88,7 +88,7 @@ struct Seen {
 
 impl Faults {
     /// Looks at what the MPS host says.
-    pub fn look(&mut self, view: &View, pods: &Pods<'_>, now: Instant) -> News {
+    pub fn look(&mut self, view: &HostView, pods: &Pods<'_>, now: Instant) -> News {
         let mut news = News::default();
         // The last word of a host that stopped has no pid, and nothing new.
         if !view.alive || view.status.pid == 0 {
@@ -306,7 +306,7 @@ mod tests {
         Client { pid: 100 + u32::try_from(number).unwrap(), allocation: Some(of(number)) }
     }
 
-    fn view(host: u32, fault: Option<Fault>) -> View {
+    fn view(host: u32, fault: Option<Fault>) -> HostView {
         let daemon = DaemonStatus {
             state: DaemonState::Fault,
             pid: None,
@@ -318,7 +318,7 @@ mod tests {
             fault,
         };
         let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
-        View { alive: true, status: Status { pid: host, daemons, ..Status::default() }, error: None }
+        HostView { alive: true, status: Status { pid: host, daemons, ..Status::default() }, error: None }
     }
 
     impl World {
@@ -340,13 +340,13 @@ mod tests {
             world
         }
 
-        fn look(&mut self, view: &View) -> News {
+        fn look(&mut self, view: &HostView) -> News {
             let pods = Pods { held: &self.held, allocations: &self.allocations, pending: &self.pending };
             self.faults.look(view, &pods, self.now)
         }
 
         /// What is told once the log has had its time.
-        fn settled(&mut self, view: &View) -> News {
+        fn settled(&mut self, view: &HostView) -> News {
             let first = self.look(view);
             assert_eq!((first.events, first.again), (Vec::new(), Some(NAMED)), "the log may name another still");
             self.now += NAMED;
@@ -483,7 +483,7 @@ mod tests {
         assert_eq!(world.look(&view(7, Some(over(3)))), News::default(), "the agent before this one told it");
         assert_eq!(world.look(&view(7, Some(over(3)))), News::default());
         assert_eq!(world.look(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
-        assert_eq!(world.look(&View { alive: false, ..view(8, Some(over(1))) }), News::default());
+        assert_eq!(world.look(&HostView { alive: false, ..view(8, Some(over(1))) }), News::default());
         assert_eq!(world.look(&view(0, Some(over(1)))), News::default(), "a host that stopped");
         assert_eq!(told(&world.look(&view(8, Some(over(1))))).len(), 3);
         world.faults = Faults::default();

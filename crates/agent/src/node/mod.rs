@@ -97,7 +97,7 @@ pub struct Node {
     /// Resources of allocations that are over but for that.
     remembered: BTreeSet<String>,
     kubelet_since: Instant,
-    view: mps::View,
+    view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
     /// Daemons of an agent whose checkpoint is lost, until it is known that nobody uses them.
     adopted: BTreeMap<String, wire::Daemon>,
@@ -164,7 +164,7 @@ impl Node {
             on_disk: None,
             remembered: BTreeSet::new(),
             kubelet_since: now,
-            view: mps::View::default(),
+            view: mps::HostView::default(),
             layouts,
             adopted: adopted.daemons,
             adopted_allocations: adopted.allocations,
@@ -284,7 +284,7 @@ impl Node {
     }
 
     /// The MPS host was looked at.
-    pub fn mps(&mut self, view: mps::View) {
+    pub fn mps(&mut self, view: mps::HostView) {
         self.view = view;
     }
 

@@ -28,7 +28,7 @@ fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -
     (node, AllocationTable { allocations, ..AllocationTable::default() })
 }
 
-fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::View {
+fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
     let daemon = DaemonStatus {
         state,
         pid: Some(1),
@@ -41,7 +41,7 @@ fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::View {
     };
     let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
     let status = Status { version: 1, desired: desired.hash(), daemons, ..Status::default() };
-    mps::View { alive: true, status, error: None }
+    mps::HostView { alive: true, status, error: None }
 }
 
 fn healthy(actions: &Actions) -> usize {
@@ -66,14 +66,14 @@ fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
 #[test]
 fn a_daemon_that_is_away_for_a_moment_makes_no_share_unhealthy() {
     let start = Instant::now();
-    let nothing = mps::View { alive: true, ..mps::View::default() };
+    let nothing = mps::HostView { alive: true, ..mps::HostView::default() };
     let desired = serving(start).2;
     let views = [
         ("it starts", view(DaemonState::Starting, 0, &desired)),
         ("it is started again", view(DaemonState::Restarting, 0, &desired)),
-        ("the host is away", mps::View { alive: false, ..view(DaemonState::Active, 0, &desired) }),
+        ("the host is away", mps::HostView { alive: false, ..view(DaemonState::Active, 0, &desired) }),
         ("another host has not started it yet", nothing),
-        ("the host has left nothing", mps::View::default()),
+        ("the host has left nothing", mps::HostView::default()),
     ];
     for (what, away) in views {
         let (mut node, mut table, desired) = serving(start);
@@ -121,7 +121,7 @@ fn what_is_no_matter_of_moments_is_told_at_once() {
             assert_eq!(healthy(&actions), shares, "{state:?}");
             assert_eq!(actions.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
         }
-        node.mps(mps::View { alive: false, ..view(state, 0, &desired) });
+        node.mps(mps::HostView { alive: false, ..view(state, 0, &desired) });
         assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last word");
     }
     let (mut node, mut table, desired) = serving(start);
@@ -213,7 +213,7 @@ fn a_whole_gpu_waits_for_the_end_of_its_daemon() {
 fn each_end_of_a_daemon_is_told_once_and_so_is_its_return() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving(start);
-    let mut told = |view: mps::View| {
+    let mut told = |view: mps::HostView| {
         node.mps(view);
         reasons(&node.reconcile(&mut table, start))
     };
@@ -223,7 +223,7 @@ fn each_end_of_a_daemon_is_told_once_and_so_is_its_return() {
     assert!(told(view(DaemonState::Starting, 1, &desired)).is_empty());
     assert_eq!(told(view(DaemonState::Active, 1, &desired)), ["Recovered"]);
     assert_eq!(told(view(DaemonState::Active, 2, &desired)), ["MpsUnavailable", "Recovered"], "too quick to be seen");
-    assert_eq!(told(mps::View { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
+    assert_eq!(told(mps::HostView { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
 }
 
 #[test]

@@ -23,7 +23,7 @@ pub(super) enum Input {
     Ended(Ended),
     Event(GpuEvent),
     Object(Object),
-    Mps(mps::View),
+    Mps(mps::HostView),
     /// The pods that the kubelet lists, when it was asked, and its checkpoint as it was afterwards.
     Held(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,

@@ -15,7 +15,7 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocator::Allocator;
 use crate::metrics::Metrics;
 use crate::pods::PodObject;
-use crate::tenants::names::{Directory, Names};
+use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Periods, Shutdown};
 
@@ -30,12 +30,12 @@ pub(super) struct NodePods {
     /// Pods that are being terminated.
     pub(super) terminating: watch::Sender<TerminatingPods>,
     /// Names of all pods, whether they request GPUs or not.
-    pub(super) names: Directory,
+    pub(super) names: SharedPodNames,
 }
 
 impl NodePods {
     pub(super) fn new(allocator: Arc<Allocator>) -> Self {
-        Self { allocator, terminating: watch::Sender::default(), names: Directory::default() }
+        Self { allocator, terminating: watch::Sender::default(), names: SharedPodNames::default() }
     }
 }
 
@@ -73,12 +73,12 @@ impl TerminationWatch {
             }
             Event::InitDone => {
                 let listed = std::mem::take(listed);
-                shutdown.only(&listed);
-                terminating.only(&listed, Instant::now())
+                shutdown.complete_list(&listed);
+                terminating.complete_list(&listed, Instant::now())
             }
             Event::Delete(object) => uid(object).is_some_and(|uid| {
-                shutdown.ended(uid);
-                terminating.gone(uid, Instant::now())
+                shutdown.remove(uid);
+                terminating.removed(uid, Instant::now())
             }),
             Event::InitApply(object) | Event::Apply(object) => {
                 if matches!(event, Event::InitApply(_)) {
@@ -87,7 +87,7 @@ impl TerminationWatch {
                 object.0.as_ref().is_ok_and(|pod| pod.note_departure(node, terminating, shutdown))
             }
         };
-        let turned = shutdown.is_on() && self.advance(terminating);
+        let turned = shutdown.in_progress() && self.advance(terminating);
         news || turned
     }
 
@@ -100,14 +100,14 @@ impl TerminationWatch {
 }
 
 /// Handles an event for the names of pods.
-fn name(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
+fn name(names: &mut PodNames, event: &Event<DeserializeGuard<PodObject>>) {
     match event {
-        Event::Init => names.begin(),
-        Event::InitDone => names.end(),
+        Event::Init => names.begin_list(),
+        Event::InitDone => names.end_list(),
         Event::InitApply(DeserializeGuard(object)) | Event::Apply(DeserializeGuard(object)) => {
             let Ok(pod) = object else { return };
             match (pod.named(), pod.uid()) {
-                (Some((uid, pod)), _) => names.put(uid, pod),
+                (Some((uid, pod)), _) => names.insert(uid, pod),
                 (None, Some(uid)) => names.remove(uid),
                 (None, None) => {}
             }
@@ -136,7 +136,7 @@ pub(super) async fn follow(
         let event = tokio::select! {
             Some(event) = events.next() => event,
             Ok(()) = began.changed() => {
-                leave.shutdown.told(*began.borrow_and_update());
+                leave.shutdown.set_start(*began.borrow_and_update());
                 pods.terminating.send_if_modified(|terminating| leave.advance(terminating));
                 continue;
             }
@@ -217,7 +217,7 @@ mod tests {
     /// What is known of a pod's departure, by its UID: none where nothing is, and its end in
     /// seconds from now.
     fn leaves(terminating: &TerminatingPods, name: &str) -> Option<u64> {
-        let (found, leaving) = terminating.leaving(&[format!("uid-{name}")], None)?;
+        let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));
         Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
     }
@@ -238,7 +238,7 @@ mod tests {
         for name in ["a", "b", "c", "d"] {
             assert!(tell(&mut terminating, Event::InitApply(guard(object(name, "", &spec)))));
         }
-        assert!(!tell(&mut terminating, Event::InitDone) && !terminating.any_leaves());
+        assert!(!tell(&mut terminating, Event::InitDone) && !terminating.any());
         assert!(tell(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(leaves(&terminating, "a"), Some(30));
         // Deleted by force: there was no word before.
@@ -278,7 +278,7 @@ mod tests {
             leave.take(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
         }
         leave.take(&mut terminating, &Event::InitDone, "n");
-        leave.shutdown.told(Some(Instant::now()));
+        leave.shutdown.set_start(Some(Instant::now()));
         assert!(leave.advance(&mut terminating));
         assert_eq!(["a", "b"].map(|name| leaves(&terminating, name)), [Some(15), None]);
         assert!(leave.again.is_some(), "the others' turn comes by time");

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 
 use crate::args::AgentArgs;
 use crate::files::look_as_it_changes;
-use crate::termination::shutdown::{Begun, Periods};
+use crate::termination::shutdown::{Periods, ShutdownStart};
 
 /// The kubelet's record, in its own directory.
 const NOTE: &str = "graceful_node_shutdown_state";
@@ -31,12 +31,12 @@ fn uptime(proc: &Path) -> Option<Duration> {
 
 /// Follows the kubelet's record, forever.
 async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch::Sender<Option<Instant>>) {
-    let mut last: Option<Begun> = None;
+    let mut last: Option<ShutdownStart> = None;
     let look = || {
         let up = uptime(&proc).unwrap_or_default();
         let note = std::fs::read(kubelet.join(NOTE)).unwrap_or_default();
-        last = Begun::read(note, last.take(), (Instant::now(), Timestamp::now()), up, &periods);
-        let since = last.as_ref().map(|begun| begun.since);
+        last = ShutdownStart::read(note, last.take(), (Instant::now(), Timestamp::now()), up, &periods);
+        let since = last.as_ref().map(|begun| begun.at);
         began.send_if_modified(|began| {
             // What it was first taken for stays: clocks differ by a little each time.
             let turned = began.is_some() != since.is_some();

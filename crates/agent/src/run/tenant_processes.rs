@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use cleave_gpu::nvml::{Gpus, Library, NvmlError, Worker};
 use tokio::sync::mpsc;
 
-use crate::tenants::judge::{Look, ProcessId, Seen};
 use crate::tenants::process;
 use crate::tenants::snapshot::TenantSnapshot;
+use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// How long NVML may take for a look at a GPU before it counts as silent.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 pub(crate) struct Round {
     /// Devices that answered, and who uses them.
-    pub(crate) look: Look,
+    pub(crate) sample: ProcessSample,
     /// Devices of GPUs that are still being asked: what was suspected there stays so.
     pub(crate) waiting: BTreeSet<String>,
     /// GPUs that failed to answer.
@@ -30,7 +30,7 @@ pub(crate) struct Round {
 
 struct Answer {
     gpu: String,
-    look: Result<Look, NvmlError>,
+    sample: Result<ProcessSample, NvmlError>,
 }
 
 /// The threads, by GPU. At most one call for each GPU is under way.
@@ -95,19 +95,19 @@ impl Looks {
         self.asked.insert(gpu.clone(), devices.clone());
         let (proc, tell) = (self.proc.clone(), self.tell.clone());
         tokio::spawn(async move {
-            let look = worker.call(DEADLINE, move |gpus| look(gpus, &proc, &snapshot, &devices)).await;
+            let sample = worker.call(DEADLINE, move |gpus| look(gpus, &proc, &snapshot, &devices)).await;
             // Nobody listens any more when the agent ends.
-            let _ = tell.send(Answer { gpu, look });
+            let _ = tell.send(Answer { gpu, sample });
         });
         Ok(())
     }
 
-    fn take(&mut self, Answer { gpu, look }: Answer, round: &mut Round) {
+    fn take(&mut self, Answer { gpu, sample }: Answer, round: &mut Round) {
         self.asked.remove(&gpu);
-        match look {
-            Ok(Look { devices, daemon_pods }) => {
-                round.look.devices.extend(devices);
-                round.look.daemon_pods.extend(daemon_pods);
+        match sample {
+            Ok(ProcessSample { devices, daemon_pods }) => {
+                round.sample.devices.extend(devices);
+                round.sample.daemon_pods.extend(daemon_pods);
             }
             Err(error) => round.silent.push((gpu, error)),
         }
@@ -126,8 +126,13 @@ fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec
 
 /// Looks at devices of one GPU and at the processes on them. A device that does not say its
 /// processes is left out, and an error is one of the whole GPU.
-fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[String]) -> Result<Look, NvmlError> {
-    let mut look = Look::default();
+fn look(
+    gpus: &dyn Gpus,
+    proc: &Path,
+    snapshot: &TenantSnapshot,
+    devices: &[String],
+) -> Result<ProcessSample, NvmlError> {
+    let mut sample = ProcessSample::default();
     let mut refused = None;
     for device in devices {
         let tenants = match gpus.tenants(device) {
@@ -140,8 +145,8 @@ fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[Stri
         };
         let mut seen = Vec::new();
         for process in tenants.processes {
-            match process::look(proc, process.pid) {
-                Ok(Some(of)) => seen.push(Seen {
+            match process::read_process(proc, process.pid) {
+                Ok(Some(of)) => seen.push(SampledProcess {
                     id: ProcessId { pid: process.pid, start: of.start },
                     bytes: process.memory,
                     mps: tenants.tells_clients.then_some(process.mps),
@@ -153,13 +158,13 @@ fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[Stri
                 Err(error) => tracing::debug!(pid = process.pid, %error, "nothing is known of a process"),
             }
         }
-        look.devices.insert(device.clone(), seen);
+        sample.devices.insert(device.clone(), seen);
     }
     match refused {
-        Some(error) if look.devices.is_empty() => Err(error),
+        Some(error) if sample.devices.is_empty() => Err(error),
         _ => {
-            look.daemon_pods = daemon_pods(proc, snapshot, devices);
-            Ok(look)
+            sample.daemon_pods = daemon_pods(proc, snapshot, devices);
+            Ok(sample)
         }
     }
 }
@@ -171,7 +176,7 @@ fn daemon_pods(proc: &Path, snapshot: &TenantSnapshot, devices: &[String]) -> BT
         .flat_map(|shared| &shared.daemon)
         .copied()
         .collect();
-    let of = |pid: u32| process::look(proc, pid).ok().flatten()?.owner;
+    let of = |pid: u32| process::read_process(proc, pid).ok().flatten()?.owner;
     daemons.into_iter().filter_map(of).map(|owner| owner.pod).collect()
 }
 
@@ -183,7 +188,7 @@ mod tests {
     use cleave_gpu::nvml::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process, Tenants};
 
     use super::*;
-    use crate::tenants::snapshot::Shared;
+    use crate::tenants::snapshot::SharedDevice;
 
     /// `GPU-b` answers once for each word on the line.
     struct Board(Mutex<Receiver<()>>);
@@ -227,7 +232,7 @@ mod tests {
         let (word, line) = channel();
         let board: Arc<dyn Gpus> = Arc::new(Board(Mutex::new(line)));
         let library = Library::new(move || Ok(Arc::clone(&board)));
-        let shared = |gpu: &str| Shared { gpu: gpu.into(), used: true, ..Shared::default() };
+        let shared = |gpu: &str| SharedDevice { gpu: gpu.into(), in_use: true, ..SharedDevice::default() };
         let devices = devices.iter().map(|(device, gpu)| ((*device).to_owned(), shared(gpu)));
         let snapshot = Arc::new(TenantSnapshot { devices: devices.collect(), ..TenantSnapshot::default() });
         let in_use = snapshot.in_use();
@@ -235,7 +240,7 @@ mod tests {
     }
 
     fn seen(round: &Round) -> Vec<&str> {
-        round.look.devices.keys().map(String::as_str).collect()
+        round.sample.devices.keys().map(String::as_str).collect()
     }
 
     #[tokio::test]

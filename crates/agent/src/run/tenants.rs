@@ -15,11 +15,11 @@ use super::input::Input;
 use super::tenant_processes::{Looks, Round};
 use crate::event::PodEvent;
 use crate::metrics::Metrics;
-use crate::mps::link::Link;
-use crate::tenants::findings::{Findings, Word};
-use crate::tenants::judge::{ProcessId, judge};
-use crate::tenants::names::Directory;
+use crate::mps::link::HostLink;
+use crate::tenants::findings::{Findings, SampleState};
+use crate::tenants::names::SharedPodNames;
 use crate::tenants::snapshot::TenantSnapshot;
+use crate::tenants::violations::{ProcessId, find_violations};
 
 /// Between looks.
 const LOOK: Duration = Duration::from_secs(1);
@@ -37,11 +37,11 @@ struct Parts {
     /// Where processes are.
     proc: PathBuf,
     /// The MPS host.
-    link: Link,
+    link: HostLink,
     /// What the node knows.
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,
     /// The node's pods.
-    names: Directory,
+    names: SharedPodNames,
     /// Metrics.
     metrics: Metrics,
     /// Whom findings are told to.
@@ -70,36 +70,36 @@ async fn follow(parts: Parts) -> anyhow::Result<()> {
         }
         let round = looks.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
         note_silence(&round, &before, &mut silent, &metrics);
-        let Round { look, waiting, .. } = round;
+        let Round { sample, waiting, .. } = round;
         // Who is a client may have been told meanwhile.
         let now = Arc::clone(&snapshot.borrow_and_update());
-        let news = {
+        let changes = {
             let names = names.lock();
-            let judgement = judge(&now, &look, &names);
-            metrics.tenants(&judgement.usage);
-            let said = |device: &str| {
-                if look.devices.contains_key(device) || !before.devices.contains_key(device) {
-                    Word::Said
+            let assessment = find_violations(&now, &sample, &names);
+            metrics.tenants(&assessment.usage);
+            let state = |device: &str| {
+                if sample.devices.contains_key(device) || !before.devices.contains_key(device) {
+                    SampleState::Sampled
                 } else if waiting.contains(device) {
-                    Word::Awaited
+                    SampleState::Pending
                 } else {
-                    Word::Silent
+                    SampleState::Unreachable
                 }
             };
             let evicts = |device: &str| now.devices.get(device).is_some_and(|shared| shared.evict);
-            findings.take(judgement, said, evicts, &names, (Instant::now(), Timestamp::now()))
+            findings.update(assessment, state, evicts, &names, (Instant::now(), Timestamp::now()))
         };
-        for finding in &news.begun {
+        for finding in &changes.new {
             let FindingStatus { kind, device, namespace, pod, uid, pid, message, .. } = finding;
             tracing::warn!(kind, device, namespace, pod, uid, pid, message, "a tenant left its share");
             metrics.finding(kind);
         }
-        for finding in news.tell {
+        for finding in changes.report {
             if tell.try_send(PodEvent::of(finding)).is_err() {
                 metrics.error("event-dropped");
             }
         }
-        for (device, process) in news.end {
+        for (device, process) in changes.terminate {
             tokio::spawn(end(link.clone(), device, process));
         }
         let all = findings.all();
@@ -109,7 +109,7 @@ async fn follow(parts: Parts) -> anyhow::Result<()> {
                 return Ok(());
             }
         }
-        let pause = if news.pending { CONFIRM } else { LOOK };
+        let pause = if changes.confirm { CONFIRM } else { LOOK };
         tokio::time::sleep(pause.saturating_sub(begun.elapsed())).await;
     }
 }
@@ -126,7 +126,7 @@ fn note_silence(round: &Round, snapshot: &TenantSnapshot, silent: &mut BTreeSet<
             );
         }
     }
-    for gpu in round.look.devices.keys().filter_map(|device| snapshot.devices.get(device)).map(|shared| &shared.gpu) {
+    for gpu in round.sample.devices.keys().filter_map(|device| snapshot.devices.get(device)).map(|shared| &shared.gpu) {
         if silent.remove(gpu) {
             tracing::info!(gpu, "the tenant watch sees processes again");
         }
@@ -135,10 +135,10 @@ fn note_silence(round: &Round, snapshot: &TenantSnapshot, silent: &mut BTreeSet<
 
 /// Ends an MPS client's contexts: its memory is free then, and the signal that follows hits no
 /// kernel.
-async fn end(link: Link, device: String, process: ProcessId) {
+async fn end(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;
-    match link.ask(&request, END).await {
+    match link.request(&request, END).await {
         Ok(Reply::Done) => tracing::info!(device, pid, "ended a client that left its share"),
         Ok(Reply::NoContext) => tracing::debug!(device, pid, "a client that left its share has nothing to end"),
         Ok(Reply::Error { message }) => tracing::warn!(device, pid, message, "a client could not be ended"),
@@ -150,7 +150,7 @@ async fn end(link: Link, device: String, process: ProcessId) {
 /// Watches tenants, for ever.
 pub(super) async fn watch(
     (library, proc): (Library, PathBuf),
-    (link, names, metrics): (Link, Directory, Metrics),
+    (link, names, metrics): (HostLink, SharedPodNames, Metrics),
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,
     tell: mpsc::Sender<PodEvent>,
     inputs: mpsc::Sender<Input>,
