@@ -80,7 +80,8 @@ fn events() -> impl Strategy<Value = Event> {
         1 => any::<usize>().prop_map(Event::ProcessStarts),
         1 => Just(Event::AllProcessesEnd),
         1 => (call, 1_u32..8).prop_map(|(call, times)| Event::CallsFail(call, times)),
-        1 => any::<(bool, bool)>().prop_map(|(with_checkpoint, in_change)| Event::AgentRestarts { with_checkpoint, in_change }),
+        1 => any::<(bool, bool)>()
+            .prop_map(|(with_checkpoint, in_change)| Event::AgentRestarts { with_checkpoint, in_change }),
         1 => any::<usize>().prop_map(Event::CreateByHand),
         8 => Just(Event::Reconcile),
         6 => Just(Event::PerformOrder),
@@ -155,7 +156,10 @@ proptest! {
     /// Nothing in use is ever removed, which every change checks. Once it is free, the spec is
     /// applied, and further rounds change nothing.
     #[test]
-    fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(sequence in prop::collection::vec(events(), 1..120), last in prop::collection::vec(0..PLACES.len(), 0..5)) {
+    fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
+        sequence in prop::collection::vec(events(), 1..120),
+        last in prop::collection::vec(0..PLACES.len(), 0..5),
+    ) {
         let mut node = TestNode::new("H100-80");
         node.set_spec(vec![]);
         for event in &sequence {
@@ -170,7 +174,8 @@ proptest! {
         node.allocated.clear();
         node.now += GRACE;
         node.run_until_applied();
-        prop_assert!(node.has_instances(&wanted.iter().map(|&(name, start, _)| (name, start)).collect::<Vec<_>>()), "{:?} {:?}", node.steps(), node.gpu.lock().instances());
+        let expected: Vec<_> = wanted.iter().map(|&(profile, start, _)| (profile, start)).collect();
+        prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.steps(), node.gpu.lock().instances());
         prop_assert!(node.applied(), "{:?}", node.steps());
         node.gpu.lock().calls.clear();
         (0..10).for_each(|_| node.run_round());
