@@ -76,15 +76,16 @@ impl HostLink {
             let name = entry.file_name();
             if name.to_str().is_some_and(|id| !keep(id)) {
                 // A socket in it is left over from a door that is closed.
-                if let Err(error) = fs::remove_dir_all(entry.path()) {
-                    tracing::warn!(%error, path = %entry.path().display(), "failed to remove the directory of an ended allocation");
+                let path = entry.path();
+                if let Err(error) = fs::remove_dir_all(&path) {
+                    tracing::warn!(%error, path = %path.display(), "failed to remove the directory of an ended allocation");
                 }
             }
         }
     }
 
-    /// Reads the state of the MPS host once. Does not block: connecting to a Unix socket and reading
-    /// a file return at once.
+    /// Reads the state of the MPS host once. Does not block: connecting to a Unix socket and
+    /// reading a file return at once.
     pub fn read_view(&self) -> HostView {
         let alive = std::os::unix::net::UnixStream::connect(self.paths.socket()).is_ok();
         self.read_status(alive)

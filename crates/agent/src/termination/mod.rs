@@ -355,7 +355,9 @@ mod tests {
             let start = Instant::now();
             let name = |pod: usize| format!("p{pod}");
             let mut pods = TerminatingPods::default();
-            (0..6).for_each(|pod| { pods.observe(PodObservation { sleep: secs(0), ..observation(&name(pod), None) }, start); });
+            for pod in 0..6 {
+                pods.observe(PodObservation { sleep: secs(0), ..observation(&name(pod), None) }, start);
+            }
             let (mut stopped, mut daemons, mut terminated) = ([false; 12], [Behaviour::Work; 2], [false; 12]);
             let (mut deleted, mut reported, mut overdue_since) = ([false; 6], [false; 12], [None; 12]);
             let mut terminations = Terminations::default();
@@ -376,7 +378,8 @@ mod tests {
                     Step::Daemon { device, behaviour } => daemons[device] = behaviour,
                     Step::Nothing => {}
                 }
-                let key = |index: usize| ClientKey { device: index.rem_euclid(2).to_string(), pid: u32::try_from(index).unwrap() };
+                let pid = |index: usize| u32::try_from(index).unwrap();
+                let key = |index: usize| ClientKey { device: index.rem_euclid(2).to_string(), pid: pid(index) };
                 for device in 0..2 {
                     if daemons[device] != Behaviour::Hang && let Some(index) = hanging[device].take() {
                         terminations.record(&key(index), &Outcome::Failed("hung".into()), now);
@@ -386,7 +389,8 @@ mod tests {
                     let client = |index: usize| {
                         let (pod, deadlines) = pods.find(&[name(index / 2)], None)?;
                         let survives_sigterm = index.is_multiple_of(3);
-                        Some(Client { key: key(index), pod: pod.into(), deadlines, survives_sigterm, stopped: stopped[index] })
+                        let (key, stopped) = (key(index), stopped[index]);
+                        Some(Client { key, pod: pod.into(), deadlines, survives_sigterm, stopped })
                     };
                     let decision = terminations.decide((0..12).filter_map(client).collect(), now);
                     for (client, _) in &decision.report {
@@ -415,7 +419,8 @@ mod tests {
                     }
                 }
                 for index in 0..12 {
-                    let due = pods.find(&[name(index / 2)], None).map(|(_, deadlines)| deadlines.due(index.is_multiple_of(3)));
+                    let found = pods.find(&[name(index / 2)], None);
+                    let due = found.map(|(_, deadlines)| deadlines.due(index.is_multiple_of(3)));
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;

@@ -13,8 +13,8 @@ const RETENTION: Duration = Duration::from_secs(300);
 /// program time to finish its work.
 const AGENT_SLEEP: Duration = Duration::from_secs(2);
 /// Clients that survive SIGTERM are terminated this long before the grace period ends.
-/// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed attempts
-/// are repeated.
+/// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed
+/// attempts are repeated.
 const MARGIN: Duration = Duration::from_secs(2);
 /// The margin is at most a quarter of the grace period.
 const MARGIN_PART: u32 = 4;
@@ -42,7 +42,8 @@ pub struct PodObservation {
 pub struct Deletion {
     /// The grace period.
     pub grace: Duration,
-    /// What is left of the grace period by the API server's clock, which may differ from the node's.
+    /// What is left of the grace period by the API server's clock, which may differ from the
+    /// node's.
     pub left: Duration,
 }
 
@@ -66,16 +67,16 @@ impl Deadlines {
         Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 
-    /// Moves the end to an earlier time. Nothing becomes due later, although a shorter grace period has a
-    /// smaller margin.
+    /// Moves the end to an earlier time. Nothing becomes due later, although a shorter grace period
+    /// has a smaller margin.
     fn shortened(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
         let Self { due: (_, last), end, .. } = Self::new(since, before.min(end), grace, Duration::ZERO);
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// When a client has to be terminated: before the kubelet sends SIGTERM if that ends the client,
-    /// else a margin before the grace period ends.
+    /// When a client has to be terminated: before the kubelet sends SIGTERM if that ends the
+    /// client, else a margin before the grace period ends.
     pub fn due(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
@@ -128,8 +129,8 @@ impl TerminatingPods {
         changed
     }
 
-    /// Notes that the API server has removed a pod: after its programs have ended, or by force while
-    /// they may still run. Returns whether that changes anything.
+    /// Notes that the API server has removed a pod: after its programs have ended, or by force
+    /// while they may still run. Returns whether that changes anything.
     pub fn removed(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };

@@ -62,8 +62,8 @@ impl Periods {
         self.0.is_empty()
     }
 
-    /// Index of the group in which the kubelet terminates pods of this priority. Pods below the lowest
-    /// priority belong to the first group.
+    /// Index of the group in which the kubelet terminates pods of this priority. Pods below the
+    /// lowest priority belong to the first group.
     fn group(&self, priority: i32) -> usize {
         self.0.iter().rposition(|period| period.priority <= priority).unwrap_or(0)
     }
@@ -113,7 +113,8 @@ impl Shutdown {
         Self { periods, ..Self::default() }
     }
 
-    /// Adds or updates a pod. Returns its observation, with a deletion if the shutdown terminates it.
+    /// Adds or updates a pod. Returns its observation, with a deletion if the shutdown terminates
+    /// it.
     pub fn observe(&mut self, uid: &str, pod: Pod, now: Instant) -> Option<PodObservation> {
         let observation = self.observation(&pod, now);
         if !self.periods.is_empty() {

@@ -197,8 +197,8 @@ impl Machine {
         kill(&mut self.host);
     }
 
-    /// Reboots the node: ends all processes, clears what a boot clears, and marks the checkpoint as one
-    /// of an earlier boot.
+    /// Reboots the node: ends all processes, clears what a boot clears, and marks the checkpoint as
+    /// one of an earlier boot.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
         self.stop_host();
@@ -385,13 +385,14 @@ pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
     }
 }
 
-/// A pod that is bound to the node. Its one container requests shares, which have a reservation on a
-/// device.
+/// A pod that is bound to the node. Its one container requests shares, which have a reservation on
+/// a device.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
     let placement =
         serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS, "units": shares, "device": device}]}});
+    let annotations = serde_json::json!({"cleave.dev/placement": placement.to_string()});
     serde_json::json!({
-        "metadata": {"name": name, "namespace": "ns", "uid": name, "annotations": {"cleave.dev/placement": placement.to_string()}},
+        "metadata": {"name": name, "namespace": "ns", "uid": name, "annotations": annotations},
         "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS: shares.to_string()}}}]},
         "status": {"phase": "Pending"},
     })

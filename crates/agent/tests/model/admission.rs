@@ -190,8 +190,8 @@ impl Node {
         Ok(())
     }
 
-    /// A pod may get the shares reserved for another pod of the same size. The ledger then swaps the
-    /// reservations.
+    /// A pod may get the shares reserved for another pod of the same size. The ledger then swaps
+    /// the reservations.
     fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
         let ask = parts(&pod.containers)[number].ask;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.ask == ask;

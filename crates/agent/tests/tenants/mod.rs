@@ -137,10 +137,11 @@ impl Node {
 }
 
 fn pod(name: &str, uid: &str, letter: char) -> Value {
+    let container_id = format!("containerd://{}", container_id(letter));
     json!({
         "metadata": {"name": name, "namespace": "ns", "uid": uid},
         "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS: "1"}}}]},
-        "status": {"phase": "Running", "containerStatuses": [{"name": "c", "containerID": format!("containerd://{}", container_id(letter))}]},
+        "status": {"phase": "Running", "containerStatuses": [{"name": "c", "containerID": container_id}]},
     })
 }
 

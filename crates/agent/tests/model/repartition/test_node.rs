@@ -169,8 +169,8 @@ impl TestNode {
         devices.filter(exists).collect()
     }
 
-    /// GPU instance id and first slice of each MIG device, by UUID. A GPU instance without a compute
-    /// instance is not a device, and no process can use it.
+    /// GPU instance id and first slice of each MIG device, by UUID. A GPU instance without a
+    /// compute instance is not a device, and no process can use it.
     pub(super) fn mig_devices(&self) -> BTreeMap<String, (u32, u32)> {
         let gpu = self.gpu.lock().describe();
         let devices = gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty());
