@@ -159,28 +159,9 @@ impl Usage {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    pub(crate) use crate::fixtures::{MPS, allocation, held};
 
-    pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
     const GRACE: Duration = Duration::from_secs(30);
-
-    pub(crate) fn held(pod: &str, ids: &[&str]) -> HeldDevices {
-        HeldDevices {
-            namespace: "ns".into(),
-            pod: pod.into(),
-            container: "c".into(),
-            resource: MPS.into(),
-            ids: ids.iter().map(|&id| id.to_owned()).collect(),
-        }
-    }
-
-    pub(crate) fn allocation(ids: &[&str]) -> Allocation {
-        Allocation {
-            resource: MPS.into(),
-            ids: ids.iter().map(|&id| id.to_owned()).collect(),
-            devices: vec!["GPU-a".into()],
-            mps: None,
-        }
-    }
 
     fn nobody(_: &str) -> bool {
         false

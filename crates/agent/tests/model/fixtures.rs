@@ -1,4 +1,5 @@
-//! Fixtures of the model tests.
+//! Fixtures of the unit tests and the model tests.
+#![allow(dead_code, reason = "unit tests and model tests use different parts")]
 use std::collections::BTreeMap;
 use std::time::Instant;
 
