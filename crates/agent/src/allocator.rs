@@ -17,7 +17,7 @@ use crate::cdi;
 use crate::container_edits::{ContainerEdits, ContainerSettings};
 use crate::event::NodeEvent;
 use crate::metrics::Metrics;
-use crate::mps::link::Link;
+use crate::mps::link::HostLink;
 
 /// How long a container's start waits for its door. The kubelet gives up after 30 s and retries.
 const START: Duration = Duration::from_secs(25);
@@ -37,7 +37,7 @@ pub(crate) const MAX_EVENTS: usize = 16;
 pub struct Allocator {
     table: Mutex<AllocationTable>,
     settings: ContainerSettings,
-    link: Link,
+    link: HostLink,
     metrics: Metrics,
     /// Notified when slices were allocated: files and status have to follow soon.
     pub allocated: Notify,
@@ -49,7 +49,7 @@ pub struct Allocator {
 
 impl Allocator {
     /// Creates an allocator that answers from this table.
-    pub fn new(table: AllocationTable, settings: ContainerSettings, link: Link, metrics: Metrics) -> Self {
+    pub fn new(table: AllocationTable, settings: ContainerSettings, link: HostLink, metrics: Metrics) -> Self {
         let (allocated, starting, pending_changes) = (Notify::new(), Notify::new(), watch::channel(()).0);
         Self { table: Mutex::new(table), settings, link, metrics, allocated, starting, pending_changes }
     }
@@ -92,7 +92,7 @@ impl Allocator {
         table.allocations.insert(allocation.clone(), Instant::now());
         drop(table);
         if allocation.mps.is_some()
-            && let Err(error) = self.link.make_folder(&allocation.id())
+            && let Err(error) = self.link.create_directory(&allocation.id())
         {
             // Not fatal for the pod: the start of its container tries again and reports the error.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
@@ -145,9 +145,11 @@ impl Allocator {
         }
         self.starting.notify_one();
         let id = allocation.id();
-        self.link.make_folder(&id).map_err(|error| format!("cannot create the allocation's directory: {error}"))?;
+        self.link
+            .create_directory(&id)
+            .map_err(|error| format!("cannot create the allocation's directory: {error}"))?;
         let timeout_ms = u64::try_from(START.as_millis()).unwrap_or(u64::MAX);
-        match self.link.ask(&Request::Await { allocation: id, timeout_ms }, START).await? {
+        match self.link.request(&Request::Await { allocation: id, timeout_ms }, START).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
             Reply::Status(_) | Reply::NoContext => Err("the MPS host sent an unexpected answer".into()),
@@ -164,7 +166,7 @@ pub(crate) mod tests {
 
     pub(crate) fn allocator(table: AllocationTable) -> Allocator {
         let settings = ContainerSettings::new(&parse(&[]).unwrap());
-        Allocator::new(table, settings, Link::new(Paths::new("/proc/none")), Metrics::new())
+        Allocator::new(table, settings, HostLink::new(Paths::new("/proc/none")), Metrics::new())
     }
 
     impl Allocator {

@@ -31,6 +31,10 @@
 //! across an await or I/O. The main loop is notified afterwards. A separate task terminates the
 //! programs of terminating pods, and waits for no other task. The first device lists come from the
 //! checkpoint, before NVML, PodResources and the API server have answered.
+// The fixtures are also part of the model tests, which name this crate.
+#[cfg(test)]
+extern crate self as cleave_agent;
+
 pub mod act;
 pub mod allocation;
 pub mod allocator;
@@ -43,6 +47,9 @@ pub mod container_edits;
 pub mod device_plugin;
 pub mod event;
 mod files;
+#[cfg(test)]
+#[path = "../tests/model/fixtures.rs"]
+mod fixtures;
 pub mod gpu;
 pub mod metrics;
 pub mod mps;

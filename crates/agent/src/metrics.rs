@@ -12,7 +12,7 @@ use prometheus_client::registry::Registry;
 
 use crate::gpu::mig::{self, Change};
 use crate::gpu::xid::Class;
-use crate::tenants::judge::Usage;
+use crate::tenants::violations::Usage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct AllocateLabels {
@@ -330,7 +330,7 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tenants::judge::Tenant;
+    use crate::tenants::violations::Tenant;
 
     #[test]
     fn series_of_gone_tenants_are_removed_and_unlimited_tenants_have_no_limit() {

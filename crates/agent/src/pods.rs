@@ -16,7 +16,7 @@ use serde::de::IgnoredAny;
 
 use crate::allocation::pending::{BoundPod, ContainerRequest};
 use crate::tenants::names::PodName;
-use crate::termination::pods::{Deletion, Seen, TerminatingPods};
+use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
 /// Grace period in seconds of a pod whose object names none. The API server fills in the same.
@@ -123,7 +123,7 @@ impl PodObject {
     }
 
     /// How far the pod's termination is.
-    fn termination(&self, bound: &BoundPod, now: Timestamp) -> Seen {
+    fn termination(&self, bound: &BoundPod, now: Timestamp) -> PodObservation {
         let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let PodObject { metadata, spec, .. } = self;
         // An init container that is not a sidecar has no hooks.
@@ -136,7 +136,7 @@ impl PodObject {
             left: Duration::try_from(end.0.duration_since(now)).unwrap_or_default(),
         });
         let name = format!("{}/{}", bound.namespace, bound.name);
-        Seen { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
+        PodObservation { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
     }
 
     /// Records how far the pod's termination is. Returns whether that changed.
@@ -147,20 +147,20 @@ impl PodObject {
         let bound = self.bound(node).filter(|_| !is_mirror);
         let now = Instant::now();
         let seen = if self.has_ended() {
-            shutdown.ended(uid);
+            shutdown.remove(uid);
             None
         } else {
             let grace = self.spec.termination_grace_period_seconds.unwrap_or(USUAL_GRACE);
             let pod = shutdown::Pod {
                 priority: self.spec.priority,
                 grace: Duration::from_secs(u64::try_from(grace).unwrap_or(0)),
-                seen: bound.map(|bound| self.termination(&bound, Timestamp::now())),
+                observation: bound.map(|bound| self.termination(&bound, Timestamp::now())),
             };
-            shutdown.pod(uid, pod, now)
+            shutdown.observe(uid, pod, now)
         };
         match seen {
-            Some(seen) => terminating.saw(seen, now),
-            None => !is_mirror && terminating.ended(uid),
+            Some(seen) => terminating.observe(seen, now),
+            None => !is_mirror && terminating.finished(uid),
         }
     }
 

@@ -1,5 +1,6 @@
-//! The agent as a process, between a fake kubelet, the MPS host, and simulated GPUs and MPS.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test says by a panic what it did not find")]
+//! Tests of the agent as a process with a fake kubelet, the MPS host, simulated GPUs and simulated
+//! MPS.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails with a panic")]
 mod faults;
 mod health;
 mod machine;
@@ -13,7 +14,7 @@ use std::os::unix::fs::symlink;
 use machine::{MPS, Machine, SLICED, WHOLE, held, ids, kill_pid, mps, pod, sliced};
 
 #[tokio::test]
-async fn one_node_serves_whole_gpus_shares_and_turns_at_once_and_a_share_is_bound_by_its_limits() {
+async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of_shares() {
     let machine = Machine::running(&["3xH200"], |gpus| vec![mps(&gpus[0], 10), sliced(&gpus[1], 4)]);
     let [first, second, third] = [0, 1, 2].map(|gpu| machine.uuids[gpu].clone());
     machine.healthy(MPS, 10).await;
@@ -36,9 +37,9 @@ async fn one_node_serves_whole_gpus_shares_and_turns_at_once_and_a_share_is_boun
     );
     assert_eq!(seen["uuid"], first);
 
-    let turn = machine.kubelet.allocate(SLICED, &[&format!("{second}::1")]).await.unwrap();
-    assert_eq!(turn.envs.get("NVIDIA_VISIBLE_DEVICES"), Some(&second));
-    assert!(turn.mounts.is_empty() && !turn.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"));
+    let replica = machine.kubelet.allocate(SLICED, &[&format!("{second}::1")]).await.unwrap();
+    assert_eq!(replica.envs.get("NVIDIA_VISIBLE_DEVICES"), Some(&second));
+    assert!(replica.mounts.is_empty() && !replica.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"));
     let whole = machine.kubelet.allocate(WHOLE, &[&format!("{third}::0")]).await.unwrap();
     assert_eq!(machine.client(&whole, &[])["sms"].as_u64(), Some(132));
 
@@ -54,84 +55,84 @@ async fn one_node_serves_whole_gpus_shares_and_turns_at_once_and_a_share_is_boun
 }
 
 #[tokio::test]
-async fn what_cannot_be_granted_is_refused_with_a_sentence_and_disturbs_nothing() {
+async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
     let machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
     machine.healthy(MPS, 8).await;
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
-    for (wrong, says) in [
-        (vec![a.as_str(), b.as_str()], "cannot come from 2 GPUs"),
-        (vec![a.as_str(), a.as_str()], "is requested twice"),
+    for (ids, expected) in [
+        (vec![a.as_str(), b.as_str()], "cannot be shares of 2 GPUs"),
+        (vec![a.as_str(), a.as_str()], "is there twice"),
         (vec!["GPU-none::0"], "is not a device of"),
         (vec![], "at least one"),
     ] {
-        let refusal = machine.kubelet.allocate(MPS, &wrong).await.unwrap_err();
-        assert!(refusal.message().contains(says), "{refusal:?}");
+        let refusal = machine.kubelet.allocate(MPS, &ids).await.unwrap_err();
+        assert!(refusal.message().contains(expected), "{refusal:?}");
     }
     machine.kubelet.allocate(MPS, &[&a]).await.unwrap();
     machine.until("the event", || (machine.events() == ["SharesSplit"]).then_some(())).await;
 }
 
 #[tokio::test]
-async fn a_request_is_answered_with_the_gpu_on_which_its_pod_is_held_though_the_kubelet_is_first_to_know_the_pod() {
+async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_the_pod_late() {
     let mut machine = Machine::new(&["2xH200"]);
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
-    machine.want("first", vec![mps(&first, 10), mps(&second, 10)]);
-    machine.pods_are(&[]);
+    machine.set_spec("first", vec![mps(&first, 10), mps(&second, 10)]);
+    machine.set_pods(&[]);
     machine.start_host();
     machine.start_agent(&[]);
     machine.healthy(MPS, 20).await;
     let all = [ids(&first, 0..10), ids(&second, 0..10)].concat();
     let all: Vec<&str> = all.iter().map(String::as_str).collect();
-    let (asked, ()) = tokio::join!(machine.kubelet.preferred(MPS, &all, &[], 3), async {
-        machine.pods_are(&[pod("a", 3, &second), pod("b", 4, &first), pod("c", 3, &first)]);
+    let (preferred, ()) = tokio::join!(machine.kubelet.preferred(MPS, &all, &[], 3), async {
+        machine.set_pods(&[pod("a", 3, &second), pod("b", 4, &first), pod("c", 3, &first)]);
     });
-    let asked = asked.unwrap();
+    let preferred = preferred.unwrap();
     let device = |ids: &[String]| ids[0].split("::").next().unwrap().to_owned();
-    machine.kubelet.allocate(MPS, &asked.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
-    let free: Vec<&str> = all.iter().copied().filter(|id| !asked.iter().any(|taken| taken == id)).collect();
+    machine.kubelet.allocate(MPS, &preferred.iter().map(String::as_str).collect::<Vec<_>>()).await.unwrap();
+    let free: Vec<&str> = all.iter().copied().filter(|id| !preferred.iter().any(|taken| taken == id)).collect();
     let other = machine.kubelet.preferred(MPS, &free, &[], 3).await.unwrap();
     assert_eq!(
-        [device(&asked), device(&other)].into_iter().collect::<std::collections::BTreeSet<_>>(),
+        [device(&preferred), device(&other)].into_iter().collect::<std::collections::BTreeSet<_>>(),
         [first.clone(), second.clone()].into(),
-        "each of the two that ask for three has what is held for one of them, and the second not what the first was given"
+        "the two requests for three shares get the two reservations of that size, one each"
     );
     let four = machine.kubelet.preferred(MPS, &free, &[], 4).await.unwrap();
     assert_eq!(device(&four), first);
-    // Nobody asks for nine: the kubelet has its answer all the same.
+    // No pod requests nine shares. The kubelet gets an answer all the same.
     let nine = machine.kubelet.preferred(MPS, &all, &[], 9).await.unwrap();
     assert_eq!(nine.len(), 9);
 }
 
 #[tokio::test]
-async fn a_change_of_an_idle_gpu_happens_in_the_open_stream_and_one_in_use_waits_for_its_pod() {
+async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_waits_for_its_pod() {
     let machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
     let before = machine.healthy(MPS, 20).await;
     let used = ids(&machine.uuids[0], [7]);
     machine.kubelet.allocate(MPS, &[&used[0]]).await.unwrap();
     machine.pods.hold(&[held("train", MPS, &used)]);
-    machine.want("second", vec![mps(&machine.uuids[0], 5), mps(&machine.uuids[1], 5)]);
+    machine.set_spec("second", vec![mps(&machine.uuids[0], 5), mps(&machine.uuids[1], 5)]);
     machine.healthy(MPS, 15).await;
     let status =
         machine.status("waiting", |status| status.steps.iter().any(|step| step.message.contains("ns/train"))).await;
-    assert_eq!(status.plan_id, "", "the node is not as planned");
+    assert_eq!(status.plan_id, "", "the plan is not applied");
     assert_eq!(status.steps.iter().find(|step| step.gpu == machine.uuids[0]).unwrap().result, "Waiting");
     machine.pods.hold(&[]);
     let after = machine.healthy(MPS, 10).await;
     machine.status("applied", |status| status.plan_id == "second").await;
-    assert_eq!(after.registrations.len(), before.registrations.len(), "nothing was registered again");
-    // A resource that nothing serves any more ends; another begins.
-    machine.want("third", vec![]);
+    assert_eq!(after.registrations.len(), before.registrations.len(), "no resource was registered again");
+    // The stream of a resource that is not served any more ends. Another resource starts.
+    machine.set_spec("third", vec![]);
     machine.healthy(WHOLE, 2).await;
     machine
         .seen("the end of the shares", |seen| seen.endpoints.get(MPS).is_none_or(|endpoint| !endpoint.connected))
         .await;
     machine.until("the end of the daemons", || machine.host_status()?.daemons.is_empty().then_some(())).await;
     let show = machine.simgpu(&["show"]);
-    assert!(!show.contains("Exclusive"), "the compute mode was put back: {show}");
+    assert!(!show.contains("Exclusive"), "the compute mode was restored: {show}");
 }
 
 #[tokio::test]
-async fn a_killed_agent_comes_back_to_the_same_ids_allocations_and_daemons() {
+async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
     machine.healthy(MPS, 10).await;
     let uuid = machine.uuids[0].clone();
@@ -148,38 +149,44 @@ async fn a_killed_agent_comes_back_to_the_same_ids_allocations_and_daemons() {
         })
         .await;
 
-    for round in ["with its checkpoint", "with a damaged one", "with one of a newer version", "with none"] {
+    for checkpoint_state in ["intact", "damaged", "of a newer version", "missing"] {
         machine.kill_agent();
         machine.seen("the end of the stream", |seen| !seen.endpoints[MPS].connected).await;
         let checkpoint = machine.path("state/agent.json");
-        match round {
-            "with a damaged one" => fs::write(&checkpoint, "{\"version\":1,").unwrap(),
-            "with one of a newer version" => fs::write(&checkpoint, "{\"version\":99}").unwrap(),
-            "with none" => fs::remove_file(&checkpoint).unwrap(),
+        match checkpoint_state {
+            "damaged" => fs::write(&checkpoint, "{\"version\":1,").unwrap(),
+            "of a newer version" => fs::write(&checkpoint, "{\"version\":99}").unwrap(),
+            "missing" => fs::remove_file(&checkpoint).unwrap(),
             _ => {}
         }
-        // No API server either: the spec comes back later.
+        // The API server does not answer at first: the spec arrives later.
         fs::rename(machine.path("spec/spec.json"), machine.path("spec/kept.json")).unwrap();
         machine.start_agent(&[]);
-        if round == "with its checkpoint" {
+        if checkpoint_state == "intact" {
             let seen = machine
-                .seen(round, |seen| seen.endpoints[MPS].connected && !seen.endpoints[MPS].devices.is_empty())
+                .seen(checkpoint_state, |seen| seen.endpoints[MPS].connected && !seen.endpoints[MPS].devices.is_empty())
                 .await;
-            assert_eq!(seen.endpoints[MPS].healthy().len(), 10, "never below what runs");
+            assert_eq!(seen.endpoints[MPS].healthy().len(), 10, "all shares stay healthy");
         }
         fs::rename(machine.path("spec/kept.json"), machine.path("spec/spec.json")).unwrap();
-        machine.seen(round, |seen| seen.endpoints[MPS].connected).await;
+        machine.seen(checkpoint_state, |seen| seen.endpoints[MPS].connected).await;
         machine.healthy(MPS, 10).await;
         machine
-            .status(round, |status| status.gpus[0].allocations.first().is_some_and(|row| row.memory_mib == Some(2000)))
+            .status(checkpoint_state, |status| {
+                status.gpus[0].allocations.first().is_some_and(|row| row.memory_mib == Some(2000))
+            })
             .await;
-        assert_eq!(machine.desired().unwrap(), desired, "{round}");
-        assert_eq!(machine.host_status().unwrap().daemons[&uuid].pid, daemon, "{round}: the daemon was not touched");
+        assert_eq!(machine.desired().unwrap(), desired, "{checkpoint_state}");
+        assert_eq!(
+            machine.host_status().unwrap().daemons[&uuid].pid,
+            daemon,
+            "{checkpoint_state}: the daemon was not restarted"
+        );
     }
 }
 
 #[tokio::test]
-async fn after_a_reboot_the_last_spec_is_served_and_containers_find_their_doors_though_no_api_server_answers() {
+async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_reopen() {
     let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 10), mps(&gpus[1], 10)]);
     machine.healthy(MPS, 20).await;
     let used = ids(&machine.uuids[0], [2, 3]);
@@ -203,13 +210,13 @@ async fn after_a_reboot_the_last_spec_is_served_and_containers_find_their_doors_
         let endpoint = &seen.endpoints[MPS];
         endpoint.connected && endpoint.devices.len() == 20
     };
-    machine.seen("what was served before", all).await;
+    machine.seen("the shares of before", all).await;
     machine.start_host();
-    // What a boot heals is over too.
+    // The reboot has cleared the fault.
     machine.healthy(MPS, 20).await;
-    assert_eq!(machine.desired().unwrap(), desired, "daemons and doors are those of before");
-    // The kubelet starts a container again with what it was answered before the boot, and asks only
-    // whether it may.
+    assert_eq!(machine.desired().unwrap(), desired, "the same daemons and doors");
+    // The kubelet restarts a container with the answer from before the reboot. It only calls
+    // PreStartContainer.
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     let seen = machine.client(&given, &[]);
     assert_eq!(
@@ -218,74 +225,77 @@ async fn after_a_reboot_the_last_spec_is_served_and_containers_find_their_doors_
         "{seen}"
     );
     let text = fs::read_to_string(machine.path("agent.log")).unwrap();
-    assert!(text.contains("failed to configure a client for the API server"), "an API server was there");
+    assert!(text.contains("there is no way to the API server yet"), "the agent found an API server");
 }
 
 #[tokio::test]
-async fn a_second_agent_waits_and_takes_over_when_the_first_has_ended() {
+async fn a_second_agent_waits_until_the_first_has_ended() {
     let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 10)]);
     machine.healthy(MPS, 10).await;
     let uuid = machine.uuids[0].clone();
     machine.start_second_agent();
     let log = machine.path("agent.log");
     let waits =
-        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to exit").then_some(());
-    machine.until("the second says that it waits", waits).await;
+        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to end").then_some(());
+    machine.until("the second agent waits", waits).await;
     let used = ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
     machine.kubelet.allocate(MPS, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS, &wanted).await.unwrap();
     machine.pods.hold(&[held("p", MPS, &used)]);
-    let told =
+    let reported =
         |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
-    machine.status("the first tells of it", told).await;
+    machine.status("the first agent reports it", reported).await;
     let desired = machine.desired().unwrap();
     assert_eq!(desired.allocations.len(), 1);
     let before = machine.healthy(MPS, 10).await.registrations.len();
     machine.kill_first_agent();
-    let over = |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
-    machine.seen("the second registers", over).await;
+    let registered =
+        |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
+    machine.seen("the second agent registers", registered).await;
     machine.healthy(MPS, 10).await;
     assert_eq!(machine.desired().unwrap(), desired);
 }
 
 #[tokio::test]
-async fn a_killed_agent_is_started_again_by_its_parent_which_goes_on() {
+async fn the_supervisor_restarts_a_killed_agent() {
     let mut machine = Machine::new(&["H200"]);
-    machine.want("first", vec![mps(&machine.uuids[0], 10)]);
+    machine.set_spec("first", vec![mps(&machine.uuids[0], 10)]);
     machine.start_host();
     machine.start_supervised_agent();
     for _ in 0..3 {
         let before = machine.healthy(MPS, 10).await.registrations.len();
-        let agent = machine.until("the agent's process", || machine.supervised()).await;
+        let agent = machine.until("the agent's process", || machine.supervised_pid()).await;
         kill_pid(agent);
-        let back =
+        let registered =
             |seen: &cleave_kubelet::fake::Seen| seen.registrations.len() > before && seen.endpoints[MPS].connected;
-        machine.seen("another registration", back).await;
-        assert_ne!(machine.supervised(), Some(agent));
+        machine.seen("another registration", registered).await;
+        assert_ne!(machine.supervised_pid(), Some(agent));
     }
     machine.healthy(MPS, 10).await;
-    assert!(machine.stop_agent().success(), "told to stop, it ends without an error");
+    assert!(machine.stop_agent().success(), "on SIGTERM it ends without an error");
 }
 
 #[tokio::test]
-async fn a_daemon_that_is_away_for_a_moment_is_told_by_events_alone_and_one_that_is_for_longer_by_its_shares() {
+async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealthy_shares() {
     let mut machine = Machine::running(&["2xH200"], |gpus| vec![mps(&gpus[0], 4), mps(&gpus[1], 4)]);
     machine.healthy(MPS, 8).await;
     let uuid = machine.uuids[0].clone();
     let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
     let lists = machine.kubelet.seen().borrow().endpoints[MPS].lists;
-    // The next one listens late.
+    // The next daemon starts slowly.
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
-    machine.status("it is away", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active")).await;
+    machine
+        .status("the absence of the daemon", |status| status.gpus[0].mps.iter().any(|daemon| daemon.state != "Active"))
+        .await;
     let share = ids(&uuid, [0]);
     machine.pods.hold(&[held("p", MPS, &share)]);
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
     machine.until("a new daemon", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(())).await;
     machine.until("the events", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(())).await;
-    assert_eq!(machine.kubelet.seen().borrow().endpoints[MPS].lists, lists, "the kubelet was told");
+    assert_eq!(machine.kubelet.seen().borrow().endpoints[MPS].lists, lists, "the kubelet got no new list");
 
     machine.kill_host();
     machine.healthy(MPS, 0).await;
@@ -296,19 +306,19 @@ async fn a_daemon_that_is_away_for_a_moment_is_told_by_events_alone_and_one_that
 }
 
 #[tokio::test]
-async fn a_container_starts_when_its_door_is_open_and_not_before() {
+async fn a_container_starts_only_after_its_door_is_open() {
     let mut machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
     machine.healthy(MPS, 4).await;
     machine.kill_host();
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(MPS, &[&id]).await.unwrap();
     let allocation = machine.until("the allocation", || machine.desired()?.allocations.keys().next().cloned()).await;
-    let wanted = [id.as_str()];
-    let mut start = Box::pin(machine.kubelet.pre_start(MPS, &wanted));
+    let ids = [id.as_str()];
+    let mut start = Box::pin(machine.kubelet.pre_start(MPS, &ids));
     let door = machine.path("run/alloc").join(&allocation).join("control");
     tokio::select! {
         early = &mut start => panic!("without an MPS host: {early:?}"),
-        () = machine.until("the folder", || door.parent()?.is_dir().then_some(())) => {}
+        () = machine.until("the directory", || door.parent()?.is_dir().then_some(())) => {}
     }
     drop(start);
     machine.start_host();
@@ -317,24 +327,24 @@ async fn a_container_starts_when_its_door_is_open_and_not_before() {
 }
 
 #[tokio::test]
-async fn an_allocation_that_no_pod_holds_goes_with_its_folder() {
+async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
     let machine = Machine::running(&["H200"], |gpus| vec![mps(&gpus[0], 4)]);
     machine.healthy(MPS, 4).await;
-    let [kept, gone] = [0, 1].map(|n| format!("{}::{n}", machine.uuids[0]));
+    let [kept, removed] = [0, 1].map(|n| format!("{}::{n}", machine.uuids[0]));
     machine.pods.hold(&[held("p", MPS, std::slice::from_ref(&kept))]);
-    for id in [&kept, &gone] {
+    for id in [&kept, &removed] {
         machine.kubelet.allocate(MPS, &[id]).await.unwrap();
         machine.kubelet.pre_start(MPS, &[id]).await.unwrap();
     }
-    let folders = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
-    assert_eq!(folders(), Some(2));
-    machine.until("one folder", || (folders()? == 1).then_some(())).await;
+    let directories = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
+    assert_eq!(directories(), Some(2));
+    machine.until("one directory", || (directories()? == 1).then_some(())).await;
     assert_eq!(machine.desired().unwrap().allocations.len(), 1);
     machine.kubelet.pre_start(MPS, &[&kept]).await.unwrap();
 }
 
 #[tokio::test]
-async fn one_lost_gpu_is_one_lost_gpu_and_comes_back() {
+async fn a_lost_gpu_affects_no_others_and_recovers() {
     let machine = Machine::running(&["3xH200"], |gpus| vec![sliced(&gpus[1], 4)]);
     machine.healthy(SLICED, 4).await;
     machine.healthy(WHOLE, 2).await;
@@ -351,7 +361,7 @@ async fn one_lost_gpu_is_one_lost_gpu_and_comes_back() {
 }
 
 #[tokio::test]
-async fn an_xid_of_a_program_says_nothing_and_one_of_the_gpu_takes_all_its_slices() {
+async fn an_xid_of_a_program_is_ignored_and_one_of_the_gpu_makes_all_its_slices_unhealthy() {
     let machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
     machine.healthy(SLICED, 8).await;
     machine.simgpu(&["xid", "0", "13"]);
@@ -363,7 +373,7 @@ async fn an_xid_of_a_program_says_nothing_and_one_of_the_gpu_takes_all_its_slice
 }
 
 #[tokio::test]
-async fn a_driver_that_hangs_holds_nobody_up() {
+async fn a_hanging_driver_blocks_no_allocations() {
     let machine = Machine::running(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
     machine.healthy(SLICED, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceGetCount", "--seconds", "3600"]);
@@ -371,7 +381,7 @@ async fn a_driver_that_hangs_holds_nobody_up() {
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(SLICED, &[&id]).await.unwrap();
     machine.kubelet.pre_start(SLICED, &[&id]).await.unwrap();
-    let status = machine.status("the driver's silence", |status| !status.gpus[0].health.healthy).await;
+    let status = machine.status("the hanging driver", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "DriverUnavailable");
     assert!(
         status
@@ -384,11 +394,11 @@ async fn a_driver_that_hangs_holds_nobody_up() {
 }
 
 #[tokio::test]
-async fn without_a_driver_the_agent_stays_and_serves_when_one_comes() {
+async fn without_a_driver_the_agent_waits_for_one() {
     let mut machine = Machine::new(&["H200"]);
-    machine.want("first", vec![]);
+    machine.set_spec("first", vec![]);
     let later = machine.path("libnvidia-ml.so.1");
-    let library = machine.library(later.clone());
+    let library = machine.replace_library(later.clone());
     machine.start_agent(&[]);
     let ready = |status: &cleave_api::GpuNodeStatus| {
         status.conditions.iter().find(|c| c.type_ == "Ready").unwrap().reason.clone()
@@ -398,22 +408,22 @@ async fn without_a_driver_the_agent_stays_and_serves_when_one_comes() {
     symlink(library, later).unwrap();
     machine.healthy(WHOLE, 1).await;
     machine.status("serving", |status| ready(status) == "Serving").await;
-    assert!(machine.agent_runs());
+    assert!(machine.agent_is_running());
 }
 
 #[tokio::test]
-async fn told_to_stop_the_agent_ends_without_an_error() {
+async fn on_sigterm_the_agent_ends_without_an_error() {
     let mut machine = Machine::running(&["1xH200"], |gpus| vec![mps(&gpus[0], 10)]);
     machine.healthy(MPS, 10).await;
-    let ended = machine.stop_agent();
-    assert!(ended.success(), "{ended}");
+    let status = machine.stop_agent();
+    assert!(status.success(), "{status}");
 }
 
 #[tokio::test]
-async fn a_driver_without_a_gpu_is_told() {
+async fn a_driver_without_a_gpu_is_reported() {
     let mut machine = Machine::new(&[]);
-    machine.want("first", vec![]);
+    machine.set_spec("first", vec![]);
     machine.start_agent(&[]);
     machine.status("no GPU", |status| status.conditions.iter().any(|condition| condition.reason == "NoGpu")).await;
-    assert!(machine.agent_runs());
+    assert!(machine.agent_is_running());
 }

@@ -163,27 +163,9 @@ impl Usage {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
+    pub(crate) use crate::fixtures::{MPS, allocation, listed};
+
     const GRACE: Duration = Duration::from_secs(30);
-
-    pub(crate) fn listed(pod: &str, ids: &[&str]) -> HeldDevices {
-        HeldDevices {
-            namespace: "ns".into(),
-            pod: pod.into(),
-            container: "c".into(),
-            resource: MPS.into(),
-            ids: ids.iter().map(|&id| id.to_owned()).collect(),
-        }
-    }
-
-    pub(crate) fn allocation(ids: &[&str]) -> Allocation {
-        Allocation {
-            resource: MPS.into(),
-            ids: ids.iter().map(|&id| id.to_owned()).collect(),
-            devices: vec!["GPU-a".into()],
-            mps: None,
-        }
-    }
 
     fn no_clients(_: &str) -> bool {
         false

@@ -361,26 +361,12 @@ fn resource_name(resource: &str) -> Result<String, String> {
 #[cfg(test)]
 pub(crate) mod tests {
     use cleave_api::gpunode::MpsSlices;
-    use cleave_plan::mps::{Threads, memory, threads};
     use cleave_plan::units::{Mebibytes, Sms};
     use proptest::prelude::*;
 
     use super::*;
-
-    pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
-        Gpu {
-            uuid: uuid.into(),
-            index,
-            minor: index,
-            model: "NVIDIA H200".into(),
-            memory: Mebibytes(143_155),
-            sms: Sms(132),
-            pci: format!("0000:{index:02x}:00.0"),
-            numa: Some(index / 4),
-            compute_capability: (9, 0),
-            mig: None,
-        }
-    }
+    use crate::fixtures::mps_partition;
+    pub(crate) use crate::fixtures::{gpu, mps_spec};
 
     /// A GPU with some of the MIG profiles of an H100 with 80 GB.
     pub(crate) fn mig_gpu(uuid: &str, enabled: bool, instances: Vec<MigInstance>) -> Gpu {
@@ -403,29 +389,6 @@ pub(crate) mod tests {
             profile("1g.20gb", 1, 2, &[0, 2, 4, 6]),
         ];
         Gpu { mig: Some(Mig { enabled, pending: None, profiles, instances }), ..gpu(uuid, 0) }
-    }
-
-    pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
-        GpuSpec {
-            uuid: uuid.into(),
-            partition: Partition { mps: Some(mps_partition(units)), ..Partition::default() },
-            ..GpuSpec::default()
-        }
-    }
-
-    pub(crate) fn mps_partition(units: u32) -> MpsPartition {
-        MpsPartition {
-            multi_user: true,
-            compute_mode: ComputeMode::ExclusiveProcess,
-            slices: vec![MpsSlices {
-                resource: "nvidia.com/gpu-mps".into(),
-                count: units,
-                first: 0,
-                memory_mib: (1..=units).map(|k| memory(k, units, Mebibytes(143_155)).0).collect(),
-                threads: (1..=units).filter_map(|k| threads(k, units, Threads::Burst)).map(Percent::get).collect(),
-                max_clients: None,
-            }],
-        }
     }
 
     pub(crate) fn sliced_spec(uuid: &str, replicas: u32) -> GpuSpec {

@@ -1,4 +1,4 @@
-//! The way to the MPS host: the desired file, its status, and requests
+//! The connection to the MPS host: the desired file, the status file and the request socket
 //! ([`cleave_gpu::mps::wire`]).
 use std::fs;
 use std::io;
@@ -10,122 +10,127 @@ use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use super::{View, parse_status};
+use super::{HostView, parse_status};
 use crate::files::{watch_directory, write_atomically};
 
-/// Between looks for an MPS host that is not there.
-const LOOK: Duration = Duration::from_millis(250);
-/// Between looks at the status where inotify cannot be had.
-const LOOK_UNWATCHED: Duration = Duration::from_millis(500);
-/// Between attempts of a request, while the MPS host is away.
-const ASK_AGAIN: Duration = Duration::from_millis(200);
-/// Longest status and longest reply: 64 GPUs with 48 clients each are below 1 MiB.
-const MOST: u64 = 4 << 20;
+/// Pause between attempts to connect to the MPS host.
+const RECONNECT: Duration = Duration::from_millis(250);
+/// Pause between reads of the status file while inotify does not work.
+const POLL: Duration = Duration::from_millis(500);
+/// Pause between attempts of a request.
+const RETRY: Duration = Duration::from_millis(200);
+/// Maximum bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
+const MAX_BYTES: u64 = 4 << 20;
 
-/// Files and socket of the MPS host.
+/// Reads and writes the MPS host's files, and sends requests to its socket.
 #[derive(Debug, Clone)]
-pub struct Link {
+pub struct HostLink {
     paths: Paths,
 }
 
-impl Link {
-    /// Below the run directory.
+impl HostLink {
+    /// Creates a link that uses `paths`. Does not connect.
     pub fn new(paths: Paths) -> Self {
         Self { paths }
     }
 
-    /// Where things are.
+    /// Returns the paths of the files and the socket.
     pub fn paths(&self) -> &Paths {
         &self.paths
     }
 
-    /// What an agent before this one wanted; nothing where that cannot be read.
+    /// Reads the desired file that an earlier agent wrote; `None` if it cannot be read.
     pub fn last_desired(&self) -> Option<Desired> {
         let bytes = fs::read(self.paths.desired()).ok()?;
         match Desired::parse(&bytes) {
             Ok(desired) => Some(desired),
             Err(error) => {
-                tracing::warn!(%error, "the last desired file of the MPS host is no help");
+                tracing::warn!(%error, "ignoring the MPS host's desired file");
                 None
             }
         }
     }
 
-    /// Writes what shall run.
+    /// Writes the desired file.
     pub fn write_desired(&self, desired: &Desired) -> io::Result<()> {
         fs::create_dir_all(self.paths.mps())?;
         write_atomically(&self.paths.desired(), &serde_json::to_vec(desired)?)
     }
 
-    /// Makes the folder of an allocation. It is there already when the same slices are given out
-    /// again.
-    pub fn make_folder(&self, id: &str) -> io::Result<()> {
-        let folder = self.paths.allocation(id);
-        match fs::create_dir(&folder) {
+    /// Creates the directory of an allocation. It exists already if the same slices were allocated
+    /// before.
+    pub fn create_directory(&self, id: &str) -> io::Result<()> {
+        let directory = self.paths.allocation(id);
+        match fs::create_dir(&directory) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => fs::create_dir_all(&folder),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => fs::create_dir_all(&directory),
             result => result,
         }
     }
 
-    /// Removes the folders of allocations for which `keep` is false, where no door is open in them.
-    pub fn sweep_folders(&self, keep: impl Fn(&str) -> bool) {
+    /// Removes the directories of all allocations for which `keep` is false. The caller has to make
+    /// sure that the MPS host serves no door in them.
+    pub fn remove_directories_except(&self, keep: impl Fn(&str) -> bool) {
         let Ok(entries) = fs::read_dir(self.paths.allocations()) else { return };
         for entry in entries.flatten() {
             let name = entry.file_name();
             if name.to_str().is_some_and(|id| !keep(id)) {
-                // A socket that is left belongs to a door that nobody serves any more.
-                if let Err(error) = fs::remove_dir_all(entry.path()) {
-                    tracing::warn!(%error, path = %entry.path().display(), "cannot remove the folder of an allocation that is over");
+                // A socket in it is left over from a door that is closed.
+                let path = entry.path();
+                if let Err(error) = fs::remove_dir_all(&path) {
+                    tracing::warn!(%error, path = %path.display(), "failed to remove the directory of an ended allocation");
                 }
             }
         }
     }
 
-    /// One look, without waiting: a unix socket's connect and a file's read come back at once.
-    pub fn look(&self) -> View {
+    /// Reads the state of the MPS host once. Does not block: connecting to a Unix socket and
+    /// reading a file return at once.
+    pub fn read_view(&self) -> HostView {
         let alive = std::os::unix::net::UnixStream::connect(self.paths.socket()).is_ok();
         self.read_status(alive)
     }
 
-    fn read_status(&self, alive: bool) -> View {
+    fn read_status(&self, alive: bool) -> HostView {
         let path = self.paths.status();
         let bytes = match fs::metadata(&path)
-            .and_then(|meta| if meta.len() > MOST { Ok(Vec::new()) } else { fs::read(&path) })
+            .and_then(|meta| if meta.len() > MAX_BYTES { Ok(Vec::new()) } else { fs::read(&path) })
         {
             Ok(bytes) => bytes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return View { alive, ..View::default() },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return HostView { alive, ..HostView::default() },
             Err(error) => {
-                return View { alive, error: Some(format!("{}: {error}", path.display())), ..View::default() };
+                return HostView { alive, error: Some(format!("{}: {error}", path.display())), ..HostView::default() };
             }
         };
         match parse_status(&bytes) {
-            Ok(status) => View { alive, error: status.error.clone(), status },
-            Err(error) => View { alive, error: Some(format!("{}: {error}", path.display())), ..View::default() },
+            Ok(status) => HostView { alive, error: status.error.clone(), status },
+            Err(error) => {
+                HostView { alive, error: Some(format!("{}: {error}", path.display())), ..HostView::default() }
+            }
         }
     }
 
-    /// Follows the MPS host for ever: its status as inotify tells, its life by a connection that is
-    /// held.
-    pub async fn follow(&self, view: &watch::Sender<View>) {
+    /// Follows the MPS host, forever: its status file through inotify, and its process through an
+    /// open connection.
+    pub async fn follow(&self, view: &watch::Sender<HostView>) {
         if let Err(error) = fs::create_dir_all(self.paths.mps()) {
-            tracing::error!(%error, path = %self.paths.mps().display(), "cannot make the MPS host's directory");
+            tracing::error!(%error, path = %self.paths.mps().display(), "failed to create the MPS host's directory");
         }
-        tokio::join!(self.follow_status(view), self.follow_life(view));
+        tokio::join!(self.follow_status(view), self.follow_process(view));
     }
 
-    async fn follow_status(&self, view: &watch::Sender<View>) {
-        let unwatched = |error| tracing::warn!(%error, "cannot watch the MPS host's status; looking at it instead");
-        // Any change in the folder is a reason to look; an unchanged view is not sent on.
-        watch_directory(&self.paths.mps(), LOOK_UNWATCHED, || self.refresh(view), unwatched).await;
+    async fn follow_status(&self, view: &watch::Sender<HostView>) {
+        let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
+        // Any change in the directory causes a read. An unchanged view is not sent.
+        watch_directory(&self.paths.mps(), POLL, || self.refresh(view), unwatched).await;
     }
 
-    fn refresh(&self, view: &watch::Sender<View>) {
+    fn refresh(&self, view: &watch::Sender<HostView>) {
         let next = self.read_status(view.borrow().alive);
         view.send_if_modified(|view| std::mem::replace(view, next.clone()) != next);
     }
 
-    async fn follow_life(&self, view: &watch::Sender<View>) {
+    async fn follow_process(&self, view: &watch::Sender<HostView>) {
         let set = |alive| {
             view.send_if_modified(|view| std::mem::replace(&mut view.alive, alive) != alive);
         };
@@ -133,8 +138,8 @@ impl Link {
             match UnixStream::connect(self.paths.socket()).await {
                 Ok(mut stream) => {
                     set(true);
-                    // It has nothing to say unasked: this ends with the process, or when it tires
-                    // of the connection.
+                    // The MPS host sends nothing unasked. The read returns when its process ends or
+                    // when it closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     if UnixStream::connect(self.paths.socket()).await.is_err() {
                         set(false);
@@ -142,37 +147,41 @@ impl Link {
                 }
                 Err(_) => set(false),
             }
-            sleep(LOOK).await;
+            sleep(RECONNECT).await;
         }
     }
 
-    /// Asks until it is answered or the deadline is over; an MPS host that is away may come back.
-    pub async fn ask(&self, request: &Request, deadline: Duration) -> Result<Reply, String> {
+    /// Sends a request and returns the reply. Repeats it until `deadline` has passed, since the MPS
+    /// host may be restarting.
+    ///
+    /// # Errors
+    /// There is no reply within `deadline`. The error is a sentence for people.
+    pub async fn request(&self, request: &Request, deadline: Duration) -> Result<Reply, String> {
         let until = Instant::now() + deadline;
         loop {
-            let why = match timeout_at(until, self.ask_once(request)).await {
+            let why = match timeout_at(until, self.request_once(request)).await {
                 Ok(Ok(reply)) => return Ok(reply),
                 Ok(Err(error)) => error.to_string(),
                 Err(_) => return Err(format!("the MPS host did not answer within {deadline:?}")),
             };
-            if Instant::now() + ASK_AGAIN >= until {
+            if Instant::now() + RETRY >= until {
                 return Err(format!("the MPS host of this node does not answer: {why}"));
             }
-            sleep(ASK_AGAIN).await;
+            sleep(RETRY).await;
         }
     }
 
-    async fn ask_once(&self, request: &Request) -> io::Result<Reply> {
+    async fn request_once(&self, request: &Request) -> io::Result<Reply> {
         let mut stream = UnixStream::connect(self.paths.socket()).await?;
         let mut line = serde_json::to_vec(request)?;
         line.push(b'\n');
         stream.write_all(&line).await?;
-        let mut answer = Vec::new();
-        BufReader::new(stream.take(MOST)).read_until(b'\n', &mut answer).await?;
-        if answer.is_empty() {
+        let mut reply = Vec::new();
+        BufReader::new(stream.take(MAX_BYTES)).read_until(b'\n', &mut reply).await?;
+        if reply.is_empty() {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
         }
-        serde_json::from_slice(&answer).map_err(io::Error::other)
+        serde_json::from_slice(&reply).map_err(io::Error::other)
     }
 }
 
@@ -186,7 +195,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const DEADLINE: Duration = Duration::from_secs(20);
 
     fn status(device: &str, state: DaemonState) -> Status {
         let daemon = DaemonStatus {
@@ -202,73 +211,73 @@ mod tests {
         Status { version: VERSION, daemons: BTreeMap::from([(device.to_owned(), daemon)]), ..Status::default() }
     }
 
-    fn link() -> (tempfile::TempDir, Link) {
-        let folder = tempfile::tempdir().unwrap();
-        let link = Link::new(Paths::new(folder.path()));
-        (folder, link)
+    fn link() -> (tempfile::TempDir, HostLink) {
+        let directory = tempfile::tempdir().unwrap();
+        let link = HostLink::new(Paths::new(directory.path()));
+        (directory, link)
     }
 
-    fn write_status(link: &Link, bytes: &[u8]) {
+    fn write_status(link: &HostLink, bytes: &[u8]) {
         fs::create_dir_all(link.paths.mps()).unwrap();
         write_atomically(&link.paths.status(), bytes).unwrap();
     }
 
     #[test]
-    fn a_status_that_cannot_be_read_is_an_error_and_no_daemon_is_active_by_it() {
-        let (_folder, link) = link();
-        assert_eq!(link.look(), View::default());
-        for (bytes, says) in
+    fn an_unreadable_status_is_an_error_and_lists_no_daemons() {
+        let (_directory, link) = link();
+        assert_eq!(link.read_view(), HostView::default());
+        for (bytes, expected) in
             [(&b"{"[..], "EOF"), (br#"{"version":2}"#, "newer MPS host"), (b"[]", "invalid"), (b"\xff", "")]
         {
             write_status(&link, bytes);
-            let view = link.look();
+            let view = link.read_view();
             assert!(view.status.daemons.is_empty());
-            assert!(view.error.as_ref().is_some_and(|error| error.contains(says)), "{view:?}");
+            assert!(view.error.as_ref().is_some_and(|error| error.contains(expected)), "{view:?}");
         }
     }
 
     #[tokio::test]
-    async fn the_host_is_followed_through_its_status_its_end_and_its_return() {
-        let (_folder, link) = link();
-        let (sender, mut view) = watch::channel(View::default());
+    async fn the_host_is_followed_through_a_status_an_end_and_a_restart() {
+        let (_directory, link) = link();
+        let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();
         let task = tokio::spawn(async move { follower.follow(&sender).await });
-        let mut until = async |what: &str, condition: fn(&View) -> bool| {
-            timeout(PATIENCE, view.wait_for(condition)).await.expect(what).expect(what).clone()
+        let mut until = async |what: &str, condition: fn(&HostView) -> bool| {
+            timeout(DEADLINE, view.wait_for(condition)).await.expect(what).expect(what).clone()
         };
         fs::create_dir_all(link.paths.mps()).unwrap();
         let listener = UnixListener::bind(link.paths.socket()).unwrap();
-        let held = listener.accept().await.unwrap();
+        let connection = listener.accept().await.unwrap();
         until("alive", |view| view.alive).await;
         write_status(&link, &serde_json::to_vec(&status("GPU-a", DaemonState::Active)).unwrap());
         until("active", |view| view.status.daemons.contains_key("GPU-a")).await;
-        drop((listener, held));
+        drop((listener, connection));
         let gone = until("gone", |view| !view.alive).await;
-        assert!(gone.status.daemons.contains_key("GPU-a"), "its last word stays");
+        assert!(gone.status.daemons.contains_key("GPU-a"), "its last status stays");
         fs::remove_file(link.paths.socket()).unwrap();
         let _listener = UnixListener::bind(link.paths.socket()).unwrap();
-        until("back", |view| view.alive).await;
+        until("alive again", |view| view.alive).await;
         fs::remove_dir_all(link.paths.mps()).unwrap();
         write_status(&link, &serde_json::to_vec(&status("GPU-b", DaemonState::Active)).unwrap());
-        until("a new folder", |view| view.status.daemons.contains_key("GPU-b")).await;
+        until("a new directory", |view| view.status.daemons.contains_key("GPU-b")).await;
         task.abort();
     }
 
     #[tokio::test]
-    async fn a_request_waits_for_a_host_that_is_away_and_gives_up_at_its_deadline() {
-        let (_folder, link) = link();
+    async fn a_request_is_repeated_until_its_deadline() {
+        let (_directory, link) = link();
         fs::create_dir_all(link.paths.mps()).unwrap();
         let request = Request::Await { allocation: "00".into(), timeout_ms: 1 };
-        let refused = link.ask(&request, Duration::from_millis(1)).await.unwrap_err();
-        assert!(refused.contains("does not answer"), "{refused}");
-        let asking = link.ask(&request, PATIENCE);
+        let failed = link.request(&request, Duration::from_millis(1)).await.unwrap_err();
+        assert!(failed.contains("does not answer"), "{failed}");
+        let asking = link.request(&request, DEADLINE);
         let answering = async {
             let listener = UnixListener::bind(link.paths.socket()).unwrap();
-            // One that breaks off, one that lies, and one that answers.
-            for answer in [&b""[..], b"{\"result\":\"what\"}\n", b"{\"result\":\"done\"}\n"] {
+            // A closed connection, an invalid reply, and a valid one.
+            for reply in [&b""[..], b"{\"result\":\"what\"}\n", b"{\"result\":\"done\"}\n"] {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 BufReader::new(&mut stream).read_until(b'\n', &mut Vec::new()).await.unwrap();
-                stream.write_all(answer).await.unwrap();
+                stream.write_all(reply).await.unwrap();
             }
         };
         let (reply, ()) = tokio::join!(asking, answering);
@@ -276,13 +285,13 @@ mod tests {
     }
 
     #[test]
-    fn folders_of_allocations_come_and_go() {
-        let (_folder, link) = link();
-        link.make_folder("00").unwrap();
-        link.make_folder("00").unwrap();
-        link.make_folder("01").unwrap();
+    fn directories_of_allocations_are_created_and_removed() {
+        let (_directory, link) = link();
+        link.create_directory("00").unwrap();
+        link.create_directory("00").unwrap();
+        link.create_directory("01").unwrap();
         fs::write(link.paths.door("01"), "").unwrap();
-        link.sweep_folders(|id| id == "00");
+        link.remove_directories_except(|id| id == "00");
         assert!(link.paths.allocation("00").is_dir());
         assert!(!link.paths.allocation("01").exists());
     }

@@ -1,30 +1,33 @@
-//! The MPS host as the agent sees it.
+//! The agent's side of its exchange with the MPS host.
 pub mod link;
 
 use cleave_gpu::mps::wire::{Status, VERSION};
 
-/// What is known of the MPS host.
+/// Maximum characters of a parse error. It quotes the status file, and the agent writes it to the
+/// status of the `GpuNode`.
+const MAX_ERROR_CHARS: usize = 300;
+
+/// What the agent knows of the MPS host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct View {
-    /// It answers at its socket.
+pub struct HostView {
+    /// Whether the MPS host accepts connections on its socket.
     pub alive: bool,
-    /// Its last status.
+    /// The last status that the MPS host wrote; empty if it cannot be read.
     pub status: Status,
-    /// Why that cannot be believed, if so.
+    /// Why the status is not usable, if it is not.
     pub error: Option<String>,
 }
 
-/// Reads what the MPS host wrote to its status file.
+/// Parses the status file of the MPS host.
 ///
 /// # Errors
-/// A sentence: it is not of its shape, or of a newer MPS host.
+/// The file is malformed, or a newer MPS host wrote it. The error is a sentence for people.
 pub fn parse_status(bytes: &[u8]) -> Result<Status, String> {
     #[derive(serde::Deserialize)]
     struct Versioned {
         version: u32,
     }
-    // It repeats texts of the file, however long, and is told in a status.
-    let malformed = |error: serde_json::Error| error.to_string().chars().take(300).collect::<String>();
+    let malformed = |error: serde_json::Error| error.to_string().chars().take(MAX_ERROR_CHARS).collect::<String>();
     let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
     if version > VERSION {
         return Err(format!("version {version} of a newer MPS host; this agent reads {VERSION}"));

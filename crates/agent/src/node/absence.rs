@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus};
 
 use crate::gpu::layout::{Layout, Pool};
-use crate::mps::View;
+use crate::mps::HostView;
 
 /// Longest absence of a daemon during which its shares stay Healthy.
 ///
@@ -46,7 +46,7 @@ impl Absences {
     pub fn update<'a>(
         &mut self,
         devices: impl Iterator<Item = &'a String>,
-        view: &View,
+        view: &HostView,
         knows: impl Fn(&str) -> bool,
         now: Instant,
     ) {
@@ -81,7 +81,7 @@ impl Absences {
     }
 }
 
-fn presence(view: &View, device: &str) -> Presence {
+fn presence(view: &HostView, device: &str) -> Presence {
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
         Some(DaemonState::Active) if view.alive => Presence::Serves,
         Some(DaemonState::Active | DaemonState::Starting | DaemonState::Restarting) | None => Presence::Away,

@@ -6,7 +6,7 @@ use cleave_gpu::mps::wire::{DaemonState, Desired};
 
 use super::status::daemon_trouble;
 use crate::event::{NodeEvent, recovered, warning};
-use crate::mps::View;
+use crate::mps::HostView;
 
 /// Most hashes of desired files that are kept. The MPS host is never this many files behind.
 const MAX_HASHES: usize = 64;
@@ -80,7 +80,7 @@ enum Reported {
 
 impl ReportedDaemons {
     /// Events that follow from the MPS host's status. `devices` are those with a daemon.
-    pub(super) fn update(&mut self, devices: BTreeSet<String>, view: &View) -> Vec<NodeEvent> {
+    pub(super) fn update(&mut self, devices: BTreeSet<String>, view: &HostView) -> Vec<NodeEvent> {
         let mut events = Vec::new();
         self.0.retain(|device, _| devices.contains(device));
         for device in devices {

@@ -17,7 +17,7 @@ use crate::allocation::allocation_id;
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Allocations;
 use crate::event::{NodeEvent, PodRef};
-use crate::mps::View;
+use crate::mps::HostView;
 
 /// How long the MPS server's log may take to name clients. If it names several, none is blamed.
 const LOG_DELAY: Duration = Duration::from_millis(500);
@@ -87,7 +87,7 @@ struct ReportedFault {
 
 impl Faults {
     /// Compares the MPS host's status with what was reported, and returns new Events.
-    pub fn update(&mut self, view: &View, pods: &Pods<'_>, now: Instant) -> FaultReport {
+    pub fn update(&mut self, view: &HostView, pods: &Pods<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
         // A host that has stopped leaves a status without process id and without news.
         if !view.alive || view.status.pid == 0 {
@@ -317,7 +317,7 @@ mod tests {
         Client { pid: 100 + u32::try_from(number).unwrap(), allocation: Some(of(number)) }
     }
 
-    fn view(host: u32, fault: Option<Fault>) -> View {
+    fn view(host: u32, fault: Option<Fault>) -> HostView {
         let daemon = DaemonStatus {
             state: DaemonState::Fault,
             pid: None,
@@ -329,7 +329,7 @@ mod tests {
             fault,
         };
         let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
-        View { alive: true, status: Status { pid: host, daemons, ..Status::default() }, error: None }
+        HostView { alive: true, status: Status { pid: host, daemons, ..Status::default() }, error: None }
     }
 
     impl World {
@@ -351,13 +351,13 @@ mod tests {
             world
         }
 
-        fn update(&mut self, view: &View) -> FaultReport {
+        fn update(&mut self, view: &HostView) -> FaultReport {
             let pods = Pods { listed: &self.listed, allocations: &self.allocations, pending: &self.pending };
             self.faults.update(view, &pods, self.now)
         }
 
         /// The report once the log's delay has passed.
-        fn settled(&mut self, view: &View) -> FaultReport {
+        fn settled(&mut self, view: &HostView) -> FaultReport {
             let first = self.update(view);
             assert_eq!(
                 (first.events, first.wake_after),
@@ -507,7 +507,7 @@ mod tests {
         assert_eq!(world.update(&view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
         assert_eq!(world.update(&view(7, Some(over(3)))), FaultReport::default());
         assert_eq!(world.update(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
-        assert_eq!(world.update(&View { alive: false, ..view(8, Some(over(1))) }), FaultReport::default());
+        assert_eq!(world.update(&HostView { alive: false, ..view(8, Some(over(1))) }), FaultReport::default());
         assert_eq!(world.update(&view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
         assert_eq!(events(&world.update(&view(8, Some(over(1))))).len(), 3);
         world.faults = Faults::default();

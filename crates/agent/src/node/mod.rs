@@ -98,7 +98,7 @@ pub struct Node {
     /// Resources of allocations that are kept only because the kubelet's checkpoint has them.
     resend_lists: BTreeSet<String>,
     kubelet_since: Instant,
-    view: mps::View,
+    view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
     /// Daemons of an agent whose checkpoint is lost, until it is known that they are unused.
     adopted: BTreeMap<String, wire::Daemon>,
@@ -166,7 +166,7 @@ impl Node {
             kubelet_checkpoint: None,
             resend_lists: BTreeSet::new(),
             kubelet_since: now,
-            view: mps::View::default(),
+            view: mps::HostView::default(),
             layouts,
             adopted: adopted.daemons,
             adopted_allocations: adopted.allocations,
@@ -287,7 +287,7 @@ impl Node {
     }
 
     /// Records the state of the MPS host.
-    pub fn mps(&mut self, view: mps::View) {
+    pub fn mps(&mut self, view: mps::HostView) {
         self.view = view;
     }
 

@@ -19,7 +19,7 @@ use crate::event::NodeEvent;
 use crate::gpu::hardware::{Hardware, KnownGpu};
 use crate::gpu::layout::{Kind, Layout, Pool};
 use crate::gpu::mig::{Change, MigOrder, MigProgress, NextStep, next};
-use crate::mps::View;
+use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
 /// Interval between PodResources requests while slices are in use or a change waits for pods to
@@ -131,7 +131,7 @@ impl Node {
     }
 
     fn snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &Rules) -> TenantSnapshot {
-        TenantSnapshot::of(&snapshot::Facts {
+        TenantSnapshot::new(&snapshot::SnapshotInputs {
             hardware,
             layouts: &self.layouts,
             spec: self.spec.as_ref().map(|(_, spec)| spec),
@@ -418,7 +418,7 @@ fn mig_partitioned(
 }
 
 /// The processes on each GPU other than its MPS daemons and their clients.
-fn foreign(hardware: &Hardware, view: &View) -> BTreeMap<String, Vec<Process>> {
+fn foreign(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();
     ours.extend(daemons().flat_map(|daemon| &daemon.clients).map(|client| client.pid));

@@ -18,7 +18,7 @@ use crate::allocation::usage::{Allocations, Usage};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::gpu::hardware::{Driver, Hardware, KnownGpu};
 use crate::gpu::layout::{Layout, parse_id};
-use crate::mps::View;
+use crate::mps::HostView;
 use crate::node::absence::Absences;
 use crate::object::Object;
 
@@ -76,7 +76,7 @@ pub struct StatusInput<'a> {
     /// The agent's allocations.
     pub allocations: &'a Allocations,
     /// State of the MPS host.
-    pub view: &'a View,
+    pub view: &'a HostView,
     /// Daemons whose short absence is not reported.
     pub absences: &'a Absences,
     /// Steps of changes.
@@ -88,7 +88,7 @@ pub struct StatusInput<'a> {
 }
 
 /// Checks that the daemon of a device serves, or says why it does not.
-pub fn daemon_trouble(view: &View, device: &str) -> Result<(), String> {
+pub fn daemon_trouble(view: &HostView, device: &str) -> Result<(), String> {
     if !view.alive {
         return Err("the MPS host does not answer".into());
     }
@@ -278,13 +278,13 @@ fn instance_sms(gpu: &Gpu, device: &str) -> Option<Sms> {
     mig.profiles.iter().find(|profile| profile.name == instance.profile).map(|profile| profile.sms)
 }
 
-fn clients(view: &View, device: &str, allocation: &Allocation) -> u32 {
+fn clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 {
     let id = allocation.id();
     let of_allocation = |client: &&cleave_gpu::mps::wire::Client| client.allocation.as_deref() == Some(id.as_str());
     view.status.daemons.get(device).map_or(0, |daemon| count(daemon.clients.iter().filter(of_allocation).count()))
 }
 
-fn daemon(view: &View, device: &str) -> MpsStatus {
+fn daemon(view: &HostView, device: &str) -> MpsStatus {
     let status = view.status.daemons.get(device).filter(|_| view.alive);
     MpsStatus {
         device: device.to_owned(),

@@ -28,7 +28,7 @@ fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -
     (node, AllocationTable { allocations, ..AllocationTable::default() })
 }
 
-fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::View {
+fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
     let daemon = DaemonStatus {
         state,
         pid: Some(1),
@@ -41,7 +41,7 @@ fn view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::View {
     };
     let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
     let status = Status { version: 1, desired: desired.hash(), daemons, ..Status::default() };
-    mps::View { alive: true, status, error: None }
+    mps::HostView { alive: true, status, error: None }
 }
 
 fn healthy(actions: &Actions) -> usize {
@@ -66,14 +66,14 @@ fn serving(start: Instant) -> (Node, AllocationTable, Desired) {
 #[test]
 fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
     let start = Instant::now();
-    let nothing = mps::View { alive: true, ..mps::View::default() };
+    let nothing = mps::HostView { alive: true, ..mps::HostView::default() };
     let desired = serving(start).2;
     let views = [
         ("the daemon starts", view(DaemonState::Starting, 0, &desired)),
         ("the daemon restarts", view(DaemonState::Restarting, 0, &desired)),
-        ("the host is away", mps::View { alive: false, ..view(DaemonState::Active, 0, &desired) }),
+        ("the host is away", mps::HostView { alive: false, ..view(DaemonState::Active, 0, &desired) }),
         ("a new host has not started the daemon yet", nothing),
-        ("the host left no status", mps::View::default()),
+        ("the host left no status", mps::HostView::default()),
     ];
     for (what, away) in views {
         let (mut node, mut table, desired) = serving(start);
@@ -128,7 +128,7 @@ fn failures_make_shares_unhealthy_at_once() {
             assert_eq!(healthy(&actions), shares, "{state:?}");
             assert_eq!(actions.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
         }
-        node.mps(mps::View { alive: false, ..view(state, 0, &desired) });
+        node.mps(mps::HostView { alive: false, ..view(state, 0, &desired) });
         assert_eq!(healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last status");
     }
     let (mut node, mut table, desired) = serving(start);
@@ -220,7 +220,7 @@ fn a_whole_gpu_waits_until_its_daemon_has_exited() {
 fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving(start);
-    let mut reported = |view: mps::View| {
+    let mut reported = |view: mps::HostView| {
         node.mps(view);
         reasons(&node.reconcile(&mut table, start))
     };
@@ -234,7 +234,7 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
         ["MpsUnavailable", "Recovered"],
         "both between two updates"
     );
-    assert_eq!(reported(mps::View { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
+    assert_eq!(reported(mps::HostView { alive: false, ..view(DaemonState::Active, 2, &desired) }), ["MpsUnavailable"]);
 }
 
 #[test]

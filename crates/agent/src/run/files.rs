@@ -11,7 +11,7 @@ use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
 use crate::checkpoint::Store;
 use crate::metrics::Metrics;
-use crate::mps::link::Link;
+use crate::mps::link::HostLink;
 
 /// Pause between attempts to write.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ pub(super) struct Written {
 pub(super) async fn write(
     args: Arc<AgentArgs>,
     store: Store,
-    link: Link,
+    link: HostLink,
     mut wanted: watch::Receiver<Written>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
@@ -56,7 +56,13 @@ pub(super) async fn write(
     }
 }
 
-fn write_once(args: &AgentArgs, store: &Store, link: &Link, before: &Written, next: &Written) -> std::io::Result<()> {
+fn write_once(
+    args: &AgentArgs,
+    store: &Store,
+    link: &HostLink,
+    before: &Written,
+    next: &Written,
+) -> std::io::Result<()> {
     // Checkpoint first: if this agent is killed in between, the next one would otherwise close the
     // door of a new allocation. But a full disk must not keep a door closed.
     let saved = if next.checkpoint == before.checkpoint { Ok(()) } else { store.save(&next.checkpoint) };
@@ -65,7 +71,7 @@ fn write_once(args: &AgentArgs, store: &Store, link: &Link, before: &Written, ne
     }
     saved?;
     if next.sweep {
-        link.sweep_folders(|id| next.desired.allocations.contains_key(id));
+        link.remove_directories_except(|id| next.desired.allocations.contains_key(id));
     }
     if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
         cdi::write(args, &next.nodes)?;
@@ -93,7 +99,7 @@ mod tests {
         // A file with the name of the directory.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
-            let (store, link) = (Store::new(&path(state)), Link::new(Paths::new(path(run))));
+            let (store, link) = (Store::new(&path(state)), HostLink::new(Paths::new(path(run))));
             let done = write_once(&args, &store, &link, &Written::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };

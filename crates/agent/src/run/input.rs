@@ -23,7 +23,7 @@ pub(super) enum Input {
     OrderResult(OrderResult),
     Event(GpuEvent),
     Object(Object),
-    Mps(mps::View),
+    Mps(mps::HostView),
     /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as it
     /// was afterwards.
     PodResources(Result<Vec<HeldDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),

@@ -142,7 +142,7 @@ impl Main {
                     }
                 }
                 if let Ok(rows) = &answer {
-                    self.pods.terminating.send_if_modified(|pods| pods.held(rows));
+                    self.pods.terminating.send_if_modified(|pods| pods.set_holders(rows));
                 }
                 let mut table = self.pods.allocator.table();
                 if let Ok(rows) = &answer {

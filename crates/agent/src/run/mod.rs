@@ -42,7 +42,7 @@ use crate::args::{AgentArgs, MigMode};
 use crate::checkpoint::{Lock, Store};
 use crate::container_edits::ContainerSettings;
 use crate::metrics::Metrics;
-use crate::mps::link::Link;
+use crate::mps::link::HostLink;
 use crate::node::Node;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
@@ -62,7 +62,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let _only = wait_for_lock(&store).await;
     let now = Instant::now();
     let metrics = Metrics::new();
-    let link = Link::new(Paths::new(&args.run_dir));
+    let link = HostLink::new(Paths::new(&args.run_dir));
     let offline = args.offline.clone().map(offline::OfflineDirectory::new);
     let source = offline.map(|directory| (directory.read(1), directory));
     let (node, table) = restore(&args, &store, &link, source.as_ref(), now);
@@ -107,7 +107,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // First, because it serves the checkpoint's state before other tasks have answers.
     tasks.spawn(main.run(received));
     tasks.spawn(hardware::watch(library.clone(), inputs.clone(), polls));
-    let view = watch::Sender::new(link.look());
+    let view = watch::Sender::new(link.read_view());
     let terminating = (pods.terminating.subscribe(), view.subscribe());
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
     tasks.spawn(mps::watch(link.clone(), view, inputs.clone()));
@@ -135,18 +135,18 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
 fn restore(
     args: &AgentArgs,
     store: &Store,
-    link: &Link,
+    link: &HostLink,
     source: Option<&(Object, offline::OfflineDirectory)>,
     now: Instant,
 ) -> (Node, AllocationTable) {
     let (node, allocations) = restore_node(args, store, link, now);
     let mut node = node.keeping_mig_mode(args.mig_mode == MigMode::Never);
-    node.mps(link.look());
+    node.mps(link.read_view());
     node.object(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
     for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
         // After a reboot the run directory is empty, and the kubelet restarts its containers
         // without calling Allocate again.
-        if let Err(error) = link.make_folder(id) {
+        if let Err(error) = link.create_directory(id) {
             tracing::warn!(%error, ids = ?allocation.ids, "failed to create an allocation's directory");
         }
     }
@@ -182,7 +182,7 @@ async fn wait_for_lock(store: &Store) -> Option<Lock> {
 }
 
 /// Restores the node as the last agent left it.
-fn restore_node(args: &AgentArgs, store: &Store, link: &Link, now: Instant) -> (Node, Allocations) {
+fn restore_node(args: &AgentArgs, store: &Store, link: &HostLink, now: Instant) -> (Node, Allocations) {
     let boot_id =
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default();
     let checkpoint = store.load().unwrap_or_else(|error| {

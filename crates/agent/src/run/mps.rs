@@ -2,11 +2,15 @@
 use tokio::sync::{mpsc, watch};
 
 use super::input::Input;
-use crate::mps::View;
-use crate::mps::link::Link;
+use crate::mps::HostView;
+use crate::mps::link::HostLink;
 
 /// Watches the MPS host, forever.
-pub(super) async fn watch(link: Link, sender: watch::Sender<View>, inputs: mpsc::Sender<Input>) -> anyhow::Result<()> {
+pub(super) async fn watch(
+    link: HostLink,
+    sender: watch::Sender<HostView>,
+    inputs: mpsc::Sender<Input>,
+) -> anyhow::Result<()> {
     let mut views = sender.subscribe();
     let forward = async {
         while views.changed().await.is_ok() {

@@ -62,15 +62,15 @@ impl OfflineDirectory {
                     Ok(pods) => {
                         to.terminating.send_if_modified(|terminating| {
                             let current = pods.iter().filter_map(PodObject::uid).cloned().collect();
-                            let gone = terminating.only(&current, Instant::now());
+                            let gone = terminating.complete_list(&current, Instant::now());
                             pods.iter().fold(gone, |changed, pod| {
                                 pod.note_termination(node, terminating, &mut shutdown) || changed
                             })
                         });
                         let mut names = to.names.lock();
-                        names.begin();
-                        pods.iter().filter_map(PodObject::named).for_each(|(uid, pod)| names.put(uid, pod));
-                        names.end();
+                        names.begin_list();
+                        pods.iter().filter_map(PodObject::named).for_each(|(uid, pod)| names.insert(uid, pod));
+                        names.end_list();
                         drop(names);
                         to.allocator.update_pending(|pending| {
                             let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();

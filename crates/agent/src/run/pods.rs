@@ -15,7 +15,7 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocator::Allocator;
 use crate::metrics::Metrics;
 use crate::pods::PodObject;
-use crate::tenants::names::{Directory, Names};
+use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Periods, Shutdown};
 
@@ -31,12 +31,12 @@ pub(super) struct NodePods {
     /// Pods that are terminating.
     pub(super) terminating: watch::Sender<TerminatingPods>,
     /// Names of all pods, also of those that request no GPUs.
-    pub(super) names: Directory,
+    pub(super) names: SharedPodNames,
 }
 
 impl NodePods {
     pub(super) fn new(allocator: Arc<Allocator>) -> Self {
-        Self { allocator, terminating: watch::Sender::default(), names: Directory::default() }
+        Self { allocator, terminating: watch::Sender::default(), names: SharedPodNames::default() }
     }
 }
 
@@ -74,12 +74,12 @@ impl TerminationWatch {
             }
             Event::InitDone => {
                 let listed = std::mem::take(listed);
-                shutdown.only(&listed);
-                terminating.only(&listed, Instant::now())
+                shutdown.complete_list(&listed);
+                terminating.complete_list(&listed, Instant::now())
             }
             Event::Delete(object) => uid(object).is_some_and(|uid| {
-                shutdown.ended(uid);
-                terminating.gone(uid, Instant::now())
+                shutdown.remove(uid);
+                terminating.removed(uid, Instant::now())
             }),
             Event::InitApply(object) | Event::Apply(object) => {
                 if matches!(event, Event::InitApply(_)) {
@@ -88,7 +88,7 @@ impl TerminationWatch {
                 object.0.as_ref().is_ok_and(|pod| pod.note_termination(node, terminating, shutdown))
             }
         };
-        let advanced = shutdown.is_on() && self.advance(terminating);
+        let advanced = shutdown.in_progress() && self.advance(terminating);
         changed || advanced
     }
 
@@ -102,14 +102,14 @@ impl TerminationWatch {
 }
 
 /// Handles an event for the names of pods.
-fn update_names(names: &mut Names, event: &Event<DeserializeGuard<PodObject>>) {
+fn update_names(names: &mut PodNames, event: &Event<DeserializeGuard<PodObject>>) {
     match event {
-        Event::Init => names.begin(),
-        Event::InitDone => names.end(),
+        Event::Init => names.begin_list(),
+        Event::InitDone => names.end_list(),
         Event::InitApply(DeserializeGuard(object)) | Event::Apply(DeserializeGuard(object)) => {
             let Ok(pod) = object else { return };
             match (pod.named(), pod.uid()) {
-                (Some((uid, pod)), _) => names.put(uid, pod),
+                (Some((uid, pod)), _) => names.insert(uid, pod),
                 (None, Some(uid)) => names.remove(uid),
                 (None, None) => {}
             }
@@ -137,7 +137,7 @@ pub(super) async fn follow(
         let event = tokio::select! {
             Some(event) = events.next() => event,
             Ok(()) = began.changed() => {
-                watch_state.shutdown.told(*began.borrow_and_update());
+                watch_state.shutdown.set_start(*began.borrow_and_update());
                 pods.terminating.send_if_modified(|terminating| watch_state.advance(terminating));
                 continue;
             }
@@ -218,7 +218,7 @@ mod tests {
     /// Seconds from the start of a pod's termination to its deadline. None if the pod is not known
     /// to terminate.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
-        let (found, leaving) = terminating.leaving(&[format!("uid-{name}")], None)?;
+        let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));
         Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
     }
@@ -239,7 +239,7 @@ mod tests {
         for name in ["a", "b", "c", "d"] {
             assert!(handle(&mut terminating, Event::InitApply(guard(object(name, "", &spec)))));
         }
-        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.any_leaves());
+        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.any());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
         // A forced deletion is not announced.
@@ -279,7 +279,7 @@ mod tests {
             watch_state.handle(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
         }
         watch_state.handle(&mut terminating, &Event::InitDone, "n");
-        watch_state.shutdown.told(Some(Instant::now()));
+        watch_state.shutdown.set_start(Some(Instant::now()));
         assert!(watch_state.advance(&mut terminating));
         assert_eq!(["a", "b"].map(|name| seconds_left(&terminating, name)), [Some(15), None]);
         assert!(watch_state.next_group.is_some(), "the next group has a start time");

@@ -7,7 +7,7 @@ use tokio::sync::watch;
 
 use crate::args::AgentArgs;
 use crate::files::watch_directory;
-use crate::termination::shutdown::{Begun, Periods};
+use crate::termination::shutdown::{Periods, ShutdownStart};
 
 /// Name of the record in the kubelet's directory.
 const RECORD: &str = "graceful_node_shutdown_state";
@@ -31,12 +31,12 @@ fn uptime(proc: &Path) -> Option<Duration> {
 
 /// Follows the kubelet's record, forever.
 async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch::Sender<Option<Instant>>) {
-    let mut last: Option<Begun> = None;
+    let mut last: Option<ShutdownStart> = None;
     let read = || {
         let uptime = uptime(&proc).unwrap_or_default();
         let record = std::fs::read(kubelet.join(RECORD)).unwrap_or_default();
-        last = Begun::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
-        let since = last.as_ref().map(|begun| begun.since);
+        last = ShutdownStart::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
+        let since = last.as_ref().map(|start| start.at);
         began.send_if_modified(|began| {
             // Keep the first time: a computed time varies a little with each read.
             let changed = began.is_some() != since.is_some();

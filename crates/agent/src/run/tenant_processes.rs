@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use cleave_gpu::nvml::{Gpus, Library, NvmlError, Worker};
 use tokio::sync::mpsc;
 
-use crate::tenants::judge::{Look, ProcessId, Seen};
 use crate::tenants::process;
 use crate::tenants::snapshot::TenantSnapshot;
+use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 pub(crate) struct Round {
     /// The processes on the devices that answered.
-    pub(crate) look: Look,
+    pub(crate) sample: ProcessSample,
     /// Devices of GPUs that have not answered yet. Suspicions there are kept.
     pub(crate) waiting: BTreeSet<String>,
     /// GPUs that failed to answer, with the error.
@@ -31,7 +31,7 @@ pub(crate) struct Round {
 /// Result of one query.
 struct Answer {
     gpu: String,
-    look: Result<Look, NvmlError>,
+    sample: Result<ProcessSample, NvmlError>,
 }
 
 /// The worker threads, by GPU. Each GPU has at most one call in progress.
@@ -96,19 +96,19 @@ impl ProcessObserver {
         self.in_progress.insert(gpu.clone(), devices.clone());
         let (proc, sender) = (self.proc.clone(), self.sender.clone());
         tokio::spawn(async move {
-            let look = worker.call(DEADLINE, move |gpus| look(gpus, &proc, &snapshot, &devices)).await;
+            let sample = worker.call(DEADLINE, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
             // The channel is closed only when the agent ends.
-            let _ = sender.send(Answer { gpu, look });
+            let _ = sender.send(Answer { gpu, sample });
         });
         Ok(())
     }
 
-    fn record(&mut self, Answer { gpu, look }: Answer, round: &mut Round) {
+    fn record(&mut self, Answer { gpu, sample }: Answer, round: &mut Round) {
         self.in_progress.remove(&gpu);
-        match look {
-            Ok(Look { devices, daemon_pods }) => {
-                round.look.devices.extend(devices);
-                round.look.daemon_pods.extend(daemon_pods);
+        match sample {
+            Ok(ProcessSample { devices, daemon_pods }) => {
+                round.sample.devices.extend(devices);
+                round.sample.daemon_pods.extend(daemon_pods);
             }
             Err(error) => round.unreachable.push((gpu, error)),
         }
@@ -127,8 +127,13 @@ fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec
 
 /// Lists the processes on devices of one GPU. A device that fails is omitted; if all fail, the
 /// error is returned.
-fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[String]) -> Result<Look, NvmlError> {
-    let mut look = Look::default();
+fn sample_processes(
+    gpus: &dyn Gpus,
+    proc: &Path,
+    snapshot: &TenantSnapshot,
+    devices: &[String],
+) -> Result<ProcessSample, NvmlError> {
+    let mut sample = ProcessSample::default();
     let mut refused = None;
     for device in devices {
         let tenants = match gpus.tenants(device) {
@@ -145,8 +150,8 @@ fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[Stri
         };
         let mut seen = Vec::new();
         for process in tenants.processes {
-            match process::look(proc, process.pid) {
-                Ok(Some(of)) => seen.push(Seen {
+            match process::read_process(proc, process.pid) {
+                Ok(Some(of)) => seen.push(SampledProcess {
                     id: ProcessId { pid: process.pid, start: of.start },
                     bytes: process.memory,
                     mps: tenants.tells_clients.then_some(process.mps),
@@ -158,13 +163,13 @@ fn look(gpus: &dyn Gpus, proc: &Path, snapshot: &TenantSnapshot, devices: &[Stri
                 Err(error) => tracing::debug!(pid = process.pid, %error, "failed to read a process"),
             }
         }
-        look.devices.insert(device.clone(), seen);
+        sample.devices.insert(device.clone(), seen);
     }
     match refused {
-        Some(error) if look.devices.is_empty() => Err(error),
+        Some(error) if sample.devices.is_empty() => Err(error),
         _ => {
-            look.daemon_pods = daemon_pods(proc, snapshot, devices);
-            Ok(look)
+            sample.daemon_pods = daemon_pods(proc, snapshot, devices);
+            Ok(sample)
         }
     }
 }
@@ -176,7 +181,7 @@ fn daemon_pods(proc: &Path, snapshot: &TenantSnapshot, devices: &[String]) -> BT
         .flat_map(|shared| &shared.daemon)
         .copied()
         .collect();
-    let of = |pid: u32| process::look(proc, pid).ok().flatten()?.owner;
+    let of = |pid: u32| process::read_process(proc, pid).ok().flatten()?.owner;
     daemons.into_iter().filter_map(of).map(|owner| owner.pod).collect()
 }
 
@@ -188,7 +193,7 @@ mod tests {
     use cleave_gpu::nvml::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process, Tenants};
 
     use super::*;
-    use crate::tenants::snapshot::Shared;
+    use crate::tenants::snapshot::SharedDevice;
 
     /// NVML with three devices, where `GPU-b` answers once for each message in the channel.
     struct FakeNvml(Mutex<Receiver<()>>);
@@ -232,7 +237,7 @@ mod tests {
         let (trigger, answers) = channel();
         let nvml: Arc<dyn Gpus> = Arc::new(FakeNvml(Mutex::new(answers)));
         let library = Library::new(move || Ok(Arc::clone(&nvml)));
-        let shared = |gpu: &str| Shared { gpu: gpu.into(), used: true, ..Shared::default() };
+        let shared = |gpu: &str| SharedDevice { gpu: gpu.into(), in_use: true, ..SharedDevice::default() };
         let devices = devices.iter().map(|(device, gpu)| ((*device).to_owned(), shared(gpu)));
         let snapshot = Arc::new(TenantSnapshot { devices: devices.collect(), ..TenantSnapshot::default() });
         let in_use = snapshot.in_use();
@@ -240,7 +245,7 @@ mod tests {
     }
 
     fn seen(round: &Round) -> Vec<&str> {
-        round.look.devices.keys().map(String::as_str).collect()
+        round.sample.devices.keys().map(String::as_str).collect()
     }
 
     #[tokio::test]

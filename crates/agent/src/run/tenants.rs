@@ -15,11 +15,11 @@ use super::input::Input;
 use super::tenant_processes::{ProcessObserver, Round};
 use crate::event::PodEvent;
 use crate::metrics::Metrics;
-use crate::mps::link::Link;
-use crate::tenants::findings::{Findings, Word};
-use crate::tenants::judge::{ProcessId, judge};
-use crate::tenants::names::Directory;
+use crate::mps::link::HostLink;
+use crate::tenants::findings::{Findings, SampleState};
+use crate::tenants::names::SharedPodNames;
 use crate::tenants::snapshot::TenantSnapshot;
+use crate::tenants::violations::{ProcessId, find_violations};
 
 /// Time between two rounds.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -37,11 +37,11 @@ struct WatchParts {
     /// The proc file system of the host.
     proc: PathBuf,
     /// Connection to the MPS host.
-    link: Link,
+    link: HostLink,
     /// The node's shared devices and shares.
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,
     /// Names of the node's pods.
-    names: Directory,
+    names: SharedPodNames,
     /// The agent's metrics.
     metrics: Metrics,
     /// Receives all findings whenever they change.
@@ -70,36 +70,36 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         }
         let round = observer.round(&before, &devices).await.context("cannot start a tenant watch's NVML thread")?;
         log_unreachable(&round, &before, &mut unreachable, &metrics);
-        let Round { look, waiting, .. } = round;
+        let Round { sample, waiting, .. } = round;
         // Processes may have become known as clients during the round.
         let now = Arc::clone(&snapshot.borrow_and_update());
-        let news = {
+        let changes = {
             let names = names.lock();
-            let judgement = judge(&now, &look, &names);
-            metrics.tenants(&judgement.usage);
-            let answer_of = |device: &str| {
-                if look.devices.contains_key(device) || !before.devices.contains_key(device) {
-                    Word::Said
+            let assessment = find_violations(&now, &sample, &names);
+            metrics.tenants(&assessment.usage);
+            let state = |device: &str| {
+                if sample.devices.contains_key(device) || !before.devices.contains_key(device) {
+                    SampleState::Sampled
                 } else if waiting.contains(device) {
-                    Word::Awaited
+                    SampleState::Pending
                 } else {
-                    Word::Silent
+                    SampleState::Unreachable
                 }
             };
             let evicts = |device: &str| now.devices.get(device).is_some_and(|shared| shared.evict);
-            findings.take(judgement, answer_of, evicts, &names, (Instant::now(), Timestamp::now()))
+            findings.update(assessment, state, evicts, &names, (Instant::now(), Timestamp::now()))
         };
-        for finding in &news.begun {
+        for finding in &changes.new {
             let FindingStatus { kind, device, namespace, pod, uid, pid, message, .. } = finding;
             tracing::warn!(kind, device, namespace, pod, uid, pid, message, "a tenant left its share");
             metrics.finding(kind);
         }
-        for finding in news.tell {
+        for finding in changes.report {
             if pod_events.try_send(PodEvent::of(finding)).is_err() {
                 metrics.error("event-dropped");
             }
         }
-        for (device, process) in news.end {
+        for (device, process) in changes.terminate {
             tokio::spawn(terminate(link.clone(), device, process));
         }
         let all = findings.all();
@@ -109,7 +109,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
                 return Ok(());
             }
         }
-        let pause = if news.pending { CONFIRM } else { INTERVAL };
+        let pause = if changes.confirm { CONFIRM } else { INTERVAL };
         tokio::time::sleep(pause.saturating_sub(begun.elapsed())).await;
     }
 }
@@ -126,7 +126,7 @@ fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut B
             );
         }
     }
-    for gpu in round.look.devices.keys().filter_map(|device| snapshot.devices.get(device)).map(|shared| &shared.gpu) {
+    for gpu in round.sample.devices.keys().filter_map(|device| snapshot.devices.get(device)).map(|shared| &shared.gpu) {
         if unreachable.remove(gpu) {
             tracing::info!(gpu, "NVML reports the GPU's processes again");
         }
@@ -135,10 +135,10 @@ fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut B
 
 /// Terminates an MPS client's contexts. That frees its memory, and the signal that follows
 /// interrupts no kernel.
-async fn terminate(link: Link, device: String, process: ProcessId) {
+async fn terminate(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;
-    match link.ask(&request, TERMINATION_TIMEOUT).await {
+    match link.request(&request, TERMINATION_TIMEOUT).await {
         Ok(Reply::Done) => tracing::info!(device, pid, "terminated a client that left its share"),
         Ok(Reply::NoContext) => tracing::debug!(device, pid, "a client that left its share has no context"),
         Ok(Reply::Error { message }) => tracing::warn!(device, pid, message, "failed to terminate a client"),
@@ -150,7 +150,7 @@ async fn terminate(link: Link, device: String, process: ProcessId) {
 /// Watches tenants, forever.
 pub(super) async fn watch(
     (library, proc): (Library, PathBuf),
-    (link, names, metrics): (Link, Directory, Metrics),
+    (link, names, metrics): (HostLink, SharedPodNames, Metrics),
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,
     pod_events: mpsc::Sender<PodEvent>,
     inputs: mpsc::Sender<Input>,

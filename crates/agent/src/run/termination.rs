@@ -13,7 +13,7 @@ use crate::metrics::{Metrics, Termination};
 use crate::mps;
 use crate::termination::pods::TerminatingPods;
 use crate::termination::process::{self, Process};
-use crate::termination::{Client, Key, Outcome, Terminations};
+use crate::termination::{Client, ClientKey, Outcome, Terminations};
 
 /// Deadline for the MPS host, which answers within 8 s: it waits up to 4 s until its daemon is
 /// free.
@@ -21,8 +21,8 @@ const ANSWER: Duration = Duration::from_secs(10);
 
 /// Terminates clients of terminating pods, forever.
 pub(super) async fn run(
-    link: mps::link::Link,
-    (mut pods, mut views): (watch::Receiver<TerminatingPods>, watch::Receiver<mps::View>),
+    link: mps::link::HostLink,
+    (mut pods, mut views): (watch::Receiver<TerminatingPods>, watch::Receiver<mps::HostView>),
     events: mpsc::Sender<NodeEvent>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
@@ -37,7 +37,7 @@ pub(super) async fn run(
         for client in decision.terminate {
             asked.spawn(terminate(link.clone(), client));
         }
-        let again = decision.again.map(tokio::time::Instant::from_std);
+        let again = decision.next_check.map(tokio::time::Instant::from_std);
         tokio::select! {
             // All are cancel-safe: a missed change is returned by the next call.
             changed = pods.changed() => changed.context("the watch of pods has stopped")?,
@@ -45,7 +45,7 @@ pub(super) async fn run(
             Some(answer) = asked.join_next() => {
                 let (client, outcome, began) = answer.context("the task that terminates a client failed")?;
                 log_outcome(&client, &outcome, began, &metrics);
-                terminations.answered(&client.key, &outcome, Instant::now());
+                terminations.record(&client.key, &outcome, Instant::now());
             }
             () = async {
                 match again {
@@ -59,8 +59,8 @@ pub(super) async fn run(
 
 /// The clients of terminating pods. Reads `/proc` only if there is such a pod, and the cgroup of
 /// each client only once: `known` caches the pods.
-fn clients(pods: &TerminatingPods, view: &mps::View, known: &mut BTreeMap<Key, Vec<String>>) -> Vec<Client> {
-    if !pods.any_leaves() {
+fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<ClientKey, Vec<String>>) -> Vec<Client> {
+    if !pods.any() {
         known.clear();
         return Vec::new();
     }
@@ -68,12 +68,12 @@ fn clients(pods: &TerminatingPods, view: &mps::View, known: &mut BTreeMap<Key, V
     let mut found = Vec::new();
     for (device, daemon) in &view.status.daemons {
         for client in &daemon.clients {
-            let key = Key { device: device.clone(), pid: client.pid };
+            let key = ClientKey { device: device.clone(), pid: client.pid };
             let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
-            if let Some((pod, leaving)) = pods.leaving(&uids, client.allocation.as_deref())
-                && let Some(Process { survives, stopped }) = Process::look(client.pid)
+            if let Some((pod, deadlines)) = pods.find(&uids, client.allocation.as_deref())
+                && let Some(Process { survives_sigterm, stopped }) = Process::read(client.pid)
             {
-                found.push(Client { key: key.clone(), pod: pod.to_owned(), leaving, survives, stopped });
+                found.push(Client { key: key.clone(), pod: pod.to_owned(), deadlines, survives_sigterm, stopped });
             }
             known.insert(key, uids);
         }
@@ -81,12 +81,12 @@ fn clients(pods: &TerminatingPods, view: &mps::View, known: &mut BTreeMap<Key, V
     found
 }
 
-async fn terminate(link: mps::link::Link, client: Client) -> (Client, Outcome, Instant) {
+async fn terminate(link: mps::link::HostLink, client: Client) -> (Client, Outcome, Instant) {
     let began = Instant::now();
-    let Key { device, pid } = client.key.clone();
-    let outcome = match link.ask(&Request::Terminate { device, pid }, ANSWER).await {
+    let ClientKey { device, pid } = client.key.clone();
+    let outcome = match link.request(&Request::Terminate { device, pid }, ANSWER).await {
         Ok(Reply::Done) => Outcome::Terminated,
-        Ok(Reply::NoContext) => Outcome::Idle,
+        Ok(Reply::NoContext) => Outcome::NoContext,
         Ok(Reply::Error { message }) | Err(message) => Outcome::Failed(message),
         Ok(Reply::Status(_)) => Outcome::Failed("the MPS host sent an unexpected answer".into()),
     };
@@ -94,9 +94,9 @@ async fn terminate(link: mps::link::Link, client: Client) -> (Client, Outcome, I
 }
 
 fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Metrics) {
-    let Client { key: Key { device, pid }, pod, leaving, survives, .. } = client;
+    let Client { key: ClientKey { device, pid }, pod, deadlines, survives_sigterm, .. } = client;
     let took_ms = began.elapsed().as_millis();
-    let since_deletion_ms = leaving.since.elapsed().as_millis();
+    let since_deletion_ms = deadlines.since.elapsed().as_millis();
     match outcome {
         Outcome::Terminated => {
             metrics.terminated(Termination::Done);
@@ -104,13 +104,13 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
                 pod,
                 pid,
                 device,
-                survives,
+                survives_sigterm,
                 took_ms,
                 since_deletion_ms,
                 "terminated a client of a terminating pod"
             );
         }
-        Outcome::Idle => {
+        Outcome::NoContext => {
             tracing::debug!(pod, pid, device, "a client of a terminating pod has no context");
         }
         Outcome::Failed(why) => {
@@ -121,7 +121,7 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
 }
 
 fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
-    let Client { key: Key { device, pid }, pod, .. } = client;
+    let Client { key: ClientKey { device, pid }, pod, .. } = client;
     metrics.terminated(Termination::Late);
     tracing::warn!(pod, pid, device, why, "a client was not terminated in time");
     let note = format!(

@@ -1,5 +1,5 @@
-//! From suspicions to findings: who is suspected by two looks in a row has left its share. Pure:
-//! the time is an argument.
+//! Turns violations into findings: a violation that two consecutive samples show is a finding.
+//! Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -8,214 +8,255 @@ use cleave_api::names::finding::{MEMORY_EXCEEDED, OUTSIDE_MPS};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
-use super::judge::{Judgement, Key, ProcessId, Suspect};
-use super::names::Names;
+use super::names::PodNames;
+use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
-/// How long a finding is told after it was last seen: the operator must not miss it, and one that
-/// comes and goes is one.
-pub const HOLD: Duration = Duration::from_secs(10);
-/// Most findings that a `GpuNode` has.
-pub const MOST: usize = 32;
-/// How long a process that was an MPS client may be none: when a server ends the driver may list
-/// its clients as plain processes, broken as they are. Not for ever, since a process can become
-/// another program.
-const FORMER: Duration = Duration::from_secs(10);
-/// How long a client that was to be ended is not ended again.
-const END_AGAIN: Duration = Duration::from_secs(10);
+/// How long a finding is reported after its violation was last seen. The operator must not miss
+/// it, and a violation that comes and goes stays one finding.
+pub const RETENTION: Duration = Duration::from_secs(10);
+/// How long a finding is reported while its device gives no samples.
+const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
+/// Maximum number of findings in a `GpuNode`.
+pub const MAX_FINDINGS: usize = 32;
+/// How long a former MPS client is exempt from `OutsideMps`. When an MPS server ends, the driver
+/// may list its broken clients as plain processes. The exemption has to end, since a process can
+/// execute another program.
+const FORMER_CLIENT: Duration = Duration::from_secs(10);
+/// How long to wait before a client that was to be terminated is terminated again.
+const TERMINATE_AGAIN: Duration = Duration::from_secs(10);
 
-/// What was found.
+/// The findings of the node.
 #[derive(Debug, Default)]
 pub struct Findings {
-    suspected: BTreeMap<Key, BTreeSet<ProcessId>>,
-    found: BTreeMap<Key, Found>,
-    /// Clients that were to be ended, and when.
-    ended: BTreeMap<ProcessId, Instant>,
-    /// MPS clients, and when they last were.
+    /// Violations of the previous sample, with the processes that caused them.
+    previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
+    findings: BTreeMap<ViolationKey, Finding>,
+    /// When each client was last to be terminated.
+    terminated: BTreeMap<ProcessId, Instant>,
+    /// When each process was last seen as an MPS client.
     clients: BTreeMap<ProcessId, Instant>,
 }
 
 #[derive(Debug)]
-struct Found {
+struct Finding {
     status: FindingStatus,
     evict: bool,
-    seen: Instant,
-    /// The pod was told.
-    told: bool,
+    last_seen: Instant,
+    /// The pod has an Event.
+    reported: bool,
 }
 
-/// What a look says of a device.
+/// Whether a sample has data of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Word {
-    /// Its processes.
-    Said,
-    /// Nothing yet: it is still being asked. What was suspected before stays so.
-    Awaited,
-    /// Nothing: it does not answer.
-    Silent,
+pub enum SampleState {
+    /// The sample lists the device's processes.
+    Sampled,
+    /// The device has not answered yet. Its earlier violations stay unconfirmed.
+    Pending,
+    /// The device does not answer.
+    Unreachable,
 }
 
-/// What follows from a look.
+/// What the caller has to do after a sample.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct News {
-    /// What was found by this look.
-    pub begun: Vec<FindingStatus>,
-    /// What pods are to be told.
-    pub tell: Vec<FindingStatus>,
-    /// MPS clients that are to be ended, by device.
-    pub end: Vec<(String, ProcessId)>,
-    /// Somebody is suspected, and another look will tell.
-    pub pending: bool,
+pub struct Changes {
+    /// New findings, to be logged and counted.
+    pub new: Vec<FindingStatus>,
+    /// Findings to report as Events on their pods.
+    pub report: Vec<FindingStatus>,
+    /// MPS clients to terminate, each with the UUID of its device.
+    pub terminate: Vec<(String, ProcessId)>,
+    /// A violation was seen for the first time: take the next sample early.
+    pub confirm: bool,
 }
 
 impl Findings {
-    /// Takes in what follows from a look. `said` is what it says of a device: of one that did not
-    /// answer nothing is known, and `evicts` whether the policy says that who leaves its share of a
-    /// device is evicted.
-    pub fn take(
+    /// Updates the findings with an assessed sample.
+    ///
+    /// `state` says whether the sample has data of a device. `evicts` says whether the policy of a
+    /// device evicts pods that exceed their limits.
+    pub fn update(
         &mut self,
-        Judgement { suspects, clients, .. }: Judgement,
-        said: impl Fn(&str) -> Word,
+        Assessment { violations, clients, .. }: Assessment,
+        state: impl Fn(&str) -> SampleState,
         evicts: impl Fn(&str) -> bool,
-        names: &Names,
+        names: &PodNames,
         (now, time): (Instant, Timestamp),
-    ) -> News {
-        let mut news = News::default();
-        let before = std::mem::take(&mut self.suspected);
-        self.clients.extend(clients.into_iter().map(|process| (process, now)));
-        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER);
-        for suspect in suspects {
-            let Suspect { key, gpu, tenant, mut processes, clients, message } = suspect;
-            if key.kind == OUTSIDE_MPS {
-                processes.retain(|process| !self.clients.contains_key(process));
-                if processes.is_empty() {
-                    continue;
-                }
-            }
-            let again = before.get(&key).is_some_and(|before| {
-                // Of a container that starts many programs each may look odd for a moment.
-                key.kind == MEMORY_EXCEEDED || before.intersection(&processes).next().is_some()
-            });
-            let evict = evicts(&key.device);
-            let known = self.found.get_mut(&key);
-            if known.is_none() && !again {
-                news.pending = true;
-                self.suspected.insert(key, processes);
+    ) -> Changes {
+        let mut changes = Changes::default();
+        self.remember_clients(clients, now);
+        let previous = std::mem::take(&mut self.previous);
+        let violations: Vec<Violation> =
+            violations.into_iter().filter_map(|violation| self.without_former_clients(violation)).collect();
+        for violation in violations {
+            let evict = evicts(&violation.key.device);
+            self.previous.insert(violation.key.clone(), violation.processes.clone());
+            if !self.findings.contains_key(&violation.key) && !is_confirmed(&violation, &previous) {
+                changes.confirm = true;
                 continue;
             }
-            let status = FindingStatus {
-                kind: key.kind.to_owned(),
-                gpu,
-                device: key.device.clone(),
-                namespace: tenant.namespace,
-                pod: tenant.pod,
-                uid: key.owner.as_ref().map(|owner| owner.pod.clone()).unwrap_or_default(),
-                container: tenant.container,
-                pid: processes.first().map(|process| process.pid),
-                message,
-                since: Some(Time(time)),
-            };
             if evict {
-                for process in clients {
-                    let last = self.ended.get(&process);
-                    if last.is_none_or(|last| now.saturating_duration_since(*last) >= END_AGAIN) {
-                        self.ended.insert(process, now);
-                        news.end.push((key.device.clone(), process));
-                    }
-                }
+                self.terminate(&violation, now, &mut changes);
             }
-            match known {
-                None => {
-                    news.begun.push(status.clone());
-                    self.found.insert(key.clone(), Found { status, evict, seen: now, told: false });
-                }
-                Some(found) => {
-                    (found.seen, found.evict) = (now, evict);
-                    // How much it uses changes each moment: what is told stays, unless it was not
-                    // known whose it is.
-                    if found.status.pod.is_empty() && !status.pod.is_empty() {
-                        found.status = FindingStatus { since: found.status.since.take(), ..status };
-                    }
-                }
-            }
-            self.suspected.insert(key, processes);
+            self.record(violation, evict, (now, time), &mut changes);
         }
-        self.suspected.extend(before.into_iter().filter(|(key, _)| said(&key.device) == Word::Awaited));
-        self.ended.retain(|_, at| now.saturating_duration_since(*at) < END_AGAIN);
-        self.found.retain(|key, found| {
-            let silent = said(&key.device) != Word::Said && now.saturating_duration_since(found.seen) < HOLD * 6;
-            let fresh = now.saturating_duration_since(found.seen) < HOLD;
-            // Its contexts are ended first: that it is within its share for that is no reason to
-            // let it go on.
-            let leaving = found.evict && evicts(&key.device) && !found.status.uid.is_empty();
-            let gone = names.is_gone(&found.status.uid);
-            fresh || silent || leaving && !gone
-        });
-        for found in self.found.values_mut().filter(|found| !found.told && !found.status.pod.is_empty()) {
-            found.told = true;
-            news.tell.push(found.status.clone());
-        }
-        news
+        let pending = |key: &ViolationKey| state(&key.device) == SampleState::Pending;
+        self.previous.extend(previous.into_iter().filter(|(key, _)| pending(key)));
+        self.remove_expired(state, evicts, names, now);
+        self.report(&mut changes);
+        changes
     }
 
-    /// All findings, the oldest first, as many as a `GpuNode` has.
+    /// Adds the MPS clients of a sample and removes old processes.
+    fn remember_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
+        self.clients.extend(clients.into_iter().map(|process| (process, now)));
+        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER_CLIENT);
+        self.terminated.retain(|_, at| now.saturating_duration_since(*at) < TERMINATE_AGAIN);
+    }
+
+    /// Removes former MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are
+    /// its only processes.
+    fn without_former_clients(&self, mut violation: Violation) -> Option<Violation> {
+        if violation.key.kind == OUTSIDE_MPS {
+            violation.processes.retain(|process| !self.clients.contains_key(process));
+        }
+        (!violation.processes.is_empty()).then_some(violation)
+    }
+
+    /// Adds the violation's clients to those to terminate, except those ordered a short time ago.
+    fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
+        for &process in &violation.clients {
+            if !self.terminated.contains_key(&process) {
+                self.terminated.insert(process, now);
+                changes.terminate.push((violation.key.device.clone(), process));
+            }
+        }
+    }
+
+    /// Adds a confirmed violation as a finding, or updates the finding that it belongs to.
+    fn record(&mut self, violation: Violation, evict: bool, (now, time): (Instant, Timestamp), changes: &mut Changes) {
+        let Violation { key, gpu, tenant, processes, message, .. } = violation;
+        let status = FindingStatus {
+            kind: key.kind.to_owned(),
+            gpu,
+            device: key.device.clone(),
+            namespace: tenant.namespace,
+            pod: tenant.pod,
+            uid: key.owner.as_ref().map(|owner| owner.pod.clone()).unwrap_or_default(),
+            container: tenant.container,
+            pid: processes.first().map(|process| process.pid),
+            message,
+            since: Some(Time(time)),
+        };
+        let Some(finding) = self.findings.get_mut(&key) else {
+            changes.new.push(status.clone());
+            self.findings.insert(key, Finding { status, evict, last_seen: now, reported: false });
+            return;
+        };
+        (finding.last_seen, finding.evict) = (now, evict);
+        // The memory in the message changes with every sample. Write the status again only once
+        // the pod's name is known.
+        if finding.status.pod.is_empty() && !status.pod.is_empty() {
+            finding.status = FindingStatus { since: finding.status.since.take(), ..status };
+        }
+    }
+
+    fn remove_expired(
+        &mut self,
+        state: impl Fn(&str) -> SampleState,
+        evicts: impl Fn(&str) -> bool,
+        names: &PodNames,
+        now: Instant,
+    ) {
+        self.findings.retain(|key, finding| {
+            let sampled = state(&key.device) == SampleState::Sampled;
+            let retention = if sampled { RETENTION } else { RETENTION_WITHOUT_SAMPLES };
+            // The agent terminates the clients first, which ends the violation. The pod still has
+            // to be evicted.
+            let awaits_eviction = finding.evict && evicts(&key.device) && !finding.status.uid.is_empty();
+            now.saturating_duration_since(finding.last_seen) < retention
+                || awaits_eviction && !names.is_gone(&finding.status.uid)
+        });
+    }
+
+    /// Adds the findings whose pod has a known name and no Event yet.
+    fn report(&mut self, changes: &mut Changes) {
+        let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
+        for finding in self.findings.values_mut().filter(ready) {
+            finding.reported = true;
+            changes.report.push(finding.status.clone());
+        }
+    }
+
+    /// The oldest findings first, at most [`MAX_FINDINGS`].
     pub fn all(&self) -> Vec<FindingStatus> {
-        let mut all: Vec<FindingStatus> = self.found.values().map(|found| found.status.clone()).collect();
+        let mut all: Vec<FindingStatus> = self.findings.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
         all.sort_by(|a, b| (since(a), &a.device, &a.uid, &a.kind).cmp(&(since(b), &b.device, &b.uid, &b.kind)));
-        all.truncate(MOST);
+        all.truncate(MAX_FINDINGS);
         all
     }
 
-    /// Whether there is nothing that time or a look could change.
+    /// Whether neither time nor an empty sample could change anything.
     pub fn is_empty(&self) -> bool {
-        self.found.is_empty() && self.suspected.is_empty()
+        self.findings.is_empty() && self.previous.is_empty()
     }
+}
+
+/// Whether the previous sample shows the same violation.
+fn is_confirmed(violation: &Violation, previous: &BTreeMap<ViolationKey, BTreeSet<ProcessId>>) -> bool {
+    previous.get(&violation.key).is_some_and(|processes| {
+        // A new process can look like a violation for a moment. In a container that starts many
+        // programs, the same process has to be seen twice.
+        violation.key.kind == MEMORY_EXCEEDED || !processes.is_disjoint(&violation.processes)
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::judge::Tenant;
-    use super::super::judge::tests::owner;
     use super::super::names::PodName;
+    use super::super::violations::Tenant;
+    use super::super::violations::tests::owner;
     use super::*;
 
     struct Watch {
         findings: Findings,
-        names: Names,
+        names: PodNames,
         start: Instant,
         evict: bool,
-        word: Word,
+        state: SampleState,
         clients: BTreeSet<ProcessId>,
     }
 
     impl Watch {
         fn new() -> Self {
-            let mut names = Names::default();
-            names.begin();
-            names.put("uid-p".into(), PodName::default());
-            names.end();
+            let mut names = PodNames::default();
+            names.begin_list();
+            names.insert("uid-p".into(), PodName::default());
+            names.end_list();
             Self {
                 findings: Findings::default(),
                 names,
                 start: Instant::now(),
                 evict: false,
-                word: Word::Said,
+                state: SampleState::Sampled,
                 clients: BTreeSet::new(),
             }
         }
 
-        fn look(&mut self, at: u64, suspects: Vec<Suspect>) -> News {
+        /// A sample `at` milliseconds after the start.
+        fn sample(&mut self, at: u64, violations: Vec<Violation>) -> Changes {
             let now = self.start + Duration::from_millis(at);
-            let Self { evict, word, .. } = *self;
+            let Self { evict, state, .. } = *self;
             let clients = std::mem::take(&mut self.clients);
-            let judgement = Judgement { suspects, clients, ..Judgement::default() };
-            self.findings.take(judgement, |_| word, |_| evict, &self.names, (now, Timestamp::UNIX_EPOCH))
+            let assessment = Assessment { violations, clients, ..Assessment::default() };
+            self.findings.update(assessment, |_| state, |_| evict, &self.names, (now, Timestamp::UNIX_EPOCH))
         }
     }
 
-    fn suspect(kind: &'static str, pid: u32, mib: u64) -> Suspect {
-        Suspect {
-            key: Key { kind, device: "GPU-a".into(), owner: owner("uid-p", "c") },
+    fn violation(kind: &'static str, pid: u32, mib: u64) -> Violation {
+        Violation {
+            key: ViolationKey { kind, device: "GPU-a".into(), owner: owner("uid-p", "c") },
             gpu: "GPU-a".into(),
             tenant: Tenant { namespace: "ns".into(), pod: "p".into(), container: "c".into() },
             processes: [ProcessId { pid, start: 1 }].into(),
@@ -225,122 +266,124 @@ mod tests {
     }
 
     #[test]
-    fn it_takes_two_looks_and_is_told_once() {
+    fn two_samples_make_a_finding_that_is_reported_once() {
         let mut watch = Watch::new();
-        let first = watch.look(0, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
-        assert!(first.pending && first.begun.is_empty() && first.tell.is_empty() && watch.findings.all().is_empty());
-        let second = watch.look(400, vec![suspect(MEMORY_EXCEEDED, 1, 6)]);
-        assert_eq!((second.begun.len(), second.tell.len(), second.pending), (1, 1, false));
-        let third = watch.look(1400, vec![suspect(MEMORY_EXCEEDED, 2, 7)]);
-        assert_eq!((third.begun.len(), third.tell.len(), third.pending), (0, 0, false));
-        assert_eq!(watch.findings.all()[0].message, "uses 6 MiB", "no write for each change");
+        let first = watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
+        assert!(first.confirm && first.new.is_empty() && first.report.is_empty() && watch.findings.all().is_empty());
+        let second = watch.sample(400, vec![violation(MEMORY_EXCEEDED, 1, 6)]);
+        assert_eq!((second.new.len(), second.report.len(), second.confirm), (1, 1, false));
+        let third = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 2, 7)]);
+        assert_eq!((third.new.len(), third.report.len(), third.confirm), (0, 0, false));
+        assert_eq!(watch.findings.all()[0].message, "uses 6 MiB", "a new amount of memory is not written");
     }
 
     #[test]
-    fn programs_that_each_look_odd_for_a_moment_are_not_one_that_stays() {
+    fn violations_of_different_new_processes_do_not_confirm_each_other() {
         let mut watch = Watch::new();
         for at in 0..20 {
-            let news = watch.look(at * 400, vec![suspect(OUTSIDE_MPS, u32::try_from(at).unwrap(), 0)]);
-            assert!(news.begun.is_empty() && news.pending, "{at}");
+            let changes = watch.sample(at * 400, vec![violation(OUTSIDE_MPS, u32::try_from(at).unwrap(), 0)]);
+            assert!(changes.new.is_empty() && changes.confirm, "{at}");
         }
-        assert_eq!(watch.look(9000, vec![suspect(OUTSIDE_MPS, 19, 0)]).begun.len(), 1);
+        assert_eq!(watch.sample(9000, vec![violation(OUTSIDE_MPS, 19, 0)]).new.len(), 1);
     }
 
     #[test]
-    fn who_was_a_client_just_now_is_broken_rather_than_gone_elsewhere_but_not_for_ever() {
+    fn a_former_client_is_not_outside_mps_for_ten_seconds() {
         let mut watch = Watch::new();
         watch.clients = [ProcessId { pid: 1, start: 1 }].into();
-        watch.look(0, vec![]);
+        watch.sample(0, vec![]);
         for at in [1000, 5000, 9900] {
-            let news = watch.look(at, vec![suspect(OUTSIDE_MPS, 1, 0)]);
-            assert!(news.begun.is_empty() && !news.pending, "{at}");
+            let changes = watch.sample(at, vec![violation(OUTSIDE_MPS, 1, 0)]);
+            assert!(changes.new.is_empty() && !changes.confirm, "{at}");
         }
-        watch.look(10_000, vec![suspect(OUTSIDE_MPS, 1, 0)]);
-        assert_eq!(watch.look(10_400, vec![suspect(OUTSIDE_MPS, 1, 0)]).begun.len(), 1);
+        watch.sample(10_000, vec![violation(OUTSIDE_MPS, 1, 0)]);
+        assert_eq!(watch.sample(10_400, vec![violation(OUTSIDE_MPS, 1, 0)]).new.len(), 1);
     }
 
     #[test]
-    fn a_suspicion_ends_with_a_look_that_does_not_share_it() {
+    fn a_sample_without_the_violation_resets_its_confirmation() {
         let mut watch = Watch::new();
-        watch.look(0, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
-        watch.look(400, vec![]);
+        watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
+        watch.sample(400, vec![]);
         assert!(watch.findings.is_empty());
-        assert!(watch.look(1400, vec![suspect(MEMORY_EXCEEDED, 1, 5)]).begun.is_empty());
+        assert!(watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 1, 5)]).new.is_empty());
     }
 
     #[test]
-    fn a_suspicion_outlives_looks_that_wait_for_its_gpu_and_not_its_silence() {
-        for (word, found) in [(Word::Awaited, 1), (Word::Silent, 0)] {
+    fn an_unconfirmed_violation_outlasts_a_pending_sample_but_not_an_unreachable_gpu() {
+        for (state, new) in [(SampleState::Pending, 1), (SampleState::Unreachable, 0)] {
             let mut watch = Watch::new();
-            watch.look(0, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
-            watch.word = word;
-            watch.look(400, vec![]);
-            watch.word = Word::Said;
-            assert_eq!(watch.look(1400, vec![suspect(MEMORY_EXCEEDED, 1, 5)]).begun.len(), found, "{word:?}");
+            watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
+            watch.state = state;
+            watch.sample(400, vec![]);
+            watch.state = SampleState::Sampled;
+            assert_eq!(watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 1, 5)]).new.len(), new, "{state:?}");
         }
     }
 
     #[test]
-    fn a_finding_stays_a_while_and_through_a_drivers_silence_and_then_goes() {
+    fn a_finding_is_retained_longer_while_the_gpu_is_unreachable() {
         let mut watch = Watch::new();
         for at in [0, 400] {
-            watch.look(at, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
+            watch.sample(at, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         }
-        watch.look(5000, vec![]);
+        watch.sample(5000, vec![]);
         assert_eq!(watch.findings.all().len(), 1);
-        watch.word = Word::Silent;
-        watch.look(20_000, vec![]);
+        watch.state = SampleState::Unreachable;
+        watch.sample(20_000, vec![]);
         assert_eq!(watch.findings.all().len(), 1, "nothing is known");
-        watch.word = Word::Said;
-        watch.look(21_000, vec![]);
+        watch.state = SampleState::Sampled;
+        watch.sample(21_000, vec![]);
         assert!(watch.findings.is_empty());
-        let again = watch.look(22_000, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
-        assert!(again.pending && again.begun.is_empty());
+        let again = watch.sample(22_000, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
+        assert!(again.confirm && again.new.is_empty());
     }
 
     #[test]
-    fn under_evict_clients_are_ended_and_the_finding_stays_until_the_pod_is_gone() {
+    fn under_evict_clients_are_terminated_and_the_finding_stays_until_the_pod_is_gone() {
         let mut watch = Watch::new();
         watch.evict = true;
-        assert!(watch.look(0, vec![suspect(MEMORY_EXCEEDED, 1, 5)]).end.is_empty());
-        let found = watch.look(400, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
-        assert_eq!(found.end, [("GPU-a".to_owned(), ProcessId { pid: 1, start: 1 })]);
-        assert!(watch.look(1400, vec![suspect(MEMORY_EXCEEDED, 1, 5)]).end.is_empty(), "once");
-        assert_eq!(watch.look(2400, vec![suspect(MEMORY_EXCEEDED, 2, 5)]).end.len(), 1, "its next program");
-        assert_eq!(watch.look(13_000, vec![suspect(MEMORY_EXCEEDED, 2, 5)]).end.len(), 1, "it lives on");
-        watch.look(900_000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1, "a disruption budget may keep it");
+        assert!(watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]).terminate.is_empty());
+        let found = watch.sample(400, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
+        assert_eq!(found.terminate, [("GPU-a".to_owned(), ProcessId { pid: 1, start: 1 })]);
+        assert!(watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 1, 5)]).terminate.is_empty(), "once");
+        let next_program = watch.sample(2400, vec![violation(MEMORY_EXCEEDED, 2, 5)]);
+        assert_eq!(next_program.terminate.len(), 1);
+        let still_running = watch.sample(13_000, vec![violation(MEMORY_EXCEEDED, 2, 5)]);
+        assert_eq!(still_running.terminate.len(), 1);
+        watch.sample(900_000, vec![]);
+        assert_eq!(watch.findings.all().len(), 1, "a disruption budget may delay the eviction");
         watch.names.remove("uid-p");
-        watch.look(901_000, vec![]);
+        watch.sample(901_000, vec![]);
         assert!(watch.findings.is_empty());
     }
 
     #[test]
-    fn a_pod_is_told_when_its_name_is_known() {
+    fn a_finding_is_reported_on_its_pod_once_the_name_is_known() {
         let mut watch = Watch::new();
-        let unnamed = || Suspect { tenant: Tenant::default(), ..suspect(MEMORY_EXCEEDED, 1, 5) };
-        watch.look(0, vec![unnamed()]);
-        let found = watch.look(400, vec![unnamed()]);
-        assert_eq!((found.begun.len(), found.tell.len()), (1, 0));
+        let unnamed = || Violation { tenant: Tenant::default(), ..violation(MEMORY_EXCEEDED, 1, 5) };
+        watch.sample(0, vec![unnamed()]);
+        let found = watch.sample(400, vec![unnamed()]);
+        assert_eq!((found.new.len(), found.report.len()), (1, 0));
         assert_eq!(watch.findings.all()[0].uid, "uid-p");
-        let named = watch.look(1400, vec![suspect(MEMORY_EXCEEDED, 1, 5)]);
-        assert_eq!((named.begun.len(), named.tell.len()), (0, 1));
+        let named = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
+        assert_eq!((named.new.len(), named.report.len()), (0, 1));
         assert_eq!(watch.findings.all()[0].pod, "p");
     }
 
     #[test]
-    fn a_gpunode_has_no_more_findings_than_it_can() {
+    fn a_gpunode_lists_at_most_32_findings() {
         let mut watch = Watch::new();
         let many = || {
             let one = |n: u32| {
-                let mut suspect = suspect(MEMORY_EXCEEDED, n, 5);
-                suspect.key.owner = owner(&format!("uid-{n}"), "c");
-                suspect
+                let mut violation = violation(MEMORY_EXCEEDED, n, 5);
+                violation.key.owner = owner(&format!("uid-{n}"), "c");
+                violation
             };
             (0..100).map(one).collect::<Vec<_>>()
         };
-        watch.look(0, many());
-        assert_eq!(watch.look(400, many()).begun.len(), 100);
-        assert_eq!(watch.findings.all().len(), MOST);
+        watch.sample(0, many());
+        assert_eq!(watch.sample(400, many()).new.len(), 100);
+        assert_eq!(watch.findings.all().len(), MAX_FINDINGS);
     }
 }

@@ -1,18 +1,22 @@
-//! The tenant watch: who uses more of a shared GPU than its shares, or computes on it outside MPS,
-//! is found within two seconds and told.
+//! The tenant watch reports containers that use more of a shared GPU than their shares allow, or
+//! that use it outside MPS. It finds them within two seconds.
 //!
 //! ```text
-//!  main loop ── TenantSnapshot ─┐                                                     ┌─▶ findings ─▶ main loop ─▶ GpuNode.status ─▶ operator
-//!  NVML, a thread for each GPU ── Look (each second) ─▶ judge (pure) ─▶ Findings (pure) ┼─▶ events on pods
-//!  /proc, same thread ─┤                                                     ├─▶ metrics
-//!  API server ─ Names ─┘                                                     └─▶ MPS host: terminate, where the policy says Evict
+//!  main loop ─ TenantSnapshot ─┐
+//!  NVML and /proc, ────────────┼─▶ find_violations ─▶ Findings ─┬─▶ main loop ─▶ GpuNode.status
+//!    one thread per GPU:       │       (pure)          (pure)   ├─▶ Events on pods
+//!    ProcessSample each second │                                ├─▶ metrics
+//!  API server ─ PodNames ──────┘                                └─▶ MPS host: terminate clients
+//!                                                                   if the policy says Evict
 //! ```
 //!
-//! Nothing is asked while nobody can use a shared device. A GPU that does not answer says nothing
-//! of its tenants: none of them is accused and none is ended, and those of other GPUs are watched
-//! as before.
+//! The operator reads `GpuNode.status` and evicts pods.
+//!
+//! The watch asks nothing while no process can use a shared device. A GPU that does not answer
+//! gives no sample: its tenants are neither reported nor terminated, and the watch of other GPUs
+//! continues.
 pub mod findings;
-pub mod judge;
 pub mod names;
 pub mod process;
 pub mod snapshot;
+pub mod violations;

@@ -1,73 +1,73 @@
-//! The names of the node's pods and containers, by what cgroups call them.
+//! The names of the node's pods and containers, by the ids that cgroup paths contain.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What people call a pod and its containers.
+/// The name of a pod and those of its containers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PodName {
-    /// Namespace.
+    /// Namespace of the pod.
     pub namespace: String,
-    /// Name.
+    /// Name of the pod.
     pub name: String,
-    /// Container names by the runtime's id, without `containerd://`.
+    /// Container names by container id, without the prefix `containerd://`.
     pub containers: BTreeMap<String, String>,
 }
 
-/// The pods of the node that have not ended, by UID.
+/// The pods of the node that have not finished, by UID.
 #[derive(Debug, Clone, Default)]
-pub struct Names {
+pub struct PodNames {
     pods: BTreeMap<String, PodName>,
-    /// Pods of the list that is being read.
+    /// UIDs in the list that the watch reads now.
     listing: Option<BTreeSet<String>>,
-    /// All pods have been listed once: one that is not there is gone.
+    /// One list was complete: a pod that is missing is gone.
     complete: bool,
 }
 
-impl Names {
-    /// A list of all pods begins.
-    pub fn begin(&mut self) {
+impl PodNames {
+    /// Starts a list of all pods.
+    pub fn begin_list(&mut self) {
         self.listing = Some(BTreeSet::new());
     }
 
-    /// The list ends.
-    pub fn end(&mut self) {
+    /// Ends the list and removes the pods that it does not contain.
+    pub fn end_list(&mut self) {
         if let Some(listed) = self.listing.take() {
             self.pods.retain(|uid, _| listed.contains(uid));
         }
         self.complete = true;
     }
 
-    /// A pod as it is now.
-    pub fn put(&mut self, uid: String, pod: PodName) {
+    /// Adds or replaces a pod.
+    pub fn insert(&mut self, uid: String, pod: PodName) {
         if let Some(listed) = &mut self.listing {
             listed.insert(uid.clone());
         }
         self.pods.insert(uid, pod);
     }
 
-    /// A pod is gone, or has ended.
+    /// Removes a pod that was deleted or has finished.
     pub fn remove(&mut self, uid: &str) {
         self.pods.remove(uid);
     }
 
-    /// A pod by its UID.
+    /// Returns a pod by its UID.
     pub fn get(&self, uid: &str) -> Option<&PodName> {
         self.pods.get(uid)
     }
 
-    /// Whether a pod is known to be gone.
+    /// Whether a pod is known to be gone. False until the first list is complete.
     pub fn is_gone(&self, uid: &str) -> bool {
         self.complete && self.listing.is_none() && !self.pods.contains_key(uid)
     }
 }
 
-/// [`Names`] to share: held for moments only, never across an await.
+/// [`PodNames`] shared between tasks. Never hold the lock across an await.
 #[derive(Debug, Clone, Default)]
-pub struct Directory(Arc<Mutex<Names>>);
+pub struct SharedPodNames(Arc<Mutex<PodNames>>);
 
-impl Directory {
-    /// The names.
-    pub fn lock(&self) -> MutexGuard<'_, Names> {
+impl SharedPodNames {
+    /// Locks the names.
+    pub fn lock(&self) -> MutexGuard<'_, PodNames> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -77,18 +77,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_gone_when_a_whole_list_does_not_have_it_and_not_before() {
-        let mut names = Names::default();
-        assert!(!names.is_gone("a"), "nobody has told yet");
-        names.begin();
-        names.put("a".into(), PodName::default());
-        assert!(!names.is_gone("b"), "the list goes on");
-        names.end();
+    fn a_pod_is_gone_once_a_complete_list_does_not_contain_it() {
+        let mut names = PodNames::default();
+        assert!(!names.is_gone("a"), "no list yet");
+        names.begin_list();
+        names.insert("a".into(), PodName::default());
+        assert!(!names.is_gone("b"), "the list is not complete");
+        names.end_list();
         assert!(!names.is_gone("a") && names.is_gone("b"));
-        names.put("b".into(), PodName::default());
-        names.begin();
-        names.put("a".into(), PodName::default());
-        names.end();
+        names.insert("b".into(), PodName::default());
+        names.begin_list();
+        names.insert("a".into(), PodName::default());
+        names.end_list();
         assert!(names.is_gone("b"));
         names.remove("a");
         assert!(names.is_gone("a"));

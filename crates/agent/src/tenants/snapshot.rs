@@ -1,4 +1,4 @@
-//! What the node knows that tenants are judged by. Pure.
+//! The limits and allocations that the tenant watch compares samples with. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
@@ -10,72 +10,73 @@ use crate::allocation::allocation_id;
 use crate::allocation::usage::Allocations;
 use crate::gpu::hardware::Hardware;
 use crate::gpu::layout::{Kind, Layout, parse_id};
-use crate::mps::View;
+use crate::mps::HostView;
 
-/// The shared devices of the node, and who holds what of them.
+/// The shared devices of the node and their allocations at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantSnapshot {
     /// GPUs and MIG devices with MPS shares, by UUID.
-    pub devices: BTreeMap<String, Shared>,
-    /// Shares that containers hold; none while the kubelet does not say.
+    pub devices: BTreeMap<String, SharedDevice>,
+    /// Shares that containers have; `None` while the kubelet does not list them.
     pub shares: Option<Vec<Share>>,
-    /// Memory limits in MiB of what was given out, by allocation; none is no limit.
+    /// Memory limits in MiB, by allocation; `None` means no limit.
     pub limits: BTreeMap<String, Option<u64>>,
 }
 
 /// A device with MPS shares.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharedDevice {
     /// UUID of the GPU.
     pub gpu: String,
-    /// The policy says that who leaves its share is evicted.
+    /// Whether the policy evicts pods that exceed their limits.
     pub evict: bool,
-    /// Somebody may use it.
-    pub used: bool,
+    /// Whether a process can be using it.
+    pub in_use: bool,
     /// Pids of its MPS daemon and server.
     pub daemon: BTreeSet<u32>,
-    /// MPS clients by pid, with the allocation whose door they came through, if they did.
+    /// MPS clients by pid, each with the allocation whose door it used; `None` if it used the
+    /// daemon's own socket.
     pub clients: BTreeMap<u32, Option<String>>,
 }
 
-/// Shares of one device that a container holds.
+/// Shares of one device that a container has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     /// Namespace of the pod.
     pub namespace: String,
-    /// The pod.
+    /// Name of the pod.
     pub pod: String,
-    /// The container.
+    /// Name of the container.
     pub container: String,
-    /// The device.
+    /// UUID of the device.
     pub device: String,
-    /// The allocation.
+    /// Id of the allocation.
     pub allocation: String,
 }
 
 /// The inputs of a snapshot.
 #[derive(Debug, Clone, Copy)]
-pub struct Facts<'a> {
+pub struct SnapshotInputs<'a> {
     /// The GPUs.
     pub hardware: &'a Hardware,
-    /// What they are served as, by GPU.
+    /// How each GPU is served, by UUID.
     pub layouts: &'a BTreeMap<String, Layout>,
-    /// The spec in force.
+    /// The spec of the `GpuNode`.
     pub spec: Option<&'a GpuNodeSpec>,
-    /// The MPS host.
-    pub view: &'a View,
-    /// What the kubelet lists, where it does.
+    /// The state of the MPS host.
+    pub view: &'a HostView,
+    /// The kubelet's list of allocated devices, if there is one.
     pub held: Option<&'a [HeldDevices]>,
-    /// What was given out.
+    /// The allocations.
     pub allocations: &'a Allocations,
-    /// Processes on GPUs that are not of their MPS daemons, as NVML last listed them.
+    /// Processes on each GPU except its MPS daemon, from NVML's last list.
     pub foreign: &'a BTreeMap<String, Vec<Process>>,
 }
 
 impl TenantSnapshot {
     /// Builds the snapshot.
-    pub fn of(facts: &Facts<'_>) -> Self {
-        let Facts { hardware, layouts, spec, view, held, allocations, foreign } = *facts;
+    pub fn new(inputs: &SnapshotInputs<'_>) -> Self {
+        let SnapshotInputs { hardware, layouts, spec, view, held, allocations, foreign } = *inputs;
         let mut snapshot = Self::default();
         let evicts = |gpu: &str| {
             let of_gpu = spec.iter().flat_map(|spec| &spec.gpus).find(|spec| spec.uuid == gpu);
@@ -85,14 +86,14 @@ impl TenantSnapshot {
             for pool in layout.pools.iter().filter(|pool| matches!(pool.kind, Kind::Mps { .. })) {
                 let daemon = view.status.daemons.get(&pool.device);
                 let clients = daemon.iter().flat_map(|daemon| &daemon.clients);
-                let shared = Shared {
+                let device = SharedDevice {
                     gpu: gpu.clone(),
                     evict: evicts(gpu),
-                    used: foreign.get(gpu).is_some_and(|processes| !processes.is_empty()),
+                    in_use: foreign.get(gpu).is_some_and(|processes| !processes.is_empty()),
                     daemon: daemon.iter().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect(),
                     clients: clients.map(|client| (client.pid, client.allocation.clone())).collect(),
                 };
-                snapshot.devices.insert(pool.device.clone(), shared);
+                snapshot.devices.insert(pool.device.clone(), device);
             }
         }
         if snapshot.devices.is_empty() {
@@ -101,26 +102,27 @@ impl TenantSnapshot {
         for (id, allocation) in allocations.iter() {
             let Some(limits) = allocation.mps else { continue };
             snapshot.limits.insert(id.clone(), limits.memory_mib);
-            for device in &allocation.devices {
-                snapshot.devices.entry(device.clone()).and_modify(|shared| shared.used = true);
+            for uuid in &allocation.devices {
+                snapshot.devices.entry(uuid.clone()).and_modify(|device| device.in_use = true);
             }
         }
         snapshot.shares = held.map(|rows| rows.iter().flat_map(shares).collect());
         for share in snapshot.shares.iter().flatten() {
-            snapshot.devices.entry(share.device.clone()).and_modify(|shared| shared.used = true);
+            snapshot.devices.entry(share.device.clone()).and_modify(|device| device.in_use = true);
         }
-        for shared in snapshot.devices.values_mut() {
-            shared.used |= !shared.clients.is_empty();
+        for device in snapshot.devices.values_mut() {
+            device.in_use |= !device.clients.is_empty();
         }
         snapshot
     }
 
-    /// Devices that somebody may use.
+    /// UUIDs of the devices that a process can be using.
     pub fn in_use(&self) -> Vec<String> {
-        self.devices.iter().filter(|(_, shared)| shared.used).map(|(device, _)| device.clone()).collect()
+        self.devices.iter().filter(|(_, device)| device.in_use).map(|(uuid, _)| uuid.clone()).collect()
     }
 }
 
+/// The shares in one row of the kubelet's list, one entry per device.
 fn shares(row: &HeldDevices) -> Vec<Share> {
     let devices: BTreeSet<&str> = row.ids.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
     let allocation = allocation_id(&row.resource, &row.ids);

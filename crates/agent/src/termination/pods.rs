@@ -1,4 +1,4 @@
-//! Which pods leave the node, and until when. Pure: the time is an argument.
+//! Tracks which pods of the node terminate, and until when. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -6,150 +6,154 @@ use cleave_kubelet::HeldDevices;
 
 use crate::allocation::allocation_id;
 
-/// How long a pod that the API server does not have any more is remembered. One that was deleted by
-/// force may run on: the kubelet gives it the grace of its spec all the same.
-const REMEMBERED: Duration = Duration::from_secs(300);
-/// A `preStop` sleep up to this long is no time for a program to finish: it is what gives the agent
-/// the time to act.
-const NO_DRAIN: Duration = Duration::from_secs(2);
-/// The longest time before the end of the grace that clients are ended in: `terminate_client` takes
-/// 3 to 10 ms for each, a GPU has 48 at most, and one that fails is tried again.
+/// How long a pod is tracked after the API server has removed it. The programs of a pod that was
+/// deleted by force may still run: the kubelet grants them the grace period of the spec.
+const RETENTION: Duration = Duration::from_secs(300);
+/// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
+/// program time to finish its work.
+const AGENT_SLEEP: Duration = Duration::from_secs(2);
+/// Clients that survive SIGTERM are terminated this long before the grace period ends.
+/// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed
+/// attempts are repeated.
 const MARGIN: Duration = Duration::from_secs(2);
-/// Of a short grace that margin would leave nothing: so large a part of it is enough then.
+/// The margin is at most a quarter of the grace period.
 const MARGIN_PART: u32 = 4;
 
-/// No pod is waited for longer. People write graces and sleeps of any 64-bit number of seconds,
-/// which no clock can be told to wait for.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Longer grace periods and sleeps count as this long. A spec may contain any 64-bit number of
+/// seconds, which would overflow an [`Instant`].
+const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What the API server says of a pod with shares.
+/// What the API server reports about the termination of a pod with shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
-    /// Its UID.
+pub struct PodObservation {
+    /// UID of the pod.
     pub uid: String,
     /// `namespace/name`.
     pub name: String,
-    /// What its `preStop` hooks are known to wait for, before its programs are sent SIGTERM: the
-    /// shortest of its containers with shares.
+    /// How long its `preStop` hooks delay SIGTERM, as far as known: the shortest sleep of its
+    /// containers with shares.
     pub sleep: Duration,
-    /// That it is to end.
+    /// The deletion, if the pod is being deleted.
     pub deletion: Option<Deletion>,
 }
 
-/// A deletion with a grace.
+/// A deletion with a grace period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Deletion {
-    /// The grace.
+    /// The grace period.
     pub grace: Duration,
-    /// What is left of it by the API server's clock, which may not be this node's.
+    /// What is left of the grace period by the API server's clock, which may differ from the
+    /// node's.
     pub left: Duration,
 }
 
-/// A pod that leaves.
+/// The deadlines of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Leaving {
-    /// When that was first seen.
+pub struct Deadlines {
+    /// When the termination was first observed.
     pub since: Instant,
-    /// When the kubelet kills what is left of it, as near as can be said.
+    /// When the kubelet kills the remaining programs, as an estimate.
     pub end: Instant,
-    /// When clients have to be ended that a SIGTERM ends, and when the others.
+    /// When clients have to be terminated: those that SIGTERM ends, and those that survive it.
     due: (Instant, Instant),
     grace: Duration,
 }
 
-impl Leaving {
+impl Deadlines {
     fn new(since: Instant, end: Instant, grace: Duration, sleep: Duration) -> Self {
         let margin = (grace / MARGIN_PART).min(MARGIN);
         let last = end.checked_sub(margin).unwrap_or(since).max(since);
-        let drained = sleep.checked_sub(NO_DRAIN).map_or(since, |drain| since + drain);
-        Self { since, end, due: (drained.min(last), last), grace }
+        let before_sigterm = sleep.checked_sub(AGENT_SLEEP).map_or(since, |wait| since + wait);
+        Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 
-    /// The same with an earlier end: nothing is due later by that, although of a shorter grace the
-    /// margin is smaller.
+    /// Moves the end to an earlier time. Nothing becomes due later, although a shorter grace period
+    /// has a smaller margin.
     fn shortened(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
         let Self { due: (_, last), end, .. } = Self::new(since, before.min(end), grace, Duration::ZERO);
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// When a client has to be ended: one that a SIGTERM does not end has its grace, but for a
-    /// margin; one that it ends has until the kubelet sends it.
-    pub fn due(&self, survives: bool) -> Instant {
-        if survives { self.due.1 } else { self.due.0 }
+    /// When a client has to be terminated: before the kubelet sends SIGTERM if that ends the
+    /// client, else a margin before the grace period ends.
+    pub fn due(&self, survives_sigterm: bool) -> Instant {
+        if survives_sigterm { self.due.1 } else { self.due.0 }
     }
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Pod {
     name: String,
-    leaving: Option<Leaving>,
-    /// When the API server was found not to have it any more.
-    gone: Option<Instant>,
+    /// The deadlines, if the pod terminates.
+    deadlines: Option<Deadlines>,
+    /// When the API server was found to have removed it.
+    removed: Option<Instant>,
 }
 
-/// The node's pods with shares, as far as their end goes.
+/// The node's pods with shares, and which of them terminate.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TerminatingPods {
     by_uid: BTreeMap<String, Pod>,
-    /// `namespace/name` by allocation, as the kubelet lists them.
+    /// `namespace/name` by allocation, from the kubelet's list.
     holders: BTreeMap<String, String>,
 }
 
 impl TerminatingPods {
-    /// The API server's word on a pod. Whether that changes anything.
-    pub fn saw(&mut self, seen: Seen, now: Instant) -> bool {
+    /// Adds or updates a pod. Returns whether that changes anything.
+    pub fn observe(&mut self, observation: PodObservation, now: Instant) -> bool {
         self.prune(now);
-        let Seen { uid, name, sleep, deletion } = seen;
-        let sleep = sleep.min(LONGEST);
-        let deletion = deletion.map(|deletion| Deletion { grace: deletion.grace.min(LONGEST), ..deletion });
+        let PodObservation { uid, name, sleep, deletion } = observation;
+        let sleep = sleep.min(MAX_WAIT);
+        let deletion = deletion.map(|deletion| Deletion { grace: deletion.grace.min(MAX_WAIT), ..deletion });
         let before = self.by_uid.get(&uid);
-        if before.is_some_and(|pod| pod.gone.is_some()) {
+        if before.is_some_and(|pod| pod.removed.is_some()) {
             return false;
         }
-        let was = before.and_then(|pod| pod.leaving);
-        let leaving = match (deletion, was) {
+        let was = before.and_then(|pod| pod.deadlines);
+        let deadlines = match (deletion, was) {
             (None, _) => None,
-            // A grace may be cut short, and never grows.
+            // A grace period can be shortened, but not extended.
             (Some(Deletion { grace, .. }), Some(was)) if grace < was.grace => Some(was.shortened(now + grace, grace)),
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
-                // Of a pod that was seen to stay, the deletion is new, whatever the clocks say; of
-                // another it may be almost over.
+                // If the pod was observed before without a deletion, the deletion is new, whatever
+                // the clocks say. Else its grace period may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
-                Some(Leaving::new(now, now + left, grace, sleep))
+                Some(Deadlines::new(now, now + left, grace, sleep))
             }
         };
-        let pod = Pod { name, leaving, gone: None };
+        let pod = Pod { name, deadlines, removed: None };
         let changed = before != Some(&pod);
         self.by_uid.insert(uid, pod);
         changed
     }
 
-    /// The API server does not have it any more: deleted in order, which leaves nothing to end, or
-    /// by force.
-    pub fn gone(&mut self, uid: &str, now: Instant) -> bool {
+    /// Notes that the API server has removed a pod: after its programs have ended, or by force
+    /// while they may still run. Returns whether that changes anything.
+    pub fn removed(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
-        let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.gone.is_none()) else { return false };
-        let unforeseen = || Leaving::new(now, now, Duration::ZERO, Duration::ZERO);
-        pod.leaving = Some(pod.leaving.map_or_else(unforeseen, |was| was.shortened(now, Duration::ZERO)));
-        pod.gone = Some(now);
+        let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
+        let immediate = || Deadlines::new(now, now, Duration::ZERO, Duration::ZERO);
+        pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.shortened(now, Duration::ZERO)));
+        pod.removed = Some(now);
         true
     }
 
-    /// These are all that there are.
-    pub fn only(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
+    /// Notes that all pods which are not in `uids` have been removed. Returns whether that changes
+    /// anything.
+    pub fn complete_list(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
-        missing.iter().filter(|uid| self.gone(uid, now)).count() > 0
+        missing.iter().filter(|uid| self.removed(uid, now)).count() > 0
     }
 
-    /// It has ended: nothing of it runs.
-    pub fn ended(&mut self, uid: &str) -> bool {
+    /// Removes a pod whose programs have all ended. Returns whether it was tracked.
+    pub fn finished(&mut self, uid: &str) -> bool {
         self.by_uid.remove(uid).is_some()
     }
 
-    /// The kubelet's list of who holds what.
-    pub fn held(&mut self, rows: &[HeldDevices]) -> bool {
+    /// Replaces the kubelet's list of allocations. Returns whether it has changed.
+    pub fn set_holders(&mut self, rows: &[HeldDevices]) -> bool {
         let of_row =
             |row: &HeldDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));
         let holders = rows.iter().map(of_row).collect();
@@ -158,34 +162,36 @@ impl TerminatingPods {
         changed
     }
 
-    /// Whether any pod leaves: else nothing need be looked at.
-    pub fn any_leaves(&self) -> bool {
-        self.by_uid.values().any(|pod| pod.leaving.is_some())
+    /// Whether any pod terminates.
+    pub fn any(&self) -> bool {
+        self.by_uid.values().any(|pod| pod.deadlines.is_some())
     }
 
-    /// The pod of a client, with its name, if that leaves. By the UIDs of pods that its control
-    /// group is below, the outermost first; where there are none, by who holds the allocation that
-    /// the client came by, unless another pod of that name stays.
-    pub fn leaving(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, Leaving)> {
+    /// Finds the terminating pod of a client, with its `namespace/name`.
+    ///
+    /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If there
+    /// are none, the pod is the one that has `allocation`, unless another pod with the same name
+    /// does not terminate.
+    pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, Deadlines)> {
         if !uids.is_empty() {
-            // Of one that is not known, a static pod's or one that has just come, nothing is
-            // concluded from its name.
+            // The client's pod may be a static pod or a new pod that is not tracked. Another pod
+            // with the allocation is not the client's then.
             let pod = uids.iter().find_map(|uid| self.by_uid.get(uid))?;
-            return Some((&pod.name, pod.leaving?));
+            return Some((&pod.name, pod.deadlines?));
         }
         let name = self.holders.get(allocation?)?;
         let mut named = self.by_uid.values().filter(|pod| pod.name == *name);
         let first = named.next()?;
-        let last = named.try_fold(first.leaving?, |latest, pod| {
-            let leaving = pod.leaving?;
-            Some(if leaving.end > latest.end { leaving } else { latest })
+        let last = named.try_fold(first.deadlines?, |latest, pod| {
+            let deadlines = pod.deadlines?;
+            Some(if deadlines.end > latest.end { deadlines } else { latest })
         })?;
         Some((&first.name, last))
     }
 
     fn prune(&mut self, now: Instant) {
-        let old = |gone: Instant| now.saturating_duration_since(gone) >= REMEMBERED;
-        self.by_uid.retain(|_, pod| !pod.gone.is_some_and(old));
+        let old = |removed: Instant| now.saturating_duration_since(removed) >= RETENTION;
+        self.by_uid.retain(|_, pod| !pod.removed.is_some_and(old));
     }
 }
 
@@ -201,108 +207,109 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    pub(in crate::termination) fn seen(uid: &str, grace: Option<(u64, u64)>) -> Seen {
+    /// A pod without a deletion, or with one of this grace period and rest in seconds.
+    pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
-        Seen { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }
+        PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }
     }
 
-    /// Since when and until when a pod leaves, in milliseconds after `start`.
+    /// Start and end of a pod's termination in milliseconds after `start`.
     fn span(pods: &TerminatingPods, uid: &str, start: Instant) -> Option<(u128, u128)> {
-        let (_, Leaving { since, end, .. }) = pods.leaving(&[uid.to_owned()], None)?;
+        let (_, Deadlines { since, end, .. }) = pods.find(&[uid.to_owned()], None)?;
         Some(((since - start).as_millis(), (end - start).as_millis()))
     }
 
     #[test]
-    fn a_deletion_that_was_seen_to_come_has_its_whole_grace_and_another_what_is_left() {
+    fn an_observed_deletion_has_its_whole_grace_period_and_an_older_one_its_rest() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
-        assert!(pods.saw(seen("a", None), now) && !pods.saw(seen("a", None), now));
-        assert!(!pods.any_leaves());
-        // By the API server's clock it is half over, or has not begun: this node saw it begin.
-        assert!(pods.saw(seen("a", Some((30, 15))), now + secs(1)));
+        assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
+        assert!(!pods.any());
+        // The API server's clock says that half is over, but this node observed the start.
+        assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
         assert_eq!(span(&pods, "a", now), Some((1000, 31_000)));
-        assert!(pods.any_leaves());
-        assert!(!pods.saw(seen("a", Some((30, 3))), now + secs(9)), "its status has changed, no more");
-        pods.saw(seen("b", Some((30, 15))), now);
+        assert!(pods.any());
+        assert!(!pods.observe(observation("a", Some((30, 3))), now + secs(9)), "only its status has changed");
+        pods.observe(observation("b", Some((30, 15))), now);
         assert_eq!(span(&pods, "b", now), Some((0, 15_000)));
-        pods.saw(seen("c", Some((30, 300))), now);
-        assert_eq!(span(&pods, "c", now), Some((0, 30_000)), "a clock that is late grants nothing");
+        pods.observe(observation("c", Some((30, 300))), now);
+        assert_eq!(span(&pods, "c", now), Some((0, 30_000)), "a slow clock does not extend the grace period");
     }
 
     #[test]
-    fn a_grace_and_a_sleep_longer_than_any_clock_are_long() {
+    fn very_long_grace_periods_and_sleeps_do_not_overflow() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         let forever = Duration::from_secs(u64::MAX);
-        let longest = LONGEST.as_millis();
-        for (uid, before) in [("a", true), ("b", false)] {
-            if before {
-                pods.saw(Seen { sleep: forever, ..seen(uid, None) }, now);
+        let longest = MAX_WAIT.as_millis();
+        for (uid, observed) in [("a", true), ("b", false)] {
+            if observed {
+                pods.observe(PodObservation { sleep: forever, ..observation(uid, None) }, now);
             }
             let deletion = Some(Deletion { grace: forever, left: forever });
-            pods.saw(Seen { sleep: forever, deletion, ..seen(uid, None) }, now);
+            pods.observe(PodObservation { sleep: forever, deletion, ..observation(uid, None) }, now);
             assert_eq!(span(&pods, uid, now), Some((0, longest)));
         }
-        pods.saw(seen("a", Some((30, 30))), now);
-        assert_eq!(span(&pods, "a", now), Some((0, 30_000)), "it can be cut short");
+        pods.observe(observation("a", Some((30, 30))), now);
+        assert_eq!(span(&pods, "a", now), Some((0, 30_000)), "it can be shortened");
     }
 
     #[test]
-    fn a_grace_may_be_cut_short_and_does_not_grow() {
+    fn a_grace_period_can_be_shortened_but_not_extended() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
-        pods.saw(seen("a", None), now);
-        pods.saw(seen("a", Some((30, 30))), now);
-        pods.saw(seen("a", Some((60, 60))), now + secs(1));
+        pods.observe(observation("a", None), now);
+        pods.observe(observation("a", Some((30, 30))), now);
+        pods.observe(observation("a", Some((60, 60))), now + secs(1));
         assert_eq!(span(&pods, "a", now), Some((0, 30_000)));
-        pods.saw(seen("a", Some((5, 5))), now + secs(10));
+        pods.observe(observation("a", Some((5, 5))), now + secs(10));
         assert_eq!(span(&pods, "a", now), Some((0, 15_000)));
-        pods.saw(seen("a", Some((4, 4))), now + secs(14));
+        pods.observe(observation("a", Some((4, 4))), now + secs(14));
         assert_eq!(span(&pods, "a", now), Some((0, 15_000)));
     }
 
     #[test]
-    fn one_that_the_api_server_lost_leaves_at_once_for_some_time() {
+    fn a_pod_that_the_api_server_removed_terminates_at_once_and_is_forgotten_later() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         for uid in ["a", "b", "c"] {
-            pods.saw(seen(uid, None), now);
+            pods.observe(observation(uid, None), now);
         }
-        pods.saw(seen("b", Some((30, 30))), now);
-        assert!(pods.gone("b", now + secs(1)) && !pods.gone("b", now + secs(2)) && !pods.gone("z", now));
+        pods.observe(observation("b", Some((30, 30))), now);
+        assert!(pods.removed("b", now + secs(1)) && !pods.removed("b", now + secs(2)) && !pods.removed("z", now));
         assert_eq!(span(&pods, "b", now), Some((0, 1000)));
-        assert!(pods.only(&BTreeSet::from(["c".to_owned()]), now + secs(2)));
+        assert!(pods.complete_list(&BTreeSet::from(["c".to_owned()]), now + secs(2)));
         assert_eq!(span(&pods, "a", now), Some((2000, 2000)));
         assert_eq!(span(&pods, "c", now), None);
-        assert!(!pods.saw(seen("a", None), now + secs(3)), "an older word on it");
-        assert!(pods.ended("c") && !pods.ended("c"));
-        pods.saw(seen("d", None), now + REMEMBERED + secs(2));
-        assert!(!pods.any_leaves(), "what is long gone is forgotten");
+        assert!(!pods.observe(observation("a", None), now + secs(3)), "an outdated observation");
+        assert!(pods.finished("c") && !pods.finished("c"));
+        pods.observe(observation("d", None), now + RETENTION + secs(2));
+        assert!(!pods.any(), "pods removed long ago are forgotten");
     }
 
     #[test]
-    fn when_a_client_is_due() {
+    fn clients_are_due_before_sigterm_or_before_the_grace_period_ends() {
         let now = Instant::now();
-        let due = |grace: u64, sleep: u64, survives: bool| {
-            let leaving = Leaving::new(now, now + secs(grace), secs(grace), secs(sleep));
-            (leaving.due(survives) - now).as_millis()
+        let due = |grace: u64, sleep: u64, survives_sigterm: bool| {
+            let deadlines = Deadlines::new(now, now + secs(grace), secs(grace), secs(sleep));
+            (deadlines.due(survives_sigterm) - now).as_millis()
         };
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
             assert_eq!((due(grace, 1, false), due(grace, 1, true)), (0, millis), "{grace}");
         }
-        // A hook of its own that sleeps is the time that it wants.
+        // A longer sleep is time that the program needs.
         assert_eq!((due(30, 15, false), due(30, 15, true)), (13_000, 28_000));
         assert_eq!(due(30, 30, false), 28_000);
         assert_eq!(due(0, 15, false), 0);
-        // What is due stays due when the grace is cut short, though the margin is smaller then.
-        let long = Leaving::new(now, now + secs(8), secs(8), secs(0));
+        // Shortening the grace period does not delay a deadline, although the margin shrinks.
+        let long = Deadlines::new(now, now + secs(8), secs(8), secs(0));
         assert_eq!(long.due(true), now + secs(6));
         assert_eq!(long.shortened(now + secs(8), secs(1)).due(true), now + secs(6));
         assert_eq!(long.shortened(now + secs(3), secs(1)).due(true), now + millis(2750));
     }
 
     #[test]
-    fn a_client_is_its_pods_by_control_group_or_else_by_allocation() {
+    fn a_clients_pod_is_found_by_cgroup_or_else_by_allocation() {
         let now = Instant::now();
         let row = |pod: &str, id: &str| HeldDevices {
             namespace: "ns".into(),
@@ -313,24 +320,24 @@ pub(super) mod tests {
         };
         let mut pods = TerminatingPods::default();
         let rows = [row("a", "0"), row("web", "1")];
-        assert!(pods.held(&rows) && !pods.held(&rows));
+        assert!(pods.set_holders(&rows) && !pods.set_holders(&rows));
         let [a, web] = ["0", "1"].map(|id| allocation_id("r", &[id.to_owned()]));
-        pods.saw(seen("a", Some((30, 30))), now);
-        let web_of = |uid: &str, grace| Seen { name: "ns/web".into(), ..seen(uid, grace) };
-        pods.saw(web_of("first", Some((30, 30))), now);
-        let of = |pods: &TerminatingPods, uid: Option<&str>, allocation: Option<&str>| {
+        pods.observe(observation("a", Some((30, 30))), now);
+        let web_pod = |uid: &str, grace| PodObservation { name: "ns/web".into(), ..observation(uid, grace) };
+        pods.observe(web_pod("first", Some((30, 30))), now);
+        let find = |pods: &TerminatingPods, uid: Option<&str>, allocation: Option<&str>| {
             let uids: Vec<String> = uid.map(str::to_owned).into_iter().collect();
-            pods.leaving(&uids, allocation).map(|(name, _)| name.to_owned())
+            pods.find(&uids, allocation).map(|(name, _)| name.to_owned())
         };
-        assert_eq!(of(&pods, None, Some(&a)), Some("ns/a".into()));
-        assert_eq!(of(&pods, Some("a"), Some(&web)), Some("ns/a".into()), "the kernel's word counts");
-        assert_eq!(of(&pods, Some("static"), Some(&a)), None, "another pod's, of which nothing is known");
-        assert_eq!(of(&pods, None, None), None);
-        assert_eq!(of(&pods, None, Some("00")), None);
-        assert_eq!(of(&pods, None, Some(&web)), Some("ns/web".into()));
-        // Deleted by force and made again: which of the two it is cannot be said.
-        pods.saw(web_of("second", None), now);
-        assert_eq!(of(&pods, None, Some(&web)), None);
-        assert_eq!(of(&pods, Some("first"), Some(&web)), Some("ns/web".into()));
+        assert_eq!(find(&pods, None, Some(&a)), Some("ns/a".into()));
+        assert_eq!(find(&pods, Some("a"), Some(&web)), Some("ns/a".into()), "the cgroup takes precedence");
+        assert_eq!(find(&pods, Some("static"), Some(&a)), None, "in the cgroup of an untracked pod");
+        assert_eq!(find(&pods, None, None), None);
+        assert_eq!(find(&pods, None, Some("00")), None);
+        assert_eq!(find(&pods, None, Some(&web)), Some("ns/web".into()));
+        // Deleted by force and created again: the client may belong to either pod.
+        pods.observe(web_pod("second", None), now);
+        assert_eq!(find(&pods, None, Some(&web)), None);
+        assert_eq!(find(&pods, Some("first"), Some(&web)), Some("ns/web".into()));
     }
 }

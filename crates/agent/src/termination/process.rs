@@ -1,4 +1,4 @@
-//! What the kernel says of a client's process: whose it is, and what a SIGTERM would do to it.
+//! Reads from `/proc` which pod a client's process belongs to and how it reacts to SIGTERM.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -8,84 +8,86 @@ use crate::cgroup;
 /// SIGTERM in the masks of `/proc/PID/status`, whose lowest bit is signal 1.
 const SIGTERM: u64 = 1 << 14;
 
-/// A process that lives.
+/// A process that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Process {
-    /// A SIGTERM does not end it: it handles it, waits for it, or ignores it.
-    pub(crate) survives: bool,
-    /// It is stopped, by a signal or a debugger.
+    /// Whether it continues after SIGTERM: it handles the signal, waits for it, or ignores it.
+    pub(crate) survives_sigterm: bool,
+    /// Whether a signal or a debugger has stopped it.
     pub(crate) stopped: bool,
 }
 
 impl Process {
-    /// The process with this pid, in the pid namespace of the host; none where it has ended.
-    pub(crate) fn look(pid: u32) -> Option<Self> {
-        let folder = folder(pid);
-        let status = Status::parse(&read(&folder.join("status"))?)?;
-        let survives = status.takes || status.blocks && all_threads_block(&folder);
+    /// Reads the process with this pid in the host's pid namespace. Returns `None` if it has ended.
+    pub(crate) fn read(pid: u32) -> Option<Self> {
+        let directory = directory(pid);
+        let status = Status::parse(&read(&directory.join("status"))?)?;
+        let survives_sigterm = status.handles || status.blocks && all_threads_block(&directory);
         let stopped = status.state == State::Stopped;
-        (status.state != State::Ended).then_some(Self { survives, stopped })
+        (status.state != State::Ended).then_some(Self { survives_sigterm, stopped })
     }
 }
 
-/// UIDs of the pods that a process's control group is below, the outermost first. Those that this
-/// process is below too are left out: on a node that is itself a pod, that one has everybody.
+/// UIDs of the pods whose cgroups contain the process, outermost first.
+///
+/// Excludes the pods that contain this process too: on a node that runs in a pod, all processes
+/// belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
     static OWN: LazyLock<Vec<String>> =
-        LazyLock::new(|| cgroup::pods(&read(&folder(std::process::id()).join("cgroup")).unwrap_or_default()));
-    let mut pods = cgroup::pods(&read(&folder(pid).join("cgroup")).unwrap_or_default());
+        LazyLock::new(|| cgroup::pods(&read(&directory(std::process::id()).join("cgroup")).unwrap_or_default()));
+    let mut pods = cgroup::pods(&read(&directory(pid).join("cgroup")).unwrap_or_default());
     pods.retain(|uid| !OWN.contains(uid));
     pods
 }
 
-fn folder(pid: u32) -> PathBuf {
+fn directory(pid: u32) -> PathBuf {
     Path::new("/proc").join(pid.to_string())
 }
 
-/// A program may have named itself in any bytes.
+/// Reads a file as text, lossily: a program may set its name to any bytes.
 fn read(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Whoever waits for a signal blocks it in every thread: it would end the process through any
-/// other.
-fn all_threads_block(folder: &Path) -> bool {
-    let Ok(threads) = fs::read_dir(folder.join("task")) else { return false };
-    // One that has ended since blocks nothing.
+/// Whether all threads block SIGTERM. A program that waits for the signal blocks it in every
+/// thread, since it would end the process through any other.
+fn all_threads_block(directory: &Path) -> bool {
+    let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
+    // A thread that has ended meanwhile does not count.
     let status = |path: &Path| read(&path.join("status")).and_then(|text| Status::parse(&text));
     threads.flatten().filter_map(|thread| status(&thread.path())).all(|status| status.blocks)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Status {
-    /// It handles or ignores SIGTERM, which all of its threads do alike.
-    takes: bool,
-    /// This thread blocks SIGTERM.
+    /// Whether the process handles or ignores SIGTERM. This is the same for all threads.
+    handles: bool,
+    /// Whether this thread blocks SIGTERM.
     blocks: bool,
     state: State,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    Runs,
+    Running,
     Stopped,
     Ended,
 }
 
 impl Status {
-    /// `None`: not of this shape.
+    /// Parses `/proc/PID/status`. Returns `None` if a field is missing or malformed.
     fn parse(text: &str) -> Option<Self> {
         let field =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
         let has = |name: &str| u64::from_str_radix(field(name)?, 16).ok().map(|mask| mask & SIGTERM != 0);
         let state = field("State")?.chars().next()?;
         Some(Self {
-            takes: has("SigCgt")? || has("SigIgn")?,
+            handles: has("SigCgt")? || has("SigIgn")?,
             blocks: has("SigBlk")?,
             state: match state {
                 'T' | 't' => State::Stopped,
                 'Z' | 'X' | 'x' => State::Ended,
-                _ => State::Runs,
+                _ => State::Running,
             },
         })
     }
@@ -105,13 +107,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_sigterm_would_do() {
-        let parse = |text: &str| Status::parse(text).map(|status| (status.takes, status.blocks));
+    fn handled_ignored_and_blocked_signals_are_parsed() {
+        let parse = |text: &str| Status::parse(text).map(|status| (status.handles, status.blocks));
         assert_eq!(parse(&status("S (sleeping)", 0, 0, 0)), Some((false, false)));
         assert_eq!(parse(&status("R (running)", 0, 0, 0x4000)), Some((true, false)));
         assert_eq!(parse(&status("R (running)", 0, 0x4000, 0)), Some((true, false)));
         assert_eq!(parse(&status("R (running)", 0x4000, 0, 0)), Some((false, true)));
-        // A Python program: SIGPIPE and SIGXFSZ are ignored, SIGINT is handled.
+        // A Python program ignores SIGPIPE and SIGXFSZ, and handles SIGINT.
         assert_eq!(parse(&status("R (running)", 0, 0x0100_1000, 0x2)), Some((false, false)));
         assert_eq!(parse(&status("R (running)", u64::MAX, u64::MAX, u64::MAX)), Some((true, true)));
         for text in ["", "State:\tR\n", &status("R", 0, 0, 0).replace("SigIgn", "Sig"), &status("", 0, 0, 0)] {
@@ -121,20 +123,20 @@ mod tests {
         assert_eq!(state("T (stopped)"), Some(State::Stopped));
         assert_eq!(state("t (tracing stop)"), Some(State::Stopped));
         assert_eq!(state("Z (zombie)"), Some(State::Ended));
-        assert_eq!(state("D (disk sleep)"), Some(State::Runs));
+        assert_eq!(state("D (disk sleep)"), Some(State::Running));
     }
 
     #[test]
-    fn this_process_and_one_that_is_none() {
-        let own = Process::look(std::process::id()).unwrap();
-        assert!(!own.stopped && !own.survives, "a test handles no SIGTERM");
+    fn this_process_is_read_and_a_missing_one_is_none() {
+        let own = Process::read(std::process::id()).unwrap();
+        assert!(!own.stopped && !own.survives_sigterm, "a test does not handle SIGTERM");
         assert!(pods_of(std::process::id()).is_empty() && pods_of(u32::MAX).is_empty());
-        assert_eq!(Process::look(u32::MAX), None);
+        assert_eq!(Process::read(u32::MAX), None);
     }
 
     proptest! {
         #[test]
-        fn whatever_is_there_is_read(text: String) {
+        fn parsing_never_panics(text: String) {
             let _ = Status::parse(&text);
         }
     }

@@ -1,5 +1,4 @@
-//! GPUs that fail, each in its way, and GPUs that an administrator keeps pods from: the agent as a
-//! process, on simulated GPUs.
+//! Faulty, hanging and cordoned GPUs: the agent as a process on simulated GPUs.
 use cleave_api::GpuNodeStatus;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Whole};
 
@@ -7,7 +6,7 @@ use crate::machine::{MPS, Machine, SLICED, held, ids, mps, pod, sliced, spec};
 
 const THREE: &str = "nvidia.com/mig-3g.40gb";
 
-/// The healthy slices of a resource are of this device alone.
+/// Whether all healthy slices of a resource are on this device.
 fn only_of(seen: &cleave_kubelet::fake::Seen, resource: &str, device: &str) -> bool {
     seen.endpoints[resource].healthy().iter().all(|id| id.starts_with(device))
 }
@@ -21,13 +20,13 @@ fn condition<'a>(status: &'a GpuNodeStatus, type_: &str) -> (&'a str, &'a str) {
     (&found.status, &found.reason)
 }
 
-/// Lets the agent look at its GPUs by an XID that says nothing of them.
-fn nudge(machine: &Machine) {
+/// Makes the agent read its GPUs now, with an XID that it ignores.
+fn trigger_read(machine: &Machine) {
     machine.simgpu(&["xid", "0", "63"]);
 }
 
 #[tokio::test]
-async fn what_needs_a_reset_outlives_the_agent_and_ends_with_the_reset() {
+async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_with_the_reset() {
     let mut machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
     machine.healthy(SLICED, 8).await;
     machine.simgpu(&["xid", "1", "119"]);
@@ -49,15 +48,15 @@ async fn what_needs_a_reset_outlives_the_agent_and_ends_with_the_reset() {
     std::fs::remove_file(machine.path("spec/status.json")).unwrap();
     machine.start_agent(&[]);
     let status = machine.status("NVML answered", |status| condition(status, "GpusHealthy").1 != "Starting").await;
-    assert_eq!(reason(&status, 1), "ResetRequired", "a restart heals nothing");
+    assert_eq!(reason(&status, 1), "ResetRequired", "a restart of the agent does not clear the fault");
     let seen = machine.healthy(SLICED, 4).await;
     assert!(only_of(&seen, SLICED, &machine.uuids[0]));
 
     machine.simgpu(&["lose", "1"]);
-    nudge(&machine);
+    trigger_read(&machine);
     machine.status("lost", |status| status.gpus[1].health.class == "Lost").await;
     machine.simgpu(&["reset", "1"]);
-    nudge(&machine);
+    trigger_read(&machine);
     machine.healthy(SLICED, 8).await;
     let status = machine.status("healthy", |status| status.gpus[1].health.healthy).await;
     assert_eq!(condition(&status, "GpusHealthy"), ("True", "Healthy"));
@@ -65,53 +64,53 @@ async fn what_needs_a_reset_outlives_the_agent_and_ends_with_the_reset() {
 }
 
 #[tokio::test]
-async fn an_administrators_word_ends_what_was_found_and_not_what_comes_after() {
+async fn clearing_faults_clears_earlier_ones_and_not_later_ones() {
     let machine = Machine::running(&["H200"], |gpus| vec![sliced(&gpus[0], 4)]);
     machine.healthy(SLICED, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
     machine.healthy(SLICED, 0).await;
     let status = machine.status("the XID", |status| status.gpus[0].health.last.is_some()).await;
     let cleared = status.gpus[0].health.last.clone();
-    machine.want("cleared", vec![GpuSpec { cleared: cleared.clone(), ..sliced(&machine.uuids[0], 4) }]);
+    machine.set_spec("cleared", vec![GpuSpec { cleared: cleared.clone(), ..sliced(&machine.uuids[0], 4) }]);
     machine.healthy(SLICED, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
     machine.healthy(SLICED, 0).await;
 }
 
 #[tokio::test]
-async fn what_the_driver_says_of_memory_and_wants_is_believed_as_long_as_it_says_it() {
+async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
     let machine = Machine::running(&["2xH200"], |gpus| vec![sliced(&gpus[0], 4), sliced(&gpus[1], 4)]);
     machine.healthy(SLICED, 8).await;
-    for (fault, end, says) in [
+    for (fault, end, expected) in [
         ("remap-failed=on", "remap-failed=off", "RowRemapFailed"),
         ("recovery=reset", "recovery=none", "ResetRequired"),
         ("recovery=reboot", "recovery=none", "ResetRequired"),
     ] {
         machine.simgpu(&["set", "1", fault]);
-        nudge(&machine);
+        trigger_read(&machine);
         let seen = machine.healthy(SLICED, 4).await;
         assert!(only_of(&seen, SLICED, &machine.uuids[0]), "{fault}");
-        machine.status(fault, |status| reason(status, 1) == says && reason(status, 0).is_empty()).await;
+        machine.status(fault, |status| reason(status, 1) == expected && reason(status, 0).is_empty()).await;
         machine.simgpu(&["set", "1", end]);
-        nudge(&machine);
+        trigger_read(&machine);
         machine.healthy(SLICED, 8).await;
     }
     for pending in ["remap-pending=on", "recovery=drain-and-reset"] {
         machine.simgpu(&["set", "1", pending]);
-        nudge(&machine);
+        trigger_read(&machine);
         let status = machine.status(pending, |status| reason(status, 1) == "ResetPending").await;
-        assert!(status.gpus[1].health.healthy, "it serves");
+        assert!(status.gpus[1].health.healthy, "it serves slices");
         assert_eq!(condition(&status, "GpusHealthy"), ("True", "ResetPending"));
         machine.healthy(SLICED, 8).await;
         machine.simgpu(&["reset", "1"]);
-        nudge(&machine);
+        trigger_read(&machine);
         machine.status("reset", |status| reason(status, 1).is_empty()).await;
     }
-    // Errors of before the first look are not new ones: there are more until some are.
+    // Errors from before the agent's first read do not count. Add errors until one counts.
     machine
         .until("memory errors", || {
             machine.simgpu(&["ecc", "1", "--uncorrected", "1"]);
-            nudge(&machine);
+            trigger_read(&machine);
             let text = std::fs::read(machine.path("spec/status.json")).ok()?;
             let status: GpuNodeStatus = serde_json::from_slice(&text).ok()?;
             (reason(&status, 1) == "EccErrors").then_some(())
@@ -119,12 +118,12 @@ async fn what_the_driver_says_of_memory_and_wants_is_believed_as_long_as_it_says
         .await;
     machine.healthy(SLICED, 4).await;
     machine.simgpu(&["reset", "1"]);
-    nudge(&machine);
+    trigger_read(&machine);
     machine.healthy(SLICED, 8).await;
 }
 
 #[tokio::test]
-async fn an_xid_of_one_mig_instance_takes_that_instance_alone() {
+async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
     let machine = Machine::running(&["H100-80"], |gpus| {
         let instance = |start| MigInstanceSpec {
             profile: "3g.40gb".into(),
@@ -137,10 +136,10 @@ async fn an_xid_of_one_mig_instance_takes_that_instance_alone() {
     machine.healthy(THREE, 2).await;
     let status =
         machine.status("both", |status| status.gpus[0].mig.as_ref().is_some_and(|mig| mig.instances.len() == 2)).await;
-    let [sick, well] = [0, 1].map(|at| status.gpus[0].mig.as_ref().unwrap().instances[at].clone());
-    machine.simgpu(&["xid", "0", "94", "--instance", &format!("{},0", sick.gpu_instance)]);
+    let [faulty, healthy] = [0, 1].map(|at| status.gpus[0].mig.as_ref().unwrap().instances[at].clone());
+    machine.simgpu(&["xid", "0", "94", "--instance", &format!("{},0", faulty.gpu_instance)]);
     let seen = machine.healthy(THREE, 1).await;
-    assert!(only_of(&seen, THREE, &well.uuid));
+    assert!(only_of(&seen, THREE, &healthy.uuid));
     let status = machine
         .status("the instance", |status| {
             status.gpus[0].mig.iter().flat_map(|mig| &mig.instances).any(|instance| instance.health.is_some())
@@ -148,19 +147,19 @@ async fn an_xid_of_one_mig_instance_takes_that_instance_alone() {
         .await;
     assert!(status.gpus[0].health.healthy);
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
-    machine.simgpu(&["xid", "0", "95", "--instance", &format!("{},0", sick.gpu_instance)]);
+    machine.simgpu(&["xid", "0", "95", "--instance", &format!("{},0", faulty.gpu_instance)]);
     machine.healthy(THREE, 0).await;
 }
 
 #[tokio::test]
-async fn a_cordoned_gpu_keeps_what_is_in_use_and_what_is_on_its_way_and_gives_nothing_else() {
+async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     let mut machine = Machine::new(&["2xH200"]);
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
-    let want = |machine: &Machine, plan: &str, cordoned| {
-        machine.want(plan, vec![GpuSpec { cordoned, ..mps(&first, 4) }, mps(&second, 4)]);
+    let set_cordoned = |machine: &Machine, plan: &str, cordoned| {
+        machine.set_spec(plan, vec![GpuSpec { cordoned, ..mps(&first, 4) }, mps(&second, 4)]);
     };
-    want(&machine, "open", false);
-    machine.pods_are(&[]);
+    set_cordoned(&machine, "open", false);
+    machine.set_pods(&[]);
     machine.start_host();
     machine.start_agent(&[]);
     machine.healthy(MPS, 8).await;
@@ -169,10 +168,10 @@ async fn a_cordoned_gpu_keeps_what_is_in_use_and_what_is_on_its_way_and_gives_no
     machine.pods.hold(&[held("p", MPS, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&first].pid;
 
-    want(&machine, "cordoned", true);
+    set_cordoned(&machine, "cordoned", true);
     let seen = machine.healthy(MPS, 5).await;
-    assert_eq!(seen.endpoints[MPS].devices.len(), 8, "they are there still");
-    assert!(seen.endpoints[MPS].healthy().iter().any(|id| **id == *used[0]), "what is in use is not touched");
+    assert_eq!(seen.endpoints[MPS].devices.len(), 8, "all shares stay listed");
+    assert!(seen.endpoints[MPS].healthy().iter().any(|id| **id == *used[0]), "a share in use stays healthy");
     machine.status("applied", |status| status.plan_id == "cordoned" && status.gpus[0].slices[0].unhealthy == 3).await;
 
     machine.kill_agent();
@@ -181,37 +180,37 @@ async fn a_cordoned_gpu_keeps_what_is_in_use_and_what_is_on_its_way_and_gives_no
     machine.seen("the new stream", |seen| seen.endpoints[MPS].connected).await;
     machine.healthy(MPS, 5).await;
 
-    // One that was let through before waits for two there.
-    machine.pods_are(&[pod("late", 2, &first)]);
+    // A pod that was released before the cordon waits for two shares of the GPU.
+    machine.set_pods(&[pod("late", 2, &first)]);
     machine.healthy(MPS, 7).await;
-    machine.pods_are(&[]);
+    machine.set_pods(&[]);
     machine.healthy(MPS, 5).await;
     machine.pods.hold(&[]);
     machine.healthy(MPS, 4).await;
-    assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "its daemon was not touched");
-    want(&machine, "open again", false);
+    assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "its daemon was not restarted");
+    set_cordoned(&machine, "open again", false);
     machine.healthy(MPS, 8).await;
 }
 
-/// All four GPUs of a node have ten shares.
-fn forty(gpus: &[String]) -> Vec<GpuSpec> {
+/// Ten shares on each GPU.
+fn ten_shares_each(gpus: &[String]) -> Vec<GpuSpec> {
     gpus.iter().map(|gpu| mps(gpu, 10)).collect()
 }
 
 #[tokio::test]
-async fn a_gpu_that_hangs_is_unreachable_alone_and_delays_nothing_that_others_say() {
-    let machine = Machine::running(&["4xH200"], forty);
+async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
+    let machine = Machine::running(&["4xH200"], ten_shares_each);
     machine.healthy(MPS, 40).await;
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
-    nudge(&machine);
-    // Before the deadline of the one that hangs is over, another one's answer is in.
+    trigger_read(&machine);
+    // The answer for GPU 2 arrives before the deadline of GPU 3 has passed.
     machine.simgpu(&["set", "2", "remap-failed=on"]);
-    nudge(&machine);
+    trigger_read(&machine);
     let seen = |status: &GpuNodeStatus| reason(status, 2) == "RowRemapFailed";
-    let status = machine.status("the second look at GPU 2", seen).await;
-    assert!(status.gpus[3].health.healthy, "its answer waited for GPU 3");
+    let status = machine.status("the second read of GPU 2", seen).await;
+    assert!(status.gpus[3].health.healthy, "the answer for GPU 2 waited for GPU 3");
     machine.simgpu(&["set", "2", "remap-failed=off"]);
-    nudge(&machine);
+    trigger_read(&machine);
 
     let unreachable = |status: &GpuNodeStatus| reason(status, 3) == "GpuUnreachable" && status.gpus[2].health.healthy;
     let status = machine.status("GPU 3 is unreachable", unreachable).await;
@@ -224,11 +223,11 @@ async fn a_gpu_that_hangs_is_unreachable_alone_and_delays_nothing_that_others_sa
     machine.kubelet.allocate(MPS, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS, &[&share[0]]).await.unwrap();
 
-    // XIDs and memory of the others are seen as before.
+    // XIDs and memory errors of other GPUs are reported as before.
     machine.simgpu(&["xid", "1", "48"]);
     machine.simgpu(&["set", "2", "remap-failed=on"]);
     let both = |status: &GpuNodeStatus| reason(status, 1) == "ResetRequired" && reason(status, 2) == "RowRemapFailed";
-    let status = machine.status("what others say", both).await;
+    let status = machine.status("the faults of other GPUs", both).await;
     assert_eq!((reason(&status, 0), reason(&status, 3)), ("", "GpuUnreachable"));
 
     machine.simgpu(&["clear"]);
@@ -238,37 +237,36 @@ async fn a_gpu_that_hangs_is_unreachable_alone_and_delays_nothing_that_others_sa
 }
 
 #[tokio::test]
-async fn a_gpu_that_hangs_before_it_was_ever_described_keeps_no_other_from_being_served() {
+async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     let mut machine = Machine::new(&["4xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
-    machine.want("first", forty(&machine.uuids));
+    machine.set_spec("first", ten_shares_each(&machine.uuids));
     machine.start_host();
     machine.start_agent(&[]);
     machine.healthy(MPS, 30).await;
     let reported = |status: &GpuNodeStatus| condition(status, "GpusHealthy") == ("False", "GpuUnhealthy");
     let status = machine.status("the GPU is reported", reported).await;
-    let found = status.conditions.iter().find(|condition| condition.type_ == "GpusHealthy").unwrap();
-    assert_eq!((found.message.as_str(), status.gpus.len()), ("GPU 3: NVML did not answer for 20 s", 3));
+    let healthy = status.conditions.iter().find(|condition| condition.type_ == "GpusHealthy").unwrap();
+    assert_eq!((healthy.message.as_str(), status.gpus.len()), ("GPU 3: NVML did not answer for 20 s", 3));
     machine.simgpu(&["clear"]);
     machine.healthy(MPS, 40).await;
     machine.status("all are healthy", |status| condition(status, "GpusHealthy") == ("True", "Healthy")).await;
 }
 
 #[tokio::test]
-async fn a_gpu_whose_events_cannot_be_asked_for_keeps_no_others_from_being_heard() {
+async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_of_others() {
     let mut machine = Machine::new(&["2xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceRegisterEvents", "--gpu", "0"]);
-    machine.want("first", vec![sliced(&machine.uuids[0], 4), sliced(&machine.uuids[1], 4)]);
+    machine.set_spec("first", vec![sliced(&machine.uuids[0], 4), sliced(&machine.uuids[1], 4)]);
     machine.start_agent(&[]);
     machine.healthy(SLICED, 8).await;
-    // Events of before the driver was asked for them are nobody's: there are more until one is
-    // heard.
-    let heard = || {
+    // The driver reports no events from before the registration. Send XIDs until one arrives.
+    let reported = || {
         machine.simgpu(&["xid", "1", "48"]);
         let status: GpuNodeStatus =
             serde_json::from_slice(&std::fs::read(machine.path("spec/status.json")).ok()?).ok()?;
         (reason(&status, 1) == "ResetRequired").then_some(())
     };
-    machine.until("an XID of the other GPU", heard).await;
+    machine.until("an XID of the other GPU", reported).await;
     machine.healthy(SLICED, 4).await;
 }

@@ -1,5 +1,5 @@
-//! A node without a cluster: simulated GPUs, the agent and the MPS host as processes of their own,
-//! a fake kubelet. All of it goes when it is dropped.
+//! A node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
+//! processes. Dropping it ends all of them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
@@ -15,43 +15,43 @@ use cleave_kubelet::HeldDevices;
 use cleave_kubelet::fake::{FakeKubelet, FakePodResources, Seen};
 use serde_json::Value;
 
-/// Longer than anything here takes, on a machine that is busy with something else.
+/// Timeout of all waits. Long enough for a busy machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 pub(crate) const MPS: &str = "nvidia.com/gpu-mps";
 pub(crate) const SLICED: &str = "nvidia.com/gpu-timeslice";
 pub(crate) const WHOLE: &str = "nvidia.com/gpu";
 
-/// The folder of the programs that the tests start. They are other packages' and are built here, so
-/// that they are never old ones.
+/// Builds the programs of other packages that the tests start, so that they are never outdated.
+/// Returns their directory.
 fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
         let packages = ["cleave", "sim-nvml", "sim-mps", "simgpu", "cleave-client"];
         let mut cargo = Command::new(env!("CARGO"));
         cargo.arg("build").args(packages.iter().flat_map(|package| ["--package", package]));
-        assert!(cargo.stderr(Stdio::null()).status().unwrap().success(), "the programs cannot be built");
-        // target/debug/deps/<test>
+        assert!(cargo.stderr(Stdio::null()).status().unwrap().success(), "failed to build the programs");
+        // The test program is target/debug/deps/<test>.
         std::env::current_exe().unwrap().ancestors().nth(2).unwrap().to_owned()
     })
 }
 
-/// A node.
+/// A simulated node.
 pub(crate) struct Machine {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     pub(crate) uuids: Vec<String>,
     pub(crate) kubelet: FakeKubelet,
     pub(crate) pods: FakePodResources,
     library: PathBuf,
     agent: Option<Child>,
-    first: Option<Child>,
+    first_agent: Option<Child>,
     host: Option<Child>,
 }
 
 impl Machine {
-    /// With these GPUs, and nothing running but the kubelet.
+    /// Creates a node with these GPUs on which only the kubelet runs.
     pub(crate) fn new(gpus: &[&str]) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = |name: &str| folder.path().join(name);
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
         for name in ["plugins", "spec", "sim"] {
             fs::create_dir(path(name)).unwrap();
         }
@@ -59,7 +59,7 @@ impl Machine {
         let pods = FakePodResources::start(&path("pods.sock")).unwrap();
         let library = programs().join("libnvidia_ml.so");
         let mut machine =
-            Self { folder, uuids: Vec::new(), kubelet, pods, library, agent: None, first: None, host: None };
+            Self { directory, uuids: Vec::new(), kubelet, pods, library, agent: None, first_agent: None, host: None };
         let mut arguments = vec!["init"];
         arguments.extend(gpus.iter().flat_map(|gpu| ["--gpus", gpu]));
         machine.simgpu(&arguments);
@@ -69,22 +69,23 @@ impl Machine {
         machine
     }
 
-    /// With the agent and the MPS host.
+    /// Creates a node on which the agent and the MPS host run.
     pub(crate) fn running(gpus: &[&str], spec: impl FnOnce(&[String]) -> Vec<GpuSpec>) -> Self {
         let mut machine = Self::new(gpus);
         let spec = spec(&machine.uuids);
-        machine.want("first", spec);
+        machine.set_spec("first", spec);
         machine.start_host();
         machine.start_agent(&[]);
         machine
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
-    /// The NVML library that programs started from now on are given.
-    pub(crate) fn library(&mut self, path: PathBuf) -> PathBuf {
+    /// Replaces the NVML library of programs that start from now on. Returns the path of the last
+    /// one.
+    pub(crate) fn replace_library(&mut self, path: PathBuf) -> PathBuf {
         std::mem::replace(&mut self.library, path)
     }
 
@@ -94,15 +95,15 @@ impl Machine {
         command
     }
 
-    /// The command that changes the simulated GPUs.
+    /// Runs `simgpu`, which shows and changes the simulated GPUs.
     pub(crate) fn simgpu(&self, arguments: &[&str]) -> String {
         let output = self.command("simgpu").args(arguments).output().unwrap();
         assert!(output.status.success(), "simgpu {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// A program that uses a device, and that no pod is of.
-    pub(crate) fn holder(&self, device: &str) -> Child {
+    /// Starts a program that uses a device outside any pod.
+    pub(crate) fn start_outside_pods(&self, device: &str) -> Child {
         self.command("simgpu").args(["hold", device]).stdout(Stdio::null()).spawn().unwrap()
     }
 
@@ -110,30 +111,31 @@ impl Machine {
         File::options().create(true).append(true).open(self.path(name)).unwrap()
     }
 
+    /// Starts the agent with additional arguments.
     pub(crate) fn start_agent(&mut self, more: &[&str]) {
         self.start_agent_as(self.command("cleave"), more);
     }
 
-    /// Beside the first, which is what [`Self::kill_first_agent`] kills.
+    /// Starts a second agent. [`Self::kill_first_agent`] kills the first one.
     pub(crate) fn start_second_agent(&mut self) {
-        self.first = self.agent.take();
+        self.first_agent = self.agent.take();
         self.start_agent(&[]);
     }
 
-    /// SIGKILL.
+    /// Kills the first of two agents (SIGKILL).
     pub(crate) fn kill_first_agent(&mut self) {
-        kill(&mut self.first);
+        kill(&mut self.first_agent);
     }
 
-    /// As the chart does: killed, it is started again.
+    /// Starts the agent like the chart: under a supervisor that restarts it.
     pub(crate) fn start_supervised_agent(&mut self) {
         let mut command = self.command("cleave-supervise");
         command.arg(programs().join("cleave"));
         self.start_agent_as(command, &[]);
     }
 
-    /// The agent's process, where it is supervised.
-    pub(crate) fn supervised(&self) -> Option<u32> {
+    /// Pid of the agent under its supervisor.
+    pub(crate) fn supervised_pid(&self) -> Option<u32> {
         let pid = self.agent.as_ref().unwrap().id();
         fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()
     }
@@ -144,7 +146,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
     }
 
-    /// As in a pod of a cluster whose API server does not answer.
+    /// Starts the agent like in a cluster whose API server does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.arguments(&mut command);
@@ -152,7 +154,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.log("agent.log")).spawn().unwrap());
     }
 
-    /// What an agent is told, whoever tells it its spec.
+    /// Arguments that do not depend on the source of the spec.
     fn arguments(&self, command: &mut Command) {
         command.args([
             "--log",
@@ -177,6 +179,7 @@ impl Machine {
         command.arg("--nvml-library").arg(&self.library);
     }
 
+    /// Starts the MPS host.
     pub(crate) fn start_host(&mut self) {
         let mut command = self.command("cleave");
         command.args(["mps-host", "--mps-control"]).arg(programs().join("nvidia-cuda-mps-control"));
@@ -184,31 +187,31 @@ impl Machine {
         self.host = Some(command.stdout(self.log("host.log")).stderr(self.log("host.log")).spawn().unwrap());
     }
 
-    /// SIGKILL.
+    /// Kills the agent (SIGKILL).
     pub(crate) fn kill_agent(&mut self) {
         kill(&mut self.agent);
     }
 
-    /// SIGKILL.
+    /// Kills the MPS host (SIGKILL).
     pub(crate) fn kill_host(&mut self) {
         kill(&mut self.host);
     }
 
-    /// Another boot: all processes have ended, what a boot clears is gone, and the checkpoint is of
-    /// the boot before.
+    /// Reboots the node: ends all processes, clears what a boot clears, and marks the checkpoint as
+    /// one of an earlier boot.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
         self.stop_host();
         fs::remove_dir_all(self.path("run")).unwrap();
         self.simgpu(&["reboot"]);
         let checkpoint = self.path("state/agent.json");
-        let mut found: Value = serde_json::from_slice(&fs::read(&checkpoint).unwrap()).unwrap();
-        assert!(found["bootId"].is_string(), "{found}");
-        found["bootId"] = "another".into();
-        fs::write(&checkpoint, found.to_string()).unwrap();
+        let mut json: Value = serde_json::from_slice(&fs::read(&checkpoint).unwrap()).unwrap();
+        assert!(json["bootId"].is_string(), "{json}");
+        json["bootId"] = "another".into();
+        fs::write(&checkpoint, json.to_string()).unwrap();
     }
 
-    /// By SIGTERM it ends its daemons too.
+    /// Stops the MPS host (SIGTERM), which ends its daemons too.
     fn stop_host(&mut self) {
         if let Some(mut host) = self.host.take() {
             let pid = rustix::process::Pid::from_child(&host);
@@ -217,7 +220,7 @@ impl Machine {
         }
     }
 
-    /// SIGTERM; how the agent ended.
+    /// Stops the agent (SIGTERM). Returns its exit status.
     pub(crate) fn stop_agent(&mut self) -> std::process::ExitStatus {
         let mut agent = self.agent.take().unwrap();
         let pid = rustix::process::Pid::from_child(&agent);
@@ -225,50 +228,50 @@ impl Machine {
         agent.wait().unwrap()
     }
 
-    pub(crate) fn agent_runs(&mut self) -> bool {
+    pub(crate) fn agent_is_running(&mut self) -> bool {
         self.agent.as_mut().unwrap().try_wait().unwrap().is_none()
     }
 
-    /// What the operator would write.
-    pub(crate) fn want(&self, plan: &str, gpus: Vec<GpuSpec>) {
+    /// Writes the spec of the `GpuNode` like the operator.
+    pub(crate) fn set_spec(&self, plan: &str, gpus: Vec<GpuSpec>) {
         let spec = GpuNodeSpec { plan_id: plan.into(), gpus };
-        let beside = self.path("spec/spec.json.new");
-        fs::write(&beside, serde_json::to_vec(&spec).unwrap()).unwrap();
-        fs::rename(beside, self.path("spec/spec.json")).unwrap();
+        let new = self.path("spec/spec.json.new");
+        fs::write(&new, serde_json::to_vec(&spec).unwrap()).unwrap();
+        fs::rename(new, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Pods that are bound to the node, as the API server would tell. Before the agent starts,
-    /// there has to be such a list.
-    pub(crate) fn pods_are(&self, pods: &[Value]) {
-        let beside = self.path("spec/pods.json.new");
-        fs::write(&beside, serde_json::to_vec(pods).unwrap()).unwrap();
-        fs::rename(beside, self.path("spec/pods.json")).unwrap();
+    /// Sets the pods that the API server lists for the node. Tests that use pods have to call this
+    /// before the agent starts.
+    pub(crate) fn set_pods(&self, pods: &[Value]) {
+        let new = self.path("spec/pods.json.new");
+        fs::write(&new, serde_json::to_vec(pods).unwrap()).unwrap();
+        fs::rename(new, self.path("spec/pods.json")).unwrap();
     }
 
-    /// What the agent says, once that is so.
+    /// Waits until the agent's status meets the condition and returns it.
     pub(crate) async fn status(&self, what: &str, condition: impl Fn(&GpuNodeStatus) -> bool) -> GpuNodeStatus {
         let read = || serde_json::from_slice(&fs::read(self.path("spec/status.json")).ok()?).ok();
         self.until(what, || read().filter(&condition)).await
     }
 
-    /// What the agent wants of the MPS host.
+    /// Reads the desired file, which the agent writes for the MPS host.
     pub(crate) fn desired(&self) -> Option<wire::Desired> {
         serde_json::from_slice(&fs::read(self.path("run/mps/desired.json")).ok()?).ok()
     }
 
-    /// What the MPS host says.
+    /// Reads the status file of the MPS host.
     pub(crate) fn host_status(&self) -> Option<wire::Status> {
         serde_json::from_slice(&fs::read(self.path("run/mps/status.json")).ok()?).ok()
     }
 
-    /// Reasons of events so far.
+    /// Reasons of all Events so far.
     pub(crate) fn events(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("spec/events.jsonl")).unwrap_or_default();
         let reason = |line: &str| serde_json::from_str::<Value>(line).unwrap()["reason"].as_str().unwrap().to_owned();
         text.lines().map(reason).collect()
     }
 
-    /// What the kubelet sees, once that is so.
+    /// Waits until the kubelet's view meets the condition and returns it.
     pub(crate) async fn seen(&self, what: &str, condition: impl Fn(&Seen) -> bool) -> Seen {
         match self.kubelet.once(DEADLINE, condition).await {
             Some(seen) => seen,
@@ -276,19 +279,19 @@ impl Machine {
         }
     }
 
-    /// The kubelet could hand out exactly so many of a resource.
+    /// Waits until the kubelet sees exactly `count` healthy devices of a resource.
     pub(crate) async fn healthy(&self, resource: &str, count: usize) -> Seen {
         let condition =
             |seen: &Seen| seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy().len() == count);
         self.seen(&format!("{count} healthy {resource}"), condition).await
     }
 
-    /// Waits for a condition.
+    /// Waits for a condition. `what` names it in the panic message if it is never met.
     pub(crate) async fn until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         let end = Instant::now() + DEADLINE;
         while Instant::now() < end {
-            if let Some(found) = condition() {
-                return found;
+            if let Some(value) = condition() {
+                return value;
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
@@ -313,7 +316,7 @@ impl Machine {
         );
     }
 
-    /// A program with what a container would get.
+    /// A program with the environment that its container would have.
     pub(crate) fn program(&self, response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse) -> Command {
         let mut command = self.command("cleave-client");
         for (name, value) in &response.envs {
@@ -323,7 +326,7 @@ impl Machine {
         command
     }
 
-    /// Starts a program with what a container would get, and an environment of its own.
+    /// Starts a program like in a container, with additional environment variables.
     pub(crate) fn start_client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -334,7 +337,7 @@ impl Machine {
         command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs a program with what a container would get, and gives the first line that it prints.
+    /// Runs a program like in a container. Returns the first line that it prints.
     pub(crate) fn client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -365,12 +368,13 @@ pub(crate) fn kill_child(child: &mut Child) {
     child.wait().unwrap();
 }
 
-/// Kills another process, as root on the node would.
+/// Kills a process that the test did not start.
 pub(crate) fn kill_pid(pid: u32) {
     let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }
 
+/// A row of the kubelet's list of allocated devices.
 pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
     HeldDevices {
         namespace: "ns".into(),
@@ -381,13 +385,14 @@ pub(crate) fn held(pod: &str, resource: &str, ids: &[String]) -> HeldDevices {
     }
 }
 
-/// A pod that is bound to the node, with one container that asks for so many shares, held on a
-/// device.
+/// A pod that is bound to the node. Its one container requests shares, which have a reservation on
+/// a device.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
-    let note =
+    let placement =
         serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS, "units": shares, "device": device}]}});
+    let annotations = serde_json::json!({"cleave.dev/placement": placement.to_string()});
     serde_json::json!({
-        "metadata": {"name": name, "namespace": "ns", "uid": name, "annotations": {"cleave.dev/placement": note.to_string()}},
+        "metadata": {"name": name, "namespace": "ns", "uid": name, "annotations": annotations},
         "spec": {"containers": [{"name": "c", "resources": {"limits": {MPS: shares.to_string()}}}]},
         "status": {"phase": "Pending"},
     })

@@ -1,4 +1,4 @@
-//! GPUs that are cut by MIG: the agent as a process, on simulated GPUs.
+//! GPUs that are partitioned by MIG: the agent as a process on simulated GPUs.
 use std::fs;
 use std::process::Child;
 
@@ -16,28 +16,29 @@ const ONE: &str = "nvidia.com/mig-1g.10gb";
 
 /// How an instance is served.
 #[derive(Clone, Copy)]
-enum As {
+enum ServedAs {
     Whole,
     Shares(u32),
-    Turns(u32),
+    Replicas(u32),
 }
 
-fn cut(gpu: &str, instances: &[(&str, u32, As)]) -> GpuSpec {
+/// A GPU with these instances, each with profile, first slice and how it is served.
+fn partitioned(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
     let none = MigPartition::default();
-    let instance = |&(profile, start, way): &(&str, u32, As)| MigInstanceSpec {
+    let instance = |&(profile, start, served_as): &(&str, u32, ServedAs)| MigInstanceSpec {
         profile: profile.into(),
         start,
-        partition: match way {
-            As::Whole => {
+        partition: match served_as {
+            ServedAs::Whole => {
                 MigPartition { whole: Some(Whole { resource: format!("nvidia.com/mig-{profile}") }), ..none.clone() }
             }
-            As::Shares(units) => {
+            ServedAs::Shares(units) => {
                 let shares: MpsPartition = mps(gpu, units).partition.mps.unwrap();
                 MigPartition { mps: Some(shares), ..none.clone() }
             }
-            As::Turns(replicas) => {
-                let turns: TimeSlicedPartition = sliced(gpu, replicas).partition.time_slicing.unwrap();
-                MigPartition { time_slicing: Some(turns), ..none.clone() }
+            ServedAs::Replicas(replicas) => {
+                let replicas: TimeSlicedPartition = sliced(gpu, replicas).partition.time_slicing.unwrap();
+                MigPartition { time_slicing: Some(replicas), ..none.clone() }
             }
         },
     };
@@ -46,8 +47,8 @@ fn cut(gpu: &str, instances: &[(&str, u32, As)]) -> GpuSpec {
 }
 
 impl Machine {
-    /// The instances of a GPU as the driver has them: first slice, and UUID where there is a
-    /// compute instance.
+    /// The driver's instances of a GPU: first slice of each, and the UUID if it has a compute
+    /// instance.
     fn instances(&self, gpu: usize) -> Vec<(u64, Option<String>)> {
         let shown: Value = serde_json::from_str(&self.simgpu(&["show", "--output", "json"])).unwrap();
         let uuid = |instance: &Value| Some(instance["compute"].get(0)?["uuid"].as_str()?.to_owned());
@@ -62,6 +63,7 @@ impl Machine {
         self.status(plan, |status| status.plan_id == plan).await
     }
 
+    /// Waits for a step whose message contains `what`.
     async fn message(&self, what: &str) -> GpuNodeStatus {
         self.status(what, |status| status.steps.iter().any(|step| step.message.contains(what))).await
     }
@@ -71,23 +73,24 @@ fn healthy(seen: &Seen, resource: &str) -> Vec<String> {
     seen.endpoints[resource].healthy().iter().map(ToString::to_string).collect()
 }
 
-/// A program that knows nothing of Kubernetes.
-struct Holder(Child);
+/// A program outside Kubernetes that uses a device.
+struct OutsideProgram(Child);
 
-impl Drop for Holder {
+impl Drop for OutsideProgram {
     fn drop(&mut self) {
         kill_child(&mut self.0);
     }
 }
 
 #[tokio::test]
-async fn a_gpu_is_cut_shared_inside_its_instances_cut_again_around_a_pod_and_comes_back_whole() {
+async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_whole_again() {
     let machine = Machine::running(&["H100-80", "H100-80"], |_| vec![]);
     machine.healthy(WHOLE, 2).await;
     let gpu = machine.uuids[0].clone();
-    let first = [("3g.40gb", 4, As::Whole), ("2g.20gb", 2, As::Shares(4)), ("1g.10gb", 0, As::Turns(3))];
-    machine.want("cut", vec![cut(&gpu, &first)]);
-    let status = machine.applied("cut").await;
+    let first =
+        [("3g.40gb", 4, ServedAs::Whole), ("2g.20gb", 2, ServedAs::Shares(4)), ("1g.10gb", 0, ServedAs::Replicas(3))];
+    machine.set_spec("partitioned", vec![partitioned(&gpu, &first)]);
+    let status = machine.applied("partitioned").await;
     assert_eq!(status.gpus[0].mode, "Mig");
     let starts: Vec<_> = status.gpus[0].slices.iter().map(|slice| (slice.resource.as_str(), slice.start)).collect();
     assert!(
@@ -116,31 +119,34 @@ async fn a_gpu_is_cut_shared_inside_its_instances_cut_again_around_a_pod_and_com
         "{seen}"
     );
 
-    // The 3g is held, all else is made anew around it.
+    // A pod uses the 3g instance. All others are replaced.
     machine.pods.hold(&[held("train", THREE, &three)]);
     let before = machine.healthy(THREE, 1).await;
     let kept = machine.instances(0).into_iter().find(|(start, _)| *start == 4).unwrap();
-    machine.want(
+    machine.set_spec(
         "again",
-        vec![cut(&gpu, &[("3g.40gb", 4, As::Whole), ("1g.10gb", 0, As::Whole), ("1g.10gb", 1, As::Whole)])],
+        vec![partitioned(
+            &gpu,
+            &[("3g.40gb", 4, ServedAs::Whole), ("1g.10gb", 0, ServedAs::Whole), ("1g.10gb", 1, ServedAs::Whole)],
+        )],
     );
     let after = machine.healthy(ONE, 2).await;
     machine.applied("again").await;
-    assert!(machine.instances(0).contains(&kept), "not made anew");
+    assert!(machine.instances(0).contains(&kept), "the instance was not replaced");
     let lists = |seen: &Seen, resource: &str| {
         (
             seen.endpoints[resource].lists,
             seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
         )
     };
-    assert_eq!(lists(&after, THREE), lists(&before, THREE), "its stream has said nothing");
-    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "nor has the other GPU's");
+    assert_eq!(lists(&after, THREE), lists(&before, THREE), "its stream sent no list");
+    assert_eq!(lists(&after, WHOLE), lists(&before, WHOLE), "nor did that of the other GPU");
     machine.until("the end of the daemon", || machine.host_status()?.daemons.is_empty().then_some(())).await;
 
-    // What would take it away waits for its pod, and says so.
-    machine.want("whole", vec![]);
+    // The change that would destroy the instance waits for its pod and reports it.
+    machine.set_spec("whole", vec![]);
     machine.message("in use by ns/train").await;
-    machine.until("the free ones go", || (machine.instances(0).len() == 1).then_some(())).await;
+    machine.until("the end of the free instances", || (machine.instances(0).len() == 1).then_some(())).await;
     assert!(machine.instances(0).contains(&kept));
     machine.pods.hold(&[]);
     machine.applied("whole").await;
@@ -151,13 +157,15 @@ async fn a_gpu_is_cut_shared_inside_its_instances_cut_again_around_a_pod_and_com
 }
 
 #[tokio::test]
-async fn what_nvml_refuses_is_rolled_back_told_in_its_words_and_holds_no_other_gpu_up() {
+async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_other_gpu() {
     let machine = Machine::running(&["2xH100-80"], |_| vec![]);
     machine.healthy(WHOLE, 2).await;
     let call = "nvmlGpuInstanceCreateComputeInstance";
     machine.simgpu(&["fail", call, "--gpu", "0", "--code", "INSUFFICIENT_RESOURCES"]);
-    let wanted = |start| machine.uuids.iter().map(|gpu| cut(gpu, &[("2g.20gb", start, As::Whole)])).collect::<Vec<_>>();
-    machine.want("first", wanted(0));
+    let wanted = |start| {
+        machine.uuids.iter().map(|gpu| partitioned(gpu, &[("2g.20gb", start, ServedAs::Whole)])).collect::<Vec<_>>()
+    };
+    machine.set_spec("first", wanted(0));
     machine.healthy(TWO, 1).await;
     let status = machine.message("failed 5 times, and will not be tried again until the spec or the GPU changes").await;
     let failed = status.steps.iter().find(|step| step.result == "Failed").unwrap();
@@ -166,34 +174,34 @@ async fn what_nvml_refuses_is_rolled_back_told_in_its_words_and_holds_no_other_g
         (machine.uuids[0].as_str(), "create MIG instance 2g.20gb at 0")
     );
     assert!(failed.message.contains(call), "{failed:?}");
-    assert_eq!((machine.instances(0).len(), machine.instances(1).len()), (0, 1), "nothing is left of it");
+    assert_eq!((machine.instances(0).len(), machine.instances(1).len()), (0, 1), "the failed instance is rolled back");
     assert!(machine.events().contains(&"MigFailed".to_owned()));
     machine.simgpu(&["clear"]);
-    machine.want("second", wanted(2));
+    machine.set_spec("second", wanted(2));
     machine.applied("second").await;
     machine.healthy(TWO, 2).await;
-    // Refused once, it is tried again.
+    // A creation that NVML refuses once is repeated.
     machine.simgpu(&["fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0", "--count", "1"]);
-    machine.want("third", wanted(4));
+    machine.set_spec("third", wanted(4));
     machine.applied("third").await;
 }
 
 #[tokio::test]
-async fn a_creation_that_hangs_holds_up_its_own_gpu_alone() {
+async fn a_hanging_creation_blocks_only_its_own_gpu() {
     let machine = Machine::running(&["3xH100-80"], |gpus| vec![sliced(&gpus[2], 4)]);
     machine.healthy(SLICED, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0"]);
-    let of = |gpu: usize| cut(&machine.uuids[gpu], &[("1g.10gb", 3, As::Whole)]);
-    machine.want("cut", vec![of(0), of(1), sliced(&machine.uuids[2], 4)]);
-    let made = healthy(&machine.healthy(ONE, 1).await, ONE);
-    machine.kubelet.allocate(ONE, &[&made[0]]).await.unwrap();
+    let with_instance = |gpu: usize| partitioned(&machine.uuids[gpu], &[("1g.10gb", 3, ServedAs::Whole)]);
+    machine.set_spec("partitioned", vec![with_instance(0), with_instance(1), sliced(&machine.uuids[2], 4)]);
+    let created = healthy(&machine.healthy(ONE, 1).await, ONE);
+    machine.kubelet.allocate(ONE, &[&created[0]]).await.unwrap();
     machine.kubelet.allocate(SLICED, &[&format!("{}::1", machine.uuids[2])]).await.unwrap();
     machine.message("the driver has not answered").await;
-    machine.want(
+    machine.set_spec(
         "other",
         vec![
-            of(0),
-            cut(&machine.uuids[1], &[("1g.10gb", 3, As::Whole), ("1g.10gb", 4, As::Whole)]),
+            with_instance(0),
+            partitioned(&machine.uuids[1], &[("1g.10gb", 3, ServedAs::Whole), ("1g.10gb", 4, ServedAs::Whole)]),
             sliced(&machine.uuids[2], 4),
         ],
     );
@@ -204,26 +212,27 @@ async fn a_creation_that_hangs_holds_up_its_own_gpu_alone() {
 }
 
 #[tokio::test]
-async fn a_program_outside_of_kubernetes_keeps_its_instance() {
-    let machine = Machine::running(&["H100-80"], |gpus| vec![cut(&gpus[0], &[("1g.10gb", 0, As::Whole)])]);
+async fn a_program_outside_kubernetes_keeps_its_instance() {
+    let machine =
+        Machine::running(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
-    let holder = Holder(machine.holder(&uuid));
+    let program = OutsideProgram(machine.start_outside_pods(&uuid));
     machine
-        .until("the program", || machine.simgpu(&["processes"]).contains(&holder.0.id().to_string()).then_some(()))
+        .until("the program", || machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(()))
         .await;
-    machine.want("second", vec![cut(&machine.uuids[0], &[("2g.20gb", 0, As::Whole)])]);
-    machine.message(&format!("in use by processes outside of Kubernetes (pid {})", holder.0.id())).await;
+    machine.set_spec("second", vec![partitioned(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
+    machine.message(&format!("in use by processes outside of Kubernetes (pid {})", program.0.id())).await;
     assert_eq!(machine.instances(0), [(0, Some(uuid))]);
-    drop(holder);
+    drop(program);
     machine.applied("second").await;
 }
 
 #[tokio::test]
-async fn mig_mode_that_needs_a_reset_waits_for_a_person() {
+async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     let mut machine = Machine::new(&["A100-80"]);
     machine.simgpu(&["set", "0", "mig-needs-reset=on"]);
-    machine.want("first", vec![cut(&machine.uuids[0], &[("1g.10gb", 0, As::Whole)])]);
+    machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.start_host();
     machine.start_agent(&[]);
     let status = machine.message("reset it (nvidia-smi --gpu-reset), or restart the node").await;
@@ -235,8 +244,9 @@ async fn mig_mode_that_needs_a_reset_waits_for_a_person() {
 }
 
 #[tokio::test]
-async fn an_agent_that_is_killed_in_a_change_is_followed_by_one_that_ends_it() {
-    let mut machine = Machine::running(&["H100-80"], |gpus| vec![cut(&gpus[0], &[("1g.10gb", 6, As::Whole)])]);
+async fn a_restarted_agent_completes_the_change_of_a_killed_one() {
+    let mut machine =
+        Machine::running(&["H100-80"], |gpus| vec![partitioned(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
     let used = healthy(&machine.healthy(ONE, 1).await, ONE);
     machine.applied("first").await;
     let given = machine.kubelet.allocate(ONE, &[&used[0]]).await.unwrap();
@@ -244,9 +254,9 @@ async fn an_agent_that_is_killed_in_a_change_is_followed_by_one_that_ends_it() {
     machine.status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let kept = machine.instances(0)[0].clone();
     let gpu = machine.uuids[0].clone();
-    let cuts: [&[(&str, u32, As)]; 2] = [
-        &[("1g.10gb", 6, As::Whole), ("2g.20gb", 0, As::Shares(2)), ("2g.20gb", 4, As::Whole)],
-        &[("1g.10gb", 6, As::Whole), ("1g.20gb", 4, As::Whole), ("3g.40gb", 0, As::Shares(2))],
+    let partitions: [&[(&str, u32, ServedAs)]; 2] = [
+        &[("1g.10gb", 6, ServedAs::Whole), ("2g.20gb", 0, ServedAs::Shares(2)), ("2g.20gb", 4, ServedAs::Whole)],
+        &[("1g.10gb", 6, ServedAs::Whole), ("1g.20gb", 4, ServedAs::Whole), ("3g.40gb", 0, ServedAs::Shares(2))],
     ];
     let calls = [
         "nvmlDeviceCreateGpuInstanceWithPlacement",
@@ -254,13 +264,13 @@ async fn an_agent_that_is_killed_in_a_change_is_followed_by_one_that_ends_it() {
         "nvmlComputeInstanceDestroy",
         "nvmlGpuInstanceDestroy",
     ];
-    machine.want("0", vec![cut(&gpu, cuts[1])]);
+    machine.set_spec("0", vec![partitioned(&gpu, partitions[1])]);
     machine.applied("0").await;
     for (round, call) in calls.into_iter().enumerate() {
         let plan = format!("{}", round + 1);
-        // In the first call of its kind, a change is half made.
+        // The agent is killed while the first call of this kind hangs.
         machine.simgpu(&["hang", call, "--count", "1"]);
-        machine.want(&plan, vec![cut(&gpu, cuts[round % 2])]);
+        machine.set_spec(&plan, vec![partitioned(&gpu, partitions[round % 2])]);
         machine
             .until(call, || {
                 let shown: Value = serde_json::from_str(&machine.simgpu(&["show", "--output", "json"])).unwrap();
@@ -271,7 +281,7 @@ async fn an_agent_that_is_killed_in_a_change_is_followed_by_one_that_ends_it() {
         machine.simgpu(&["clear"]);
         assert!(machine.instances(0).contains(&kept), "{call}");
         if call == "nvmlGpuInstanceCreateComputeInstance" || call == "nvmlGpuInstanceDestroy" {
-            assert!(machine.instances(0).iter().any(|(_, uuid)| uuid.is_none()), "{call}: one is half there");
+            assert!(machine.instances(0).iter().any(|(_, uuid)| uuid.is_none()), "{call}: one instance is incomplete");
         }
         machine.start_agent(&[]);
         machine.applied(&plan).await;
@@ -282,7 +292,7 @@ async fn an_agent_that_is_killed_in_a_change_is_followed_by_one_that_ends_it() {
 }
 
 #[tokio::test]
-async fn a_new_instance_is_handed_over_with_its_capabilities_by_device_nodes_and_by_cdi() {
+async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes_and_by_cdi() {
     let mut machine = Machine::new(&["H100-80"]);
     let root = machine.path("root");
     let touch = |path: &str, text: &str| {
@@ -293,10 +303,10 @@ async fn a_new_instance_is_handed_over_with_its_capabilities_by_device_nodes_and
     for node in ["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia-caps/nvidia-cap21", "nvidia-caps/nvidia-cap22"] {
         touch(&format!("dev/{node}"), "");
     }
-    // NVML calls the instance of 3g at 4 number 2.
+    // In NVML the 3g instance at slice 4 has the id 2.
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/access", "DeviceFileMinor: 21\nDeviceFileMode: 292\n");
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access", "DeviceFileMinor: 22\nDeviceFileMode: 292\n");
-    machine.want("first", vec![cut(&machine.uuids[0], &[("3g.40gb", 4, As::Whole)])]);
+    machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("3g.40gb", 4, ServedAs::Whole)])]);
     machine.start_host();
     let expected = [
         "/dev/nvidia-caps/nvidia-cap21",
@@ -307,8 +317,8 @@ async fn a_new_instance_is_handed_over_with_its_capabilities_by_device_nodes_and
     ];
     for strategy in ["device-nodes", "cdi"] {
         let cdi = machine.path("cdi");
-        let (root, folder) = (root.to_str().unwrap(), cdi.to_str().unwrap());
-        machine.start_agent(&["--device-list-strategy", strategy, "--host-root", root, "--cdi-dir", folder]);
+        let (root, cdi_dir) = (root.to_str().unwrap(), cdi.to_str().unwrap());
+        machine.start_agent(&["--device-list-strategy", strategy, "--host-root", root, "--cdi-dir", cdi_dir]);
         machine.seen(strategy, |seen| seen.endpoints.get(THREE).is_some_and(|endpoint| endpoint.connected)).await;
         let ids = healthy(&machine.healthy(THREE, 1).await, THREE);
         let uuid = ids[0].split("::").next().unwrap();

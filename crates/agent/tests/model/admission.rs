@@ -1,5 +1,5 @@
-//! A kubelet that admits pods, as it does it, against what the agent knows of them: as long as what
-//! is held for pods fits, none is ever split.
+//! A model of the kubelet's pod admission against the agent's pending allocations: a pod whose
+//! shares have a reservation on one GPU never gets shares of two.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,9 @@ use cleave_agent::gpu::layout::{Kind, Pool, device_id};
 const MPS: &str = "nvidia.com/gpu-mps";
 const UNITS: u32 = 10;
 
-/// Units of one ask of a pod, on a device.
+/// A reservation for one request of a pod: units on one device.
 #[derive(Debug, Clone)]
-struct Hold {
+struct Reservation {
     pod: String,
     ask: usize,
     units: u32,
@@ -28,28 +28,28 @@ struct Hold {
 struct Pod {
     bound: BoundPod,
     containers: Vec<Container>,
-    /// What its containers were given so far.
-    given: Vec<Vec<String>>,
+    /// The ids that each admitted container got.
+    allocated: Vec<Vec<String>>,
 }
 
 impl Pod {
     fn ids(&self) -> BTreeSet<&String> {
-        self.given.iter().flatten().collect()
+        self.allocated.iter().flatten().collect()
     }
 }
 
-struct World {
+struct Node {
     pools: Vec<Pool>,
     pending: PendingAllocations,
     now: Instant,
-    /// The ledger's, of pods that have not been given all.
-    holds: Vec<Hold>,
+    /// The ledger's reservations for pods that do not have all their shares yet.
+    reservations: Vec<Reservation>,
     waiting: Vec<Pod>,
     running: Vec<Pod>,
-    made: usize,
+    created: usize,
 }
 
-impl World {
+impl Node {
     fn new(devices: usize) -> Self {
         let kind = Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None };
         let pool = |device| Pool {
@@ -63,10 +63,10 @@ impl World {
             pools: (0..devices).map(pool).collect(),
             pending: PendingAllocations::with_watch(),
             now: Instant::now(),
-            holds: Vec::new(),
+            reservations: Vec::new(),
             waiting: Vec::new(),
             running: Vec::new(),
-            made: 0,
+            created: 0,
         }
     }
 
@@ -74,130 +74,144 @@ impl World {
         self.pools.iter().map(|pool| pool.device.clone()).collect()
     }
 
-    /// Ids of a device that no pod has.
+    /// Ids of a device that are not allocated.
     fn free(&self, device: &str) -> Vec<String> {
         let taken: BTreeSet<&String> = self.running.iter().chain(&self.waiting).flat_map(Pod::ids).collect();
         (0..UNITS).map(|unit| device_id(device, unit)).filter(|id| !taken.contains(id)).collect()
     }
 
-    fn room(&self, device: &str) -> i64 {
+    fn unreserved(&self, device: &str) -> i64 {
         let free = i64::try_from(self.free(device).len()).unwrap();
-        let held = self.holds.iter().filter(|hold| hold.device == device);
-        held.fold(free, |room, hold| room - i64::from(self.lacks(hold)))
+        let reservations = self.reservations.iter().filter(|reservation| reservation.device == device);
+        reservations.fold(free, |rest, reservation| rest - i64::from(self.outstanding(reservation)))
     }
 
-    /// What an ask has not been given yet.
-    fn lacks(&self, hold: &Hold) -> u32 {
-        let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == hold.pod) else { return 0 };
-        let of_ask = parts(&pod.containers).into_iter().zip(&pod.given).filter(|(part, _)| part.ask == hold.ask);
-        let given: BTreeSet<&String> = of_ask.flat_map(|(_, ids)| ids).collect();
-        hold.units - u32::try_from(given.len()).unwrap()
+    /// Units of a reservation that are not allocated yet.
+    fn outstanding(&self, reservation: &Reservation) -> u32 {
+        let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
+        let of_ask =
+            parts(&pod.containers).into_iter().zip(&pod.allocated).filter(|(part, _)| part.ask == reservation.ask);
+        let allocated: BTreeSet<&String> = of_ask.flat_map(|(_, ids)| ids).collect();
+        reservation.units - u32::try_from(allocated.len()).unwrap()
     }
 
-    /// A pod is let through, where all that it asks for can be held, and bound.
-    fn comes(&mut self, shape: &[(bool, u32)]) {
+    /// Reserves shares for a new pod and binds it to the node. Ignores the pod if they do not fit.
+    fn pod_arrives(&mut self, shape: &[(bool, u32)]) {
         let kind = |init: bool| if init { When::Init } else { When::Main };
         let mut containers: Vec<Container> = shape
             .iter()
             .map(|&(init, units)| Container { kind: kind(init), limits: BTreeMap::from([(MPS.to_owned(), units)]) })
             .collect();
         containers.sort_by_key(|container| container.kind == When::Main);
-        self.made += 1;
-        let uid = format!("{:03}", 7 * self.made % 1000);
-        let before = self.holds.len();
+        self.created += 1;
+        let uid = format!("{:03}", 7 * self.created % 1000);
+        let before = self.reservations.len();
         for (ask, wanted) in asks(&containers).iter().enumerate() {
             let units = wanted.units.get();
-            let fits = |device: &String| self.room(device) >= i64::from(units);
+            let fits = |device: &String| self.unreserved(device) >= i64::from(units);
             let Some(device) = self.devices().into_iter().find(fits) else {
-                self.holds.truncate(before);
+                self.reservations.truncate(before);
                 self.waiting.retain(|pod| pod.bound.uid != uid);
                 return;
             };
-            self.holds.push(Hold { pod: uid.clone(), ask, units, device });
-            // So that the next ask of the same pod sees it.
+            self.reservations.push(Reservation { pod: uid.clone(), ask, units, device });
+            // The next request of the same pod needs the pod to count this reservation.
             if ask == 0 {
                 let bound = BoundPod { uid: uid.clone(), ..bound() };
-                self.waiting.push(Pod { bound, containers: containers.clone(), given: Vec::new() });
+                self.waiting.push(Pod { bound, containers: containers.clone(), allocated: Vec::new() });
             }
         }
-        let held: Vec<Hold> = self.holds[before..].to_vec();
+        let reserved: Vec<Reservation> = self.reservations[before..].to_vec();
         let want = |part: cleave_plan::ledger::Part| ContainerRequest {
             container: format!("c{}", part.container),
             resource: part.resource,
             units: part.units.get(),
             group: part.ask,
             needed: part.needed.get(),
-            reserved_on: held.iter().find(|hold| hold.ask == part.ask).map(|hold| hold.device.clone()),
+            reserved_on: reserved.iter().find(|one| one.ask == part.ask).map(|one| one.device.clone()),
         };
         let requests = parts(&containers).into_iter().map(want).collect();
         let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..bound() };
         self.waiting.retain(|pod| pod.bound.uid != uid);
         self.pending.update_pod(bound.clone(), self.now);
-        self.waiting.push(Pod { bound, containers, given: Vec::new() });
+        self.waiting.push(Pod { bound, containers, allocated: Vec::new() });
     }
 
-    /// The kubelet asks for the next container of a pod, as its device manager does.
-    fn asks(&mut self, index: usize, seed: usize) -> Result<(), TestCaseError> {
+    /// Allocates for the next container of a pod like the kubelet's device manager.
+    fn admit_next_container(&mut self, index: usize, seed: usize) -> Result<(), TestCaseError> {
         let pod = self.waiting[index].clone();
-        let number = pod.given.len();
+        let number = pod.allocated.len();
         let size = pod.containers[number].limits[MPS] as usize;
-        let inits = pod.given.iter().zip(&pod.containers).filter(|(_, container)| container.kind == When::Init);
+        let inits = pod.allocated.iter().zip(&pod.containers).filter(|(_, container)| container.kind == When::Init);
         let mut reusable: BTreeSet<String> = inits.flat_map(|(ids, _)| ids).cloned().collect();
-        for (ids, _) in pod.given.iter().zip(&pod.containers).filter(|(_, container)| container.kind == When::Main) {
+        for (ids, _) in pod.allocated.iter().zip(&pod.containers).filter(|(_, container)| container.kind == When::Main)
+        {
             reusable.retain(|id| !ids.contains(id));
         }
         let must: Vec<String> = reusable.into_iter().take(size).collect();
         let mut free: Vec<String> = self.devices().iter().flat_map(|device| self.free(device)).collect();
         if !free.is_empty() {
-            let turn = seed % free.len();
-            free.rotate_left(turn);
+            let offset = seed % free.len();
+            free.rotate_left(offset);
         }
-        prop_assert!(free.len() + must.len() >= size, "the scheduler counts");
+        prop_assert!(free.len() + must.len() >= size, "the scheduler checks the number of shares");
         let ids = if must.len() == size {
             must
         } else if free.len() + must.len() == size {
             [must, free].concat()
         } else {
-            prop_assert!(self.pending.expects(MPS, u32::try_from(size).unwrap()), "the pod is known, and not served");
+            prop_assert!(
+                self.pending.expects(MPS, u32::try_from(size).unwrap()),
+                "the pod is known and has no allocation"
+            );
             let available = [free, must.clone()].concat();
             let reserved = self.pending.reserved(MPS);
             let view = ResourceView { resource: MPS, pools: &self.pools, reserved: &reserved };
             prefer(&view, &Choice { available: &available, must_include: &must, size })
         };
         let granted = grant(&ResourceView { resource: MPS, pools: &self.pools, reserved: &[] }, &ids);
-        prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; held: {:?}", self.holds);
+        prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; reservations: {:?}", self.reservations);
         let device = granted.unwrap().devices.remove(0);
         self.pending.record_answer(MPS, u32::try_from(size).unwrap(), &device, self.now);
-        self.follows(&pod, number, &device);
-        self.waiting[index].given.push(ids);
-        if self.waiting[index].given.len() == pod.containers.len() {
+        self.swap_reservations(&pod, number, &device);
+        self.waiting[index].allocated.push(ids);
+        if self.waiting[index].allocated.len() == pod.containers.len() {
             let served = self.waiting.remove(index);
-            self.holds.retain(|hold| hold.pod != served.bound.uid);
+            self.reservations.retain(|reservation| reservation.pod != served.bound.uid);
             self.running.push(served);
         }
         for device in self.devices() {
-            prop_assert!(self.room(&device) >= 0, "{device} has not what is held there: {:?}", self.holds);
+            prop_assert!(
+                self.unreserved(&device) >= 0,
+                "{device} has less than its reservations: {:?}",
+                self.reservations
+            );
         }
         Ok(())
     }
 
-    /// The ledger sees that a pod has taken what was held for another of that size: they swap.
-    fn follows(&mut self, pod: &Pod, number: usize, device: &str) {
+    /// A pod may get the shares reserved for another pod of the same size. The ledger then swaps
+    /// the reservations.
+    fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
         let ask = parts(&pod.containers)[number].ask;
-        let Some(own) = self.holds.iter().position(|hold| hold.pod == pod.bound.uid && hold.ask == ask) else { return };
-        let Hold { units, device: held, .. } = self.holds[own].clone();
-        if held == device {
+        let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.ask == ask;
+        let Some(own) = self.reservations.iter().position(is_own) else { return };
+        let Reservation { units, device: reserved, .. } = self.reservations[own].clone();
+        if reserved == device {
             return;
         }
-        let untouched = |hold: &Hold| hold.units == units && hold.device == device && self.lacks(hold) == units;
-        if let Some(other) = self.holds.iter().position(untouched) {
-            self.holds[other].device = held;
+        let is_other = |reservation: &Reservation| {
+            reservation.units == units && reservation.device == device && self.outstanding(reservation) == units
+        };
+        if let Some(other) = self.reservations.iter().position(is_other) {
+            self.reservations[other].device = reserved;
         }
-        device.clone_into(&mut self.holds[own].device);
+        device.clone_into(&mut self.reservations[own].device);
     }
 
-    fn lists(&mut self) {
-        // Of those that it never lists the kubelet has told the API server meanwhile.
+    fn list_allocations(&mut self) {
+        // The kubelet does not list shares of init containers. It has reported the status of these
+        // pods to the API server meanwhile.
         let unlisted = |pod: &&Pod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);
@@ -211,7 +225,7 @@ impl World {
         };
         let mut rows = Vec::new();
         for pod in self.waiting.iter().chain(&self.running) {
-            for (number, (ids, container)) in pod.given.iter().zip(&pod.containers).enumerate() {
+            for (number, (ids, container)) in pod.allocated.iter().zip(&pod.containers).enumerate() {
                 if container.kind == When::Main {
                     rows.push(row(pod, number, ids));
                 }
@@ -234,56 +248,56 @@ fn bound() -> BoundPod {
 
 #[derive(Debug, Clone)]
 enum Step {
-    Comes(Vec<(bool, u32)>),
-    /// The kubelet admits a pod, with lists between its containers.
-    Admits(usize, bool),
-    Lists,
-    /// The API server tells that the kubelet has admitted a pod.
-    Told(usize),
-    Goes(usize),
+    PodArrives(Vec<(bool, u32)>),
+    /// The kubelet admits a pod, and may list allocations after each of its containers.
+    Admit(usize, bool),
+    ListAllocations,
+    /// The API server reports that the kubelet has admitted a pod.
+    ReportAdmitted(usize),
+    PodEnds(usize),
 }
 
 fn steps(init: bool) -> impl Strategy<Value = Vec<Step>> {
     let container = (if init { any::<bool>().boxed() } else { Just(false).boxed() }, 1..=6_u32);
     let step = prop_oneof![
-        4 => prop::collection::vec(container, 1..4).prop_map(Step::Comes),
-        4 => (any::<usize>(), any::<bool>()).prop_map(|(pod, lists)| Step::Admits(pod, lists)),
-        1 => Just(Step::Lists),
-        1 => any::<usize>().prop_map(Step::Told),
-        2 => any::<usize>().prop_map(Step::Goes),
+        4 => prop::collection::vec(container, 1..4).prop_map(Step::PodArrives),
+        4 => (any::<usize>(), any::<bool>()).prop_map(|(pod, lists)| Step::Admit(pod, lists)),
+        1 => Just(Step::ListAllocations),
+        1 => any::<usize>().prop_map(Step::ReportAdmitted),
+        2 => any::<usize>().prop_map(Step::PodEnds),
     ];
     prop::collection::vec(step, 1..60)
 }
 
-/// `orderly`: the kubelet admits pods as they came.
-fn run(devices: usize, steps: Vec<Step>, orderly: bool) -> Result<(), TestCaseError> {
-    let mut world = World::new(devices);
+/// Runs the steps. If `in_order`, the kubelet admits pods in the order of their arrival.
+fn run(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseError> {
+    let mut node = Node::new(devices);
     for step in steps {
-        world.now += Duration::from_millis(100);
+        node.now += Duration::from_millis(100);
         match step {
-            Step::Comes(shape) => world.comes(&shape),
-            Step::Admits(_, _) if world.waiting.is_empty() => {}
-            Step::Admits(pod, lists) => {
-                let index = if orderly { 0 } else { pod % world.waiting.len() };
-                for _ in 0..world.waiting[index].containers.len() {
-                    world.asks(index, pod)?;
+            Step::PodArrives(shape) => node.pod_arrives(&shape),
+            Step::Admit(_, _) if node.waiting.is_empty() => {}
+            Step::Admit(pod, lists) => {
+                let index = if in_order { 0 } else { pod % node.waiting.len() };
+                for _ in 0..node.waiting[index].containers.len() {
+                    node.admit_next_container(index, pod)?;
                     if lists {
-                        world.lists();
+                        node.list_allocations();
                     }
                 }
             }
-            Step::Lists => world.lists(),
-            Step::Told(pod) => {
-                if let Some(pod) = world.running.get(pod % world.running.len().max(1)) {
-                    world.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, world.now);
+            Step::ListAllocations => node.list_allocations(),
+            Step::ReportAdmitted(pod) => {
+                if let Some(pod) = node.running.get(pod % node.running.len().max(1)) {
+                    node.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, node.now);
                 }
             }
-            Step::Goes(pod) => {
-                if !world.running.is_empty() {
-                    let gone = world.running.remove(pod % world.running.len());
-                    // The kubelet tells of a pod before it lets it go.
-                    world.pending.update_pod(BoundPod { admitted: true, ..gone.bound.clone() }, world.now);
-                    world.pending.remove_pod(&gone.bound.uid);
+            Step::PodEnds(pod) => {
+                if !node.running.is_empty() {
+                    let gone = node.running.remove(pod % node.running.len());
+                    // The kubelet reports a pod's status before the pod is deleted.
+                    node.pending.update_pod(BoundPod { admitted: true, ..gone.bound.clone() }, node.now);
+                    node.pending.remove_pod(&gone.bound.uid);
                 }
             }
         }
@@ -291,8 +305,8 @@ fn run(devices: usize, steps: Vec<Step>, orderly: bool) -> Result<(), TestCaseEr
     Ok(())
 }
 
-/// The same sequences each time: with answers that name no pod the agent can be misled, in about
-/// one of some thousand random ones.
+/// Runs the same sequences each time. The kubelet's requests name no pod, so that about one in
+/// several thousand random sequences misleads the agent.
 fn search(init: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
@@ -301,11 +315,11 @@ fn search(init: bool) {
 }
 
 #[test]
-fn in_whatever_order_the_kubelet_asks_no_pod_is_split() {
+fn no_pod_is_split_in_any_order_of_admission() {
     search(false);
 }
 
 #[test]
-fn with_init_containers_none_is_split_where_it_asks_in_the_order_in_which_pods_come() {
+fn with_init_containers_no_pod_is_split_if_pods_are_admitted_in_order_of_arrival() {
     search(true);
 }

@@ -1,4 +1,5 @@
-//! What the tests of this folder share.
+//! Fixtures of the unit tests and the model tests.
+#![allow(dead_code, reason = "unit tests and model tests use different parts")]
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -29,7 +30,7 @@ pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
     }
 }
 
-/// Instances, each whole or of some shares.
+/// A GPU with MIG instances, each with profile, first slice and number of shares (0: whole).
 pub(crate) fn mig_spec(uuid: &str, instances: &[(&str, u32, u32)]) -> GpuSpec {
     let instance = |&(profile, start, units): &(&str, u32, u32)| MigInstanceSpec {
         profile: profile.into(),
@@ -66,7 +67,7 @@ pub(crate) fn mps_partition(units: u32) -> MpsPartition {
     }
 }
 
-pub(crate) fn held(pod: &str, ids: &[&str]) -> HeldDevices {
+pub(crate) fn listed(pod: &str, ids: &[&str]) -> HeldDevices {
     HeldDevices {
         namespace: "ns".into(),
         pod: pod.into(),
@@ -85,7 +86,7 @@ pub(crate) fn allocation(ids: &[&str]) -> Allocation {
     }
 }
 
-/// What the driver and all of its GPUs answer, asked at one time.
+/// What NVML answers about the driver and all GPUs at one moment.
 #[derive(Debug)]
 pub(crate) struct Inventory {
     pub(crate) driver: String,
@@ -94,7 +95,7 @@ pub(crate) struct Inventory {
 }
 
 impl Inventory {
-    /// As it comes: the driver's answer first.
+    /// The answers in the order in which the agent gets them: the driver's first.
     pub(crate) fn answers(self) -> (Census, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
         let Self { driver, gpus, mut processes } = self;
         let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);
@@ -104,7 +105,7 @@ impl Inventory {
     }
 }
 
-/// The driver and all of its GPUs answer, asked at `asked`.
+/// Passes the answers to the agent. NVML was called at `asked`.
 pub(crate) fn answer(node: &mut Node, answer: Result<Inventory, NvmlError>, asked: Instant) {
     match answer {
         Ok(inventory) => {

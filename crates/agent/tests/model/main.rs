@@ -1,5 +1,5 @@
-//! The agent's model, driven through its public interface against models of a kubelet and a GPU.
-#![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used, reason = "a test fails by a panic")]
+//! Tests of the agent's model through its public interface, against models of a kubelet and a GPU.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::expect_used, reason = "a test fails with a panic")]
 mod admission;
 mod fixtures;
 mod repartition;

@@ -1,10 +1,10 @@
-//! What tenants are judged by, as it follows from what the node knows.
+//! The tenant watch's snapshot of what the agent's model knows.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::allocation::{Allocation, MpsLimits};
-use cleave_agent::mps::View;
+use cleave_agent::mps::HostView;
 use cleave_agent::node::Node;
 use cleave_agent::object::Object;
 use cleave_agent::tenants::snapshot::TenantSnapshot;
@@ -13,65 +13,66 @@ use cleave_api::sharingpolicy::Enforcement;
 use cleave_gpu::mps::wire::{self, Client, DaemonState, DaemonStatus, Status};
 use cleave_gpu::nvml::Process;
 
-use crate::fixtures::{Inventory, allocation, answer, gpu, held, mps_spec};
+use crate::fixtures::{Inventory, allocation, answer, gpu, listed, mps_spec};
 
-struct Known {
-    node: Node,
+struct TestNode {
+    /// The agent's model.
+    agent: Node,
     table: AllocationTable,
     start: Instant,
 }
 
-impl Known {
+impl TestNode {
     fn snapshot(&mut self) -> TenantSnapshot {
-        self.node.reconcile(&mut self.table, self.start).snapshot
+        self.agent.reconcile(&mut self.table, self.start).snapshot
     }
 }
 
-/// A node that serves ten shares of GPU-a, and GPU-b whole.
-fn node(enforcement: Enforcement) -> Known {
+/// A node that serves GPU-a as ten shares and GPU-b whole.
+fn node(enforcement: Enforcement) -> TestNode {
     let start = Instant::now();
-    let (mut node, allocations) = Node::start("boot".into(), std::time::Duration::ZERO, None, None, start);
+    let (mut agent, allocations) = Node::start("boot".into(), std::time::Duration::ZERO, None, None, start);
     let gpus = [gpu("GPU-a", 0), gpu("GPU-b", 1)].map(|gpu| (gpu.index, Ok(gpu)));
-    answer(&mut node, Ok(Inventory { driver: "580".into(), gpus: gpus.into(), processes: BTreeMap::new() }), start);
+    answer(&mut agent, Ok(Inventory { driver: "580".into(), gpus: gpus.into(), processes: BTreeMap::new() }), start);
     let spec = GpuNodeSpec {
         plan_id: "p".into(),
         gpus: vec![cleave_api::gpunode::GpuSpec { enforcement, ..mps_spec("GPU-a", 10) }],
     };
-    node.object(Object::Present(1, spec));
-    Known { node, table: AllocationTable { allocations, ..AllocationTable::default() }, start }
+    agent.object(Object::Present(1, spec));
+    TestNode { agent, table: AllocationTable { allocations, ..AllocationTable::default() }, start }
 }
 
-fn given() -> Allocation {
+fn share() -> Allocation {
     let limits = MpsLimits { threads: Some(10), memory_mib: Some(1000), max_clients: None };
     Allocation { mps: Some(limits), ..allocation(&["GPU-a::0"]) }
 }
 
 #[test]
-fn nothing_is_looked_at_while_nobody_can_use_a_shared_device() {
-    let mut known = node(Enforcement::Report);
-    let snapshot = known.snapshot();
-    assert_eq!(snapshot.devices.keys().collect::<Vec<_>>(), ["GPU-a"], "no GPU that is whole");
-    assert_eq!((snapshot.in_use(), snapshot.shares), (vec![], None), "the kubelet has not said who holds what");
-    known.table.allocations.insert(given(), known.start);
-    assert_eq!(known.snapshot().in_use(), ["GPU-a"]);
+fn no_device_is_watched_while_none_can_be_in_use() {
+    let mut node = node(Enforcement::Report);
+    let snapshot = node.snapshot();
+    assert_eq!(snapshot.devices.keys().collect::<Vec<_>>(), ["GPU-a"], "whole GPUs are not shared");
+    assert_eq!((snapshot.in_use(), snapshot.shares), (vec![], None), "the kubelet has not listed allocations");
+    node.table.allocations.insert(share(), node.start);
+    assert_eq!(node.snapshot().in_use(), ["GPU-a"]);
 }
 
 #[test]
-fn a_process_is_reason_enough_to_look_though_nobody_holds_a_share() {
-    let mut known = node(Enforcement::Report);
+fn a_device_with_a_process_is_watched_even_without_allocations() {
+    let mut node = node(Enforcement::Report);
     let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
     let gpus = [(0, Ok(gpu("GPU-a", 0)))].into();
     let processes = [("GPU-a".to_owned(), vec![process])].into();
-    answer(&mut known.node, Ok(Inventory { driver: "580".into(), gpus, processes }), known.start);
-    assert_eq!(known.snapshot().in_use(), ["GPU-a"]);
+    answer(&mut node.agent, Ok(Inventory { driver: "580".into(), gpus, processes }), node.start);
+    assert_eq!(node.snapshot().in_use(), ["GPU-a"]);
 }
 
 #[test]
-fn who_holds_what_and_who_is_a_client_is_what_the_kubelet_and_mps_say() {
-    let mut known = node(Enforcement::Evict);
-    let id = given().id();
-    known.table.allocations.insert(given(), known.start);
-    known.node.pod_resources(Ok(vec![held("p", &["GPU-a::0"])]), known.start, &mut known.table.allocations);
+fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
+    let mut node = node(Enforcement::Evict);
+    let id = share().id();
+    node.table.allocations.insert(share(), node.start);
+    node.agent.pod_resources(Ok(vec![listed("p", &["GPU-a::0"])]), node.start, &mut node.table.allocations);
     let daemon = DaemonStatus {
         state: DaemonState::Active,
         pid: Some(10),
@@ -83,14 +84,14 @@ fn who_holds_what_and_who_is_a_client_is_what_the_kubelet_and_mps_say() {
         fault: None,
     };
     let status = Status { version: 1, daemons: [("GPU-a".to_owned(), daemon)].into(), ..Status::default() };
-    known.node.mps(View { alive: true, status, error: None });
-    let snapshot = known.snapshot();
-    let shared = &snapshot.devices["GPU-a"];
-    assert_eq!((shared.gpu.as_str(), shared.evict, shared.daemon.clone()), ("GPU-a", true, [10, 11].into()));
-    assert_eq!(shared.clients, [(7, Some(id.clone())), (8, None)].into());
+    node.agent.mps(HostView { alive: true, status, error: None });
+    let snapshot = node.snapshot();
+    let device = &snapshot.devices["GPU-a"];
+    assert_eq!((device.gpu.as_str(), device.evict, device.daemon.clone()), ("GPU-a", true, [10, 11].into()));
+    assert_eq!(device.clients, [(7, Some(id.clone())), (8, None)].into());
     assert_eq!(snapshot.limits, [(id.clone(), Some(1000))].into());
     let share = &snapshot.shares.as_ref().unwrap()[0];
     assert_eq!((share.pod.as_str(), share.device.as_str(), &share.allocation), ("p", "GPU-a", &id));
-    known.node.pod_resources(Err("no".into()), known.start, &mut known.table.allocations);
-    assert_eq!(known.snapshot().shares, None, "an answer of before may name a pod that is gone");
+    node.agent.pod_resources(Err("no".into()), node.start, &mut node.table.allocations);
+    assert_eq!(node.snapshot().shares, None, "an earlier list may name a deleted pod");
 }

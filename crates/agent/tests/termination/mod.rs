@@ -1,5 +1,5 @@
-//! Pods that leave while their programs are busy, beside one that must go on. What kills programs
-//! here is the test, as the kubelet would.
+//! Terminating pods with busy programs, beside a pod that has to continue. The test kills programs
+//! like the kubelet would.
 use std::fs::{self, File};
 use std::process::{Child, ExitStatus};
 
@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 
 use crate::machine::{MPS, Machine, held, ids, mps, pod};
 
-/// Killed with such a kernel in flight, a client breaks its neighbours every time.
-const LONG: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
+/// Arguments of a client that always has a long kernel in flight. Killing it breaks its neighbours.
+const LONG_KERNELS: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
 
 /// A node with pods that each have one share and one program.
 struct Node {
@@ -21,7 +21,7 @@ struct Node {
     rows: Vec<cleave_kubelet::HeldDevices>,
 }
 
-/// A pod's program; it goes with the value.
+/// A pod's program. Dropping it kills the program.
 struct Program {
     child: Child,
     name: &'static str,
@@ -39,31 +39,32 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Gone already, as most are.
+        // Most programs have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Node {
-    async fn on(gpus: &[&str]) -> Self {
+    /// A node with ten shares on each GPU.
+    async fn new(gpus: &[&str]) -> Self {
         let mut machine = Machine::new(gpus);
         let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps(uuid, 10)).collect();
-        machine.want("first", partitions);
-        machine.pods_are(&[]);
+        machine.set_spec("first", partitions);
+        machine.set_pods(&[]);
         machine.start_host();
         machine.start_agent(&[]);
         machine.healthy(MPS, 10 * machine.uuids.len()).await;
         Self { machine, pods: Vec::new(), rows: Vec::new() }
     }
 
-    /// A pod with a share of a GPU, whose program works.
-    async fn working(&mut self, name: &'static str, gpu: usize, arguments: &[&str]) -> Program {
+    /// Starts a pod with one share of a GPU, and waits until its program runs kernels.
+    async fn start_pod(&mut self, name: &'static str, gpu: usize, arguments: &[&str]) -> Program {
         let share = u32::try_from(self.pods.len()).unwrap();
         let device = self.machine.uuids[gpu].clone();
         let id = ids(&device, [share]);
         self.pods.push(pod(name, 1, &device));
-        self.machine.pods_are(&self.pods);
+        self.machine.set_pods(&self.pods);
         let response = self.machine.kubelet.allocate(MPS, &[&id[0]]).await.unwrap();
         self.machine.kubelet.pre_start(MPS, &[&id[0]]).await.unwrap();
         self.rows.push(held(name, MPS, &id));
@@ -71,65 +72,66 @@ impl Node {
         let out = File::create(self.machine.path(name)).unwrap();
         let child = self.machine.program(&response).args(arguments).stdout(out).spawn().unwrap();
         let program = Program { child, name };
-        self.machine.until("it works", || self.said(name, "launched")).await;
+        self.machine.until("its first kernel", || self.last_output(name, "launched")).await;
         let listed = || {
             let status = self.machine.host_status()?;
             let client = status.daemons[&device].clients.iter().find(|client| client.pid == program.pid())?;
             client.allocation.clone()
         };
         self.machine.until("the MPS host lists it", listed).await;
-        // Whose it is the agent knows from the kubelet's list.
+        // The agent learns the client's pod from the kubelet's list.
         let holder = format!("ns/{name}");
-        let told =
+        let reported =
             |status: &GpuNodeStatus| status.gpus.iter().flat_map(|gpu| &gpu.allocations).any(|held| held.pod == holder);
-        self.machine.status("the agent knows whose it is", told).await;
+        self.machine.status("the agent knows its pod", reported).await;
         program
     }
 
-    /// What a program said with this key, the last time.
-    fn said(&self, name: &str, key: &str) -> Option<Value> {
+    /// The last value that a program printed for this key.
+    fn last_output(&self, name: &str, key: &str) -> Option<Value> {
         let text = fs::read_to_string(self.machine.path(name)).ok()?;
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         lines.filter_map(|line| line.get(key).cloned()).next_back()
     }
 
+    /// Waits for a CUDA error of a program and returns its number.
     async fn error(&self, name: &str) -> i64 {
-        self.machine.until(&format!("{name} fails"), || self.said(name, "error")).await.as_i64().unwrap()
+        self.machine.until(&format!("{name} fails"), || self.last_output(name, "error")).await.as_i64().unwrap()
     }
 
-    /// The API server tells that these are deleted, with a grace in seconds.
+    /// Deletes pods in the API server, with a grace period in seconds.
     fn delete(&mut self, names: &[&str], grace: i64) {
         for pod in self.pods.iter_mut().filter(|pod| names.iter().any(|name| pod["metadata"]["name"] == *name)) {
             let end = Timestamp::now() + SignedDuration::from_secs(grace);
             pod["metadata"]["deletionTimestamp"] = json!(end.to_string());
             pod["metadata"]["deletionGracePeriodSeconds"] = json!(grace);
         }
-        self.machine.pods_are(&self.pods);
+        self.machine.set_pods(&self.pods);
     }
 
-    /// The API server does not have a pod any more.
-    fn forget(&mut self, name: &str) {
+    /// Removes a pod from the API server at once.
+    fn delete_by_force(&mut self, name: &str) {
         self.pods.retain(|pod| pod["metadata"]["name"] != name);
-        self.machine.pods_are(&self.pods);
+        self.machine.set_pods(&self.pods);
     }
 
-    async fn exit(&self, mut program: Program) -> ExitStatus {
-        self.machine.until("it ends", || program.child.try_wait().unwrap()).await
+    async fn exit_status(&self, mut program: Program) -> ExitStatus {
+        self.machine.until("its end", || program.child.try_wait().unwrap()).await
     }
 
-    /// Waits until the MPS host has seen a program go.
-    async fn gone(&self, pid: u32) {
-        let gone = || {
+    /// Waits until the MPS host does not list a client any more.
+    async fn client_removed(&self, pid: u32) {
+        let removed = || {
             let status = self.machine.host_status()?;
             let mut clients = status.daemons.values().flat_map(|daemon| &daemon.clients);
             clients.all(|client| client.pid != pid).then_some(())
         };
-        self.machine.until("the server has seen it go", gone).await;
+        self.machine.until("the client's removal", removed).await;
     }
 
-    /// A program goes on, and so does its server.
-    fn unharmed(&self, program: &mut Program) {
-        assert_eq!(self.said(program.name, "error"), None, "{} is broken", program.name);
+    /// Checks that a program and its MPS server continue.
+    fn assert_unharmed(&self, program: &mut Program) {
+        assert_eq!(self.last_output(program.name, "error"), None, "{} is broken", program.name);
         assert!(program.child.try_wait().unwrap().is_none(), "{} has ended", program.name);
         let states: Vec<DaemonState> =
             self.machine.host_status().unwrap().daemons.values().map(|daemon| daemon.state).collect();
@@ -138,63 +140,63 @@ impl Node {
 }
 
 #[tokio::test]
-async fn a_busy_program_that_nobody_saw_leave_breaks_its_neighbour() {
-    let mut pods = Node::on(&["H200"]).await;
-    let _stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let leaves = pods.working("leaves", 0, &LONG).await;
-    leaves.signal(Signal::KILL);
-    assert_eq!(pods.error("stays").await, 700);
+async fn killing_a_busy_program_of_a_pod_that_does_not_terminate_breaks_its_neighbour() {
+    let mut pods = Node::new(&["H200"]).await;
+    let _neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
+    let busy = pods.start_pod("busy", 0, &LONG_KERNELS).await;
+    busy.signal(Signal::KILL);
+    assert_eq!(pods.error("neighbour").await, 700);
 }
 
 #[tokio::test]
-async fn a_busy_program_of_a_pod_that_leaves_is_ended_before_it_is_killed() {
-    let mut pods = Node::on(&["H200"]).await;
-    let mut stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    for (round, signal) in [("deleted", Signal::KILL), ("deleted-too", Signal::TERM), ("lost", Signal::KILL)] {
-        // It lives on after its error: it is killed all the same.
-        let leaves = pods.working(round, 0, &[&LONG[..], &["--linger", "forever"]].concat()).await;
-        match round {
-            "lost" => pods.forget(round),
-            _ => pods.delete(&[round], 30),
+async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed() {
+    let mut pods = Node::new(&["H200"]).await;
+    let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
+    for (name, signal) in [("deleted", Signal::KILL), ("deleted-too", Signal::TERM), ("by-force", Signal::KILL)] {
+        // The program continues after its CUDA error, until it is killed.
+        let busy = pods.start_pod(name, 0, &[&LONG_KERNELS[..], &["--linger", "forever"]].concat()).await;
+        match name {
+            "by-force" => pods.delete_by_force(name),
+            _ => pods.delete(&[name], 30),
         }
-        assert_eq!(pods.error(round).await, 810, "{round}");
-        let pid = leaves.pid();
-        leaves.signal(signal);
-        pods.gone(pid).await;
-        pods.unharmed(&mut stays);
+        assert_eq!(pods.error(name).await, 810, "{name}");
+        let pid = busy.pid();
+        busy.signal(signal);
+        pods.client_removed(pid).await;
+        pods.assert_unharmed(&mut neighbour);
     }
     assert!(pods.machine.events().is_empty());
 }
 
 #[tokio::test]
-async fn a_program_that_handles_sigterm_has_its_grace_and_no_more() {
-    let mut pods = Node::on(&["H200"]).await;
-    let mut stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let handles = [&LONG[..], &["--handle-sigterm"]].concat();
-    let polite = pods.working("polite", 0, &handles).await;
-    let dies = pods.working("dies", 0, &LONG).await;
+async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_period_ends() {
+    let mut pods = Node::new(&["H200"]).await;
+    let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
+    let handles = [&LONG_KERNELS[..], &["--handle-sigterm"]].concat();
+    let polite = pods.start_pod("polite", 0, &handles).await;
+    let dies = pods.start_pod("dies", 0, &LONG_KERNELS).await;
     pods.delete(&["polite", "dies"], 30);
-    // By then it would have been ended as well.
+    // A program without the grace period would be terminated by now too.
     assert_eq!(pods.error("dies").await, 810);
     polite.signal(Signal::TERM);
-    assert_eq!((pods.exit(polite).await.code(), pods.said("polite", "error")), (Some(0), None));
-    // One that nobody passes the SIGTERM on to is ended before the end of its grace.
-    let deaf = pods.working("deaf", 0, &handles).await;
+    assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
+    // A program that gets no SIGTERM is terminated before its grace period ends.
+    let deaf = pods.start_pod("deaf", 0, &handles).await;
     pods.delete(&["deaf"], 1);
     assert_eq!(pods.error("deaf").await, 810);
     let pid = deaf.pid();
     drop(deaf);
-    pods.gone(pid).await;
-    pods.unharmed(&mut stays);
+    pods.client_removed(pid).await;
+    pods.assert_unharmed(&mut neighbour);
     drop(dies);
 }
 
 #[tokio::test]
-async fn one_that_is_stopped_is_told_of_and_holds_nobody_up() {
-    let mut pods = Node::on(&["H200"]).await;
-    let mut stays = pods.working("stays", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let stopped = pods.working("stopped", 0, &LONG).await;
-    let _other = pods.working("other", 0, &LONG).await;
+async fn a_stopped_program_is_reported_and_delays_no_others() {
+    let mut pods = Node::new(&["H200"]).await;
+    let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
+    let stopped = pods.start_pod("stopped", 0, &LONG_KERNELS).await;
+    let _other = pods.start_pod("other", 0, &LONG_KERNELS).await;
     stopped.signal(Signal::STOP);
     pods.delete(&["stopped", "other"], 30);
     assert_eq!(pods.error("other").await, 810);
@@ -203,42 +205,41 @@ async fn one_that_is_stopped_is_told_of_and_holds_nobody_up() {
     assert!(text.contains("ns/stopped") && text.contains("it is stopped"), "{text}");
     stopped.signal(Signal::CONT);
     assert_eq!(pods.error("stopped").await, 810);
-    pods.unharmed(&mut stays);
+    pods.assert_unharmed(&mut neighbour);
 }
 
 #[tokio::test]
-async fn a_daemon_that_hangs_delays_no_other_and_an_attempt_that_fails_is_made_again() {
-    let mut pods = Node::on(&["2xH200"]).await;
-    let mut stays = pods.working("stays", 1, &["--kernel-ms", "1", "--busy-forever"]).await;
-    let _first = pods.working("first", 0, &LONG).await;
-    let _second = pods.working("second", 1, &LONG).await;
+async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
+    let mut pods = Node::new(&["2xH200"]).await;
+    let mut neighbour = pods.start_pod("neighbour", 1, &["--kernel-ms", "1", "--busy-forever"]).await;
+    let _first = pods.start_pod("first", 0, &LONG_KERNELS).await;
+    let _second = pods.start_pod("second", 1, &LONG_KERNELS).await;
     pods.machine.simgpu(&["hang", "mps:command:terminate_client", "--gpu", "0", "--seconds", "3600"]);
     pods.machine.simgpu(&["fail", "mps:command:terminate_client", "--gpu", "1", "--code", "1", "--count", "2"]);
     pods.delete(&["first", "second"], 30);
     assert_eq!(pods.error("second").await, 810);
-    assert_eq!(pods.said("first", "error"), None);
-    let told = || {
+    assert_eq!(pods.last_output("first", "error"), None);
+    let reported = || {
         let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).ok()?;
         text.contains("ns/first").then_some(())
     };
-    pods.machine.until("the event", told).await;
-    pods.unharmed(&mut stays);
+    pods.machine.until("the event", reported).await;
+    pods.assert_unharmed(&mut neighbour);
     pods.machine.simgpu(&["clear"]);
-    // The daemon may have been taken for dead meanwhile, and was replaced: then its clients have
-    // gone with it.
+    // The MPS host may have replaced the hanging daemon meanwhile, which ends its clients too.
     assert!([806, 810].contains(&pods.error("first").await));
-    pods.machine.until("the second goes on", || stays.child.try_wait().unwrap().is_none().then_some(())).await;
+    pods.machine.until("the neighbour continues", || neighbour.child.try_wait().unwrap().is_none().then_some(())).await;
 }
 
 #[tokio::test]
-async fn a_pod_that_leaves_slowly_is_left_to_its_own_hook_first() {
-    let mut pods = Node::on(&["H200"]).await;
-    let drains = pods.working("drains", 0, &LONG).await;
-    let other = pods.working("other", 0, &LONG).await;
+async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_it() {
+    let mut pods = Node::new(&["H200"]).await;
+    let drains = pods.start_pod("drains", 0, &LONG_KERNELS).await;
+    let other = pods.start_pod("other", 0, &LONG_KERNELS).await;
     pods.pods[0]["spec"]["containers"][0]["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 20}}});
     pods.delete(&["drains", "other"], 60);
     assert_eq!(pods.error("other").await, 810);
-    assert_eq!(pods.said("drains", "error"), None, "its hook drains it");
+    assert_eq!(pods.last_output("drains", "error"), None, "its hook still sleeps");
     pods.delete(&["drains"], 0);
     assert_eq!(pods.error("drains").await, 810);
     drop((drains, other));

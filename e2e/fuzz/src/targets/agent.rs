@@ -7,13 +7,13 @@ use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::allocation::{Allocation, MpsLimits};
 use cleave_agent::cgroup::{owner, pods};
 use cleave_agent::checkpoint::Checkpoint;
-use cleave_agent::mps::{View, parse_status};
+use cleave_agent::mps::{HostView, parse_status};
 use cleave_agent::node::{Actions, Node};
 use cleave_agent::object::Object;
 use cleave_agent::pods::PodObject;
 use cleave_agent::tenants::process::parse_stat;
 use cleave_agent::termination::pods::TerminatingPods;
-use cleave_agent::termination::shutdown::{Period, Periods, Shutdown, lasting};
+use cleave_agent::termination::shutdown::{Period, Periods, Shutdown, elapsed};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::Desired;
 use cleave_gpu::nvml::{Census, Observation};
@@ -42,12 +42,12 @@ pub(super) fn sample_turn() -> Actions {
         devices: vec![fixtures::uuid(gpu)],
         mps: None,
     };
-    let first = turns(None, Object::Present(3, sample_spec()), View::default());
+    let first = turns(None, Object::Present(3, sample_spec()), HostView::default());
     let mut checkpoint = first.checkpoint;
     checkpoint.allocations.push(allocation("nvidia.com/gpu.shared", 2));
     let mps = Some(MpsLimits { threads: Some(20), memory_mib: Some(16_000), max_clients: Some(4) });
     checkpoint.allocations.push(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) });
-    turns(Some(checkpoint), Object::Present(3, sample_spec()), View::default())
+    turns(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
 }
 
 /// An agent's life: what it comes to after all inputs.
@@ -55,7 +55,7 @@ pub(super) fn sample_turn() -> Actions {
 /// Whatever those were, what it tells others is what they read. Not so where a checkpoint remembers
 /// other GPUs than NVML lists: those count as lost and keep what they had, so that an instance may
 /// be there twice until the next agent refuses such a checkpoint.
-fn turns(checkpoint: Option<Checkpoint>, object: Object, view: View) -> Actions {
+fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
@@ -152,7 +152,7 @@ pub(super) const CHECKPOINT: Target = Target {
         }
         Ok(checkpoint) => {
             encoded(&checkpoint);
-            turns(Some(checkpoint), Object::Unknown, View::default());
+            turns(Some(checkpoint), Object::Unknown, HostView::default());
             Seen::Read
         }
     },
@@ -182,11 +182,11 @@ pub(super) const NODE_SPEC: Target = Target {
     inputs: 700,
     run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
         Err(error) => {
-            turns(None, Object::Malformed(error.to_string()), View::default());
+            turns(None, Object::Malformed(error.to_string()), HostView::default());
             Seen::Refused
         }
         Ok(spec) => {
-            turns(None, Object::Present(1, spec), View::default());
+            turns(None, Object::Present(1, spec), HostView::default());
             Seen::Read
         }
     },
@@ -210,7 +210,7 @@ pub(super) const MPS_STATUS: Target = Target {
         Ok(status) => {
             let again = parse_status(&fixtures::json(&status));
             assert_eq!(again.as_ref(), Ok(&status));
-            turns(None, Object::Present(1, sample_spec()), View { alive: true, status, error: None });
+            turns(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
             Seen::Read
         }
     },
@@ -230,7 +230,7 @@ pub(super) const SHUTDOWN_NOTE: Target = Target {
         let Ok(now) = "2026-11-21T09:38:40Z".parse() else { return Seen::Refused };
         let periods = Periods::new(vec![Period { priority: 0, seconds: 20 }]);
         let up = Duration::from_secs(60);
-        let lasts = lasting(bytes, now, up, &periods);
+        let lasts = elapsed(bytes, now, up, &periods);
         assert!(lasts.is_none_or(|lasts| lasts < up), "{lasts:?}");
         if lasts.is_some() { Seen::Read } else { Seen::Refused }
     },
@@ -271,8 +271,8 @@ pub(super) const PODS: Target = Target {
             let (mut pending, mut terminating) = (PendingAllocations::with_watch(), TerminatingPods::default());
             let now = Instant::now();
             let mut shutdown = Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
-            shutdown.only(&BTreeSet::new());
-            shutdown.told(Some(now));
+            shutdown.complete_list(&BTreeSet::new());
+            shutdown.set_start(Some(now));
             // Seen to stay first: the deletion is then new, and its whole grace to come.
             let staying = serde_json::from_slice::<Value>(bytes).ok().and_then(|mut pod| {
                 pod.pointer_mut("/metadata")?.as_object_mut()?.remove("deletionTimestamp")?;

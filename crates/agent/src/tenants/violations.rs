@@ -1,0 +1,525 @@
+//! Finds containers that exceed the limits of their shares. Pure.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::names::finding::{MEMORY_EXCEEDED, NO_SHARE, OUTSIDE_MPS};
+
+use super::names::PodNames;
+use super::snapshot::{Share, SharedDevice, TenantSnapshot};
+use crate::cgroup::Owner;
+
+/// How many MiB more than its shares allow NVML may show for a container.
+///
+/// MPS and NVML count a context differently. On an H200 under driver 580, NVML shows 274 MiB for a
+/// client that has allocated nothing. MPS counts from 57 MiB (8 SMs) to 514 MiB (132 SMs) of such a
+/// client against its limit. A client at its MPS limit therefore shows up to 217 MiB more than the
+/// limit. The tolerance applies once per container, not once per process: the contexts of all its
+/// processes have to fit into its shares, like all other memory.
+pub const TOLERANCE_MIB: u64 = 256;
+
+const MIB: u64 = 1 << 20;
+
+/// The processes on the devices that answered, at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ProcessSample {
+    /// Processes by device UUID.
+    pub devices: BTreeMap<String, Vec<SampledProcess>>,
+    /// UIDs of the pods that run MPS daemons.
+    pub daemon_pods: BTreeSet<String>,
+}
+
+/// A process that uses a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SampledProcess {
+    /// The process.
+    pub id: ProcessId,
+    /// GPU memory in bytes, if the driver reports it.
+    pub bytes: Option<u64>,
+    /// Whether it is an MPS client, if the driver reports it.
+    pub mps: Option<bool>,
+    /// Pid of its parent.
+    pub parent: u32,
+    /// The pod and container that it belongs to.
+    pub owner: Option<Owner>,
+}
+
+/// Identifies a process until the node reboots, even if its pid is reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ProcessId {
+    /// Pid on the host.
+    pub pid: u32,
+    /// Clock ticks from boot to its start.
+    pub start: u64,
+}
+
+/// The memory that a container uses on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Usage {
+    /// The container.
+    pub tenant: Tenant,
+    /// UUID of the device.
+    pub device: String,
+    /// Memory in bytes.
+    pub bytes: u64,
+    /// What its shares allow, in MiB; `None` means no limit.
+    pub limit_mib: Option<u64>,
+}
+
+/// The names of a container and its pod. Unknown names are empty.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tenant {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// Name of the container.
+    pub container: String,
+}
+
+/// Identifies a violation across samples.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ViolationKey {
+    /// A constant of [`cleave_api::names::finding`].
+    pub kind: &'static str,
+    /// UUID of the device.
+    pub device: String,
+    /// The container; `None` for processes that belong to no pod.
+    pub owner: Option<Owner>,
+}
+
+/// A container exceeds its limits in one sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    /// Kind, device and container.
+    pub key: ViolationKey,
+    /// UUID of the GPU.
+    pub gpu: String,
+    /// Names of the container and its pod.
+    pub tenant: Tenant,
+    /// The processes that cause the violation.
+    pub processes: BTreeSet<ProcessId>,
+    /// The MPS clients among `processes`.
+    pub clients: BTreeSet<ProcessId>,
+    /// What happened, and what the user should do.
+    pub message: String,
+}
+
+/// What one sample shows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Assessment {
+    /// Memory use of each container.
+    pub usage: Vec<Usage>,
+    /// The violations.
+    pub violations: Vec<Violation>,
+    /// All MPS clients.
+    pub clients: BTreeSet<ProcessId>,
+}
+
+/// Compares a sample with the limits in `snapshot`. Devices that are not in `snapshot` are ignored.
+pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names: &PodNames) -> Assessment {
+    let mut assessment = Assessment::default();
+    for (uuid, processes) in &sample.devices {
+        let Some(device) = snapshot.devices.get(uuid) else { continue };
+        let mut by_owner: BTreeMap<Option<&Owner>, Vec<(&SampledProcess, Role<'_>)>> = BTreeMap::new();
+        for process in processes.iter().filter(|process| !is_daemon(process, device, sample)) {
+            by_owner.entry(process.owner.as_ref()).or_default().push((process, role(process, device)));
+        }
+        for (owner, processes) in by_owner {
+            let clients = processes.iter().filter(|(_, role)| *role != Role::Outside);
+            assessment.clients.extend(clients.map(|(process, _)| process.id));
+            ContainerOnDevice { snapshot, names, uuid, device, owner, processes }.assess(&mut assessment);
+        }
+    }
+    assessment
+}
+
+/// Whether a process is part of an MPS daemon. The snapshot may not list a new MPS server yet, so
+/// the parent and the pod of the process count too.
+fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
+    let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
+    in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)
+}
+
+/// How a process uses the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role<'a> {
+    /// Outside MPS.
+    Outside,
+    /// As an MPS client that connected through the door of this allocation; `None` if it connected
+    /// to the daemon's own socket.
+    Client(Option<&'a str>),
+    /// As an MPS client that the MPS host has not reported yet.
+    NewClient,
+}
+
+/// The driver takes precedence over the MPS host: a process can connect to MPS and still compute
+/// outside it.
+fn role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> Role<'a> {
+    match (process.mps, device.clients.get(&process.id.pid)) {
+        (Some(false), _) | (None, None) => Role::Outside,
+        (_, Some(allocation)) => Role::Client(allocation.as_deref()),
+        (Some(true), None) => Role::NewClient,
+    }
+}
+
+/// The processes of one container on one device.
+struct ContainerOnDevice<'a> {
+    snapshot: &'a TenantSnapshot,
+    names: &'a PodNames,
+    uuid: &'a str,
+    device: &'a SharedDevice,
+    owner: Option<&'a Owner>,
+    processes: Vec<(&'a SampledProcess, Role<'a>)>,
+}
+
+impl ContainerOnDevice<'_> {
+    /// Adds the memory use and the violations of the container to `assessment`.
+    fn assess(&self, assessment: &mut Assessment) {
+        let tenant = self.tenant();
+        let limit_mib = self.limit_mib(&tenant);
+        let bytes =
+            self.processes.iter().fold(0_u64, |sum, (process, _)| sum.saturating_add(process.bytes.unwrap_or(0)));
+        if !tenant.pod.is_empty() {
+            let device = self.uuid.to_owned();
+            assessment.usage.push(Usage { tenant: tenant.clone(), device, bytes, limit_mib });
+        }
+        if let Some(limit) = limit_mib.filter(|limit| bytes / MIB > limit.saturating_add(TOLERANCE_MIB)) {
+            let message = format!(
+                "{} uses {} MiB of {}, but its shares allow {limit} MiB. Reduce its memory use or request more shares. \
+                 MPS limits each process on its own, and does not limit a process whose \
+                 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT it cannot parse",
+                describe(&tenant, self.owner),
+                bytes / MIB,
+                self.uuid
+            );
+            assessment.violations.push(self.violation(MEMORY_EXCEEDED, &tenant, |_| true, message));
+        }
+        let outside = |role: Role<'_>| role == Role::Outside;
+        if let Some(pid) = self.lowest_pid(outside) {
+            let message = format!(
+                "process {pid} of {} uses {} outside MPS, where neither its SMs nor its memory are limited. Connect it \
+                 to MPS through the CUDA_MPS_PIPE_DIRECTORY that Cleave sets in containers with shares",
+                describe(&tenant, self.owner),
+                self.uuid
+            );
+            assessment.violations.push(self.violation(OUTSIDE_MPS, &tenant, outside, message));
+        }
+        let without_share = |role: Role<'_>| self.is_client_without_share(role, &tenant);
+        if let Some(pid) = self.lowest_pid(without_share) {
+            let message = format!(
+                "process {pid} of {} is an MPS client on {}, but its pod has no share of that device. Request shares, \
+                 and do not use the MPS socket of another pod",
+                describe(&tenant, self.owner),
+                self.uuid
+            );
+            assessment.violations.push(self.violation(NO_SHARE, &tenant, without_share, message));
+        }
+    }
+
+    fn lowest_pid(&self, matches: impl Fn(Role<'_>) -> bool) -> Option<u32> {
+        self.processes.iter().filter(|(_, role)| matches(*role)).map(|(process, _)| process.id.pid).min()
+    }
+
+    /// The violation that the processes with a matching role cause.
+    fn violation(
+        &self,
+        kind: &'static str,
+        tenant: &Tenant,
+        matches: impl Fn(Role<'_>) -> bool,
+        message: String,
+    ) -> Violation {
+        let causes = || self.processes.iter().filter(|(_, role)| matches(*role));
+        Violation {
+            key: ViolationKey { kind, device: self.uuid.to_owned(), owner: self.owner.cloned() },
+            gpu: self.device.gpu.clone(),
+            tenant: tenant.clone(),
+            processes: causes().map(|(process, _)| process.id).collect(),
+            clients: causes().filter(|(_, role)| *role != Role::Outside).map(|(process, _)| process.id).collect(),
+            message,
+        }
+    }
+
+    /// The allocations whose doors the container's clients used.
+    fn doors(&self) -> BTreeSet<&str> {
+        let through_doors = self.processes.iter().filter_map(|(_, role)| match role {
+            Role::Client(door) => *door,
+            Role::Outside | Role::NewClient => None,
+        });
+        through_doors.collect()
+    }
+
+    /// All allocated shares of the device.
+    fn shares(&self) -> impl Iterator<Item = &Share> {
+        self.snapshot.shares.iter().flatten().filter(|share| share.device == self.uuid)
+    }
+
+    fn tenant(&self) -> Tenant {
+        let Some((owner, pod)) = self.owner.and_then(|owner| Some((owner, self.names.get(&owner.pod)?))) else {
+            return Tenant::default();
+        };
+        let mut tenant = Tenant { namespace: pod.namespace.clone(), pod: pod.name.clone(), container: String::new() };
+        let by_id = owner.container.as_ref().and_then(|id| pod.containers.get(id));
+        // The API server reports the id of a container only some time after its start. The kubelet
+        // lists the container's shares earlier.
+        let doors = self.doors();
+        let by_door =
+            || self.shares().find(|share| share.belongs_to(&tenant) && doors.contains(share.allocation.as_str()));
+        tenant.container = by_id.cloned().or_else(|| Some(by_door()?.container.clone())).unwrap_or_default();
+        tenant
+    }
+
+    /// What the container's shares of the device allow, in MiB; `None` means no limit.
+    ///
+    /// The kubelet does not list the shares of init containers. Their limit is that of the doors
+    /// that their clients used, except doors of other pods.
+    fn limit_mib(&self, tenant: &Tenant) -> Option<u64> {
+        self.owner?;
+        let own = |share: &&Share| share.belongs_to(tenant) && share.container == tenant.container;
+        let mut allocations: BTreeSet<&str> =
+            self.shares().filter(own).map(|share| share.allocation.as_str()).collect();
+        if allocations.is_empty() {
+            allocations = self.doors();
+            allocations.retain(|id| !self.belongs_to_another_pod(id, tenant));
+        }
+        if allocations.is_empty() {
+            return None;
+        }
+        let limit = |id: &&str| self.snapshot.limits.get(*id).copied().flatten();
+        allocations.iter().try_fold(0_u64, |sum, id| Some(sum.saturating_add(limit(id)?)))
+    }
+
+    fn belongs_to_another_pod(&self, allocation: &str, tenant: &Tenant) -> bool {
+        let mut holders = self.shares().filter(|share| share.allocation == allocation).peekable();
+        !tenant.pod.is_empty() && holders.peek().is_some() && !holders.any(|share| share.belongs_to(tenant))
+    }
+
+    /// Whether a process with this role is an MPS client of a pod without a share of the device.
+    /// False while the pod's name or the kubelet's list is missing.
+    fn is_client_without_share(&self, role: Role<'_>, tenant: &Tenant) -> bool {
+        let Role::Client(door) = role else { return false };
+        if self.snapshot.shares.is_none()
+            || tenant.pod.is_empty()
+            || self.shares().any(|share| share.belongs_to(tenant))
+        {
+            return false;
+        }
+        match door {
+            // An allocation that the kubelet does not list may be the pod's own: that of an init
+            // container or of a new pod.
+            Some(id) => self.belongs_to_another_pod(id, tenant) || !self.snapshot.limits.contains_key(id),
+            None => true,
+        }
+    }
+}
+
+impl Share {
+    fn belongs_to(&self, tenant: &Tenant) -> bool {
+        self.namespace == tenant.namespace && self.pod == tenant.pod
+    }
+}
+
+fn describe(tenant: &Tenant, owner: Option<&Owner>) -> String {
+    match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
+        ("", _, None) => "the host (no pod)".to_owned(),
+        ("", _, Some(owner)) => format!("the pod with UID {}", owner.pod),
+        (pod, "", _) => format!("pod {}/{pod}", tenant.namespace),
+        (pod, container, _) => format!("container {container} of pod {}/{pod}", tenant.namespace),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::super::names::PodName;
+    use super::*;
+
+    const DEVICE: &str = "GPU-a";
+    const LIMIT: u64 = 1000;
+
+    #[expect(clippy::unnecessary_wraps, reason = "the field of a process is an Option")]
+    pub(crate) fn owner(pod: &str, container: &str) -> Option<Owner> {
+        Some(Owner { pod: pod.into(), container: Some(format!("id-{container}")) })
+    }
+
+    /// An MPS client in container `c` of pod `p`.
+    fn client(pid: u32, mib: u64) -> SampledProcess {
+        SampledProcess {
+            id: ProcessId { pid, start: u64::from(pid) },
+            bytes: Some(mib * MIB),
+            mps: Some(true),
+            parent: 1,
+            owner: owner("uid-p", "c"),
+        }
+    }
+
+    fn share(pod: &str, allocation: &str) -> Share {
+        Share {
+            namespace: "ns".into(),
+            pod: pod.into(),
+            container: "c".into(),
+            device: DEVICE.into(),
+            allocation: allocation.into(),
+        }
+    }
+
+    /// Pods `ns/p` and `ns/q` have one share each. The daemon's pid is 10, its server's is 11.
+    fn snapshot(clients: &[(u32, Option<&str>)]) -> TenantSnapshot {
+        let device = SharedDevice {
+            gpu: DEVICE.into(),
+            evict: false,
+            in_use: true,
+            daemon: [10, 11].into(),
+            clients: clients.iter().map(|(pid, door)| (*pid, door.map(str::to_owned))).collect(),
+        };
+        TenantSnapshot {
+            devices: [(DEVICE.to_owned(), device)].into(),
+            shares: Some(vec![share("p", "a"), share("q", "b")]),
+            limits: [("a", Some(LIMIT)), ("b", Some(LIMIT)), ("init", Some(LIMIT * 2)), ("free", None)]
+                .map(|(id, limit)| (id.to_owned(), limit))
+                .into(),
+        }
+    }
+
+    fn names() -> PodNames {
+        let mut names = PodNames::default();
+        names.begin_list();
+        for pod in ["p", "q", "none"] {
+            let containers = [("id-c".to_owned(), "c".to_owned()), ("id-d".to_owned(), "d".to_owned())].into();
+            names.insert(format!("uid-{pod}"), PodName { namespace: "ns".into(), name: pod.into(), containers });
+        }
+        names.end_list();
+        names
+    }
+
+    fn sample(processes: &[SampledProcess]) -> ProcessSample {
+        ProcessSample { devices: [(DEVICE.to_owned(), processes.to_vec())].into(), ..ProcessSample::default() }
+    }
+
+    fn assess(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Assessment {
+        find_violations(snapshot, &sample(processes), &names())
+    }
+
+    /// Kind and pod of each violation.
+    fn kinds(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Vec<(&'static str, String)> {
+        let violations = assess(snapshot, processes).violations;
+        violations.into_iter().map(|violation| (violation.key.kind, violation.tenant.pod)).collect()
+    }
+
+    #[test]
+    fn memory_is_summed_per_container_and_the_tolerance_counts_once() {
+        let snapshot = snapshot(&[(1, Some("a")), (2, Some("a")), (3, Some("b"))]);
+        let neighbour = SampledProcess { owner: owner("uid-q", "c"), ..client(3, 900) };
+        for (mib, over) in [((500, 500), false), ((LIMIT, TOLERANCE_MIB), false), ((LIMIT, TOLERANCE_MIB + 1), true)] {
+            let assessment = assess(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
+            let pods: Vec<_> = assessment.violations.iter().map(|violation| violation.tenant.pod.as_str()).collect();
+            assert_eq!(pods, if over { vec!["p"] } else { vec![] }, "{mib:?}");
+            let usage: Vec<_> = assessment.usage.iter().map(|usage| (usage.bytes / MIB, usage.limit_mib)).collect();
+            assert_eq!(usage, [(mib.0 + mib.1, Some(LIMIT)), (900, Some(LIMIT))]);
+        }
+        let violations = assess(&snapshot, &[client(1, 3000)]).violations;
+        let message = &violations[0].message;
+        assert!(message.contains("container c of pod ns/p uses 3000 MiB of GPU-a"), "{message}");
+        assert!(message.contains("its shares allow 1000 MiB"), "{message}");
+        assert_eq!(violations[0].clients, [ProcessId { pid: 1, start: 1 }].into());
+    }
+
+    #[test]
+    fn memory_used_outside_mps_counts_towards_the_limit() {
+        let snapshot = snapshot(&[(1, Some("a"))]);
+        let outside = SampledProcess { mps: Some(false), ..client(2, 800) };
+        assert_eq!(
+            kinds(&snapshot, &[client(1, 800), outside]),
+            [(MEMORY_EXCEEDED, "p".to_owned()), (OUTSIDE_MPS, "p".to_owned())]
+        );
+    }
+
+    #[test]
+    fn unlimited_or_unknown_memory_is_no_violation() {
+        let mut unlimited = snapshot(&[(1, Some("free"))]);
+        unlimited.shares = Some(vec![share("p", "free")]);
+        assert_eq!(kinds(&unlimited, &[client(1, 100_000)]), []);
+        let unknown = SampledProcess { bytes: None, ..client(1, 0) };
+        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[unknown]), []);
+    }
+
+    #[test]
+    fn an_init_container_missing_from_the_kubelets_list_has_the_limit_of_its_door() {
+        let mut init = snapshot(&[(1, Some("init"))]);
+        init.shares = Some(vec![share("q", "b")]);
+        assert_eq!(kinds(&init, &[client(1, LIMIT * 2)]), []);
+        assert_eq!(kinds(&init, &[client(1, LIMIT * 2 + TOLERANCE_MIB + 1)]), [(MEMORY_EXCEEDED, "p".to_owned())]);
+        init.shares = None;
+        assert_eq!(kinds(&init, &[client(1, LIMIT * 3)]), [(MEMORY_EXCEEDED, "p".to_owned())], "no list at all");
+    }
+
+    #[test]
+    fn a_container_without_a_known_id_is_identified_by_its_door() {
+        let snapshot = snapshot(&[(1, Some("a"))]);
+        let assessment = assess(&snapshot, &[SampledProcess { owner: owner("uid-p", "new"), ..client(1, 500) }]);
+        assert_eq!((assessment.usage[0].tenant.container.as_str(), assessment.usage[0].limit_mib), ("c", Some(LIMIT)));
+        let unnamed = find_violations(&snapshot, &sample(&[client(1, 5000)]), &PodNames::default());
+        assert_eq!((unnamed.usage.len(), unnamed.violations.len()), (0, 1), "the limit applies without a name");
+        assert!(unnamed.violations[0].message.contains("the pod with UID uid-p"));
+    }
+
+    #[test]
+    fn daemons_and_their_children_are_not_tenants() {
+        let snapshot = snapshot(&[]);
+        let with = |process: SampledProcess, daemon_pods: &[&str]| ProcessSample {
+            daemon_pods: daemon_pods.iter().map(|&pod| pod.to_owned()).collect(),
+            ..sample(&[SampledProcess { mps: Some(false), ..process }])
+        };
+        let host = || SampledProcess { owner: owner("uid-host", "mps"), ..client(99, 66) };
+        let violations = |sample: &ProcessSample| find_violations(&snapshot, sample, &names()).violations.len();
+        assert_eq!(violations(&with(client(11, 66), &[])), 0, "the server");
+        assert_eq!(violations(&with(SampledProcess { parent: 10, ..host() }, &[])), 0, "a server not yet reported");
+        assert_eq!(violations(&with(host(), &["uid-host"])), 0, "left over from an earlier daemon");
+        assert_eq!(violations(&with(host(), &[])), 1);
+    }
+
+    #[test]
+    fn the_mps_hosts_client_list_counts_only_if_the_driver_does_not_report_clients() {
+        let snapshot = snapshot(&[(1, Some("a"))]);
+        for (mps, listed, outside) in [
+            (Some(true), true, false),
+            (Some(true), false, false),
+            // It connected to MPS, but computes outside it.
+            (Some(false), true, true),
+            (Some(false), false, true),
+            (None, true, false),
+            (None, false, true),
+        ] {
+            let process = SampledProcess { mps, ..client(if listed { 1 } else { 2 }, 100) };
+            let expected = if outside { vec![(OUTSIDE_MPS, "p".to_owned())] } else { vec![] };
+            assert_eq!(kinds(&snapshot, &[process]), expected, "{mps:?} {listed}");
+        }
+    }
+
+    #[test]
+    fn a_process_in_no_pod_is_reported_for_the_host() {
+        let process = SampledProcess { owner: None, mps: Some(false), ..client(7, 100) };
+        let assessment = assess(&snapshot(&[]), &[process]);
+        let violation = &assessment.violations[0];
+        assert_eq!((assessment.usage.len(), violation.tenant.clone()), (0, Tenant::default()));
+        assert!(violation.message.contains("process 7 of the host (no pod) uses"), "{}", violation.message);
+    }
+
+    #[test]
+    fn a_client_that_did_not_use_a_door_of_its_own_pod_has_no_share() {
+        let of = |pod: &str, pid| SampledProcess { owner: owner(&format!("uid-{pod}"), "c"), ..client(pid, 100) };
+        let no_share = || vec![(NO_SHARE, "none".to_owned())];
+        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[of("none", 1)]), no_share(), "the door of p");
+        assert_eq!(kinds(&snapshot(&[(1, None)]), &[of("none", 1)]), no_share(), "the daemon's own socket");
+        assert_eq!(kinds(&snapshot(&[(1, Some("over"))]), &[of("none", 1)]), no_share(), "a removed allocation");
+        assert_eq!(kinds(&snapshot(&[(1, Some("init"))]), &[of("none", 1)]), [], "possibly its own door");
+        assert_eq!(kinds(&snapshot(&[]), &[of("none", 1)]), [], "not yet reported by the MPS host");
+        assert_eq!(kinds(&snapshot(&[(1, Some("a"))]), &[of("p", 1)]), []);
+        let administrator = SampledProcess { owner: None, ..client(1, 1) };
+        assert_eq!(kinds(&snapshot(&[(1, None)]), &[administrator]), [], "an administrator's client");
+        let no_list = TenantSnapshot { shares: None, ..snapshot(&[(1, Some("a"))]) };
+        assert_eq!(kinds(&no_list, &[of("none", 1)]), [], "no list from the kubelet");
+    }
+
+    #[test]
+    fn devices_that_are_not_shared_are_ignored() {
+        assert_eq!(kinds(&TenantSnapshot::default(), &[client(1, 100_000)]), []);
+    }
+}

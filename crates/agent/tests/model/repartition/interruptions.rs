@@ -1,0 +1,212 @@
+//! Changes that are interrupted: a kubelet that does not answer, a daemon that has not ended, a
+//! driver that hangs, an agent that is killed.
+use std::time::Duration;
+
+use cleave_agent::gpu::mig::{Change, ChangeOutcome, MigOrder, OrderResult};
+use cleave_agent::node::WITHDRAW;
+use cleave_gpu::mps::wire::Desired;
+
+use super::WHOLE;
+use super::simulated_gpu::GPU;
+use super::test_node::{GRACE, TestNode};
+use crate::fixtures::{answer, mig_spec};
+
+#[test]
+fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.run();
+    let before = node.mig_devices();
+    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.agent.pod_resources(Err("no".into()), node.now, &mut node.table.allocations);
+    for _ in 0..10 {
+        node.reconcile();
+        assert!(node.orders.is_empty());
+        node.now += WITHDRAW;
+    }
+    assert_eq!(node.mig_devices(), before);
+    // Without a checkpoint, the agent learns the allocations from the kubelet's lists during the
+    // grace period.
+    node.restart_agent(false);
+    for _ in 0..10 {
+        node.reconcile();
+        assert!(node.orders.is_empty(), "{:?}", node.orders);
+        node.now += WITHDRAW;
+    }
+    node.now += GRACE;
+    node.run();
+    assert!(node.applied() && node.has_instances(&[("2g.20gb", 0)]));
+}
+
+#[test]
+fn a_slice_in_use_stays_after_a_restart_without_a_checkpoint() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.run();
+    node.allocate(0);
+    let before = node.mig_devices();
+    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.restart_agent(false);
+    node.now += GRACE;
+    node.run();
+    assert_eq!(node.mig_devices(), before);
+    assert!(node.messages().contains("in use by ns/p1"), "{}", node.messages());
+    node.allocated.clear();
+    node.run();
+    assert!(node.applied() && node.has_instances(&[("2g.20gb", 0)]));
+}
+
+#[test]
+fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 4)])]);
+    node.run();
+    node.set_spec(vec![mig_spec(GPU, &[])]);
+    node.reconcile();
+    assert!(node.orders.is_empty(), "the slices are withdrawn from the kubelet first");
+    node.now += WITHDRAW;
+    node.reconcile();
+    assert!(node.orders.is_empty() && node.messages().contains("has not exited yet"), "{}", node.messages());
+    node.host_reads_desired();
+    node.reconcile();
+    assert!(node.orders.is_empty() && node.messages().contains("has not exited yet"), "{}", node.messages());
+    node.host_applies();
+    node.reconcile();
+    assert!(matches!(node.orders[0].change, Change::Destroy(_)));
+    node.perform_order();
+    node.run();
+    assert!(node.applied() && node.has_instances(&[]));
+}
+
+#[test]
+fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 4)])]);
+    node.run();
+    node.host = Desired::default();
+    node.host_reports(String::new());
+    node.set_spec(vec![mig_spec(GPU, &[])]);
+    node.reconcile();
+    node.now += WITHDRAW;
+    node.reconcile();
+    assert!(node.orders.is_empty() && node.messages().contains("has not read yet"), "{}", node.messages());
+    node.host_applies();
+    node.reconcile();
+    assert_eq!(node.orders.len(), 1);
+}
+
+#[test]
+fn a_late_answer_from_before_a_change_is_ignored() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.run();
+    let (asked, late) = (node.now, node.gpu.inventory());
+    node.set_spec(vec![mig_spec(GPU, &[("2g.20gb", 0, 0)])]);
+    node.now += GRACE;
+    node.run();
+    answer(&mut node.agent, late, asked);
+    node.reconcile();
+    assert!(node.applied() && node.orders.is_empty() && node.slices("nvidia.com/mig-2g.20gb") == 1);
+}
+
+#[test]
+fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
+    while !matches!(node.orders.first(), Some(MigOrder { change: Change::Create { .. }, .. })) {
+        node.perform_order();
+        node.host_applies();
+        node.list_allocations();
+        node.now += GRACE;
+        node.reconcile();
+    }
+    let order = node.orders.pop().unwrap();
+    let slow = ChangeOutcome::Slow(Duration::from_secs(15));
+    node.agent.order_ended(OrderResult { order: order.clone(), outcome: slow, after: None, at: node.now }, node.now);
+    for _ in 0..10 {
+        node.read_gpu();
+        node.reconcile();
+        assert!(node.orders.is_empty());
+        node.now += GRACE;
+    }
+    assert!(node.messages().contains("has not answered for 15 s"), "{}", node.messages());
+    // The call ends.
+    node.orders = vec![order];
+    node.perform_order();
+    node.run();
+    assert!(node.applied() && node.has_instances(&[("1g.10gb", 0), ("1g.10gb", 1)]), "{:?}", node.steps());
+    assert!(node.steps().iter().all(|(_, result)| *result == "Done"), "{:?}", node.steps());
+}
+
+#[test]
+fn a_device_that_is_being_removed_is_not_allocated_even_if_it_is_wanted_again() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![]);
+    node.run();
+    node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
+    node.reconcile();
+    node.now += WITHDRAW;
+    node.reconcile();
+    assert_eq!(node.orders.len(), 1);
+    node.set_spec(vec![]);
+    node.reconcile();
+    assert!(node.allocate(0).is_none() && !node.applied());
+    node.perform_order();
+    node.run();
+    assert!(node.applied() && node.slices(WHOLE) == 1);
+}
+
+/// Kills the agent after each possible number of steps of a repartitioning.
+#[test]
+fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
+    for checkpoint in [true, false] {
+        for in_change in [false, true] {
+            for killed_after in 0..40 {
+                let mut node = TestNode::new("H100-80");
+                node.set_spec(vec![mig_spec(GPU, &[("3g.40gb", 4, 0), ("1g.10gb", 0, 0), ("1g.10gb", 1, 4)])]);
+                node.run_until_applied();
+                node.allocate(usize::MAX);
+                let used = node.allocated[0].ids[0].clone();
+                let kept: Vec<_> =
+                    node.mig_devices().into_iter().filter(|(uuid, _)| used.starts_with(uuid.as_str())).collect();
+                let start = kept[0].1.1;
+                let wanted = match start {
+                    4 => vec![("3g.40gb", 4, 0), ("2g.20gb", 0, 4), ("1g.10gb", 2, 0)],
+                    0 => vec![("1g.10gb", 0, 0), ("1g.10gb", 2, 0), ("2g.20gb", 4, 4)],
+                    _ => vec![("1g.10gb", 1, 4), ("1g.10gb", 2, 0), ("2g.20gb", 4, 4)],
+                };
+                node.set_spec(vec![mig_spec(GPU, &wanted)]);
+                for step in 0..killed_after {
+                    match step % 4 {
+                        0 => node.reconcile(),
+                        1 => node.host_applies(),
+                        2 => node.perform_order(),
+                        _ => node.now += WITHDRAW,
+                    }
+                }
+                if in_change && let Some(MigOrder { change, .. }) = node.orders.pop() {
+                    let mut gpu = node.gpu.lock();
+                    match change {
+                        Change::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
+                        Change::Destroy(instance) => gpu.destroy_compute_instance(instance.gpu_instance).unwrap(),
+                        Change::Mode(_) => {}
+                    }
+                }
+                node.orders.clear();
+                node.restart_agent(checkpoint);
+                node.now += GRACE;
+                node.run_until_applied();
+                let case = format!(
+                    "after {killed_after} steps, in a change: {in_change}, with a checkpoint: {checkpoint}: {:?}",
+                    node.steps()
+                );
+                assert!(node.applied(), "{case}");
+                assert!(
+                    node.has_instances(&wanted.iter().map(|&(name, start, _)| (name, start)).collect::<Vec<_>>()),
+                    "{case}"
+                );
+                assert_eq!(node.mig_devices()[&kept[0].0], kept[0].1, "{case}");
+            }
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Random sequences of events.
+use std::time::Duration;
+
+use cleave_agent::gpu::mig::{Change, MigOrder};
+use proptest::prelude::*;
+
+use super::WHOLE;
+use super::simulated_gpu::GPU;
+use super::test_node::{GRACE, TestNode};
+use crate::fixtures::{mig_spec, mps_spec};
+
+#[derive(Debug, Clone)]
+enum Event {
+    WantInstances(Vec<usize>),
+    WantWhole,
+    WantShares,
+    Allocate(usize),
+    PodEnds(usize),
+    ProcessStarts(usize),
+    AllProcessesEnd,
+    /// The next calls of this kind fail.
+    CallsFail(&'static str, u32),
+    /// The agent is killed, possibly in the middle of a change.
+    AgentRestarts {
+        with_checkpoint: bool,
+        in_change: bool,
+    },
+    /// Somebody creates a MIG instance by hand.
+    CreateByHand(usize),
+    Reconcile,
+    PerformOrder,
+    HostApplies,
+    HostReadsDesired,
+    ListAllocations,
+    ReadGpu,
+    Wait {
+        ms: u64,
+    },
+}
+
+/// A place for a MIG instance: profile, first slice, number of slices, and number of MPS shares (0
+/// for a whole instance).
+type Place = (&'static str, u32, u32, u32);
+
+/// Some places on an H100. A spec contains places that do not overlap.
+const PLACES: [Place; 12] = [
+    ("1g.10gb", 0, 1, 0),
+    ("1g.10gb", 1, 1, 4),
+    ("1g.10gb", 2, 1, 0),
+    ("1g.10gb", 3, 1, 2),
+    ("1g.10gb", 6, 1, 0),
+    ("2g.20gb", 0, 2, 0),
+    ("2g.20gb", 4, 2, 4),
+    ("1g.20gb", 6, 2, 0),
+    ("3g.40gb", 0, 4, 0),
+    ("3g.40gb", 4, 4, 2),
+    ("4g.40gb", 0, 4, 0),
+    ("7g.80gb", 0, 8, 0),
+];
+
+/// The picked places, without those that overlap an earlier one.
+fn without_overlaps(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
+    let mut chosen: Vec<Place> = Vec::new();
+    for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {
+        if chosen.iter().all(|other| place.1 >= other.1 + other.2 || other.1 >= place.1 + place.2) {
+            chosen.push(place);
+        }
+    }
+    chosen.into_iter().map(|(profile, start, _, units)| (profile, start, units)).collect()
+}
+
+fn events() -> impl Strategy<Value = Event> {
+    let call = prop::sample::select(vec!["gi", "ci", "ci-destroy", "gi-destroy", "mode"]);
+    prop_oneof![
+        3 => prop::collection::vec(0..PLACES.len(), 0..5).prop_map(Event::WantInstances),
+        1 => Just(Event::WantWhole),
+        1 => Just(Event::WantShares),
+        3 => any::<usize>().prop_map(Event::Allocate),
+        2 => any::<usize>().prop_map(Event::PodEnds),
+        1 => any::<usize>().prop_map(Event::ProcessStarts),
+        1 => Just(Event::AllProcessesEnd),
+        1 => (call, 1_u32..8).prop_map(|(call, times)| Event::CallsFail(call, times)),
+        1 => any::<(bool, bool)>()
+            .prop_map(|(with_checkpoint, in_change)| Event::AgentRestarts { with_checkpoint, in_change }),
+        1 => any::<usize>().prop_map(Event::CreateByHand),
+        8 => Just(Event::Reconcile),
+        6 => Just(Event::PerformOrder),
+        3 => Just(Event::HostApplies),
+        2 => Just(Event::HostReadsDesired),
+        3 => Just(Event::ListAllocations),
+        3 => Just(Event::ReadGpu),
+        4 => (1_u64..40_000).prop_map(|ms| Event::Wait { ms }),
+    ]
+}
+
+impl TestNode {
+    fn apply(&mut self, event: &Event) {
+        match event {
+            Event::WantInstances(picks) => self.set_spec(vec![mig_spec(GPU, &without_overlaps(picks))]),
+            Event::WantWhole => self.set_spec(vec![]),
+            Event::WantShares => self.set_spec(vec![mps_spec(GPU, 4)]),
+            Event::Allocate(pick) => drop(self.allocate(*pick)),
+            Event::PodEnds(pick) => {
+                if let Some(at) = pick.checked_rem(self.allocated.len()) {
+                    self.allocated.remove(at);
+                }
+            }
+            Event::ProcessStarts(pick) => {
+                let instances: Vec<u32> = self.mig_devices().values().map(|(instance, _)| *instance).collect();
+                let mut gpu = self.gpu.lock();
+                let pid = 1000 + u32::try_from(gpu.processes.len()).unwrap();
+                match pick.checked_rem(instances.len()) {
+                    Some(at) => gpu.processes.insert(pid, Some(instances[at])),
+                    None if gpu.state.mig => None,
+                    None => gpu.processes.insert(pid, None),
+                };
+            }
+            Event::AllProcessesEnd => self.gpu.lock().processes.clear(),
+            Event::CallsFail(call, times) => drop(self.gpu.lock().failures.insert(call, *times)),
+            Event::AgentRestarts { with_checkpoint, in_change } => {
+                if let (true, Some(MigOrder { change, .. })) = (*in_change, self.orders.pop()) {
+                    let mut gpu = self.gpu.lock();
+                    match change {
+                        Change::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
+                        Change::Destroy(instance) => drop(gpu.destroy_compute_instance(instance.gpu_instance)),
+                        Change::Mode(_) => {}
+                    }
+                }
+                self.orders.clear();
+                // An allocation is in the checkpoint and in the kubelet's list a moment later.
+                self.last.checkpoint.allocations =
+                    self.table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect();
+                self.restart_agent(*with_checkpoint);
+            }
+            Event::CreateByHand(pick) => {
+                let (profile, start, _, _) = PLACES[pick % PLACES.len()];
+                let mut gpu = self.gpu.lock();
+                if let (true, Ok(instance)) = (gpu.state.mig, gpu.create_gpu_instance(profile, start)) {
+                    let _ = gpu.create_compute_instance(instance);
+                }
+            }
+            Event::Reconcile => self.reconcile(),
+            Event::PerformOrder => self.perform_order(),
+            Event::HostApplies => self.host_applies(),
+            Event::HostReadsDesired => self.host_reads_desired(),
+            Event::ListAllocations => self.list_allocations(),
+            Event::ReadGpu => self.read_gpu(),
+            Event::Wait { ms } => self.now += Duration::from_millis(*ms),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    /// Nothing in use is ever removed, which every change checks. Once it is free, the spec is
+    /// applied, and further rounds change nothing.
+    #[test]
+    fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
+        sequence in prop::collection::vec(events(), 1..120),
+        last in prop::collection::vec(0..PLACES.len(), 0..5),
+    ) {
+        let mut node = TestNode::new("H100-80");
+        node.set_spec(vec![]);
+        for event in &sequence {
+            node.apply(event);
+        }
+        let wanted = without_overlaps(&last);
+        node.set_spec(vec![mig_spec(GPU, &wanted)]);
+        node.gpu.lock().failures.clear();
+        node.gpu.lock().processes.clear();
+        // Running pods keep their allocations.
+        node.run();
+        node.allocated.clear();
+        node.now += GRACE;
+        node.run_until_applied();
+        let expected: Vec<_> = wanted.iter().map(|&(profile, start, _)| (profile, start)).collect();
+        prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.steps(), node.gpu.lock().instances());
+        prop_assert!(node.applied(), "{:?}", node.steps());
+        node.gpu.lock().calls.clear();
+        (0..10).for_each(|_| node.run_round());
+        prop_assert!(node.gpu.lock().calls.is_empty());
+        node.set_spec(vec![]);
+        node.run_until_applied();
+        prop_assert!(node.applied() && node.slices(WHOLE) == 1, "{:?}", node.steps());
+    }
+}

@@ -1,0 +1,277 @@
+//! A node with one simulated GPU, a model of the kubelet and a model of the MPS host.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use cleave_agent::act::perform;
+use cleave_agent::allocation::allocate::{ResourceView, grant};
+use cleave_agent::allocation::table::AllocationTable;
+use cleave_agent::checkpoint::Checkpoint;
+use cleave_agent::gpu::layout::parse_id;
+use cleave_agent::gpu::mig::{Change, MigOrder, OrderResult};
+use cleave_agent::mps::HostView;
+use cleave_agent::node::{Actions, Node};
+use cleave_agent::object::Object;
+use cleave_api::GpuNodeSpec;
+use cleave_api::gpunode::GpuSpec;
+use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Desired, Enforcement, Status};
+use cleave_gpu::nvml::MigInstance;
+use cleave_kubelet::HeldDevices;
+
+use super::simulated_gpu::{GPU, SharedGpu};
+use crate::fixtures::answer;
+
+/// How long a new agent waits for the kubelet's list before it removes allocations.
+pub(super) const GRACE: Duration = Duration::from_secs(30);
+
+/// Rounds that are enough for everything to happen.
+const ROUNDS: usize = 80;
+
+pub(super) struct TestNode {
+    pub(super) gpu: SharedGpu,
+    /// The agent's model.
+    pub(super) agent: Node,
+    pub(super) table: AllocationTable,
+    pub(super) object: Object,
+    pub(super) now: Instant,
+    /// Result of the last call of `reconcile`.
+    pub(super) last: Actions,
+    /// Ordered changes that are not performed yet.
+    pub(super) orders: Vec<MigOrder>,
+    /// The kubelet's allocations.
+    pub(super) allocated: Vec<HeldDevices>,
+    /// What the MPS host runs.
+    pub(super) host: Desired,
+    /// Reason and note of each Event.
+    pub(super) events: Vec<(&'static str, String)>,
+    pods: u32,
+}
+
+impl TestNode {
+    pub(super) fn new(model: &str) -> Self {
+        Self::start(SharedGpu::new(model), Instant::now(), None)
+    }
+
+    fn start(gpu: SharedGpu, now: Instant, checkpoint: Option<Checkpoint>) -> Self {
+        let (mut agent, allocations) = Node::start("boot".into(), GRACE, checkpoint, None, now);
+        let mut table = AllocationTable { allocations, ..AllocationTable::default() };
+        let last = agent.reconcile(&mut table, now);
+        let mut node = Self {
+            gpu,
+            agent,
+            table,
+            object: Object::Unknown,
+            now,
+            last,
+            orders: Vec::new(),
+            allocated: Vec::new(),
+            host: Desired::default(),
+            events: Vec::new(),
+            pods: 0,
+        };
+        node.read_gpu();
+        node
+    }
+
+    /// Replaces a killed agent.
+    pub(super) fn restart_agent(&mut self, with_checkpoint: bool) {
+        let object = std::mem::replace(&mut self.object, Object::Unknown);
+        let checkpoint = with_checkpoint.then(|| self.last.checkpoint.clone());
+        let mut next = Self::start(self.gpu.clone(), self.now, checkpoint);
+        (next.allocated, next.host, next.pods) = (std::mem::take(&mut self.allocated), self.host.clone(), self.pods);
+        next.object = object.clone();
+        next.agent.object(object);
+        *self = next;
+        self.list_allocations();
+        self.host_reports(self.host.hash());
+    }
+
+    /// NVML describes the GPU and its processes to the agent.
+    pub(super) fn read_gpu(&mut self) {
+        let inventory = self.gpu.inventory();
+        answer(&mut self.agent, inventory, self.now);
+    }
+
+    /// The kubelet lists its allocations to the agent.
+    pub(super) fn list_allocations(&mut self) {
+        self.agent.pod_resources(Ok(self.allocated.clone()), self.now, &mut self.table.allocations);
+    }
+
+    /// The MPS host applies the desired file and reports it.
+    pub(super) fn host_applies(&mut self) {
+        self.host = self.last.desired.clone();
+        self.host_reports(self.host.hash());
+    }
+
+    /// The MPS host has read the desired file, but unwanted daemons still run.
+    pub(super) fn host_reads_desired(&mut self) {
+        self.host_reports(self.last.desired.hash());
+    }
+
+    /// The MPS host reports its daemons and the hash of the desired file that it has read.
+    pub(super) fn host_reports(&mut self, desired: String) {
+        let status = DaemonStatus {
+            state: DaemonState::Active,
+            pid: Some(1),
+            server_pid: None,
+            restarts: 0,
+            enforcement: Enforcement::Hard,
+            message: String::new(),
+            clients: Vec::new(),
+            fault: None,
+        };
+        let daemons = self.host.daemons.keys().map(|device| (device.clone(), status.clone())).collect();
+        let status = Status { version: 1, desired, daemons, ..Status::default() };
+        self.agent.mps(HostView { alive: true, status, error: None });
+    }
+
+    pub(super) fn set_spec(&mut self, gpus: Vec<GpuSpec>) {
+        let plan_id = format!("{gpus:?}");
+        self.object = Object::Present(1, GpuNodeSpec { plan_id, gpus });
+        self.agent.object(self.object.clone());
+    }
+
+    /// Runs the agent's `reconcile` and checks that no served device is removed.
+    pub(super) fn reconcile(&mut self) {
+        self.last = self.agent.reconcile(&mut self.table, self.now);
+        self.orders.append(&mut self.last.orders);
+        self.events.extend(self.last.events.iter().map(|event| (event.reason, event.note.clone())));
+        assert!(self.orders.len() <= 1, "one change of a GPU at a time: {:?}", self.orders);
+        self.assert_unique_ids();
+        for MigOrder { change, .. } in &self.orders {
+            let removed = match change {
+                Change::Destroy(instance) => instance.uuid.as_str(),
+                Change::Mode(true) => GPU,
+                // In MIG mode only instances are served.
+                Change::Mode(false) | Change::Create { .. } => continue,
+            };
+            let served = self.table.pools.values().flatten().any(|pool| pool.device == removed);
+            assert!(!served, "{change} while its slices can be allocated");
+        }
+    }
+
+    fn assert_unique_ids(&self) {
+        for list in self.last.lists.values() {
+            let ids: BTreeSet<&str> = list.iter().map(|device| device.id.as_str()).collect();
+            assert_eq!(ids.len(), list.len());
+        }
+    }
+
+    /// UUIDs of the existing devices that pods or processes use.
+    fn in_use(&self) -> BTreeSet<String> {
+        let listed = self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_id(id)?.0.to_owned()));
+        let allocated = self.table.allocations.iter().flat_map(|(_, allocation)| allocation.devices.clone());
+        let gpu = self.gpu.lock();
+        let has_process = |instance: &MigInstance| gpu.processes.values().any(|gi| *gi == Some(instance.gpu_instance));
+        let instances: Vec<MigInstance> = gpu.describe().mig.map(|mig| mig.instances).unwrap_or_default();
+        let with_process = instances.iter().filter(|instance| has_process(instance));
+        let devices = listed.chain(allocated).chain(with_process.map(|instance| instance.uuid.clone()));
+        let exists = |device: &String| device == GPU || instances.iter().any(|instance| instance.uuid == *device);
+        devices.filter(exists).collect()
+    }
+
+    /// GPU instance id and first slice of each MIG device, by UUID. A GPU instance without a
+    /// compute instance is not a device, and no process can use it.
+    pub(super) fn mig_devices(&self) -> BTreeMap<String, (u32, u32)> {
+        let gpu = self.gpu.lock().describe();
+        let devices = gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty());
+        devices.map(|instance| (instance.uuid.clone(), (instance.gpu_instance, instance.start))).collect()
+    }
+
+    /// Performs an ordered change. Checks that it removes nothing in use and no device with an MPS
+    /// daemon.
+    pub(super) fn perform_order(&mut self) {
+        let Some(order) = self.orders.pop() else { return };
+        let (in_use, before, mode) = (self.in_use(), self.mig_devices(), self.gpu.lock().state.mig);
+        match &order.change {
+            Change::Destroy(instance) => assert!(!self.host.daemons.contains_key(&instance.uuid), "{order:?}"),
+            Change::Mode(_) => assert!(!self.host.daemons.contains_key(GPU), "{order:?}"),
+            Change::Create { .. } => {}
+        }
+        let (outcome, after) = perform(&self.gpu, &order);
+        let devices = self.mig_devices();
+        for device in in_use.iter().filter(|device| *device != GPU) {
+            assert_eq!(before[device], devices[device], "{order:?} removed {device}, which is in use");
+        }
+        if in_use.contains(GPU) {
+            assert_eq!(mode, self.gpu.lock().state.mig, "{order:?}");
+        }
+        self.now += Duration::from_millis(1);
+        self.agent.order_ended(OrderResult { order, outcome, after, at: self.now }, self.now);
+    }
+
+    /// The kubelet allocates a slice. It may not know yet that the slice is unhealthy.
+    pub(super) fn allocate(&mut self, pick: usize) -> Option<String> {
+        let pools =
+            self.table.pools.iter().flat_map(|(resource, pools)| pools.iter().map(move |pool| (resource, pool)));
+        let is_free = |(resource, id): &(String, String)| {
+            !self.allocated.iter().any(|row| row.resource == *resource && row.ids.contains(id))
+        };
+        let slices: Vec<(String, String)> = pools
+            .flat_map(|(resource, pool)| pool.ids().map(move |id| (resource.clone(), id)))
+            .filter(is_free)
+            .collect();
+        let (resource, id) = slices.get(pick.checked_rem(slices.len())?)?.clone();
+        let view = ResourceView { resource: &resource, pools: &self.table.pools[&resource], reserved: &[] };
+        let allocation = grant(&view, std::slice::from_ref(&id)).unwrap();
+        self.table.allocations.insert(allocation, self.now);
+        self.pods += 1;
+        self.allocated.push(HeldDevices {
+            namespace: "ns".into(),
+            pod: format!("p{}", self.pods),
+            container: "c".into(),
+            resource,
+            ids: vec![id.clone()],
+        });
+        Some(id)
+    }
+
+    /// Runs rounds in which every component works.
+    pub(super) fn run(&mut self) {
+        (0..ROUNDS).for_each(|_| self.run_round());
+    }
+
+    /// Runs rounds until the spec is applied, or all rounds if it is not.
+    pub(super) fn run_until_applied(&mut self) {
+        self.reconcile();
+        for _ in 0..ROUNDS {
+            self.run_round();
+            if self.applied() && self.orders.is_empty() {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn run_round(&mut self) {
+        self.host_applies();
+        self.read_gpu();
+        self.list_allocations();
+        self.reconcile();
+        self.perform_order();
+        self.now += Duration::from_secs(1);
+    }
+
+    /// Action and result of each step in the status.
+    pub(super) fn steps(&self) -> Vec<(&str, &str)> {
+        self.last.status.steps.iter().map(|step| (step.action.as_str(), step.result.as_str())).collect()
+    }
+
+    pub(super) fn messages(&self) -> String {
+        self.last.status.steps.iter().map(|step| step.message.as_str()).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Number of healthy slices of a resource.
+    pub(super) fn slices(&self, resource: &str) -> usize {
+        let healthy = |list: &cleave_kubelet::DeviceList| list.iter().filter(|device| device.healthy).count();
+        self.last.lists.get(resource).map_or(0, healthy)
+    }
+
+    pub(super) fn applied(&self) -> bool {
+        !self.last.status.plan_id.is_empty()
+    }
+
+    /// Whether the GPU has exactly these MIG instances, each with profile and first slice.
+    pub(super) fn has_instances(&self, expected: &[(&str, u32)]) -> bool {
+        let instances: BTreeSet<(String, u32)> = self.gpu.lock().instances().into_iter().collect();
+        instances == expected.iter().map(|&(profile, start)| (profile.to_owned(), start)).collect()
+    }
+}
