@@ -122,7 +122,7 @@ pub struct Metrics {
     gpu_healthy: Family<GpuLabels, Gauge>,
     restarts: Family<DeviceLabels, Gauge>,
     clients: Family<DeviceLabels, Gauge>,
-    trouble: Family<UnhealthyLabels, Gauge>,
+    unhealthy_devices: Family<UnhealthyLabels, Gauge>,
     xids: Family<XidLabels, Counter>,
     faults: Family<DeviceLabels, Counter>,
     errors: Family<ErrorLabels, Counter>,
@@ -174,8 +174,8 @@ impl Metrics {
         registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
-        let trouble = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
-        registry.register("gpu_trouble", trouble, metrics.trouble.clone());
+        let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
+        registry.register("gpu_trouble", help, metrics.unhealthy_devices.clone());
         registry.register("xids", "XIDs by GPU, number and health class", metrics.xids.clone());
         registry.register(
             "mps_faults",
@@ -286,7 +286,7 @@ impl Metrics {
             family.clear();
         }
         self.gpu_healthy.clear();
-        self.trouble.clear();
+        self.unhealthy_devices.clear();
         self.restarts.clear();
         self.clients.clear();
         for gpu in &status.gpus {
@@ -297,7 +297,7 @@ impl Metrics {
             for (device, health) in instances.chain([(&gpu.uuid, &gpu.health)]) {
                 if !health.reason.is_empty() {
                     let (device, class, reason) = (device.clone(), health.class.clone(), health.reason.clone());
-                    self.trouble.get_or_create(&UnhealthyLabels { device, class, reason }).set(1);
+                    self.unhealthy_devices.get_or_create(&UnhealthyLabels { device, class, reason }).set(1);
                 }
             }
             for slices in &gpu.slices {

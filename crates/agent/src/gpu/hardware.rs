@@ -679,8 +679,8 @@ pub(crate) mod tests {
             };
             again(&mut tracker, quiet.saturating_sub(Duration::from_millis(1)));
             assert_eq!(healthy(&tracker), [false, false]);
-            let said = tracker.hardware().gpus["GPU-new"].health.message.clone();
-            assert!(said.contains("after 7 s without another"), "{said}");
+            let message = tracker.hardware().gpus["GPU-new"].health.message.clone();
+            assert!(message.contains("after 7 s without another"), "{message}");
             again(&mut tracker, quiet);
             assert_eq!(healthy(&tracker), [true, true]);
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use cleave_gpu::mps::wire::{DaemonState, Desired};
 
-use super::status::daemon_trouble;
+use super::status::check_daemon;
 use crate::event::{NodeEvent, recovered, warning};
 use crate::mps::HostView;
 
@@ -92,7 +92,7 @@ impl ReportedDaemons {
             let unavailable = |why: &str| warning("MpsUnavailable", format!("shares of {device}: {why}"));
             let recovery = || recovered(format!("shares of {device}: the MPS daemon serves again with all limits"));
             let reported = self.0.get(&device).copied().unwrap_or_default();
-            let next = match (reported, daemon_trouble(view, &device)) {
+            let next = match (reported, check_daemon(view, &device)) {
                 (Reported::Serving(before), Ok(())) if restarts > before => {
                     // It exited and recovered between two updates.
                     events.extend([unavailable("the MPS daemon exited"), recovery()]);

@@ -368,7 +368,7 @@ impl Node {
         }
         match pool.kind {
             Kind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
-            Kind::Mps { .. } => status::daemon_trouble(&self.view, &pool.device).and_then(|()| {
+            Kind::Mps { .. } => status::check_daemon(&self.view, &pool.device).and_then(|()| {
                 if self.acknowledged.has_current(&pool.device) {
                     Ok(())
                 } else {

@@ -88,7 +88,7 @@ pub struct StatusInput<'a> {
 }
 
 /// Checks that the daemon of a device serves, or says why it does not.
-pub fn daemon_trouble(view: &HostView, device: &str) -> Result<(), String> {
+pub fn check_daemon(view: &HostView, device: &str) -> Result<(), String> {
     if !view.alive {
         return Err("the MPS host does not answer".into());
     }
@@ -145,11 +145,11 @@ fn gpu(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         let starting = |device: &str| {
             input.view.alive && input.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
         };
-        let trouble = daemons
+        let problem = daemons
             .iter()
             .filter(|device| !starting(device) && !input.absences.is_tolerated(device))
-            .find_map(|device| daemon_trouble(input.view, device).err());
-        if let Some(message) = trouble {
+            .find_map(|device| check_daemon(input.view, device).err());
+        if let Some(message) = problem {
             health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
         }
     }
@@ -298,7 +298,7 @@ fn daemon(view: &HostView, device: &str) -> MpsStatus {
         restarts: status.map_or(0, |daemon| daemon.restarts),
         message: match status {
             Some(daemon) => daemon.message.clone(),
-            None => daemon_trouble(view, device).err().unwrap_or_default(),
+            None => check_daemon(view, device).err().unwrap_or_default(),
         },
     }
 }
@@ -325,7 +325,7 @@ fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
         }
         Driver::Present(_) => {}
     }
-    let trouble = |is: fn(&Health) -> bool| {
+    let problem = |is: fn(&Health) -> bool| {
         let messages: Vec<String> = gpus
             .iter()
             .filter(|gpu| is(&gpu.health))
@@ -333,12 +333,12 @@ fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
             .collect();
         (!messages.is_empty()).then(|| messages.join("; "))
     };
-    let unhealthy = trouble(|health| !health.healthy && health.reason != reason::MPS_UNAVAILABLE);
+    let unhealthy = problem(|health| !health.healthy && health.reason != reason::MPS_UNAVAILABLE);
     let unhealthy: Vec<String> = unnamed(input.hardware).chain(unhealthy).collect();
     if !unhealthy.is_empty() {
         return verdict(false, reason::GPU_UNHEALTHY, unhealthy.join("; "));
     }
-    if let Some(message) = trouble(|health| !health.healthy) {
+    if let Some(message) = problem(|health| !health.healthy) {
         return verdict(false, reason::MPS_UNAVAILABLE, message);
     }
     verdict(true, reason::SERVING, "")

@@ -455,13 +455,13 @@ mod tests {
 
         // Minor changes are delayed, all until the same time after the first.
         let began = Instant::now();
-        let mut given: Vec<&str> = Vec::new();
+        let mut pods_so_far: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
-            given.push(pod);
-            wanted.send_replace(Some(allocated_to(&given)));
+            pods_so_far.push(pod);
+            wanted.send_replace(Some(allocated_to(&pods_so_far)));
             assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
         }
-        let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&given))).await;
+        let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&pods_so_far))).await;
         assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
 
         // One allocation more, and then one less, whose slices another pod may use.

@@ -24,8 +24,8 @@ use crate::tenants::violations::{ProcessId, find_violations};
 /// Time between two rounds.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Time between the round that suspects a process and the round that confirms it. Together with
-/// [`INTERVAL`] it is well below the promised two seconds. It is longer than a program takes from its
-/// first context until the driver reports it as an MPS client.
+/// [`INTERVAL`] it is well below the promised two seconds. It is longer than a program takes from
+/// its first context until the driver reports it as an MPS client.
 const CONFIRM: Duration = Duration::from_millis(400);
 /// How long the MPS host may take to terminate a client.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);
