@@ -37,7 +37,7 @@ pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     let outcome = demand::overlay(&mut plan, observed, &mut Memory::default(), Duration::ZERO);
     if !outcome.violations.is_empty() {
         let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
-        bail!("the plan breaks rules and must not be used:\n{}", wrong.join("\n"));
+        bail!("the plan is invalid and was not applied:\n{}", wrong.join("\n"));
     }
     let changes = apply::changes(&plan, observed);
     Ok(DryRun { plan, outcome, changes })
