@@ -547,6 +547,10 @@ pub struct StepStatus {
     pub action: String,
     /// Done, Waiting, Refused or Failed.
     pub result: String,
+    /// `InUse` for a step that waits until pods or processes release what it would remove; otherwise
+    /// empty.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
     /// Why, in words; for Waiting and Refused which pods hold it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,

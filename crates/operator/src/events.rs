@@ -23,8 +23,8 @@ const MAX_NOTE: usize = 1000;
 #[derive(Debug, Default)]
 pub(crate) struct EventPublisher {
     pods: BTreeMap<String, Reported>,
-    silent: BTreeMap<String, String>,
-    stuck: BTreeMap<(String, String), String>,
+    excluded_nodes: BTreeMap<String, String>,
+    excluded_gpus: BTreeMap<(String, String), String>,
 }
 
 /// What was reported about one pod.
@@ -66,12 +66,13 @@ impl EventPublisher {
         let mut events = Vec::new();
         for (name, waiting) in waiting {
             let Some(uid) = uids.get(name) else { continue };
-            let reported = self.pods.entry(name.clone()).or_insert(Reported { reason: waiting.reason, since: now, last: None });
+            let reported =
+                self.pods.entry(name.clone()).or_insert(Reported { reason: waiting.reason, since: now, last: None });
             if reported.reason != waiting.reason {
                 (reported.reason, reported.since) = (waiting.reason, now);
             }
             let (type_, reason, patience) = match waiting.reason {
-                Reason::Cutting => (EventType::Normal, "GpuPlanned", Duration::ZERO),
+                Reason::Repartitioning => (EventType::Normal, "GpuPlanned", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", PATIENCE),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // The scheduler reports such pods itself, and a node's change is short.
@@ -92,22 +93,22 @@ impl EventPublisher {
 
     fn of_nodes(&mut self, outcome: &Outcome, observed: &Observed) -> Vec<(ObjectReference, Event)> {
         let mut events = Vec::new();
-        for (node, why) in &outcome.silent {
-            if self.silent.get(node) != Some(why) {
+        for (node, why) in &outcome.excluded_nodes {
+            if self.excluded_nodes.get(node) != Some(why) {
                 let note = format!("the node is left out of GPU plans: {why}");
                 events.push((of_node(observed, node), event(EventType::Warning, "GpuNodeLeftOut", &note)));
             }
         }
-        for node in self.silent.keys().filter(|node| !outcome.silent.contains_key(*node)) {
+        for node in self.excluded_nodes.keys().filter(|node| !outcome.excluded_nodes.contains_key(*node)) {
             let note = "GPU plans include the node again";
             events.push((of_node(observed, node), event(EventType::Normal, "GpuNodeTakenBack", note)));
         }
-        self.silent.clone_from(&outcome.silent);
-        for (at, why) in outcome.stuck.iter().filter(|(at, why)| self.stuck.get(*at) != Some(*why)) {
+        self.excluded_nodes.clone_from(&outcome.excluded_nodes);
+        for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
             let note = format!("GPU {} stays as it is: {why}", at.1);
             events.push((of_node(observed, &at.0), event(EventType::Warning, "GpuLeftOut", &note)));
         }
-        self.stuck.clone_from(&outcome.stuck);
+        self.excluded_gpus.clone_from(&outcome.excluded_gpus);
         events.truncate(MAX_PER_PASS);
         events
     }
@@ -133,7 +134,9 @@ pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
 
 /// The Event of a pod that was released although no GPU can hold it.
 pub(crate) fn unschedulable(message: &str) -> Event {
-    let note = format!("{message}. No GPU in the cluster can hold the pod, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then re-create the pod.");
+    let note = format!(
+        "{message}. No GPU in the cluster can hold the pod, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then re-create the pod."
+    );
     event(EventType::Warning, "NoGpuFits", &note)
 }
 
@@ -156,7 +159,9 @@ pub(crate) fn expelled(node: &str, message: &str) -> Event {
 
 /// The Event of a pod whose eviction a disruption budget refuses.
 pub(crate) fn protected(message: &str) -> Event {
-    let note = format!("failed to evict the pod, which uses a GPU outside its share, because a disruption budget protects it: {message}");
+    let note = format!(
+        "failed to evict the pod, which uses a GPU outside its share, because a disruption budget protects it: {message}"
+    );
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
@@ -248,7 +253,7 @@ mod tests {
     fn a_repartition_is_reported_at_once_and_a_wait_for_the_scheduler_is_not() {
         let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
-        assert_eq!(publisher.events(&outcome(1, Reason::Cutting, "On n1"), &cluster, at(0)).len(), 1);
+        assert_eq!(publisher.events(&outcome(1, Reason::Repartitioning, "On n1"), &cluster, at(0)).len(), 1);
         assert!(publisher.events(&outcome(1, Reason::Scheduler, "On n1"), &cluster, at(1)).is_empty());
     }
 
@@ -261,13 +266,15 @@ mod tests {
     #[test]
     fn a_node_gets_events_when_plans_exclude_it_and_include_it_again() {
         let mut publisher = EventPublisher::default();
-        let silent =
-            Outcome { silent: BTreeMap::from([("n1".into(), "its agent is not ready".into())]), ..Outcome::default() };
+        let excluded = Outcome {
+            excluded_nodes: BTreeMap::from([("n1".into(), "its agent is not ready".into())]),
+            ..Outcome::default()
+        };
         let reasons = |events: Vec<(ObjectReference, Event)>| {
             events.into_iter().map(|(_, event)| event.reason).collect::<Vec<_>>()
         };
-        assert_eq!(reasons(publisher.events(&silent, &cluster(0), at(0))), ["GpuNodeLeftOut"]);
-        assert!(publisher.events(&silent, &cluster(0), at(1)).is_empty());
+        assert_eq!(reasons(publisher.events(&excluded, &cluster(0), at(0))), ["GpuNodeLeftOut"]);
+        assert!(publisher.events(&excluded, &cluster(0), at(1)).is_empty());
         assert_eq!(reasons(publisher.events(&Outcome::default(), &cluster(0), at(2))), ["GpuNodeTakenBack"]);
     }
 }

@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::certificate::Served;
-use crate::leader::Claim;
+use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 
 /// What the endpoints report on.
@@ -22,7 +22,7 @@ pub(crate) struct Health {
     /// Set once every watch has listed its objects.
     pub(crate) listed: Arc<AtomicBool>,
     /// Whether the lease has been read, and whether this process holds it.
-    pub(crate) claim: Claim,
+    pub(crate) claim: LeaseGuard,
     /// The operator's metrics.
     pub(crate) metrics: Metrics,
     /// The registry that `/metrics` encodes.

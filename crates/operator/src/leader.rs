@@ -92,7 +92,7 @@ fn held(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     }
 }
 
-/// The lease's spec when nobody holds it.
+/// The lease's spec after its release.
 fn released(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
     LeaseSpec { holder_identity: None, renew_time: Some(MicroTime(now)), ..old.clone() }
 }
@@ -190,8 +190,9 @@ impl Elector {
         let sent = Instant::now();
         let lease = within(self.api.get_opt(&self.name)).await?;
         let now = sent - self.started;
-        self.last =
-            lease.as_ref().map(|lease| ObservedLease::next(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
+        self.last = lease
+            .as_ref()
+            .map(|lease| ObservedLease::next(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
         let written = match evaluate(self.last.as_ref(), &self.me, now) {
             Decision::Wait(left) => {
                 self.set_term(None);
@@ -283,7 +284,10 @@ mod tests {
         let empty = ObservedLease { spec: lease("", None), since: at(0) };
         assert_eq!(
             evaluate(
-                Some(&ObservedLease { spec: LeaseSpec { holder_identity: Some(String::new()), ..empty.spec }, ..empty }),
+                Some(&ObservedLease {
+                    spec: LeaseSpec { holder_identity: Some(String::new()), ..empty.spec },
+                    ..empty
+                }),
                 "a",
                 at(0)
             ),

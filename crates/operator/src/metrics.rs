@@ -130,11 +130,7 @@ impl Metrics {
         registry.register("passes", "Passes over the whole cluster", self.passes.clone());
         registry.register("writes", "Objects written", self.writes.clone());
         registry.register("watch_errors", "Errors of watches; each watch retries", self.watch_errors.clone());
-        registry.register(
-            "malformed_objects",
-            "Malformed objects",
-            self.malformed.clone(),
-        );
+        registry.register("malformed_objects", "Malformed objects", self.malformed.clone());
         registry.register("policies", "Valid policies", self.policies.clone());
         registry.register("nodes", "Nodes with a desired state", self.nodes.clone());
         registry.register("plans", "Plans of GPUs shared by demand", self.plans.clone());

@@ -303,7 +303,9 @@ impl PodObject {
     /// are listed one by one.
     pub fn asks(&self) -> Vec<Ask> {
         let mut asks = self.spec.asks.clone();
-        for (resource, quantity) in self.spec.requests.iter().filter(|(name, _)| is_served(name) && is_interchangeable(name)) {
+        for (resource, quantity) in
+            self.spec.requests.iter().filter(|(name, _)| is_served(name) && is_interchangeable(name))
+        {
             // The cap keeps the list short. No node can serve more.
             let count = quantity.count().unwrap_or(0).min(MAX_DEVICES);
             let one = Units::new(1).map(|units| Ask { resource: resource.clone(), units });
@@ -313,7 +315,7 @@ impl PodObject {
     }
 
     /// Whether the placement gate is its only scheduling gate, and it is not bound.
-    pub fn is_ours_to_open(&self) -> bool {
+    pub fn waits_at_gate(&self) -> bool {
         self.node().is_none() && matches!(self.spec.scheduling_gates.as_slice(), [gate] if gate.name == GATE)
     }
 

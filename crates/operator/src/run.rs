@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::admission::certificate::{self, Keeper, Served};
+use crate::admission::certificate::{self, CertificateManager, Served};
 use crate::admission::webhook;
 use crate::args::OperatorArgs;
 use crate::http::{Health, serve};
@@ -64,7 +64,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, stop: &stop };
     let stores = watches.stores(&client, &namespace, &agent_selector);
     let hosts = args.replace_mps_hosts.map(|selector| watches.hosts(&client, &namespace, &selector));
-    let namespaces = webhook.is_some().then(|| watches.exceptions(&client));
+    let namespaces = webhook.is_some().then(|| watches.exempt_namespaces(&client));
 
     let (elector, claim) = Elector::new(Api::namespaced(client.clone(), &namespace), lease, identity.clone());
     {
@@ -77,8 +77,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let certified = match webhook.zip(namespaces) {
         None => None,
         Some(((name, listener), exempt)) => {
-            let (keeper, served) = Keeper::new(&client, &namespace, name, claim.clone());
-            spawn_webhook(&mut tasks, (listener, keeper, &served), exempt, &stop)?;
+            let (manager, served) = CertificateManager::new(&client, &namespace, name, claim.clone());
+            spawn_webhook(&mut tasks, (listener, manager, &served), exempt, &stop)?;
             Some(served)
         }
     };
@@ -129,7 +129,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
 /// Starts the webhook and the task that keeps its certificate.
 fn spawn_webhook(
     tasks: &mut Tasks,
-    (listener, keeper, served): (TcpListener, Keeper, &Served),
+    (listener, manager, served): (TcpListener, CertificateManager, &Served),
     exempt: Store<PartialObjectMeta<Namespace>>,
     stop: &CancellationToken,
 ) -> Result<()> {
@@ -145,7 +145,7 @@ fn spawn_webhook(
         tokio::select! {
             () = stop.cancelled() => {}
             listed = exempt.wait_until_ready() => match listed {
-                Ok(()) => keeper.run(stop.clone()).await,
+                Ok(()) => manager.run(stop.clone()).await,
                 Err(error) => return ("certificate", Err(error.into())),
             }
         }

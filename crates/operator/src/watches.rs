@@ -116,7 +116,7 @@ impl Watches<'_> {
             pods: self.keep(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
-                (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
+                (PodObject::trim, |pod| pod.wants_gpus() || pod.waits_at_gate()),
                 Wakes::pod,
             ),
             // The scheduler also reads volumes and namespaces' labels. Only the gate needs them.
@@ -142,9 +142,9 @@ impl Watches<'_> {
     }
 
     /// Watches the namespaces that are exempt from admission.
-    pub(crate) fn exceptions(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
-        let excepted = watcher::Config::default().labels(ALLOW_LABEL);
-        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
+    pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
+        let exempt = watcher::Config::default().labels(ALLOW_LABEL);
+        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
         self.keep("Namespace", watch, (trim, |_| false), Wakes::all)
     }
 
@@ -186,11 +186,7 @@ impl Watches<'_> {
                     Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => wake(&wakes),
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Kind { kind }).inc();
-                        tracing::warn!(
-                            kind,
-                            error = &error as &dyn std::error::Error,
-                            "watch failed; retrying"
-                        );
+                        tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                     }
                 }
                 std::future::ready(())
@@ -247,7 +243,10 @@ mod tests {
         let wakes = Wakes::default();
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
         wakes.pod();
-        assert!(woken(&wakes.passes) && woken(&wakes.gate), "before the first pass it is not known whether pods decide");
+        assert!(
+            woken(&wakes.passes) && woken(&wakes.gate),
+            "before the first pass it is not known whether pods decide"
+        );
         wakes.pods_decide(false);
         wakes.pod();
         assert!(!woken(&wakes.passes) && woken(&wakes.gate));

@@ -105,6 +105,9 @@ pub struct Unplaced {
     pub pod: String,
     /// Why, for its owner.
     pub reason: String,
+    /// Whether the pod's requests are malformed, so that no plan can place it.
+    #[serde(skip)]
+    pub malformed: bool,
 }
 
 /// A plan and the reasons for it.
@@ -150,7 +153,8 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let report = report(&Cluster { model: &model, snapshot, empty: &empty, board: &board }, &mut states);
     for (index, (pod, said)) in snapshot.pods.iter().zip(&report.pods).enumerate() {
         let Some(spot) = board.at.get(index).and_then(Option::as_ref) else {
-            plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: said.reason.clone() });
+            let malformed = model.bad_pods.contains_key(&as_u32(index));
+            plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: said.reason.clone(), malformed });
             continue;
         };
         let takes = takes(&model, &states, as_u32(index), spot);

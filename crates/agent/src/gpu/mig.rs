@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
-use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_WAITING};
+use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
 /// How often a change is tried that fails, until the spec or the GPU is another.
@@ -365,12 +365,13 @@ impl Trial {
         };
         let not_before = pause.and_then(|pause| now.checked_add(pause));
         let warning = told.then(|| format!("GPU {gpu}: {change}: {why}"));
+        let reason = if matches!(outcome, Outcome::Busy(_)) { STEP_IN_USE } else { "" };
         self.tries.push(Try {
             change: change.clone(),
             failures,
             looks,
             not_before,
-            step: step(gpu, change, result, why),
+            step: StepStatus { reason: reason.into(), ..step(gpu, change, result, why) },
         });
         warning
     }
@@ -392,7 +393,8 @@ impl Trial {
 }
 
 fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
-    StepStatus { gpu: gpu.to_owned(), action: change.to_string(), result: result.to_owned(), message }
+    let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
+    StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }
 
 /// A change that is to be made now.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
-use cleave_api::names::{STEP_DONE, STEP_REFUSED, STEP_WAITING};
+use cleave_api::names::{STEP_DONE, STEP_IN_USE, STEP_REFUSED, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Process};
 
 use crate::allocation::usage::Usage;
@@ -106,6 +106,7 @@ impl Decision {
         };
         let foreign = foreign(gpu, before, &changes, rules);
         self.foreign |= !foreign.is_empty();
+        let in_use = !foreign.is_empty() || usage.is_some() && !held.is_empty();
         for (device, why) in foreign {
             held.entry(device).or_insert(why);
         }
@@ -113,6 +114,9 @@ impl Decision {
             let why: BTreeSet<&str> = held.values().map(String::as_str).collect();
             let why = why.into_iter().collect::<Vec<_>>().join("; ");
             self.open(describe(&layout), gpu, STEP_WAITING, why);
+            if let Some(step) = self.steps.last_mut().filter(|_| in_use) {
+                step.reason = STEP_IN_USE.into();
+            }
         }
         if held.contains_key(&gpu.uuid) {
             self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
@@ -134,7 +138,8 @@ impl Decision {
     }
 
     fn step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
-        self.steps.push(StepStatus { gpu: gpu.uuid.clone(), action, result: result.into(), message });
+        let (gpu, result) = (gpu.uuid.clone(), result.into());
+        self.steps.push(StepStatus { gpu, action, result, message, ..StepStatus::default() });
     }
 
     /// A step that is not done.

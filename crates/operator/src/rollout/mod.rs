@@ -2,7 +2,7 @@
 //! configured.
 //!
 //! An MPS daemon ends with its host's pod, and every client with the daemon. So the `DaemonSet`
-//! replaces a pod only after somebody deletes it (`OnDelete`). The operator deletes it while no pod
+//! replaces a pod only after something deletes it (`OnDelete`). The operator deletes it while no pod
 //! has shares on the node or a reservation for some.
 //!
 //! | an MPS host | result |
@@ -19,10 +19,10 @@
 //! | decide | `decide` | [`Step`]: the pods to delete now |
 //! | apply | `replace` | the deletion, by UID |
 //!
-//! The decision is part of placement's look ([`crate::placement`]), so that nothing is reserved
+//! The decision is part of placement's update ([`crate::placement`]), so that nothing is reserved
 //! between the moment a node is found idle and the moment it is closed. [`Rollout`] remembers only
-//! times. Which hosts are outdated, terminating or not ready is read in each look, so an operator
-//! that takes over continues.
+//! times. Which hosts are outdated, terminating or not ready is read in each update, so a new leader
+//! continues.
 mod decide;
 mod hosts;
 mod replace;
@@ -33,4 +33,4 @@ pub(crate) use decide::{PERIOD, Rollout};
 pub(crate) use hosts::{Hosts, Revision};
 pub(crate) use hosts::{Newest, Watched, by_node};
 pub(crate) use replace::{Deleted, replace};
-pub(crate) use view::{Mps, View, is_excused, on_the_way};
+pub(crate) use view::{Mps, View, is_excused, pending_users};

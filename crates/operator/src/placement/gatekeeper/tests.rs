@@ -324,7 +324,7 @@ fn a_pod_for_which_gpus_are_cut_waits_for_that() {
     let mut keeper = Gatekeeper::default();
     let told = |reason| BTreeMap::from([("team/a".to_owned(), Waiting { reason, message: "cut for it".into() })]);
     for second in [0, 10] {
-        let turn = keeper.look(&world.told(), &told(Reason::Cutting), at(second));
+        let turn = keeper.look(&world.told(), &told(Reason::Repartitioning), at(second));
         assert_eq!((opened(&turn), turn.waiting["team/a"].message.as_str()), (vec![], "cut for it"));
     }
     keeper.look(&world.told(), &told(Reason::Malformed), at(11));
