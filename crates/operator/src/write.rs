@@ -13,7 +13,7 @@ pub(crate) const WRITE: Duration = Duration::from_secs(5);
 pub(crate) async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
     let written = tokio::time::timeout(WRITE, write).await;
     if written.is_err() {
-        tracing::warn!("failed to write: the API server did not answer within {} s", WRITE.as_secs());
+        tracing::warn!(seconds = WRITE.as_secs(), "write timed out");
     }
     written.ok()
 }

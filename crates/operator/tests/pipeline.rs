@@ -515,8 +515,8 @@ fn a_malformed_object_affects_no_other_and_is_reported_once() {
     let plan = world.plan();
     assert_eq!(plan.nodes["n1"].gpus.len(), 4);
     assert!(!plan.nodes.contains_key("node22"), "the spec of a malformed object is unknown, so it is not written");
-    let updates = updates(&plan, &world.observed, &world.written, at(0));
-    let broken = updates.iter().find(|update| update.policy == "broken").unwrap();
+    let found = updates(&plan, &world.observed, &world.written, at(0));
+    let broken = found.iter().find(|update| update.policy == "broken").unwrap();
     let accepted = &broken.status.conditions[0];
     assert_eq!((accepted.status.as_str(), accepted.reason.as_str()), ("False", "Malformed"));
     assert!(accepted.message.contains("unknown variant `Sliced`"), "{}", accepted.message);

@@ -549,10 +549,10 @@ mod tests {
         }
 
         impl Server {
-            async fn start(material: Option<&Certificate>) -> Self {
+            async fn start(certificate: Option<&Certificate>) -> Self {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let addr = listener.local_addr().unwrap();
-                let (served, certified) = watch::channel(material.map(Certificate::certified));
+                let (served, certified) = watch::channel(certificate.map(Certificate::certified));
                 let (namespaces, mut writer) = reflector::store();
                 let exempt = json!({"metadata": {"name": "lab", "labels": {ALLOW_LABEL: "placement"}}});
                 writer.apply_watcher_event(&Event::Apply(serde_json::from_value(exempt).unwrap()));
@@ -581,7 +581,7 @@ mod tests {
             }
 
             /// Sends one request. Returns the status and body of the answer.
-            async fn ask(&self, trusted: &Certificate, request: &str, body: &[u8]) -> (u16, String) {
+            async fn send(&self, trusted: &Certificate, request: &str, body: &[u8]) -> (u16, String) {
                 let mut stream = self.connect(trusted).await.unwrap();
                 let head = format!(
                     "{request} HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
@@ -604,8 +604,8 @@ mod tests {
             }
         }
 
-        fn material(before: Option<&Certificate>) -> Certificate {
-            Certificate::make(HOST, SystemTime::now(), before).unwrap()
+        fn certificate(before: Option<&Certificate>) -> Certificate {
+            Certificate::create(HOST, SystemTime::now(), before).unwrap()
         }
 
         fn in_namespace(namespace: &str) -> Vec<u8> {
@@ -616,17 +616,17 @@ mod tests {
 
         #[tokio::test]
         async fn reviews_are_answered() {
-            let material = material(None);
-            let server = Server::start(Some(&material)).await;
-            let (status, body) = server.send(&material, "POST /gate?timeout=10s", &in_namespace("team")).await;
+            let current = certificate(None);
+            let server = Server::start(Some(&current)).await;
+            let (status, body) = server.send(&current, "POST /gate?timeout=10s", &in_namespace("team")).await;
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_array(), "{answer}");
-            let (status, body) = server.send(&material, "POST /gate", &in_namespace("lab")).await;
+            let (status, body) = server.send(&current, "POST /gate", &in_namespace("lab")).await;
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_null() && answer["response"]["allowed"] == true, "{answer}");
-            let (status, body) = server.send(&material, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
+            let (status, body) = server.send(&current, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
             let answer: Value = serde_json::from_str(&body).unwrap();
             let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
             let patch = String::from_utf8(patch).unwrap();
@@ -636,11 +636,11 @@ mod tests {
 
         #[tokio::test]
         async fn malformed_requests_do_not_affect_other_clients() {
-            let material = material(None);
-            let server = Server::start(Some(&material)).await;
+            let current = certificate(None);
+            let server = Server::start(Some(&current)).await;
             // One client that sends nothing, and one that stops in the middle of a request.
             let idle = TcpStream::connect(server.addr).await.unwrap();
-            let mut halting = server.connect(&material).await.unwrap();
+            let mut halting = server.connect(&current).await.unwrap();
             halting.write_all(b"POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{").await.unwrap();
             for (request, body, expected) in [
                 ("POST /gate", &b"{"[..], 400),
@@ -651,9 +651,9 @@ mod tests {
                 ("POST /pre-stop/ever", b"{}", 400),
                 ("POST /pre-stop/-1", b"{}", 400),
             ] {
-                assert_eq!(server.send(&material, request, body).await.0, expected, "{request}");
+                assert_eq!(server.send(&current, request, body).await.0, expected, "{request}");
             }
-            let mut huge = server.connect(&material).await.unwrap();
+            let mut huge = server.connect(&current).await.unwrap();
             let head = format!("POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", BODY + 1);
             huge.write_all(head.as_bytes()).await.unwrap();
             let mut answer = [0; 12];
@@ -662,19 +662,19 @@ mod tests {
             let mut plain = TcpStream::connect(server.addr).await.unwrap();
             plain.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
             let _ = plain.read_to_end(&mut Vec::new()).await;
-            assert_eq!(server.send(&material, "POST /gate", &in_namespace("team")).await.0, 200);
+            assert_eq!(server.send(&current, "POST /gate", &in_namespace("team")).await.0, 200);
             drop((idle, halting));
             server.end().await;
         }
 
         #[tokio::test]
         async fn a_new_certificate_is_served_to_new_connections() {
-            let first = material(None);
+            let first = certificate(None);
             let server = Server::start(None).await;
             assert!(server.connect(&first).await.is_err(), "no certificate is served yet");
             server.served.send_replace(Some(first.certified()));
             server.connect(&first).await.map(drop).unwrap();
-            let second = material(Some(&first));
+            let second = certificate(Some(&first));
             server.connect(&second).await.map(drop).unwrap();
             server.served.send_replace(Some(second.certified()));
             assert!(server.connect(&first).await.is_err(), "the first bundle does not include the second CA");

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cleave_api::gpunode::{
     AllocationStatus, GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MigInstanceSpec, MigInstanceStatus,
-    MigProfileStatus, MigStatus, MpsPartition, Partition, SliceStatus, StepStatus,
+    MigProfileStatus, MigStatus, MpsPartition, Partition, SliceStatus,
 };
 use cleave_api::sharingpolicy::SharingPolicy;
 use cleave_operator::pods::PodObject;
@@ -18,15 +18,14 @@ use cleave_operator::read::{Agent, Node, Observed};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::core::DeserializeGuard;
-use kube::core::error_boundary::InvalidObject;
 
-pub const TEN: &str = "nvidia.com/gpu-10gb";
-pub const TWENTY: &str = "nvidia.com/gpu-20gb";
-pub const WHOLE: &str = "nvidia.com/gpu";
-pub const SMALL: &str = "nvidia.com/mig-1g.5gb";
-pub const HALF: &str = "nvidia.com/mig-3g.20gb";
+pub(crate) const TEN: &str = "nvidia.com/gpu-10gb";
+pub(crate) const TWENTY: &str = "nvidia.com/gpu-20gb";
+pub(crate) const WHOLE: &str = "nvidia.com/gpu";
+pub(crate) const SMALL: &str = "nvidia.com/mig-1g.5gb";
+pub(crate) const HALF: &str = "nvidia.com/mig-3g.20gb";
 
-pub fn a100(node: &str, index: u32) -> GpuStatus {
+fn a100(node: &str, index: u32) -> GpuStatus {
     let uuid = format!("GPU-{node}-{index}");
     let profile = |name: &str, size, starts: &[u32], memory_mib| MigProfileStatus {
         name: name.to_owned(),
@@ -63,22 +62,22 @@ pub fn a100(node: &str, index: u32) -> GpuStatus {
 
 /// A cluster, and the operator's decisions about it.
 #[derive(Default)]
-pub struct World {
-    pub observed: Observed,
-    pub history: History,
-    pub pods: BTreeMap<String, PodObject>,
-    pub now: Duration,
+pub(crate) struct World {
+    pub(crate) observed: Observed,
+    pub(crate) history: History,
+    pub(crate) pods: BTreeMap<String, PodObject>,
+    pub(crate) now: Duration,
     /// Allocations that the kubelet lists: pod, node, allocation.
-    pub allocations: Vec<(String, String, AllocationStatus)>,
-    pub changes: Vec<Change>,
+    pub(crate) allocations: Vec<(String, String, AllocationStatus)>,
+    pub(crate) changes: Vec<Change>,
 }
 
 impl World {
-    pub fn new(policy: &str) -> Self {
+    pub(crate) fn new(policy: &str) -> Self {
         Self::default().policy("p", policy)
     }
 
-    pub fn policy(mut self, name: &str, spec: &str) -> Self {
+    pub(crate) fn policy(mut self, name: &str, spec: &str) -> Self {
         let indented: String = spec.lines().map(|line| format!("  {line}\n")).collect();
         let text = format!(
             "apiVersion: cleave.dev/v1alpha1\nkind: SharingPolicy\nmetadata:\n  name: {name}\n  generation: 1\nspec:\n{indented}"
@@ -88,7 +87,7 @@ impl World {
         self
     }
 
-    pub fn node(mut self, name: &str, gpus: u32) -> Self {
+    pub(crate) fn node(mut self, name: &str, gpus: u32) -> Self {
         let status = GpuNodeStatus {
             observed_generation: 1,
             agent_version: "0.1.0".to_owned(),
@@ -114,11 +113,11 @@ impl World {
         self
     }
 
-    pub fn pod(&mut self, name: &str, resource: &str, count: u32) {
+    pub(crate) fn pod(&mut self, name: &str, resource: &str, count: u32) {
         self.pod_with(name, resource, count, "");
     }
 
-    pub fn pod_with(&mut self, name: &str, resource: &str, count: u32, spec: &str) {
+    pub(crate) fn pod_with(&mut self, name: &str, resource: &str, count: u32, spec: &str) {
         let text = format!(
             "metadata: {{name: {name}, namespace: team, uid: uid-of-{name}}}\nspec:\n  containers:\n  - resources: {{limits: {{{resource}: {count}}}}}\n{spec}"
         );
@@ -129,30 +128,30 @@ impl World {
         self.pods.insert(format!("team/{name}"), pod);
     }
 
-    pub fn object(&mut self, node: &str) -> &mut GpuNode {
+    pub(crate) fn object(&mut self, node: &str) -> &mut GpuNode {
         match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()).map(Arc::make_mut) {
             Some(DeserializeGuard(Ok(object))) => object,
             _ => panic!("{node} has no GpuNode"),
         }
     }
 
-    pub fn status(&mut self, node: &str) -> &mut GpuNodeStatus {
+    pub(crate) fn status(&mut self, node: &str) -> &mut GpuNodeStatus {
         self.object(node).status.as_mut().unwrap()
     }
 
-    pub fn partition(&mut self, node: &str, index: usize) -> Partition {
+    pub(crate) fn partition(&mut self, node: &str, index: usize) -> Partition {
         self.object(node).spec.gpus[index].partition.clone()
     }
 
-    pub fn mps(&mut self, node: &str, index: usize) -> MpsPartition {
+    pub(crate) fn mps(&mut self, node: &str, index: usize) -> MpsPartition {
         self.partition(node, index).mps.unwrap_or_else(|| panic!("GPU {index} of {node} does not serve MPS"))
     }
 
-    pub fn mig(&mut self, node: &str, index: usize) -> Vec<MigInstanceSpec> {
+    pub(crate) fn mig(&mut self, node: &str, index: usize) -> Vec<MigInstanceSpec> {
         self.partition(node, index).mig.unwrap_or_else(|| panic!("GPU {index} of {node} has no MIG instances"))
     }
 
-    pub fn count(&mut self, node: &str, index: usize, resource: &str) -> u32 {
+    pub(crate) fn count(&mut self, node: &str, index: usize, resource: &str) -> u32 {
         self.mps(node, index)
             .slices
             .iter()
@@ -162,7 +161,7 @@ impl World {
     }
 
     /// Runs one pass of the operator: reads, plans and writes.
-    pub fn pass(&mut self) -> (Plan, Outcome) {
+    pub(crate) fn pass(&mut self) -> (Plan, Outcome) {
         let pods: Vec<PodObject> = self.pods.values().cloned().collect();
         self.observed.set_pods(pods.iter());
         let mut observed = self.observed.clone();
@@ -180,17 +179,17 @@ impl World {
     }
 
     /// The nodes that the last pass wrote to.
-    pub fn written(&self) -> Vec<&str> {
+    pub(crate) fn written(&self) -> Vec<&str> {
         self.changes.iter().map(|change| change.node.as_str()).collect()
     }
 
     /// All agents apply their specs.
-    pub fn apply(&mut self) {
+    pub(crate) fn apply(&mut self) {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
         names.iter().for_each(|name| self.apply_on(name));
     }
 
-    pub fn apply_on(&mut self, name: &str) {
+    pub(crate) fn apply_on(&mut self, name: &str) {
         let allocations = self.allocations.clone();
         let object = self.object(name);
         let (spec, generation) = (object.spec.clone(), object.metadata.generation.unwrap());
@@ -207,7 +206,7 @@ impl World {
 
     /// Acts as scheduler and kubelet: binds every pod that fits the free slices of a node, and lists
     /// its devices.
-    pub fn bind(&mut self) {
+    pub(crate) fn bind(&mut self) {
         for name in self.pods.keys().cloned().collect::<Vec<_>>() {
             let pod = &self.pods[&name];
             if pod.node().is_some() {
@@ -239,7 +238,7 @@ impl World {
     }
 
     /// Allocates one free slice of a resource to a pod.
-    pub fn allocate(&mut self, pod: &str, node: &str, resource: &str) {
+    pub(crate) fn allocate(&mut self, pod: &str, node: &str, resource: &str) {
         let allocations = self.allocations.clone();
         let rows = allocations.iter().filter(|(_, _, row)| row.resource == resource);
         let taken: BTreeSet<String> = rows.flat_map(|(_, _, row)| row.ids.clone()).collect();
@@ -265,7 +264,7 @@ impl World {
     }
 
     /// Ends a pod and releases its devices.
-    pub fn end(&mut self, name: &str) {
+    pub(crate) fn end(&mut self, name: &str) {
         let name = format!("team/{name}");
         self.pods.remove(&name);
         self.allocations.retain(|(pod, ..)| *pod != name);
@@ -275,12 +274,12 @@ impl World {
         }
     }
 
-    pub fn is_bound(&self, name: &str) -> bool {
+    pub(crate) fn is_bound(&self, name: &str) -> bool {
         self.pods[&format!("team/{name}")].node().is_some()
     }
 
     /// Runs all parts until nothing changes any more.
-    pub fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         for _ in 0..20 {
             self.pass();
             let quiet = self.changes.is_empty();
@@ -296,7 +295,7 @@ impl World {
     }
 
     /// The reason and message of the policy's condition Ready, and its wanted slices.
-    pub fn ready(&self, plan: &Plan) -> (String, String, u32) {
+    pub(crate) fn ready(&self, plan: &Plan) -> (String, String, u32) {
         let update = updates(plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH).remove(0);
         let ready = update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().clone();
         (ready.reason, ready.message, update.status.wanted)
@@ -305,14 +304,14 @@ impl World {
 
 /// Asserts that a pod waits for this reason, with this part of the message.
 #[track_caller]
-pub fn assert_waits(outcome: &Outcome, pod: &str, reason: Reason, part: &str) {
+pub(crate) fn assert_waits(outcome: &Outcome, pod: &str, reason: Reason, part: &str) {
     let waiting = outcome.waiting.get(&format!("team/{pod}")).unwrap_or_else(|| panic!("{pod} does not wait"));
     assert_eq!(waiting.reason, reason, "{}", waiting.message);
     assert!(waiting.message.contains(part), "{part:?} is not in {:?}", waiting.message);
 }
 
 /// Applies a partition as an agent does.
-pub fn serve(gpu: &mut GpuStatus, partition: &Partition) {
+pub(crate) fn serve(gpu: &mut GpuStatus, partition: &Partition) {
     let uuid = gpu.uuid.clone();
     let slice_status = |device: &str, resource: &str, start, total| SliceStatus {
         device: device.to_owned(),
@@ -356,7 +355,7 @@ pub fn serve(gpu: &mut GpuStatus, partition: &Partition) {
 
 /// Writes allocations to a status as an agent does. Panics if an allocated slice does not exist any
 /// more.
-pub fn list(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatus)]) {
+pub(crate) fn list(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatus)]) {
     let here = |row: &AllocationStatus| row.device == gpu.uuid || row.device.starts_with(&format!("MIG-{}-", gpu.uuid));
     gpu.allocations = allocations.iter().map(|(_, _, row)| row).filter(|row| here(row)).cloned().collect();
     for slice in &mut gpu.slices {
@@ -372,7 +371,7 @@ pub fn list(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatu
 }
 
 /// The device ids of a GPU, as (device, resource, id).
-pub fn ids(gpu: &GpuStatus, partition: Option<&Partition>) -> Vec<(String, String, String)> {
+fn ids(gpu: &GpuStatus, partition: Option<&Partition>) -> Vec<(String, String, String)> {
     let mut all = Vec::new();
     for slice in &gpu.slices {
         let mps = partition.and_then(|partition| partition.mps.as_ref()).filter(|_| slice.device == gpu.uuid);
