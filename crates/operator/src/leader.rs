@@ -75,7 +75,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
 }
 
 /// The lease's spec when `me` holds it from `now` on.
-fn held(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
+fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
     LeaseSpec {
@@ -199,7 +199,7 @@ impl Elector {
                 return Ok(left.min(POLL));
             }
             Decision::Create => {
-                let spec = held(None, &self.me, Timestamp::now());
+                let spec = held_by(None, &self.me, Timestamp::now());
                 let lease = Lease {
                     metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
                     spec: Some(spec),
@@ -208,7 +208,7 @@ impl Elector {
             }
             Decision::Take | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
-                lease.spec = Some(held(lease.spec.as_ref(), &self.me, Timestamp::now()));
+                lease.spec = Some(held_by(lease.spec.as_ref(), &self.me, Timestamp::now()));
                 // The request includes the `resourceVersion` that was read. If two processes take
                 // the lease at once, one gets a conflict.
                 within(self.api.replace(&self.name, &PostParams::default(), &lease)).await
@@ -332,14 +332,14 @@ mod tests {
     #[test]
     fn taking_the_lease_counts_a_transition_and_renewing_does_not() {
         let now = Timestamp::UNIX_EPOCH;
-        let taken = held(Some(&lease("b", Some(15))), "a", now);
+        let taken = held_by(Some(&lease("b", Some(15))), "a", now);
         assert_eq!(taken.lease_transitions, Some(4));
         assert_eq!(taken.acquire_time, Some(MicroTime(now)));
         let later = now + jiff::SignedDuration::from_secs(5);
-        let renewed = held(Some(&taken), "a", later);
+        let renewed = held_by(Some(&taken), "a", later);
         assert_eq!((renewed.lease_transitions, renewed.acquire_time.as_ref()), (Some(4), Some(&MicroTime(now))));
         assert_eq!(renewed.renew_time, Some(MicroTime(later)));
-        assert_eq!(held(None, "a", now).lease_transitions, Some(0));
+        assert_eq!(held_by(None, "a", now).lease_transitions, Some(0));
         assert_eq!(released(&renewed, later).holder_identity, None);
     }
 }

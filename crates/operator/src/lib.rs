@@ -7,7 +7,7 @@
 //! | [`policies`] | policies, `GpuNode.status`, waiting pods | `GpuNode.spec`, policies' status |
 //! | [`placement`] | gated pods, free shares | reservations, released pods |
 //! | `tenants` | `GpuNode.status.findings` | pod conditions, evictions |
-//! | `rollout` | MPS hosts of an older release on idle nodes | their replacement, as part of placement |
+//! | `rollout` | outdated MPS hosts on idle nodes | their replacement, as part of placement |
 //! | [`admission`] | new pods, on API servers without admission policies | answers of the webhook |
 //!
 //! All of them read the cluster through [`pods`] and [`read`]. `run` starts the tasks:

@@ -189,8 +189,8 @@ impl Metrics {
     }
 }
 
-/// Resident memory in bytes, from `/proc/self/status`. Unlike `statm`, it does not depend on the page
-/// size.
+/// Resident memory in bytes, from `/proc/self/status`. Unlike `statm`, that file does not depend on
+/// the page size.
 fn resident(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)

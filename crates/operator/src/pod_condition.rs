@@ -9,7 +9,12 @@ use crate::write::WRITE;
 /// Writes a condition of the pod `namespace/name` if it still has this UID. Returns whether nothing
 /// is left to do. `status_changed` is whether the condition's status changes, and not only its
 /// reason or message.
-pub(crate) async fn write(client: &Client, (pod, uid): (&str, &str), condition: &PodCondition, status_changed: bool) -> bool {
+pub(crate) async fn write(
+    client: &Client,
+    (pod, uid): (&str, &str),
+    condition: &PodCondition,
+    status_changed: bool,
+) -> bool {
     let Some((namespace, name)) = pod.split_once('/') else { return true };
     let mut entry = json!({
         "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,

@@ -23,8 +23,8 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete};
 use crate::rollout::{Revision, Watched};
 
-/// A function that drops unused fields before an object is stored, and a predicate that says
-/// whether a change to the object wakes a controller.
+/// A function that drops unused fields before an object is stored, and a predicate for
+/// changes that wake a controller.
 type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
 
 /// Notifications that wake the controllers.
@@ -56,7 +56,7 @@ impl Wakes {
     }
 
     /// Records whether some GPU is shared by demand, as the current pass found. If that was not so
-    /// before, wakes the passes again: a pod that changed meanwhile did not.
+    /// before, wakes the passes again: a pod that changed during the pass did not.
     pub(crate) fn pods_decide(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {

@@ -482,8 +482,8 @@ fn a_mistake_in_a_policy_repartitions_nothing() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     let before = world.object("n1").spec.clone();
-    // The policy becomes malformed, then invalid (stored under an older CRD), then one that its GPUs
-    // do not support, then one by demand.
+    // The policy becomes malformed, then invalid (stored under an older CRD), then one that its
+    // GPUs do not support, then one by demand.
     let malformed = World { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [

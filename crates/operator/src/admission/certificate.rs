@@ -1,7 +1,7 @@
 //! The webhook's TLS certificate: created by the operators, kept in a Secret, and renewed before it
 //! expires.
 //!
-//! Each certificate has its own CA, whose key is dropped after signing, so nobody can sign another
+//! Each certificate has its own CA, whose key is dropped after signing, so it can sign no other
 //! certificate. The Secret holds the certificate, its key, and the CAs that API servers must trust:
 //! the certificate's own, and the one before it, so that a replica that still serves the previous
 //! certificate is trusted too. [`step`] decides, purely. It finds out when a certificate expires by
@@ -39,8 +39,8 @@ pub(crate) const LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 pub(crate) const RENEWAL: Duration = Duration::from_secs(30 * 24 * 3600);
 /// How far an API server's clock may be behind ours.
 const SKEW: Duration = Duration::from_secs(3600);
-/// How long API servers have to learn of a new CA before a certificate of it is served. A watch
-/// tells them.
+/// How long API servers have to learn of a new CA before a certificate of it is served. They watch
+/// the webhook configuration.
 const SETTLE: Duration = Duration::from_secs(2);
 /// How often the Secret is read: normally, and while no certificate is served.
 const POLL: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
@@ -92,7 +92,7 @@ impl Certificate {
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         leaf.use_authority_key_identifier_extension = true;
-        // Each CA needs a name of its own, because clients look for a certificate's issuer by name.
+        // Each CA needs a unique name, because clients find a certificate's issuer by name.
         let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
         let mut ca = params(Vec::new(), format!("{host} since {since}"), now)?;
         ca.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));

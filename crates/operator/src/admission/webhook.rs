@@ -58,7 +58,7 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 const IDLE: Duration = Duration::from_secs(120);
 /// The time limit of a whole request. The API server waits for 10 s.
 const REQUEST: Duration = Duration::from_secs(8);
-/// How long requests are still answered after the process was told to stop. API servers learn a
+/// How long requests are still answered after `stop` is cancelled. API servers learn a
 /// moment later to use another replica.
 pub(crate) const LINGER: Duration = Duration::from_secs(3);
 /// How long open requests may take after that.

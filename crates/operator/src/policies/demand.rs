@@ -50,7 +50,7 @@ pub struct Outcome {
 pub struct Waiting {
     /// The reason as a metric label and as a case for callers.
     pub reason: Reason,
-    /// The reason in words, for the pod's owner.
+    /// A sentence for the pod's owner.
     pub message: String,
 }
 

@@ -8,7 +8,7 @@
 //! | step | module | result |
 //! |---|---|---|
 //! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which is always valid |
-//! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and the partitions of fixed layouts |
+//! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and fixed partitions |
 //! | decide | [`demand`], [`snapshot`], `partition` | partitions by demand, and why pods wait |
 //! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |

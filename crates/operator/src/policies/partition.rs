@@ -96,10 +96,10 @@ pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
         add(Some(instance.start), Some(&instance.profile), whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
     }
     let mut slices: Vec<Slice> = served(gpu).into_iter().filter(|slice| slice.in_use).collect();
-    for held in &slices {
-        let mut left = held.count;
+    for used in &slices {
+        let mut left = used.count;
         for slice in &mut all {
-            if (slice.placement, &slice.resource) == (held.placement, &held.resource) {
+            if (slice.placement, &slice.resource) == (used.placement, &used.resource) {
                 let taken = left.min(slice.count);
                 (slice.count, left) = (slice.count - taken, left - taken);
             }
@@ -283,9 +283,10 @@ fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPart
 }
 
 fn numbers_in_use(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
-    let held = gpu.allocations.iter().filter(|held| held.device == gpu.uuid && held.resource == resource);
+    let allocations =
+        gpu.allocations.iter().filter(|allocation| allocation.device == gpu.uuid && allocation.resource == resource);
     let number = |id: &String| id.rsplit_once("::").and_then(|(_, number)| number.parse().ok());
-    held.flat_map(|held| &held.ids).filter_map(number).collect()
+    allocations.flat_map(|allocation| &allocation.ids).filter_map(number).collect()
 }
 
 /// Groups numbers to ranges of (first, count).
@@ -363,7 +364,7 @@ mod tests {
         slice(None, None, resource, count)
     }
 
-    fn held(resource: &str, count: u32) -> Slice {
+    fn in_use(resource: &str, count: u32) -> Slice {
         Slice { in_use: true, ..free(resource, count) }
     }
 
@@ -416,10 +417,10 @@ mod tests {
             ..AllocationStatus::default()
         }];
         let current = Partition { mps: Some(current), ..Partition::default() };
-        let fewer = mps(&[held(TEN, 2), free(TWENTY, 1)], &busy, Some(&current));
+        let fewer = mps(&[in_use(TEN, 2), free(TWENTY, 1)], &busy, Some(&current));
         assert_eq!((ids(&fewer, TEN), ids(&fewer, TWENTY)), (vec![(1, 1), (3, 1)], vec![(0, 1)]));
         let more =
-            mps(&[held(TEN, 2), free(TEN, 1)], &busy, Some(&Partition { mps: Some(fewer), ..Partition::default() }));
+            mps(&[in_use(TEN, 2), free(TEN, 1)], &busy, Some(&Partition { mps: Some(fewer), ..Partition::default() }));
         assert_eq!(ids(&more, TEN), [(0, 2), (3, 1)]);
     }
 
@@ -429,7 +430,7 @@ mod tests {
         old.slices[0].threads = vec![50, 100];
         old.multi_user = false;
         let current = Partition { mps: Some(old), ..Partition::default() };
-        let kept = mps(&[held(TEN, 1), free(TEN, 1)], &gpu(), Some(&current));
+        let kept = mps(&[in_use(TEN, 1), free(TEN, 1)], &gpu(), Some(&current));
         assert_eq!((&kept.slices[0].threads[..], kept.multi_user), (&[50, 100][..], false));
         let fresh = mps(&[free(TEN, 2)], &gpu(), Some(&current));
         assert_eq!((&fresh.slices[0].threads[..], fresh.multi_user), (&[25, 50, 75, 100][..], true));
@@ -448,7 +449,7 @@ mod tests {
         let spec = Partition { mps: Some(mps(&[free(TEN, 2), free(TWENTY, 1)], &gpu, None)), ..Partition::default() };
         gpu.slices = vec![slice_status(TEN, 4, 1)];
         assert!(!is_reached(&spec, &gpu));
-        assert_eq!(desired(&spec, &gpu), [held(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
+        assert_eq!(desired(&spec, &gpu), [in_use(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
         gpu.slices = vec![slice_status(TEN, 2, 1), slice_status(TWENTY, 1, 0)];
         assert!(is_reached(&spec, &gpu));
         let whole = Partition { whole: Some(Whole { resource: RESOURCE_GPU.into() }), ..Partition::default() };

@@ -5,8 +5,8 @@
 //! |---|---|
 //! | is shared by demand and has its desired partition | its slices. It may be repartitioned. |
 //! | is being repartitioned | its desired slices. No GPU of its node is repartitioned meanwhile. |
-//! | waits for pods that use slices to remove | its present slices. It may be repartitioned around them. |
-//! | failed to reach its partition, or not in time | its present slices. It stays as it is for a while. |
+//! | waits for pods that use slices to remove | its slices. It may be repartitioned around them. |
+//! | failed to reach its partition, or too late | its slices. It stays as it is for a while. |
 //! | is cordoned or unhealthy, or whose agent does not answer | nothing. |
 //! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
@@ -146,8 +146,8 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     // Without slices in use, `desired` returns the slices of the partition alone.
     let idle = GpuStatus { slices: Vec::new(), ..gpu.clone() };
     let wanted = all(&partition::desired(partition, &idle));
-    let held: Vec<Slice> = partition::served(gpu).into_iter().filter(|slice| slice.in_use).collect();
-    all(&held).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
+    let in_use: Vec<Slice> = partition::served(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    all(&in_use).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
 }
 
 /// Whether the agent has read the latest spec.
@@ -458,9 +458,10 @@ impl NodeBuilder<'_> {
 
     /// Whether the GPU does not have this partition yet.
     fn is_changing_to(&self, wanted: &GpuSpec) -> bool {
-        let told = self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
+        let current =
+            self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
         let at = (self.name.to_owned(), wanted.uuid.clone());
-        told.is_none_or(|told| told.partition != wanted.partition)
+        current.is_none_or(|current| current.partition != wanted.partition)
             || self.progress.get(&at) == Some(&Progress::Changing)
     }
 
@@ -472,8 +473,8 @@ impl NodeBuilder<'_> {
                     let of_pod = gpu
                         .allocations
                         .iter()
-                        .filter(|held| held.pod == claimant.pod.name && held.resource == resource);
-                    of_pod.map(|held| held.ids.len() as u64).sum::<u64>()
+                        .filter(|allocation| allocation.pod == claimant.pod.name && allocation.resource == resource);
+                    of_pod.map(|allocation| allocation.ids.len() as u64).sum::<u64>()
                 };
                 let missing = count.saturating_sub(gpus.iter().map(listed).sum());
                 if missing == 0 {
@@ -551,7 +552,7 @@ fn take_free(gpus: &mut [Gpu], resource: &str, count: u32) {
     let Some(gpu) = gpus.get_mut(at) else { return };
     let Some(slice) = gpu.slices.get_mut(on) else { return };
     slice.count -= count;
-    let held = Slice { in_use: true, count, ..slice.clone() };
-    gpu.slices.push(held);
+    let used = Slice { in_use: true, count, ..slice.clone() };
+    gpu.slices.push(used);
     gpu.slices.retain(|slice| slice.count > 0);
 }

@@ -225,18 +225,18 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         spec;
     let nodes = match node_selector {
         Some(labels) if labels.is_empty() => {
-            return Err(Error::Shape("nodeSelector is empty: omit it to select every node, or name a label"));
+            return Err(Error::Shape("nodeSelector is empty: leave it out to select every node, or name a label"));
         }
         labels => labels.clone().unwrap_or_default(),
     };
     if mps.is_some() && !matches!(mode, Mode::Mps | Mode::Auto) {
-        return Err(Error::Shape("mps needs mode Mps or Auto"));
+        return Err(Error::Shape("the section mps is for mode Mps or Auto"));
     }
     if time_slicing.is_some() && !matches!(mode, Mode::TimeSlicing | Mode::Auto) {
-        return Err(Error::Shape("timeSlicing needs mode TimeSlicing or Auto"));
+        return Err(Error::Shape("the section timeSlicing is for mode TimeSlicing or Auto"));
     }
     if mig.is_some() && !matches!(mode, Mode::Mig | Mode::Auto) {
-        return Err(Error::Shape("mig needs mode Mig or Auto"));
+        return Err(Error::Shape("the section mig is for mode Mig or Auto"));
     }
     let resource = resource_name.as_deref();
     let share = match mode {
@@ -269,7 +269,9 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
 fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
     let GpuSelector { models, uuids, indices } = selector;
     if models.is_empty() && uuids.is_empty() && indices.is_empty() {
-        return Err(Error::Shape("gpus is empty: omit it to select every GPU, or set models, uuids or indices"));
+        return Err(Error::Shape(
+            "gpus selects nothing: leave it out to select every GPU, or set models, uuids or indices",
+        ));
     }
     if let Some(blank) = models.iter().find(|model| model.trim().is_empty()) {
         return Err(Error::Text {
@@ -320,10 +322,10 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
     if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
-        return Err(Error::Shape("mps.sizes: Dynamic makes slices as pods request them: omit units and unitMemory"));
+        return Err(Error::Shape("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out"));
     }
     let size = match (units, unit_memory) {
-        (Some(_), Some(_)) => return Err(Error::Shape("set either units or unitMemory, not both")),
+        (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),
         (Some(units), None) => ShareSize::Units(in_range("mps.units", *units, 1, MAX_CLIENTS)?),
         (None, Some(memory)) => ShareSize::Memory(whole_mebibytes(memory)?),
         (None, None) => return Ok(None),
@@ -391,12 +393,10 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> 
     };
     let Some(layout) = layout else { return by_demand(each).map(demand) };
     if layout.is_empty() {
-        return Err(Error::Shape(
-            "mig.layout is empty: omit it to create instances as pods request them, or name a profile",
-        ));
+        return Err(Error::Shape("layout is empty: leave it out to partition GPUs as pods request, or name a profile"));
     }
     if layout.len() > MAX_INSTANCES {
-        return Err(Error::Shape("mig.layout names more than 8 profiles: no GPU has more than 8 MIG instances"));
+        return Err(Error::Shape("layout names more than 8 profiles: no GPU can have that many MIG instances"));
     }
     if let Some(wrong) = layout.iter().find(|profile| !is_profile(profile)) {
         return Err(Error::Text {

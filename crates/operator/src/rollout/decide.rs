@@ -216,9 +216,9 @@ impl Rollout {
         let proven = hosts().any(|(name, _, host)| !host.outdated && !self.outages.contains_key(name));
         let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
-        let going = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
+        let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
         // A host that served before may be down by now.
-        while !self.closed.is_empty() && going.saturating_add(self.closed.len()) > at_once {
+        while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
             self.closed.pop_last();
         }
         let mut next: Vec<_> = hosts()
@@ -231,7 +231,7 @@ impl Rollout {
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
-        let room = at_once.saturating_sub(going.saturating_add(self.closed.len()));
+        let room = at_once.saturating_sub(replacing.saturating_add(self.closed.len()));
         self.closed.extend(next.into_iter().take(room).map(|(_, name, uid)| (name, (uid, up))));
     }
 }

@@ -41,7 +41,9 @@ impl Mps {
             found.trouble = found.trouble.or_else(|| idle.map(describe));
         }
         let is_current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation);
-        let held = || status.gpus.iter().flat_map(|gpu| &gpu.allocations).find(|held| found.serves(&held.resource));
+        let allocated = || {
+            status.gpus.iter().flat_map(|gpu| &gpu.allocations).find(|allocation| found.serves(&allocation.resource))
+        };
         // This includes slices whose pods are unknown. What is not known to be free counts as used.
         let used =
             || status.gpus.iter().flat_map(|gpu| &gpu.slices).find(|s| s.in_use > 0 && found.serves(&s.resource));
@@ -49,8 +51,8 @@ impl Mps {
             Some("its agent is not ready".to_owned())
         } else if !is_current {
             Some("its agent has not read its GpuNode spec".to_owned())
-        } else if let Some(held) = held() {
-            Some(format!("{} has {} {}", held.pod, held.ids.len(), held.resource))
+        } else if let Some(allocation) = allocated() {
+            Some(format!("{} has {} {}", allocation.pod, allocation.ids.len(), allocation.resource))
         } else {
             used().map(|slice| format!("{} {} of device {} are in use", slice.in_use, slice.resource, slice.device))
         };

@@ -17,8 +17,8 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.pod("one", TEN, 1);
     let (_, _) = world.pass();
-    let silent = world.written()[0].to_owned();
-    let other = if silent == "n1" { "n2" } else { "n1" };
+    let unreachable = world.written()[0].to_owned();
+    let other = if unreachable == "n1" { "n2" } else { "n1" };
     let (_, outcome) = world.pass();
     assert!(outcome.next.is_some_and(|next| next <= Duration::from_secs(30)), "the next pass is at the deadline");
     world.now += Duration::from_secs(29);
@@ -27,10 +27,10 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     world.now += Duration::from_secs(1);
     let (plan, outcome) = world.pass();
     assert_eq!(world.written(), [other], "the pod gets the other node");
-    assert!(outcome.excluded_nodes[&silent].contains("did not read its GpuNode spec within 30 s"));
+    assert!(outcome.excluded_nodes[&unreachable].contains("did not read its GpuNode spec within 30 s"));
     let (reason, message, _) = world.ready(&plan);
     assert_eq!(reason, "LeftOut");
-    assert!(message.contains(&format!("{silent} is left out of plans: its agent did not read")), "{message}");
+    assert!(message.contains(&format!("{unreachable} is left out of plans: its agent did not read")), "{message}");
     world.apply_on(other);
     // It answers, and is included again with its new partition.
     world.apply();

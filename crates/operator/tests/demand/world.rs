@@ -204,8 +204,8 @@ impl World {
         }
     }
 
-    /// Acts as scheduler and kubelet: binds every pod that fits the free slices of a node, and lists
-    /// its devices.
+    /// Acts as scheduler and kubelet: binds every pod that fits the free slices of a node, and
+    /// lists its devices.
     pub(crate) fn bind(&mut self) {
         for name in self.pods.keys().cloned().collect::<Vec<_>>() {
             let pod = &self.pods[&name];
@@ -356,8 +356,9 @@ pub(crate) fn serve(gpu: &mut GpuStatus, partition: &Partition) {
 /// Writes allocations to a status as an agent does. Panics if an allocated slice does not exist any
 /// more.
 pub(crate) fn list(gpu: &mut GpuStatus, allocations: &[(String, String, AllocationStatus)]) {
-    let here = |row: &AllocationStatus| row.device == gpu.uuid || row.device.starts_with(&format!("MIG-{}-", gpu.uuid));
-    gpu.allocations = allocations.iter().map(|(_, _, row)| row).filter(|row| here(row)).cloned().collect();
+    let is_of_gpu =
+        |row: &AllocationStatus| row.device == gpu.uuid || row.device.starts_with(&format!("MIG-{}-", gpu.uuid));
+    gpu.allocations = allocations.iter().map(|(_, _, row)| row).filter(|row| is_of_gpu(row)).cloned().collect();
     for slice in &mut gpu.slices {
         slice.in_use = 0;
     }

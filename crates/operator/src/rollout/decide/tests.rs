@@ -81,7 +81,7 @@ fn gpu_node(spec: Value, gpu: &Value) -> GpuNode {
     node
 }
 
-fn held(resource: &str) -> Value {
+fn allocations(resource: &str) -> Value {
     json!([{"pod": "team/p", "container": "main", "resource": resource, "device": "G", "ids": ["G::0"]}])
 }
 
@@ -96,13 +96,13 @@ fn a_node_is_idle_only_if_its_agent_reports_no_shares_in_use() {
     assert_eq!(user(&stale, true).unwrap(), "its agent has not read its GpuNode spec");
     let unreported = GpuNode { status: None, ..idle };
     assert!(user(&unreported, true).is_some());
-    let busy = gpu_node(json!({}), &json!({"allocations": held("nvidia.com/gpu-mps")}));
+    let busy = gpu_node(json!({}), &json!({"allocations": allocations("nvidia.com/gpu-mps")}));
     assert_eq!(user(&busy, true).unwrap(), "team/p has 1 nvidia.com/gpu-mps");
     let slices = json!([{"device": "G", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": 10, "unhealthy": 0}]);
     let unknown = gpu_node(json!({}), &json!({"slices": slices}));
     assert!(user(&unknown, true).unwrap().starts_with("10 nvidia.com/gpu-mps"), "it is unknown which pods use them");
     for other in ["nvidia.com/gpu", "nvidia.com/gpu-timeslice", "nvidia.com/mig-1g.10gb"] {
-        assert_eq!(user(&gpu_node(json!({}), &json!({"allocations": held(other)})), true), None, "{other}");
+        assert_eq!(user(&gpu_node(json!({}), &json!({"allocations": allocations(other)})), true), None, "{other}");
     }
 }
 
@@ -110,7 +110,7 @@ fn a_node_is_idle_only_if_its_agent_reports_no_shares_in_use() {
 fn renamed_time_sliced_replicas_are_no_mps_shares() {
     let sliced = json!({"gpus": [{"uuid": "G", "partition": {"timeSlicing": {"resource": "nvidia.com/gpu-gold", "replicas": 4}}}]});
     let time_sliced =
-        json!({"allocations": held("nvidia.com/gpu-gold"), "mode": "TimeSlicing", "slices": [], "mps": []});
+        json!({"allocations": allocations("nvidia.com/gpu-gold"), "mode": "TimeSlicing", "slices": [], "mps": []});
     let mps = Mps::of(&gpu_node(sliced.clone(), &time_sliced), true);
     assert_eq!(
         (mps.user.as_deref(), mps.serves("nvidia.com/gpu-gold"), mps.serves("nvidia.com/gpu-mps")),
@@ -122,7 +122,7 @@ fn renamed_time_sliced_replicas_are_no_mps_shares() {
     );
     // The GPU still serves shares of that name, because pods use them.
     let slices = json!([{"device": "G", "resource": "nvidia.com/gpu-gold", "total": 4, "inUse": 1, "unhealthy": 0}]);
-    let still = json!({"allocations": held("nvidia.com/gpu-gold"), "slices": slices});
+    let still = json!({"allocations": allocations("nvidia.com/gpu-gold"), "slices": slices});
     assert!(Mps::of(&gpu_node(sliced, &still), true).user.is_some());
 }
 
@@ -404,8 +404,8 @@ fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
 }
 
 proptest! {
-    /// Pods come and go, hosts start slowly, and the operator restarts. No host is deleted while MPS
-    /// is used on its node, at most one host is down, and all are replaced in the end.
+    /// Pods come and go, hosts start slowly, and the operator restarts. No host is deleted while
+    /// MPS is used on its node, at most one host is down, and all are replaced in the end.
     #[test]
     fn all_hosts_are_replaced_without_disturbing_pods(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
         let mut world = World::of(count);
