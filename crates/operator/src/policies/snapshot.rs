@@ -74,13 +74,13 @@ pub struct History {
 
 /// A failure to reach a partition.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Failure {
+struct Failure {
     /// The desired partition.
     partition: Partition,
     /// The agent's message.
-    pub message: String,
+    message: String,
     /// The number of failures in a row.
-    pub times: u32,
+    times: u32,
     /// When the next attempt is allowed.
     until: Duration,
 }
@@ -254,11 +254,6 @@ impl History {
             until: now.saturating_add(pause),
         };
         self.failures.insert(at.clone(), failure);
-    }
-
-    /// GPUs that failed to reach a partition, and the reason.
-    pub fn failures(&self) -> &BTreeMap<GpuKey, Failure> {
-        &self.failures
     }
 }
 

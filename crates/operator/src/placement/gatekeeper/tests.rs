@@ -788,7 +788,7 @@ fn nothing_is_held_where_an_mps_host_is_replaced_from_the_look_on_that_finds_the
     let turn = look(&mut keeper, &world, 0);
     assert_eq!((opened(&turn), replaced(&turn)), (vec![], vec![]));
     let message = &turn.waiting["team/a"].message;
-    assert!(message.ends_with("; the MPS host of n1 is being replaced, or not ready"), "{message}");
+    assert!(message.ends_with("; the MPS host of n1 is being replaced or is not ready"), "{message}");
     assert_eq!(turn.next, Some(Duration::from_secs(2)));
     let turn = look(&mut keeper, &world, 2);
     assert_eq!((opened(&turn), replaced(&turn)), (vec![], vec!["n1"]));
@@ -816,10 +816,10 @@ fn an_mps_host_stays_while_room_is_held_for_a_pod_or_a_pod_is_there_and_others_g
         assert!(!keeper.rollout.withholds("n1"), "{turn:?}");
         turn.rollout.unwrap().waiting["n1"].clone()
     };
-    assert_eq!(stays(&mut keeper, &world, 1), "room is held for team/a");
+    assert_eq!(stays(&mut keeper, &world, 1), "team/a has a reservation");
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
-    assert_eq!(stays(&mut keeper, &world, 10), "room is held for team/a", "its node has not told of it");
-    assert_eq!(stays(&mut Gatekeeper::default(), &world, 11), "room is held for team/a", "nor to who leads next");
+    assert_eq!(stays(&mut keeper, &world, 10), "team/a has a reservation", "its node has not told of it");
+    assert_eq!(stays(&mut Gatekeeper::default(), &world, 11), "team/a has a reservation", "nor to who leads next");
     world.change(
         |world| &mut world.gpu_nodes,
         "n1",
