@@ -829,7 +829,7 @@ fn an_mps_host_stays_while_room_is_held_for_a_pod_or_a_pod_is_there_and_others_g
             gpu["allocations"] = json!([{"pod": "team/a", "container": "main", "resource": MPS, "device": "n1-GPU-0", "ids": ["0", "1"]}]);
         },
     );
-    assert_eq!(stays(&mut keeper, &world, 20), "team/a holds 2 of nvidia.com/gpu-mps");
+    assert_eq!(stays(&mut keeper, &world, 20), "team/a has 2 nvidia.com/gpu-mps");
     world = world.pod("b", 8);
     assert_eq!(opened(&look(&mut keeper, &world, 30)), [("team/b", "held")]);
     // All are gone.
