@@ -67,13 +67,11 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let namespaces = webhook.is_some().then(|| watches.exempt_namespaces(&client));
 
     let (elector, claim) = Elector::new(Api::namespaced(client.clone(), &namespace), lease, identity.clone());
-    {
-        let (stop, released) = (stop.clone(), released.clone());
-        tasks.spawn(async move {
-            elector.run(stop, released).await;
-            ("lease", Ok(()))
-        });
-    }
+    let (until, writers_done) = (stop.clone(), released.clone());
+    tasks.spawn(async move {
+        elector.run(until, writers_done).await;
+        ("lease", Ok(()))
+    });
     let certified = match webhook.zip(namespaces) {
         None => None,
         Some(((name, listener), exempt)) => {
@@ -85,10 +83,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let listed = Arc::new(AtomicBool::new(false));
     let (registry, all) = (Arc::new(registry), Arc::clone(&listed));
     let health = Health { listed: all, claim: claim.clone(), metrics: metrics.clone(), registry, certified };
-    {
-        let stop = stop.clone();
-        tasks.spawn(async move { ("http", serve(listener, health, stop).await.map_err(Into::into)) });
-    }
+    let until = stop.clone();
+    tasks.spawn(async move { ("http", serve(listener, health, until).await.map_err(Into::into)) });
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
