@@ -327,6 +327,7 @@ mod tests {
         let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
         assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.steps[0].message, "in use by ns/train");
+        assert_eq!(decision.steps[0].reason, STEP_IN_USE);
         assert!(!decision.applied);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
         assert_eq!(decision.layouts["GPU-b"].pools[0].count, 5);
