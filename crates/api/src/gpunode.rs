@@ -555,6 +555,10 @@ pub struct StepStatus {
     pub action: String,
     /// Result: Done, Waiting, Refused or Failed.
     pub result: String,
+    /// `InUse` for a step that waits until pods or processes release what it would remove. Empty
+    /// otherwise.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reason: String,
     /// Why, as a sentence. For Waiting and Refused it names the pods that hold the slices.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,

@@ -58,6 +58,8 @@ pub const HEALTH_SUSPECT: &str = "Suspect";
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
 /// Health class of a GPU for which NVML does not answer.
 pub const HEALTH_LOST: &str = "Lost";
+/// Health reason of a GPU whose MPS daemon does not serve.
+pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
 /// Mode of a GPU that is not shared; see [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
 /// Mode of a GPU that serves MPS shares.
@@ -71,6 +73,8 @@ pub const MODE_MIG: &str = "Mig";
 pub const STEP_DONE: &str = "Done";
 /// Result of a step: pods hold slices that it would remove.
 pub const STEP_WAITING: &str = "Waiting";
+/// Reason of a step with result [`STEP_WAITING`]: pods or processes use what it would remove.
+pub const STEP_IN_USE: &str = "InUse";
 /// Result of a step: the node cannot do it.
 pub const STEP_REFUSED: &str = "Refused";
 /// Result of a step: the agent tried it and failed.

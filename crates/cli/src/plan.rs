@@ -117,7 +117,7 @@ fn dry_run_text(run: &DryRun) -> String {
     for node in &run.outcome.changing {
         let _ = writeln!(text, "Not planned: node {node} is still being repartitioned.");
     }
-    for ((node, gpu), why) in &run.outcome.stuck {
+    for ((node, gpu), why) in &run.outcome.excluded_gpus {
         let _ = writeln!(text, "Unchanged: GPU {gpu} on node {node}: {why}.");
     }
     for (policy, report) in &run.plan.policies {
@@ -130,8 +130,8 @@ fn dry_run_text(run: &DryRun) -> String {
             }
             None => {}
         }
-        for (gpu, cannot) in &report.cannot {
-            let _ = writeln!(text, "Policy {policy} cannot apply to GPU {} on node {}: {cannot}.", gpu.index, gpu.node);
+        for (gpu, reason) in &report.unsupported {
+            let _ = writeln!(text, "Policy {policy} cannot apply to GPU {} on node {}: {reason}.", gpu.index, gpu.node);
         }
     }
     text

@@ -1,14 +1,15 @@
 //! The command line of `cleave operator`.
 use std::net::SocketAddr;
 
-/// Plans how GPUs are shared, by the cluster's `SharingPolicy` objects.
+/// Divides GPUs according to the cluster's `SharingPolicy` objects, places pods that request
+/// shares, and reports.
 #[derive(Debug, Clone, clap::Args)]
 pub struct OperatorArgs {
-    /// The namespace that Cleave runs in: its agents' pods and the lease are there.
+    /// The namespace Cleave runs in. It has the agents' pods and the lease.
     #[arg(long, env = "POD_NAMESPACE", default_value = "cleave-system")]
     pub namespace: String,
 
-    /// Labels of the agents' pods: where one runs, the node gets a `GpuNode`.
+    /// Label selector of the agents' pods. A node that runs one gets a `GpuNode`.
     #[arg(
         long,
         env = "CLEAVE_AGENT_SELECTOR",
@@ -17,41 +18,42 @@ pub struct OperatorArgs {
     )]
     pub agent_selector: String,
 
-    /// The lease whose holder writes.
+    /// The name of the lease. Only its holder writes to the cluster.
     #[arg(long, env = "CLEAVE_LEASE", value_name = "NAME", default_value = "cleave-operator")]
     pub lease: String,
 
-    /// Who this process is in the lease: unique among those that run at once, and the same after a
-    /// restart in place.
+    /// This process's identity in the lease. It must be unique among running operators and stay the
+    /// same when the container restarts.
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 
-    /// Where /metrics, /healthz and /readyz are served.
+    /// The address that serves /metrics, /healthz and /readyz.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
     pub metrics_addr: SocketAddr,
 
-    /// Answers API servers that ask which pods to gate: the name of the Service, the Secret and the
-    /// `MutatingWebhookConfiguration` for it, which are part of the chart.
+    /// Enables the admission webhook. The value names its Service, its Secret and its
+    /// `MutatingWebhookConfiguration`, which the chart creates.
     #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
     pub webhook: Option<String>,
 
     /// Taints nodes with `cleave.dev/unhealthy:NoSchedule` while all of their GPUs are lost or need
-    /// a reset, or their agent has not been ready for a minute. Needs the right to patch nodes.
+    /// a reset, or while their agent has been not ready for a minute. Needs permission to patch
+    /// nodes.
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 
-    /// Replaces MPS hosts of an older revision than their `DaemonSet`'s newest when nothing uses
-    /// MPS on their node: labels of their pods. Needs the rights to delete pods and to list and
-    /// watch controller revisions in its namespace.
+    /// Replaces MPS hosts whose revision is older than the newest of their `DaemonSet`, once
+    /// nothing uses MPS on their node. The value is the label selector of their pods. Needs
+    /// permission to delete pods and to list and watch controller revisions in its namespace.
     #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
     pub replace_mps_hosts: Option<String>,
 
-    /// Seconds for which no GPU must be able to hold a pod, whatever passes by itself, before the
-    /// pod is released as unschedulable.
+    /// Seconds for which a pod must be unplaceable on every GPU before it is released as
+    /// unschedulable.
     #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
     pub unschedulable_after_seconds: u64,
 
-    /// Where API servers are answered.
+    /// The address the admission webhook listens on.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
     pub webhook_addr: SocketAddr,
 }

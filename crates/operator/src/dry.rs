@@ -11,7 +11,7 @@ use crate::pods::PodObject;
 use crate::policies::apply::{self, Change};
 use crate::policies::demand::{self, Outcome};
 use crate::policies::plan::{self, Plan};
-use crate::policies::snapshot::Memory;
+use crate::policies::snapshot::History;
 use crate::read::{AgentPod, NodeObject, Observed};
 
 /// Selects pods that have not ended.
@@ -34,10 +34,10 @@ pub struct DryRun {
 /// The plan breaks a rule. The operator would not apply it either.
 pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     let mut plan = plan::plan(observed);
-    let outcome = demand::overlay(&mut plan, observed, &mut Memory::default(), Duration::ZERO);
+    let outcome = demand::overlay(&mut plan, observed, &mut History::default(), Duration::ZERO);
     if !outcome.violations.is_empty() {
         let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
-        bail!("the plan breaks rules and must not be used:\n{}", wrong.join("\n"));
+        bail!("the plan is invalid and was not applied:\n{}", wrong.join("\n"));
     }
     let changes = apply::changes(&plan, observed);
     Ok(DryRun { plan, outcome, changes })

@@ -1,4 +1,5 @@
-//! What pods and nodes are told by events: once each, and not all at once. Pure: the time is given.
+//! Decides which Events pods and nodes get: each once, and a limited number at a time. Pure:
+//! callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -9,38 +10,38 @@ use crate::policies::demand::{Outcome, Reason, Waiting};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// How long a pod must have been without room before it is told so: most find some meanwhile.
+/// How long a pod must be without room before it gets an Event. Most pods find room sooner.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a pod is not told of another reason.
-const AGAIN: Duration = Duration::from_secs(300);
-/// Events of one pass: a thousand pods that wait are no reason for a thousand events at once.
-const AT_ONCE: usize = 20;
-/// The API server takes notes of up to 1 KiB.
-const LONGEST: usize = 1000;
+/// The least time between two Events of one pod with different messages.
+const REPEAT: Duration = Duration::from_secs(300);
+/// The most Events of one pass. A thousand waiting pods must not cause a thousand Events at once.
+const MAX_PER_PASS: usize = 20;
+/// The longest note in bytes. The API server refuses notes above 1 KiB.
+const MAX_NOTE: usize = 1000;
 
-/// Remembers what was told.
+/// Remembers what was reported, so that each Event is published once.
 #[derive(Debug, Default)]
-pub(crate) struct Teller {
-    pods: BTreeMap<String, Told>,
-    silent: BTreeMap<String, String>,
-    stuck: BTreeMap<(String, String), String>,
+pub(crate) struct EventPublisher {
+    pods: BTreeMap<String, Reported>,
+    excluded_nodes: BTreeMap<String, String>,
+    excluded_gpus: BTreeMap<(String, String), String>,
 }
 
-/// What one pod was told.
+/// What was reported about one pod.
 #[derive(Debug)]
-struct Told {
+struct Reported {
     reason: Reason,
     /// Since when it waits for this reason.
     since: Duration,
-    /// What it was told last, and when.
+    /// The message and time of its last Event.
     last: Option<(String, Duration)>,
 }
 
-/// When pods that were not told yet are to be.
+/// When to check again for pods that have waited too short a time to get an Event.
 pub(crate) const LOOK_AGAIN: Duration = PATIENCE;
 
-impl Teller {
-    /// The events to publish now.
+impl EventPublisher {
+    /// Returns the Events to publish now.
     pub(crate) fn events(
         &mut self,
         outcome: &Outcome,
@@ -54,7 +55,7 @@ impl Teller {
         events
     }
 
-    /// The events of pods that wait. `uids` are those of the pods that are there.
+    /// Returns the Events to publish now for pods that wait. `uids` has the pods that exist.
     pub(crate) fn of_pods(
         &mut self,
         waiting: &BTreeMap<String, Waiting>,
@@ -65,26 +66,26 @@ impl Teller {
         let mut events = Vec::new();
         for (name, waiting) in waiting {
             let Some(uid) = uids.get(name) else { continue };
-            let told = self.pods.entry(name.clone()).or_insert(Told { reason: waiting.reason, since: now, last: None });
-            if told.reason != waiting.reason {
-                (told.reason, told.since) = (waiting.reason, now);
+            let reported =
+                self.pods.entry(name.clone()).or_insert(Reported { reason: waiting.reason, since: now, last: None });
+            if reported.reason != waiting.reason {
+                (reported.reason, reported.since) = (waiting.reason, now);
             }
             let (type_, reason, patience) = match waiting.reason {
-                Reason::Cutting => (EventType::Normal, "GpuPlanned", Duration::ZERO),
+                Reason::Repartitioning => (EventType::Normal, "GpuPlanned", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", PATIENCE),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
-                // The scheduler tells what it waits for itself, and a change of a node is soon
-                // over.
+                // The scheduler reports such pods itself, and a node's change is short.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
-            let news = told
+            let is_new = reported
                 .last
                 .as_ref()
-                .is_none_or(|(message, at)| *message != waiting.message && now.saturating_sub(*at) >= AGAIN);
-            if !news || now.saturating_sub(told.since) < patience || events.len() >= AT_ONCE {
+                .is_none_or(|(message, at)| *message != waiting.message && now.saturating_sub(*at) >= REPEAT);
+            if !is_new || now.saturating_sub(reported.since) < patience || events.len() >= MAX_PER_PASS {
                 continue;
             }
-            told.last = Some((waiting.message.clone(), now));
+            reported.last = Some((waiting.message.clone(), now));
             events.push((of_pod(name, uid), event(type_, reason, &waiting.message)));
         }
         events
@@ -92,33 +93,33 @@ impl Teller {
 
     fn of_nodes(&mut self, outcome: &Outcome, observed: &Observed) -> Vec<(ObjectReference, Event)> {
         let mut events = Vec::new();
-        for (node, why) in &outcome.silent {
-            if self.silent.get(node) != Some(why) {
-                let note = format!("it is left out of GPU plans: {why}");
+        for (node, why) in &outcome.excluded_nodes {
+            if self.excluded_nodes.get(node) != Some(why) {
+                let note = format!("the node is left out of GPU plans: {why}");
                 events.push((of_node(observed, node), event(EventType::Warning, "GpuNodeLeftOut", &note)));
             }
         }
-        for node in self.silent.keys().filter(|node| !outcome.silent.contains_key(*node)) {
-            let note = "it takes part in GPU plans again";
+        for node in self.excluded_nodes.keys().filter(|node| !outcome.excluded_nodes.contains_key(*node)) {
+            let note = "GPU plans include the node again";
             events.push((of_node(observed, node), event(EventType::Normal, "GpuNodeTakenBack", note)));
         }
-        self.silent.clone_from(&outcome.silent);
-        for (at, why) in outcome.stuck.iter().filter(|(at, why)| self.stuck.get(*at) != Some(*why)) {
-            let note = format!("GPU {} is left as it is: {why}", at.1);
+        self.excluded_nodes.clone_from(&outcome.excluded_nodes);
+        for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
+            let note = format!("GPU {} stays as it is: {why}", at.1);
             events.push((of_node(observed, &at.0), event(EventType::Warning, "GpuLeftOut", &note)));
         }
-        self.stuck.clone_from(&outcome.stuck);
-        events.truncate(AT_ONCE);
+        self.excluded_gpus.clone_from(&outcome.excluded_gpus);
+        events.truncate(MAX_PER_PASS);
         events
     }
 
-    /// Whether some pod has been without room for a while and may have to be told.
+    /// Whether some pod without room has not had its Event yet.
     pub(crate) fn is_waiting(&self) -> bool {
-        self.pods.values().any(|told| told.last.is_none() && told.reason == Reason::NoRoom)
+        self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }
 }
 
-/// A pod, `namespace/name`.
+/// A reference to the pod `namespace/name`.
 pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     let (namespace, name) = pod.split_once('/').unwrap_or(("default", pod));
     ObjectReference {
@@ -131,44 +132,49 @@ pub(crate) fn of_pod(pod: &str, uid: &str) -> ObjectReference {
     }
 }
 
-/// A pod was released though nothing here can hold it.
+/// The Event of a pod that was released although no GPU can hold it.
 pub(crate) fn unschedulable(message: &str) -> Event {
-    let note = format!("{message}. No GPU of this cluster can hold the pod: it is released as unschedulable.");
+    let note = format!(
+        "{message}. No GPU in the cluster can hold the pod, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then re-create the pod."
+    );
     event(EventType::Warning, "NoGpuFits", &note)
 }
 
-/// No node takes a pod that was released.
+/// The Event of a released pod that no node accepts any more.
 pub(crate) fn stranded(message: &str) -> Event {
     Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
 }
 
-/// A pod leaves for one of higher priority.
+/// The Event of a pod that is evicted for a pod of higher priority.
 pub(crate) fn preempted(by: &str) -> Event {
-    let note = format!("it leaves for {by}, which has a higher priority and needs the room on its GPU");
+    let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
     Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
 }
 
-/// A pod leaves because it left its share.
+/// The Event of a pod that is evicted because it used a GPU outside its share.
 pub(crate) fn expelled(node: &str, message: &str) -> Event {
-    let note = format!("it is evicted from {node}, as the policy of its GPU says: {message}");
+    let note = format!("evicted from {node}, because the GPU's policy sets enforcement: Evict: {message}");
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
-/// A pod that left its share cannot be evicted yet.
+/// The Event of a pod whose eviction a disruption budget refuses.
 pub(crate) fn protected(message: &str) -> Event {
-    let note = format!("it is to be evicted because it left its share, and a disruption budget protects it: {message}");
+    let note = format!(
+        "failed to evict the pod, which uses a GPU outside its share, because a disruption budget protects it: {message}"
+    );
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
-/// An MPS host gives way to one of its `DaemonSet`'s newest revision.
+/// The Event of an MPS host that is replaced by one of its `DaemonSet`'s newest revision.
 pub(crate) fn host_replaced(node: &str, pod: &str, uid: &str) -> Event {
-    let note = format!("{pod} is replaced by one of the newest revision: nothing uses MPS on node {node}");
-    // Of events that differ in their note alone a recorder writes the first and counts the others.
+    let note = format!("replacing {pod} by a pod of the newest revision, because nothing uses MPS on node {node}");
+    // The recorder merges Events that differ only in their note. A different `secondary` keeps them
+    // apart.
     let secondary = Some(of_pod(pod, uid));
     Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
-/// No more MPS hosts are replaced.
+/// The Event of a stopped replacement of MPS hosts.
 pub(crate) fn rollout_stopped(message: &str) -> Event {
     Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }
@@ -187,7 +193,7 @@ fn event(type_: EventType, reason: &str, note: &str) -> Event {
     Event {
         type_,
         reason: reason.to_owned(),
-        note: Some(shorten(note, LONGEST)),
+        note: Some(shorten(note, MAX_NOTE)),
         action: "Plan".to_owned(),
         secondary: None,
     }
@@ -216,57 +222,59 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_told_once_why_there_is_no_room_and_again_when_that_is_another_reason() {
-        let mut teller = Teller::default();
+    fn a_pod_without_room_gets_one_event_for_each_reason() {
+        let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
-        let full = outcome(1, Reason::NoRoom, "No node can take it. n1: it is full.");
-        assert!(teller.events(&full, &cluster, at(0)).is_empty(), "it may find room yet");
-        let events = teller.events(&full, &cluster, at(2));
+        let full = outcome(1, Reason::NoRoom, "No node can hold it. n1: it is full.");
+        assert!(publisher.events(&full, &cluster, at(0)).is_empty(), "it may still find room");
+        let events = publisher.events(&full, &cluster, at(2));
         let (regarding, event) = &events[0];
         assert_eq!((regarding.namespace.as_deref(), regarding.name.as_deref()), (Some("team"), Some("p0")));
         assert_eq!(
             (event.reason.as_str(), event.note.as_deref()),
-            ("NoGpu", Some("No node can take it. n1: it is full."))
+            ("NoGpu", Some("No node can hold it. n1: it is full."))
         );
-        assert!(teller.events(&full, &cluster, at(600)).is_empty(), "the same again");
-        let other = outcome(1, Reason::NoRoom, "No node can take it. n1: it is cordoned.");
-        assert_eq!(teller.events(&other, &cluster, at(601)).len(), 1);
-        assert!(teller.events(&full, &cluster, at(602)).is_empty(), "not too often");
+        assert!(publisher.events(&full, &cluster, at(600)).is_empty(), "the same reason");
+        let other = outcome(1, Reason::NoRoom, "No node can hold it. n1: it is cordoned.");
+        assert_eq!(publisher.events(&other, &cluster, at(601)).len(), 1);
+        assert!(publisher.events(&full, &cluster, at(602)).is_empty(), "not too often");
     }
 
     #[test]
-    fn many_pods_are_not_told_at_once_and_all_in_the_end() {
-        let mut teller = Teller::default();
+    fn events_of_many_pods_are_spread_over_passes() {
+        let mut publisher = EventPublisher::default();
         let (cluster, full) = (cluster(50), outcome(50, Reason::NoRoom, "full"));
-        teller.events(&full, &cluster, at(0));
-        let told: Vec<usize> = (2..6).map(|second| teller.events(&full, &cluster, at(second)).len()).collect();
-        assert_eq!(told, [20, 20, 10, 0]);
+        publisher.events(&full, &cluster, at(0));
+        let published: Vec<usize> = (2..6).map(|second| publisher.events(&full, &cluster, at(second)).len()).collect();
+        assert_eq!(published, [20, 20, 10, 0]);
     }
 
     #[test]
-    fn a_cut_is_told_at_once_and_what_the_scheduler_does_is_not() {
-        let mut teller = Teller::default();
+    fn a_repartition_is_reported_at_once_and_a_wait_for_the_scheduler_is_not() {
+        let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
-        assert_eq!(teller.events(&outcome(1, Reason::Cutting, "On n1"), &cluster, at(0)).len(), 1);
-        assert!(teller.events(&outcome(1, Reason::Scheduler, "On n1"), &cluster, at(1)).is_empty());
+        assert_eq!(publisher.events(&outcome(1, Reason::Repartitioning, "On n1"), &cluster, at(0)).len(), 1);
+        assert!(publisher.events(&outcome(1, Reason::Scheduler, "On n1"), &cluster, at(1)).is_empty());
     }
 
     #[test]
-    fn each_replaced_mps_host_is_an_event_of_its_own() {
+    fn each_replaced_mps_host_gets_its_own_event() {
         let [first, second] = ["a", "b"].map(|name| host_replaced("n1", &format!("ns/{name}"), name).secondary);
         assert!(first.is_some() && first != second, "{first:?}, {second:?}");
     }
 
     #[test]
-    fn a_node_is_told_that_it_is_left_out_and_that_it_is_taken_back() {
-        let mut teller = Teller::default();
-        let silent =
-            Outcome { silent: BTreeMap::from([("n1".into(), "its agent is not ready".into())]), ..Outcome::default() };
+    fn a_node_gets_events_when_plans_exclude_it_and_include_it_again() {
+        let mut publisher = EventPublisher::default();
+        let excluded = Outcome {
+            excluded_nodes: BTreeMap::from([("n1".into(), "its agent is not ready".into())]),
+            ..Outcome::default()
+        };
         let reasons = |events: Vec<(ObjectReference, Event)>| {
             events.into_iter().map(|(_, event)| event.reason).collect::<Vec<_>>()
         };
-        assert_eq!(reasons(teller.events(&silent, &cluster(0), at(0))), ["GpuNodeLeftOut"]);
-        assert!(teller.events(&silent, &cluster(0), at(1)).is_empty());
-        assert_eq!(reasons(teller.events(&Outcome::default(), &cluster(0), at(2))), ["GpuNodeTakenBack"]);
+        assert_eq!(reasons(publisher.events(&excluded, &cluster(0), at(0))), ["GpuNodeLeftOut"]);
+        assert!(publisher.events(&excluded, &cluster(0), at(1)).is_empty());
+        assert_eq!(reasons(publisher.events(&Outcome::default(), &cluster(0), at(2))), ["GpuNodeTakenBack"]);
     }
 }

@@ -39,8 +39,8 @@ pub struct Options {
     pub timeout: Duration,
 }
 
-/// Evicts the pod `namespace/name` if it is still of this UID and `resourceVersion`: a pod that was
-/// bound meanwhile stays.
+/// Evicts the pod `namespace/name` if it still has this UID and `resourceVersion`. A pod that was
+/// bound since then is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
     send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE).await

@@ -1,4 +1,4 @@
-//! `/metrics`, `/healthz` and `/readyz`.
+//! Serves `/metrics`, `/healthz` and `/readyz`.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,21 +13,21 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::certificate::Served;
-use crate::leader::Claim;
+use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 
-/// What the endpoints tell of.
+/// What the endpoints report on.
 #[derive(Clone)]
 pub(crate) struct Health {
-    /// All watches have listed once.
+    /// Set once every watch has listed its objects.
     pub(crate) listed: Arc<AtomicBool>,
-    /// It is known who leads.
-    pub(crate) claim: Claim,
-    /// What is counted.
+    /// Whether the lease has been read, and whether this process holds it.
+    pub(crate) claim: LeaseGuard,
+    /// The operator's metrics.
     pub(crate) metrics: Metrics,
-    /// What is counted, to be written out.
+    /// The registry that `/metrics` encodes.
     pub(crate) registry: Arc<Registry>,
-    /// What API servers are answered with, where this process is asked by them.
+    /// The webhook's certificate; `None` if the webhook is disabled.
     pub(crate) certified: Option<Served>,
 }
 
@@ -35,8 +35,8 @@ pub(crate) struct Health {
 pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) -> std::io::Result<()> {
     let router = Router::new()
         .route("/metrics", get(metrics))
-        // Answering is being alive: the pass runs on the same threads, and the process ends with
-        // any of its tasks.
+        // An answer proves that the process is alive: passes run on the same threads, and the
+        // process exits when any of its tasks ends.
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .with_state(health);
@@ -51,11 +51,11 @@ async fn readyz(State(health): State<Health>) -> Response {
     }
 }
 
-/// Ready is to know the cluster, to lead or to stand by, and to be believed by API servers that
-/// ask.
+/// Ready means that all objects are listed, the lease has been read, and the webhook (if enabled)
+/// has a certificate.
 fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
     match (listed, known, certified) {
-        (false, ..) => Err("the cluster's objects are not all listed yet"),
+        (false, ..) => Err("the cluster's objects are not listed yet"),
         (true, false, _) => Err("the lease has not been read yet"),
         (true, true, false) => Err("the webhook has no certificate yet"),
         (true, true, true) => Ok(()),
@@ -79,7 +79,7 @@ mod tests {
     use super::readiness;
 
     #[test]
-    fn ready_is_to_know_the_cluster_and_who_leads() {
+    fn ready_needs_listed_objects_a_known_leader_and_a_certificate() {
         assert!(readiness(false, true, true).is_err());
         assert!(readiness(true, false, true).is_err());
         assert!(readiness(true, true, false).is_err());

@@ -1,10 +1,9 @@
-//! Who writes: the holder of a lease.
+//! Leader election: only the process that holds a lease writes to the cluster.
 //!
-//! [`evaluate`] decides, purely; [`Elector::run`] reads, decides and writes. The holder has a
-//! [`Claim`] that ends by itself some time before the others may take the lease, so a holder that
-//! cannot reach the API server stops writing before another starts. Nobody's clock is compared with
-//! anybody else's: that a lease was not renewed is measured from when this process saw it last
-//! change.
+//! [`evaluate`] decides, purely. [`Elector::run`] reads, decides and writes. The holder has a
+//! [`LeaseGuard`] that expires before another process may take the lease. So a holder that cannot
+//! reach the API server stops writing before another starts. Clocks of different processes are
+//! never compared: a process measures the age of a renewal from when it saw the lease change.
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -16,53 +15,53 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long others leave a lease alone that is not renewed. As in Kubernetes' own controllers.
+/// How long a lease is valid after a renewal. The value is that of Kubernetes' own controllers.
 pub const LEASE: Duration = Duration::from_secs(15);
-/// How long a claim lasts after the request that renewed it was sent: by then the writes that it
-/// allowed are done or given up.
-pub const CLAIM: Duration = Duration::from_secs(10);
-/// How often it is renewed: a claim outlives one failed renewal.
+/// How long a [`LeaseGuard`] is valid after the renewal request was sent. Writes that start under
+/// it are done, or have timed out, before the lease expires.
+pub const GUARD: Duration = Duration::from_secs(10);
+/// How often the holder renews. A guard outlives one failed renewal.
 const RENEW: Duration = Duration::from_secs(4);
-/// How often the others look, and how soon a failed request is repeated.
-const LOOK: Duration = Duration::from_secs(2);
-/// How long a request may take.
+/// How often other processes read the lease, and how soon a failed request is repeated.
+const POLL: Duration = Duration::from_secs(2);
+/// The time limit of a request.
 const REQUEST: Duration = Duration::from_secs(4);
 
-/// A lease as this process saw it.
+/// A lease as this process last read it.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Seen {
-    /// What it says.
+pub struct ObservedLease {
+    /// Its spec.
     pub spec: LeaseSpec,
-    /// When it first said so, by this process's own clock.
+    /// When this process first read this spec, on its own clock.
     pub since: Duration,
 }
 
-impl Seen {
-    /// What is seen when `spec` is read after `before` was.
+impl ObservedLease {
+    /// Returns the lease after `spec` is read. `before` is what was read last.
     pub fn next(before: Option<Self>, spec: LeaseSpec, now: Duration) -> Self {
         before.filter(|before| before.spec == spec).unwrap_or(Self { spec, since: now })
     }
 }
 
-/// What to do about the lease.
+/// The next step with the lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// There is none: make it.
+    /// The lease does not exist: create it.
     Create,
-    /// It is free, or its holder is gone: take it.
+    /// The lease is free or has expired: take it.
     Take,
-    /// It is ours: renew it.
+    /// This process holds the lease: renew it.
     Renew,
-    /// It is another's for at least this long.
+    /// Another process holds the lease for at least this long.
     Wait(Duration),
 }
 
-/// Decides what to do about the lease as it was last seen.
-pub fn evaluate(seen: Option<&Seen>, me: &str, now: Duration) -> Decision {
-    let Some(Seen { spec, since }) = seen else { return Decision::Create };
+/// Decides the next step with the lease as last read.
+pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decision {
+    let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
         None | Some("") => Decision::Take,
-        // After a restart in place the name is the same, and the former process is gone.
+        // After a container restart the identity is the same, and the former process is gone.
         Some(holder) if holder == me => Decision::Renew,
         Some(_) => {
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
@@ -75,8 +74,8 @@ pub fn evaluate(seen: Option<&Seen>, me: &str, now: Duration) -> Decision {
     }
 }
 
-/// The lease's spec when `me` holds it from now on.
-fn held(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
+/// The lease's spec when `me` holds it from `now` on.
+fn held_by(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
     LeaseSpec {
@@ -93,45 +92,45 @@ fn held(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     }
 }
 
-/// The lease's spec when nobody holds it any more.
-fn vacated(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
+/// The lease's spec after its release.
+fn released(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
     LeaseSpec { holder_identity: None, renew_time: Some(MicroTime(now)), ..old.clone() }
 }
 
-/// Whether this process may write, to be asked before each write.
+/// Permission to write to the cluster. Check [`LeaseGuard::is_current`] before each write.
 #[derive(Debug, Clone)]
-pub struct Claim(watch::Receiver<Term>);
+pub struct LeaseGuard(watch::Receiver<Term>);
 
-/// What the elector knows.
+/// The elector's state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Term {
-    /// The lease was read or written at least once: this process leads or stands by.
+    /// Whether the lease was read or written at least once.
     known: bool,
-    /// When the claim ends; none while another leads.
+    /// When the guard expires; `None` while another process leads.
     until: Option<Instant>,
 }
 
-impl Claim {
-    /// Whether this process holds the lease, and for long enough still.
+impl LeaseGuard {
+    /// Whether this process holds the lease for long enough to finish a write.
     pub fn is_current(&self) -> bool {
         self.0.borrow().until.is_some_and(|until| Instant::now() < until)
     }
 
-    /// Whether it is known who leads.
+    /// Whether the lease has been read, so that this process either leads or stands by.
     pub fn is_known(&self) -> bool {
         self.0.borrow().known
     }
 
-    /// Returns when this process became the leader or ceased to be. Cancel-safe, as
+    /// Returns when this process becomes the leader or stops being it. Cancel-safe, as
     /// `watch::Receiver::changed` is.
-    pub async fn turned(&mut self) {
+    pub async fn changed(&mut self) {
         let led = self.is_current();
         while self.0.changed().await.is_ok() {
             if self.is_current() != led {
                 return;
             }
         }
-        // The elector is gone; its end is noticed elsewhere.
+        // The elector has ended. Another task handles that.
         std::future::pending::<()>().await;
     }
 }
@@ -139,10 +138,10 @@ impl Claim {
 /// The lease could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The API server, or the way there.
+    /// The request failed.
     #[error("the lease could not be read or written")]
     Api(#[source] kube::Error),
-    /// No answer.
+    /// The API server did not answer in time.
     #[error("the API server did not answer about the lease within {} s", REQUEST.as_secs())]
     Timeout,
 }
@@ -153,53 +152,54 @@ pub struct Elector {
     name: String,
     me: String,
     started: Instant,
-    seen: Option<Seen>,
+    last: Option<ObservedLease>,
     term: watch::Sender<Term>,
 }
 
 impl Elector {
-    /// An elector and the claim that it keeps.
-    pub fn new(api: Api<Lease>, name: String, me: String) -> (Self, Claim) {
-        let (term, claim) = watch::channel(Term::default());
-        (Self { api, name, me, started: Instant::now(), seen: None, term }, Claim(claim))
+    /// Creates an elector and the guard that it renews.
+    pub fn new(api: Api<Lease>, name: String, me: String) -> (Self, LeaseGuard) {
+        let (term, guard) = watch::channel(Term::default());
+        (Self { api, name, me, started: Instant::now(), last: None, term }, LeaseGuard(guard))
     }
 
-    /// Holds the lease until `stop`, then gives it away; `released` says when nothing is written
-    /// any more.
+    /// Holds the lease until `stop` is cancelled, then waits for `released` and releases the lease.
+    /// `released` means that nothing writes any more.
     pub async fn run(mut self, stop: CancellationToken, released: CancellationToken) {
         loop {
-            let pause = match self.turn().await {
+            let pause = match self.poll().await {
                 Ok(pause) => pause,
                 Err(error) => {
-                    tracing::warn!(error = &error as &dyn std::error::Error, "the lease is not renewed");
-                    LOOK
+                    tracing::warn!(error = &error as &dyn std::error::Error, "failed to renew the lease");
+                    POLL
                 }
             };
-            // Both are cancel-safe: nothing is lost by dropping a timer or a wait for a token.
+            // Both are cancel-safe: dropping a timer or a wait for a token loses nothing.
             tokio::select! {
                 () = stop.cancelled() => break,
                 () = tokio::time::sleep(pause) => {}
             }
         }
-        // Last of all: until the writers are done, nobody else may start.
+        // No other process may start until the writers are done.
         released.cancelled().await;
-        self.vacate().await;
+        self.release().await;
     }
 
-    /// One look at the lease; returns when to look again.
-    async fn turn(&mut self) -> Result<Duration, Error> {
+    /// Reads the lease and acts on it. Returns when to read it again.
+    async fn poll(&mut self) -> Result<Duration, Error> {
         let sent = Instant::now();
         let lease = within(self.api.get_opt(&self.name)).await?;
         let now = sent - self.started;
-        self.seen =
-            lease.as_ref().map(|lease| Seen::next(self.seen.take(), lease.spec.clone().unwrap_or_default(), now));
-        let written = match evaluate(self.seen.as_ref(), &self.me, now) {
+        self.last = lease
+            .as_ref()
+            .map(|lease| ObservedLease::next(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
+        let written = match evaluate(self.last.as_ref(), &self.me, now) {
             Decision::Wait(left) => {
-                self.tell(None);
-                return Ok(left.min(LOOK));
+                self.set_term(None);
+                return Ok(left.min(POLL));
             }
             Decision::Create => {
-                let spec = held(None, &self.me, Timestamp::now());
+                let spec = held_by(None, &self.me, Timestamp::now());
                 let lease = Lease {
                     metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
                     spec: Some(spec),
@@ -208,44 +208,44 @@ impl Elector {
             }
             Decision::Take | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
-                lease.spec = Some(held(lease.spec.as_ref(), &self.me, Timestamp::now()));
-                // The resource version that was read goes with it: of two that take it at once, one
-                // gets a conflict.
+                lease.spec = Some(held_by(lease.spec.as_ref(), &self.me, Timestamp::now()));
+                // The request includes the `resourceVersion` that was read. If two processes take
+                // the lease at once, one gets a conflict.
                 within(self.api.replace(&self.name, &PostParams::default(), &lease)).await
             }
         };
         match written {
             Ok(_) => {
-                self.tell(Some(sent + CLAIM));
+                self.set_term(Some(sent + GUARD));
                 Ok(RENEW)
             }
-            // Another was faster; look again at once to see who.
+            // Another process was faster. Read again soon to see which.
             Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Duration::from_millis(100)),
             Err(error) => Err(error),
         }
     }
 
-    fn tell(&self, until: Option<Instant>) {
+    fn set_term(&self, until: Option<Instant>) {
         let led = self.term.borrow().until.is_some_and(|until| Instant::now() < until);
         if led != until.is_some() {
-            tracing::info!(lease = self.name, identity = self.me, leader = until.is_some(), "leadership turned");
+            tracing::info!(lease = self.name, identity = self.me, leader = until.is_some(), "leadership changed");
         }
         self.term.send_replace(Term { known: true, until });
     }
 
-    /// Gives the lease away, so that the next need not wait for its end.
-    async fn vacate(&mut self) {
+    /// Releases the lease, so that the next leader need not wait for it to expire.
+    async fn release(&mut self) {
         self.term.send_replace(Term { known: true, until: None });
-        let given = async {
+        let released_lease = async {
             let Some(mut lease) = within(self.api.get_opt(&self.name)).await? else { return Ok(()) };
             let Some(spec) = lease.spec.take().filter(|spec| spec.holder_identity.as_deref() == Some(&self.me)) else {
                 return Ok(());
             };
-            lease.spec = Some(vacated(&spec, Timestamp::now()));
+            lease.spec = Some(released(&spec, Timestamp::now()));
             within(self.api.replace(&self.name, &PostParams::default(), &lease)).await.map(drop)
         };
-        if let Err(error) = given.await {
-            tracing::warn!(error = &error as &dyn std::error::Error, "the lease could not be given away");
+        if let Err(error) = released_lease.await {
+            tracing::warn!(error = &error as &dyn std::error::Error, "failed to release the lease");
         }
     }
 }
@@ -269,8 +269,8 @@ mod tests {
         }
     }
 
-    fn seen(holder: &str, since: u64) -> Seen {
-        Seen { spec: lease(holder, Some(15)), since: Duration::from_secs(since) }
+    fn seen(holder: &str, since: u64) -> ObservedLease {
+        ObservedLease { spec: lease(holder, Some(15)), since: Duration::from_secs(since) }
     }
 
     fn at(second: u64) -> Duration {
@@ -278,13 +278,16 @@ mod tests {
     }
 
     #[test]
-    fn no_lease_is_made_and_a_free_one_is_taken() {
+    fn an_absent_lease_is_created_and_a_free_one_is_taken() {
         assert_eq!(evaluate(None, "a", at(0)), Decision::Create);
         assert_eq!(evaluate(Some(&seen("", 0)), "a", at(0)), Decision::Take);
-        let empty = Seen { spec: lease("", None), since: at(0) };
+        let empty = ObservedLease { spec: lease("", None), since: at(0) };
         assert_eq!(
             evaluate(
-                Some(&Seen { spec: LeaseSpec { holder_identity: Some(String::new()), ..empty.spec }, ..empty }),
+                Some(&ObservedLease {
+                    spec: LeaseSpec { holder_identity: Some(String::new()), ..empty.spec },
+                    ..empty
+                }),
                 "a",
                 at(0)
             ),
@@ -293,50 +296,50 @@ mod tests {
     }
 
     #[test]
-    fn ones_own_is_renewed_even_after_a_restart() {
+    fn a_lease_of_this_identity_is_renewed_even_after_a_restart() {
         assert_eq!(evaluate(Some(&seen("a", 0)), "a", at(0)), Decision::Renew);
         assert_eq!(evaluate(Some(&seen("a", 0)), "a", at(1000)), Decision::Renew);
     }
 
     #[test]
-    fn anothers_is_left_alone_until_it_was_not_renewed_for_its_whole_length() {
+    fn a_lease_of_another_process_is_taken_only_after_it_expires() {
         assert_eq!(evaluate(Some(&seen("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
         assert_eq!(evaluate(Some(&seen("b", 100)), "a", at(114)), Decision::Wait(SECOND));
         assert_eq!(evaluate(Some(&seen("b", 100)), "a", at(115)), Decision::Take);
-        // A lease without a length, or with nonsense in it, has ours.
+        // A missing or negative duration counts as the default.
         for seconds in [None, Some(-1)] {
-            let strange = Seen { spec: lease("b", seconds), since: at(0) };
-            assert_eq!(evaluate(Some(&strange), "a", at(14)), Decision::Wait(SECOND));
+            let malformed = ObservedLease { spec: lease("b", seconds), since: at(0) };
+            assert_eq!(evaluate(Some(&malformed), "a", at(14)), Decision::Wait(SECOND));
         }
     }
 
     #[test]
-    fn a_renewal_starts_the_wait_anew_whatever_its_clock_says() {
-        let first = Seen::next(None, lease("b", Some(15)), at(0));
-        let unchanged = Seen::next(Some(first.clone()), lease("b", Some(15)), at(14));
+    fn a_renewal_restarts_the_wait_whatever_its_timestamp() {
+        let first = ObservedLease::next(None, lease("b", Some(15)), at(0));
+        let unchanged = ObservedLease::next(Some(first.clone()), lease("b", Some(15)), at(14));
         assert_eq!(unchanged, first);
-        let anew = LeaseSpec { renew_time: Some(MicroTime(Timestamp::UNIX_EPOCH)), ..lease("b", Some(15)) };
-        let renewed = Seen::next(Some(unchanged), anew, at(14));
+        let changed = LeaseSpec { renew_time: Some(MicroTime(Timestamp::UNIX_EPOCH)), ..lease("b", Some(15)) };
+        let renewed = ObservedLease::next(Some(unchanged), changed, at(14));
         assert_eq!(evaluate(Some(&renewed), "a", at(16)), Decision::Wait(13 * SECOND));
     }
 
     #[test]
-    fn a_claim_ends_before_others_may_take_the_lease() {
-        assert!(CLAIM + REQUEST < LEASE);
-        assert!(RENEW + LOOK + REQUEST <= CLAIM, "a claim outlives one failed renewal");
+    fn a_guard_expires_before_another_process_may_take_the_lease() {
+        assert!(GUARD + REQUEST < LEASE);
+        assert!(RENEW + POLL + REQUEST <= GUARD, "a guard outlives one failed renewal");
     }
 
     #[test]
-    fn taking_counts_a_transition_and_renewing_does_not() {
+    fn taking_the_lease_counts_a_transition_and_renewing_does_not() {
         let now = Timestamp::UNIX_EPOCH;
-        let taken = held(Some(&lease("b", Some(15))), "a", now);
+        let taken = held_by(Some(&lease("b", Some(15))), "a", now);
         assert_eq!(taken.lease_transitions, Some(4));
         assert_eq!(taken.acquire_time, Some(MicroTime(now)));
         let later = now + jiff::SignedDuration::from_secs(5);
-        let renewed = held(Some(&taken), "a", later);
+        let renewed = held_by(Some(&taken), "a", later);
         assert_eq!((renewed.lease_transitions, renewed.acquire_time.as_ref()), (Some(4), Some(&MicroTime(now))));
         assert_eq!(renewed.renew_time, Some(MicroTime(later)));
-        assert_eq!(held(None, "a", now).lease_transitions, Some(0));
-        assert_eq!(vacated(&renewed, later).holder_identity, None);
+        assert_eq!(held_by(None, "a", now).lease_transitions, Some(0));
+        assert_eq!(released(&renewed, later).holder_identity, None);
     }
 }

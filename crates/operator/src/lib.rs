@@ -4,25 +4,25 @@
 //!
 //! | module | from | to |
 //! |---|---|---|
-//! | [`policies`] | `SharingPolicy`, `GpuNode.status`, waiting pods | `GpuNode.spec`, `SharingPolicy.status` |
+//! | [`policies`] | policies, `GpuNode.status`, waiting pods | `GpuNode.spec`, policies' status |
 //! | [`placement`] | gated pods, free shares | reservations, released pods |
 //! | `tenants` | `GpuNode.status.findings` | pod conditions, evictions |
-//! | `rollout` | MPS hosts of an older release on idle nodes | their replacement, as part of placement |
-//! | [`admission`] | API servers without the policies that gate pods | answers of the webhook |
+//! | `rollout` | outdated MPS hosts on idle nodes | their replacement, as part of placement |
+//! | [`admission`] | new pods, on API servers without admission policies | answers of the webhook |
 //!
-//! [`pods`] and [`read`] hold what all of them read. `run` starts the tasks:
+//! All of them read the cluster through [`pods`] and [`read`]. `run` starts the tasks:
 //!
 //! ```text
-//!  watches ──▶ stores ───────────────┬──▶ passes (policies) ──▶ writes, while this process holds the lease
-//!  lease task ──▶ claim ─────────────┼──▶ gate (placement, rollout) ──▶ writes, likewise
-//!  signals ──▶ cancellation token ───┴──▶ tenants ──▶ writes, likewise
+//!  watches ──▶ stores ───────────────┬──▶ passes (policies) ──────────▶ writes
+//!  lease task ──▶ lease guard ───────┼──▶ gate (placement, rollout) ──▶ writes
+//!  signals ──▶ cancellation token ───┴──▶ tenants ────────────────────▶ writes
 //!  http task: /metrics /healthz /readyz
 //!  webhook tasks, if the webhook is enabled
 //! ```
 //!
 //! GPUs of one policy are on many nodes, so one pass plans the whole cluster. There is one pass at
-//! a time. A watch that fails keeps the last objects it received. Every write needs the lease,
-//! which only the API server can renew: without an API server nothing is written.
+//! a time. A failed watch keeps the last objects it received. Every write needs the lease, and only
+//! the API server can renew the lease. So without an API server the operator writes nothing.
 pub mod admission;
 mod args;
 pub mod dry;

@@ -1,4 +1,4 @@
-//! What the operator counts.
+//! The operator's metrics.
 use std::sync::atomic::AtomicU64;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -8,54 +8,55 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
-/// The operator's metrics. Clones count together.
+/// The operator's metrics. Clones share their values.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
-    /// Passes: what was read, planned and written as one.
+    /// Passes over the whole cluster, by result.
     pub(crate) passes: Family<Outcome, Counter>,
-    /// Objects written.
+    /// Objects written, by kind and result.
     pub(crate) writes: Family<Write, Counter>,
-    /// Errors of watches; each is tried again.
+    /// Errors of watches, by kind. Each watch retries.
     pub(crate) watch_errors: Family<Kind, Counter>,
-    /// Objects that are not what their definition says.
+    /// Malformed objects, by kind.
     pub(crate) malformed: Family<Kind, Gauge>,
-    /// Policies that are in force.
+    /// Valid policies.
     pub(crate) policies: Gauge,
-    /// Nodes that are planned.
+    /// Nodes with a desired state.
     pub(crate) nodes: Gauge,
-    /// Plans of GPUs by demand.
+    /// Plans of GPUs shared by demand, by result.
     pub(crate) plans: Family<Outcome, Counter>,
-    /// How long one took to make.
+    /// Time to compute one plan.
     pub(crate) plan_seconds: Histogram,
-    /// From the first change that was seen to the last node written, where something was.
+    /// Time from the first change of an object to the last `GpuNode` written, for passes that write
+    /// one.
     pub(crate) reaction_seconds: Histogram,
-    /// What nodes did of what they were told.
+    /// Steps that agents reported, by result.
     pub(crate) steps: Family<Outcome, Counter>,
-    /// Pods that wait for GPUs.
+    /// Pods that wait for GPUs, by reason.
     pub(crate) pods_waiting: Family<Reason, Gauge>,
-    /// Pods let through to the scheduler, by why.
+    /// Pods released to the scheduler, by result.
     pub(crate) gates_opened: Family<Outcome, Counter>,
-    /// From the first sight of a pod at the gate to the patch that let it through.
+    /// Time from when a pod was first seen at the gate to the patch that released it.
     pub(crate) gate_seconds: Histogram,
-    /// Pods told to leave for others of higher priority.
+    /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Stranded pods evicted so that their controllers re-create them.
     pub(crate) recreated: Family<Outcome, Counter>,
-    /// Pods told to leave because they left their shares.
+    /// Pods evicted because they used a GPU outside their share, by result.
     pub(crate) expelled: Family<Outcome, Counter>,
-    /// Pods told, or told no more, that they left their shares.
+    /// Conditions written about whether pods keep within their share, by result.
     pub(crate) judged: Family<Outcome, Counter>,
     /// MPS hosts of an older revision than their `DaemonSet`'s newest.
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted to be replaced.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,
-    /// 1 while no more MPS hosts are replaced because one that was does not serve.
+    /// 1 while replacement of MPS hosts is stopped because a replaced host does not serve.
     pub(crate) rollout_stopped: Gauge,
-    /// Pods that wait at the gate.
+    /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
-    /// Of the free memory of GPUs by demand, the part that lies beside something in use.
+    /// The part of the free memory of GPUs shared by demand that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
-    /// Nodes that plans leave out.
+    /// Nodes excluded from plans.
     pub(crate) left_out: Gauge,
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
@@ -96,95 +97,91 @@ impl Default for Metrics {
     }
 }
 
-/// What pods wait for.
+/// Label: why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Reason {
     pub(crate) reason: &'static str,
 }
 
-/// How a pass ended.
+/// Label: how an operation ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Outcome {
     pub(crate) result: &'static str,
 }
 
-/// What was written, and how that ended.
+/// Labels: the kind of the written object, and how the write ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Write {
     pub(crate) kind: &'static str,
     pub(crate) result: &'static str,
 }
 
-/// A kind of object.
+/// Label: a kind of object.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Kind {
     pub(crate) kind: &'static str,
 }
 
 impl Metrics {
-    /// Registers all of them.
+    /// Registers all metrics.
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register("process_resident_memory_bytes", "Resident memory", self.resident.clone());
         let registry = registry.sub_registry_with_prefix("cleave_operator");
         registry.register("passes", "Passes over the whole cluster", self.passes.clone());
         registry.register("writes", "Objects written", self.writes.clone());
-        registry.register("watch_errors", "Errors of watches, each tried again", self.watch_errors.clone());
-        registry.register(
-            "malformed_objects",
-            "Objects that are not what their definition says",
-            self.malformed.clone(),
-        );
-        registry.register("policies", "Policies in force", self.policies.clone());
-        registry.register("nodes", "Nodes that are planned", self.nodes.clone());
-        registry.register("plans", "Plans of GPUs that are cut as pods ask for it", self.plans.clone());
-        registry.register("plan_seconds", "Time that a plan took to make", self.plan_seconds.clone());
+        registry.register("watch_errors", "Errors of watches; each watch retries", self.watch_errors.clone());
+        registry.register("malformed_objects", "Malformed objects", self.malformed.clone());
+        registry.register("policies", "Valid policies", self.policies.clone());
+        registry.register("nodes", "Nodes with a desired state", self.nodes.clone());
+        registry.register("plans", "Plans of GPUs shared by demand", self.plans.clone());
+        registry.register("plan_seconds", "Time to compute one plan", self.plan_seconds.clone());
         registry.register(
             "reaction_seconds",
-            "Time from the first change seen to the last node written, where something was written",
+            "Time from the first change of an object to the last GpuNode written",
             self.reaction_seconds.clone(),
         );
-        registry.register("steps", "What nodes did of what they were told", self.steps.clone());
-        registry.register("pods_waiting", "Pods that wait for GPUs, by what for", self.pods_waiting.clone());
-        registry.register("gates_opened", "Pods let through to the scheduler, by why", self.gates_opened.clone());
-        registry.register("gate_seconds", "Time that a pod spent at the gate", self.gate_seconds.clone());
-        registry.register("evictions", "Pods told to leave for others of higher priority", self.evictions.clone());
+        registry.register("steps", "Steps that agents reported, by result", self.steps.clone());
+        registry.register("pods_waiting", "Pods that wait for GPUs, by reason", self.pods_waiting.clone());
+        registry.register("gates_opened", "Pods released to the scheduler, by result", self.gates_opened.clone());
+        registry.register("gate_seconds", "Time that a pod waited at the placement gate", self.gate_seconds.clone());
+        registry.register("evictions", "Pods evicted for pods of higher priority", self.evictions.clone());
         registry.register(
             "stranded_pods_recreated",
-            "Evictions of released pods that no node took, so that their controllers re-create them, by result",
+            "Stranded pods evicted so that their controllers re-create them",
             self.recreated.clone(),
         );
         registry.register(
             "tenant_evictions",
-            "Pods told to leave because they left their shares",
+            "Pods evicted because they used a GPU outside their share",
             self.expelled.clone(),
         );
         registry.register(
             "tenant_conditions",
-            "Conditions of pods written that say whether they keep to their shares",
+            "Conditions written about whether pods keep within their share",
             self.judged.clone(),
         );
         registry.register(
             "mps_hosts_outdated",
-            "MPS hosts of an older revision than their DaemonSet's newest, where they are to be replaced",
+            "MPS hosts of an older revision than their DaemonSet's newest",
             self.hosts_outdated.clone(),
         );
         registry.register("mps_hosts_replaced", "MPS hosts deleted to be replaced", self.hosts_replaced.clone());
         registry.register(
             "mps_host_upgrade_stopped",
-            "1 while no more MPS hosts are replaced because one does not serve",
+            "1 while replacement of MPS hosts is stopped because a replaced host does not serve",
             self.rollout_stopped.clone(),
         );
-        registry.register("pods_gated", "Pods that wait at the gate, by what for", self.gated.clone());
+        registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
         registry.register(
             "fragmentation_ratio",
-            "Of the free memory of GPUs that are cut as pods ask for it, the part that lies beside something in use",
+            "Part of the free memory of GPUs shared by demand that is on partly used GPUs",
             self.fragmentation.clone(),
         );
-        registry.register("nodes_left_out", "Nodes that plans leave out", self.left_out.clone());
+        registry.register("nodes_left_out", "Nodes excluded from plans", self.left_out.clone());
         registry.register("leader", "1 while this process holds the lease", self.leader.clone());
     }
 
-    /// Reads what is only known when it is asked for.
+    /// Updates the metrics that are read on each scrape.
     pub(crate) fn refresh(&self, leads: bool) {
         self.leader.set(i64::from(leads));
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -192,7 +189,8 @@ impl Metrics {
     }
 }
 
-/// Resident memory in bytes, of `/proc/self/status`: unlike `statm` it needs no page size.
+/// Resident memory in bytes, from `/proc/self/status`. Unlike `statm`, that file does not depend on
+/// the page size.
 fn resident(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)

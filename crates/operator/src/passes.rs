@@ -20,13 +20,13 @@ use kube::{Api, Client, Resource as _, ResourceExt};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::events::{self, Teller};
-use crate::leader::Claim;
+use crate::events::{self, EventPublisher};
+use crate::leader::LeaseGuard;
 use crate::metrics::{self, Kind, Metrics, Outcome, Write};
 use crate::policies::demand::{self, Reason, Waiting};
-use crate::policies::pace::{Gather, Pace};
-use crate::policies::snapshot::Memory;
-use crate::policies::status::{Telling, Told};
+use crate::policies::pace::{Pace, QuietPeriod};
+use crate::policies::snapshot::History;
+use crate::policies::status::{WrittenStatus, WrittenStatuses};
 use crate::policies::taint::{self, Taints};
 use crate::policies::{apply, plan, status};
 use crate::read::{Observed, Stores};
@@ -43,7 +43,7 @@ const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 pub(crate) struct Parts {
     pub(crate) client: Client,
     pub(crate) stores: Stores,
-    pub(crate) claim: Claim,
+    pub(crate) claim: LeaseGuard,
     pub(crate) metrics: Metrics,
     pub(crate) recorder: Recorder,
     pub(crate) wakes: Wakes,
@@ -59,11 +59,11 @@ pub(crate) struct Parts {
 /// The task that reads, plans and writes.
 pub(crate) struct Passes {
     parts: Parts,
-    told: Told,
+    written: WrittenStatuses,
     started: Instant,
-    memory: Memory,
-    gather: Gather,
-    teller: Teller,
+    history: History,
+    quiet: QuietPeriod,
+    publisher: EventPublisher,
     /// Steps of each node as last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
     /// Which nodes are out of service, where these are to be tainted.
@@ -81,11 +81,11 @@ impl Passes {
         let taints = parts.taint.then(Taints::default);
         Self {
             parts,
-            told: Told::new(),
+            written: WrittenStatuses::new(),
             started: Instant::now(),
-            memory: Memory::default(),
-            gather: Gather::default(),
-            teller: Teller::default(),
+            history: History::default(),
+            quiet: QuietPeriod::default(),
+            publisher: EventPublisher::default(),
             steps: BTreeMap::new(),
             taints,
             next: None,
@@ -117,7 +117,7 @@ impl Passes {
                     // What came meanwhile is in this pass.
                     more = self.parts.wakes.passes.notified().now_or_never().is_some();
                 }
-                () = turned.turned() => {}
+                () = turned.changed() => {}
                 () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
             }
             retry = match self.pass(seen.unwrap_or_else(Instant::now)).await {
@@ -150,7 +150,7 @@ impl Passes {
         let now = self.now();
         let mut observed = self.parts.stores.observe();
         self.count_steps(&observed);
-        self.memory.recall(&mut observed, now);
+        self.history.restore_writes(&mut observed, now);
         let mut plan = plan::plan(&observed);
         self.parts.wakes.pods_decide(!plan.demand.is_empty());
         let outcome = self.plan_demand(&mut plan, &observed, now);
@@ -180,12 +180,12 @@ impl Passes {
         let idle = rules().filter_map(|rule| rule.idle).min();
         let timeout = rules().filter_map(|rule| rule.timeout).min();
         let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
-        if let Err(wait) = self.gather.due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now) {
+        if let Err(wait) = self.quiet.due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now) {
             self.next = Some(wait);
             return None;
         }
         let started = Instant::now();
-        let outcome = demand::overlay(plan, observed, &mut self.memory, now);
+        let outcome = demand::overlay(plan, observed, &mut self.history, now);
         let took = started.elapsed();
         let planned = outcome.planned.as_ref()?;
         self.parts.metrics.plan_seconds.observe(took.as_secs_f64());
@@ -205,11 +205,11 @@ impl Passes {
             self.parts.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
         self.parts.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
-        self.parts.metrics.left_out.set(i64::try_from(outcome.silent.len()).unwrap_or(i64::MAX));
-        if !outcome.cuts.is_empty() || !outcome.violations.is_empty() {
+        self.parts.metrics.left_out.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
+        if !outcome.repartitioned.is_empty() || !outcome.violations.is_empty() {
             tracing::info!(
                 pods = outcome.waiting.len(),
-                gpus = outcome.cuts.len(),
+                gpus = outcome.repartitioned.len(),
                 milliseconds = took.as_millis(),
                 "planned for pods"
             );
@@ -249,13 +249,13 @@ impl Passes {
     /// Tells pods and nodes what came of the plan. Events are a courtesy: one that cannot be
     /// written is not tried again.
     async fn tell_of(&mut self, outcome: &demand::Outcome, observed: &Observed) {
-        for (regarding, event) in self.teller.events(outcome, observed, self.now()) {
+        for (regarding, event) in self.publisher.events(outcome, observed, self.now()) {
             if !self.parts.claim.is_current() {
                 return;
             }
             publish(&self.parts.recorder, &event, &regarding).await;
         }
-        if self.teller.is_waiting() {
+        if self.publisher.is_waiting() {
             self.next = Some(self.next.map_or(events::LOOK_AGAIN, |next| next.min(events::LOOK_AGAIN)));
         }
     }
@@ -289,7 +289,7 @@ impl Passes {
             });
             if done {
                 let object = observed.nodes.get(&change.node).and_then(crate::read::Node::object);
-                self.memory.wrote(
+                self.history.wrote(
                     &change.node,
                     object.and_then(|object| object.metadata.generation),
                     &change.spec,
@@ -310,8 +310,8 @@ impl Passes {
     async fn tell(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
         let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.parts.client.clone());
         let mut all = true;
-        self.told.retain(|policy, _| observed.policies.contains_key(policy));
-        for update in status::updates(plan, observed, &self.told, Timestamp::now()) {
+        self.written.retain(|policy, _| observed.policies.contains_key(policy));
+        for update in status::updates(plan, observed, &self.written, Timestamp::now()) {
             if !self.parts.claim.is_current() {
                 return false;
             }
@@ -326,8 +326,8 @@ impl Passes {
             self.count("SharingPolicy", done, &mut all);
             if done {
                 self.publish(&update, observed).await;
-                let telling = Telling { from: update.from, status: update.status };
-                self.told.insert(update.policy, telling);
+                let written = WrittenStatus { from: update.from, status: update.status };
+                self.written.insert(update.policy, written);
             }
         }
         all
@@ -338,7 +338,7 @@ impl Passes {
     async fn taint(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
-        let (changes, next) = taints.look(observed, now);
+        let (changes, next) = taints.update(observed, now);
         self.next = self.next.into_iter().chain(next).min();
         let mut all = true;
         for change in changes {
@@ -376,7 +376,7 @@ impl Passes {
     async fn publish(&self, update: &status::Update, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());
-        for event in update.turned.iter().filter_map(status::event) {
+        for event in update.changed.iter().filter_map(status::event) {
             tracing::info!(policy = policy.name_any(), reason = event.reason, note = event.note, "policy turned");
             publish(&self.parts.recorder, &event, &regarding).await;
         }

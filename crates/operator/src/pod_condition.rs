@@ -1,4 +1,4 @@
-//! Conditions of pods that the operator writes, beside those of the kubelet and the scheduler.
+//! Writes the operator's own conditions of pods.
 use jiff::Timestamp;
 use kube::Client;
 use serde_json::json;
@@ -6,22 +6,27 @@ use serde_json::json;
 use crate::pods::PodCondition;
 use crate::write::WRITE;
 
-/// Writes one of the operator's conditions of a pod, `namespace/name`, and says whether there is
-/// nothing left to do. `turned` says that the condition's status changes, and not its reason or
-/// message alone. The UID keeps the write from another pod of that name.
-pub(crate) async fn write(client: &Client, (pod, uid): (&str, &str), condition: &PodCondition, turned: bool) -> bool {
+/// Writes a condition of the pod `namespace/name` if it still has this UID. Returns whether nothing
+/// is left to do. `status_changed` is whether the condition's status changes, and not only its
+/// reason or message.
+pub(crate) async fn write(
+    client: &Client,
+    (pod, uid): (&str, &str),
+    condition: &PodCondition,
+    status_changed: bool,
+) -> bool {
     let Some((namespace, name)) = pod.split_once('/') else { return true };
     let mut entry = json!({
         "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,
     });
-    if turned {
+    if status_changed {
         let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
         entry["lastTransitionTime"] = json!(now.to_string());
     }
     let patch = json!({"metadata": {"uid": uid}, "status": {"conditions": [entry]}});
     let request =
         http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}/status?fieldManager=cleave-operator"))
-            // Conditions are merged by their type: the kubelet's stay.
+            // Conditions are merged by type, so the kubelet's stay.
             .header(http::header::CONTENT_TYPE, "application/strategic-merge-patch+json")
             .body(patch.to_string().into_bytes());
     let request = match request {
@@ -42,13 +47,13 @@ pub(crate) async fn write(client: &Client, (pod, uid): (&str, &str), condition: 
             );
             true
         }
-        // It is gone, or another pod has its name.
+        // The pod is gone, or a new pod has its name.
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
             tracing::debug!(
                 pod,
                 code = status.code,
                 message = status.message,
-                "the pod has changed or is gone: its condition was not written"
+                "skipped the condition: the pod changed or is gone"
             );
             true
         }
@@ -57,7 +62,7 @@ pub(crate) async fn write(client: &Client, (pod, uid): (&str, &str), condition: 
             false
         }
         Err(_) => {
-            tracing::warn!(pod, "the API server did not answer within {} s", WRITE.as_secs());
+            tracing::warn!(pod, "failed to write the pod's condition: the API server did not answer");
             false
         }
     }

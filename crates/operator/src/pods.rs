@@ -1,4 +1,5 @@
-//! What planning needs of a pod, and what the scheduler adds up of it. Pure.
+//! The parts of a pod that planning and placement use, and the scheduler's sum of its requests.
+//! Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{
@@ -18,28 +19,28 @@ use kube::{Resource, ResourceExt};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-/// A pod as the API server tells it, without what nobody reads here.
+/// A pod, with only the fields that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
 pub struct PodObject {
     /// Name, namespace, UID and times.
     pub metadata: ObjectMeta,
-    /// What it asks for.
+    /// Resource requests and constraints.
     #[serde(default)]
     pub spec: PodSpec,
-    /// How far it is.
+    /// Phase and conditions.
     #[serde(default)]
     pub status: PodStatus,
-    /// It has annotations, once [`PodObject::trim`] has dropped them.
+    /// Whether the pod has annotations. [`PodObject::trim`] sets it and drops them.
     #[serde(skip)]
     pub annotated: bool,
-    /// What was noted on it when it was let through.
+    /// The reservation noted on the pod when it was released.
     #[serde(skip)]
     pub placement: Option<Placement>,
-    /// It was released as unschedulable.
+    /// Whether it was released as unschedulable.
     #[serde(skip)]
     pub unschedulable: bool,
-    /// The controller that owns it, while it is not bound.
+    /// The controller that owns the pod. Set only while the pod is not bound.
     #[serde(skip)]
     pub controller: Option<Controller>,
 }
@@ -55,19 +56,19 @@ pub struct Controller {
     pub uid: String,
 }
 
-/// What a controller does when a pod of its is evicted before it is bound.
+/// What a controller does when one of its pods is evicted before it is bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Replacement {
-    /// It creates another, and nothing is lost.
+    /// It creates a new pod, at no cost.
     Free,
-    /// It creates another, and counts a failure: a `Job`, up to its `backoffLimit`.
+    /// It creates a new pod and counts a failure. A `Job` does so up to its `backoffLimit`.
     CountsAsFailure,
-    /// Not known: the pod may be gone for good.
+    /// Unknown: the pod may not be replaced.
     Unknown,
 }
 
 impl Controller {
-    /// What it does when a pod of its is evicted before it is bound.
+    /// What the controller does when one of its pods is evicted before it is bound.
     pub fn replacement(&self) -> Replacement {
         match self.kind.as_str() {
             "ReplicaSet" | "ReplicationController" | "StatefulSet" | "DaemonSet" => Replacement::Free,
@@ -77,17 +78,17 @@ impl Controller {
     }
 }
 
-/// What is read of a pod's spec.
+/// The part of a pod's spec that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodSpec {
-    /// The node, once it is bound.
+    /// The node's name, once the pod is bound.
     pub node_name: Option<String>,
     /// Priority.
     pub priority: Option<i32>,
     /// Labels that the node must have.
     pub node_selector: BTreeMap<String, String>,
-    /// Where it may run.
+    /// Affinity to nodes and other pods.
     pub affinity: Option<Box<Affinity>>,
     /// Taints that it tolerates.
     pub tolerations: Vec<Toleration>,
@@ -95,57 +96,56 @@ pub struct PodSpec {
     pub containers: Vec<Container>,
     /// Init containers and sidecars.
     pub init_containers: Vec<Container>,
-    /// What running it costs besides.
+    /// Resources that running the pod costs in addition to its containers.
     pub overhead: BTreeMap<String, Quantity>,
-    /// What all of its containers may use together.
+    /// Pod-level resources, shared by all containers.
     pub resources: Option<Resources>,
-    /// What the scheduler waits for.
+    /// Scheduling gates.
     pub scheduling_gates: Vec<Gate>,
-    /// Whether it takes room from pods of lower priority: `Never`, or nothing.
+    /// Whether it preempts pods of lower priority: `Never`, or unset.
     pub preemption_policy: Option<String>,
-    /// How long it may take to end, in seconds.
+    /// Seconds that it may take to terminate.
     pub termination_grace_period_seconds: Option<i64>,
-    /// How it is to be spread.
+    /// Topology spread constraints.
     pub topology_spread_constraints: Vec<SpreadConstraint>,
-    /// What it mounts.
+    /// Volumes.
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation.
     pub resource_claims: Vec<IgnoredAny>,
-    /// What has to be of one device each, once [`PodObject::trim`] has found out; nothing of
-    /// [`counted`] resources.
+    /// Groups of units that must each be on one device. Set by [`PodObject::trim`]. Contains
+    /// nothing of [interchangeable](is_interchangeable) resources.
     #[serde(skip)]
     pub asks: Vec<Ask>,
-    /// The scheduler may refuse a node for reasons that the operator does not evaluate: claims of
-    /// dynamic resource allocation.
+    /// Whether the scheduler may refuse a node for a reason that the operator does not evaluate,
+    /// such as a claim of dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
-    /// What decides which nodes it may run on beside other pods, once [`PodObject::trim`] has
-    /// gathered it. Of a bound pod only what keeps others away.
+    /// Constraints that other pods have a part in. Set by [`PodObject::trim`]. For a bound pod,
+    /// only those that keep other pods away.
     #[serde(skip)]
     pub rules: Rules,
-    /// `PersistentVolumeClaim`s of its namespace that it mounts, while it is not bound.
+    /// Names of the `PersistentVolumeClaim`s that it mounts. Kept only while it is not bound.
     #[serde(skip)]
     pub volume_claims: Vec<String>,
-    /// What the scheduler adds up, once [`PodObject::trim`] has.
+    /// The scheduler's sum of its requests. Set by [`PodObject::trim`].
     #[serde(skip)]
     pub requests: BTreeMap<String, Quantity>,
 }
 
-/// What is read of a pod's status.
+/// The part of a pod's status that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct PodStatus {
     /// Pending, Running, Succeeded, Failed.
     pub phase: String,
-    /// Conditions; once [`PodObject::trim`] has dropped the others, those that the operator writes
-    /// and the scheduler's word.
+    /// Conditions. After [`PodObject::trim`], only the operator's own and the scheduler's.
     pub conditions: Vec<PodCondition>,
-    /// The node on which the scheduler makes room for it.
+    /// The node on which the scheduler preempts pods for it.
     #[serde(rename = "nominatedNodeName")]
     pub nominated_node_name: Option<String>,
 }
 
-/// What is read of a pod's condition.
+/// The part of a pod's condition that the operator reads.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct PodCondition {
@@ -154,9 +154,9 @@ pub struct PodCondition {
     pub type_: String,
     /// True, False or Unknown.
     pub status: String,
-    /// Why, as one word.
+    /// A machine-readable reason in CamelCase.
     pub reason: String,
-    /// Why, in words.
+    /// A message for people.
     pub message: String,
 }
 
@@ -164,35 +164,35 @@ pub struct PodCondition {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Affinity {
-    /// To nodes.
+    /// Affinity to nodes.
     pub node_affinity: Option<NodeAffinity>,
-    /// To other pods.
+    /// Affinity to other pods.
     pub pod_affinity: Option<PodTerms>,
-    /// Away from other pods.
+    /// Anti-affinity to other pods.
     pub pod_anti_affinity: Option<PodTerms>,
 }
 
-/// A pod's affinity to other pods, or away from them.
+/// Affinity or anti-affinity to other pods.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodTerms {
-    /// What must hold.
+    /// Required terms.
     pub required_during_scheduling_ignored_during_execution: Vec<PodAffinityTerm>,
 }
 
-/// What is read of a volume: whether it may tie the pod to nodes.
+/// The part of a volume that may restrict the pod to some nodes.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Volume {
     /// Its name in the pod.
     pub name: String,
-    /// A claim of its own.
+    /// The claim that it mounts.
     pub persistent_volume_claim: Option<VolumeClaim>,
-    /// A claim that is made with it.
+    /// Set if the claim is created with the pod.
     pub ephemeral: Option<IgnoredAny>,
 }
 
-/// The claim that a volume is of.
+/// The claim that a volume mounts.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeClaim {
@@ -204,11 +204,11 @@ pub struct VolumeClaim {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeAffinity {
-    /// What must hold.
+    /// Required terms.
     pub required_during_scheduling_ignored_during_execution: Option<NodeSelector>,
 }
 
-/// Terms of which one must match.
+/// Terms of which a node must match one.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeSelector {
@@ -216,35 +216,35 @@ pub struct NodeSelector {
     pub node_selector_terms: Vec<NodeSelectorTerm>,
 }
 
-/// What is read of a container.
+/// The part of a container that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Container {
-    /// What it asks for.
+    /// Resource requests and limits.
     pub resources: Resources,
     /// `Always` makes an init container a sidecar.
     pub restart_policy: Option<String>,
     /// Ports.
     pub ports: Vec<Port>,
-    /// Its hooks.
+    /// Lifecycle hooks.
     pub lifecycle: Option<Lifecycle>,
 }
 
-/// What is read of a container's hooks.
+/// The part of a container's lifecycle hooks that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Lifecycle {
-    /// That it has one before its end.
+    /// Set if it has a preStop hook.
     pub pre_stop: Option<IgnoredAny>,
 }
 
-/// What is read of a port.
+/// The part of a container port that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Port {
-    /// The node's port that it takes.
+    /// The port of the node that it binds.
     pub host_port: Option<u16>,
-    /// The node's address that it takes it on; all of them where it says none.
+    /// The address of the node that it binds the port on; empty for all addresses.
     #[serde(rename = "hostIP")]
     pub host_ip: String,
     /// TCP, UDP or SCTP.
@@ -255,18 +255,18 @@ pub struct Port {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct Resources {
-    /// What must be there.
+    /// Requested amounts.
     pub requests: BTreeMap<String, Quantity>,
-    /// What it may use at most; also what is requested where `requests` does not say it.
+    /// Limits. A limit is also the request of a resource that `requests` does not name.
     pub limits: BTreeMap<String, Quantity>,
 }
 
-/// Claims of volumes of a pod that are looked at. No driver mounts as many on a node.
-const MOST_VOLUME_CLAIMS: usize = 128;
-/// More devices than a node has.
-const MOST_DEVICES: u64 = 1024;
+/// The most claims that are read of one pod. No CSI driver mounts more on one node.
+const MAX_VOLUME_CLAIMS: usize = 128;
+/// More devices than any node has.
+const MAX_DEVICES: u64 = 1024;
 
-/// The condition in which the scheduler says whether it found a node.
+/// The condition in which the scheduler reports whether it found a node.
 const POD_SCHEDULED: &str = "PodScheduled";
 
 /// A scheduling gate.
@@ -277,21 +277,21 @@ pub struct Gate {
     pub name: String,
 }
 
-/// A pod that wants, or has, something of a node.
+/// A pod that needs or has resources of a node.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Claimant {
     /// Its UID.
     pub uid: String,
-    /// When it was created; none is before all others.
+    /// When it was created. `None` sorts first.
     pub created: Option<Timestamp>,
-    /// The node that it is bound to; none where it waits.
+    /// The node that it is bound to; `None` while it is pending.
     pub node: Option<String>,
-    /// What planning needs: `namespace/name`, requests, constraints.
+    /// What planning needs: `namespace/name`, requests and constraints.
     pub pod: PlanPod,
 }
 
 impl Claimant {
-    /// What it asks of GPUs, in whole numbers.
+    /// Its requests of GPU resources, as whole numbers.
     pub fn of_gpus(&self) -> impl Iterator<Item = (&str, u64)> {
         let served = |(name, quantity): (&'_ String, &Quantity)| is_served(name).then(|| quantity.count()).flatten();
         self.pod.requests.iter().filter_map(move |one| Some((one.0.as_str(), served(one).filter(|&count| count > 0)?)))
@@ -299,21 +299,23 @@ impl Claimant {
 }
 
 impl PodObject {
-    /// All that it asks of devices: what has to be of one device each, and one at a time what is
-    /// only [`counted`].
+    /// Everything it requests of devices. Units of [interchangeable](is_interchangeable) resources
+    /// are listed one by one.
     pub fn asks(&self) -> Vec<Ask> {
         let mut asks = self.spec.asks.clone();
-        for (resource, quantity) in self.spec.requests.iter().filter(|(name, _)| is_served(name) && counted(name)) {
-            // More than a node can have is as many as that: no node has it.
-            let count = quantity.count().unwrap_or(0).min(MOST_DEVICES);
+        for (resource, quantity) in
+            self.spec.requests.iter().filter(|(name, _)| is_served(name) && is_interchangeable(name))
+        {
+            // The cap keeps the list short. No node can serve more.
+            let count = quantity.count().unwrap_or(0).min(MAX_DEVICES);
             let one = Units::new(1).map(|units| Ask { resource: resource.clone(), units });
             asks.extend((0..count).filter_map(|_| one.clone()));
         }
         asks
     }
 
-    /// Whether our gate keeps it, and no other.
-    pub fn is_ours_to_open(&self) -> bool {
+    /// Whether the placement gate is its only scheduling gate, and it is not bound.
+    pub fn waits_at_gate(&self) -> bool {
         self.node().is_none() && matches!(self.spec.scheduling_gates.as_slice(), [gate] if gate.name == GATE)
     }
 
@@ -322,22 +324,22 @@ impl PodObject {
         self.spec.node_name.as_deref().filter(|node| !node.is_empty())
     }
 
-    /// Whether it asks for something that Cleave can serve; after [`Self::trim`].
+    /// Whether it requests a resource that Cleave can serve. Call [`Self::trim`] first.
     pub fn wants_gpus(&self) -> bool {
         self.spec.requests.iter().any(|(name, quantity)| is_served(name) && quantity.milli() != Some(0))
     }
 
-    /// Adds up what it asks for, and drops what is read no more: a cluster has many pods, and few
-    /// that wait for GPUs.
+    /// Sums the requests and drops fields that are no longer needed. A cluster has many pods, and
+    /// few of them wait for GPUs.
     pub fn trim(&mut self) {
         let meta = &mut self.metadata;
-        // A note that is not what the operator writes says nothing.
+        // An annotation that does not parse was not written by the operator and is ignored.
         let annotation = |name: &str| meta.annotations.as_ref().and_then(|all| all.get(name));
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
         let note = annotation(placement::ANNOTATION);
         self.placement = note.and_then(|text| Placement::parse(text).ok());
         self.annotated = meta.annotations.is_some();
-        // Labels stay: other pods' affinity and spread go by them.
+        // Labels stay, because affinity and spread constraints of other pods select by them.
         (meta.managed_fields, meta.annotations) = (None, None);
         let owners = meta.owner_references.take().unwrap_or_default();
         (meta.finalizers, meta.generate_name) = (None, None);
@@ -346,7 +348,7 @@ impl PodObject {
             self.spec.asks = asks(&self.spec);
             self.spec.rules = rules(&mut self.spec);
             self.spec.volume_claims = volume_claims(&self.spec, self.metadata.name.as_deref().unwrap_or_default());
-            let too_many_claims = self.spec.volume_claims.len() > MOST_VOLUME_CLAIMS;
+            let too_many_claims = self.spec.volume_claims.len() > MAX_VOLUME_CLAIMS;
             if too_many_claims {
                 self.spec.volume_claims = Vec::new();
             }
@@ -374,19 +376,19 @@ impl PodObject {
         self.condition(POD_SCHEDULED).is_some_and(refused)
     }
 
-    /// A condition of it, of one type.
+    /// Its condition of this type.
     pub fn condition(&self, type_: &str) -> Option<&PodCondition> {
         self.status.conditions.iter().find(|condition| condition.type_ == type_)
     }
 }
 
-/// Whether only the number counts of a resource, and not on which devices its units are: whole GPUs
-/// and whole MIG instances.
-pub fn counted(resource: &str) -> bool {
+/// Whether any unit of a resource is as good as any other on the node: whole GPUs and whole MIG
+/// instances. Placement counts such units and does not choose devices for them.
+pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }
 
-/// What has to be of one device each.
+/// Groups of units that must each be on one device.
 fn asks(spec: &PodSpec) -> Vec<Ask> {
     let container = |(kind, container): (Kind, &Container)| ledger::Container {
         kind,
@@ -401,14 +403,15 @@ fn asks(spec: &PodSpec) -> Vec<Ask> {
     ledger::asks(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 
-/// A limit of what has to be of one device; one that is no number is the API server's to refuse.
+/// A limit whose units must be on one device. The API server refuses quantities that are no
+/// numbers.
 fn limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
-    let placed = is_served(resource) && !counted(resource);
+    let placed = is_served(resource) && !is_interchangeable(resource);
     let units = quantity.count().filter(|_| placed)?;
     Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
 }
 
-/// What decides which nodes a pod may run on beside other pods. Takes it out of the spec.
+/// Moves the constraints that other pods have a part in out of a spec.
 fn rules(spec: &mut PodSpec) -> Rules {
     let required = |terms: Option<PodTerms>| {
         terms.map(|terms| terms.required_during_scheduling_ignored_during_execution).unwrap_or_default()
@@ -430,7 +433,8 @@ fn rules(spec: &mut PodSpec) -> Rules {
     Rules { affinity, anti_affinity, spread, ports: ports.collect() }
 }
 
-/// The claims of a pod's volumes: named, or made with the pod and named after it.
+/// The names of the claims of a pod's volumes. A claim that is created with the pod is named after
+/// it.
 fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
         (Some(claim), _) => Some(claim.claim_name.clone()),
@@ -441,22 +445,22 @@ fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     claims.into_iter().collect()
 }
 
-/// What a pod means for planning; nothing for one that has ended, waits for nothing of GPUs, or may
-/// not be scheduled yet. After [`PodObject::trim`].
+/// Converts a pod for planning. Returns `None` if it has ended, requests no GPU resources, or may
+/// not be scheduled yet. Call [`PodObject::trim`] first.
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
         return None;
     }
     let released_to = || {
-        // Room on one node is held for it: it is as good as there, and what it will be given is not
-        // to be cut.
+        // One node has a reservation for it. It counts as bound, so that no GPU is repartitioned
+        // under its reservation.
         let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
         placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
     };
     let node = pod.node().or_else(released_to).map(str::to_owned);
     if node.is_none() {
-        // A gate of somebody else (a queue) says that it is not to run yet; one of ours is what a
-        // plan opens.
+        // Another gate, such as a queue's, means that the pod must not run yet. The placement gate
+        // is removed by a plan.
         let gated = pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
         if gated || pod.metadata.deletion_timestamp.is_some() || !pod.wants_gpus() {
             return None;
@@ -465,7 +469,7 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     let spec = &pod.spec;
     let required = spec.affinity.as_ref().and_then(|affinity| affinity.node_affinity.as_ref());
     let terms = required.and_then(|affinity| affinity.required_during_scheduling_ignored_during_execution.as_ref());
-    // No term at all matches no node, unlike no affinity.
+    // An empty list of terms matches no node. No affinity at all matches every node.
     let affinity = terms.map_or_else(Vec::new, |selector| match selector.node_selector_terms.as_slice() {
         [] => vec![NodeSelectorTerm::default()],
         some => some.to_vec(),
@@ -495,9 +499,9 @@ pub fn full_name(meta: &ObjectMeta) -> String {
     )
 }
 
-/// What the scheduler counts a pod as: its containers and sidecars together, or the init container
-/// that needs more while the sidecars before it run, whichever is more; then the overhead. What the
-/// pod as a whole asks for takes the place of that.
+/// Sums a pod's requests as the scheduler does: all containers and sidecars, or the largest init
+/// container with the sidecars that start before it, whichever is more. Adds the overhead.
+/// Pod-level requests replace the sum.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();
     spec.containers.iter().for_each(|container| containers.add(&container.resources));
@@ -528,7 +532,7 @@ pub struct Sum {
     amounts: BTreeMap<String, Amount>,
 }
 
-/// Thousandths, or a text that is no quantity: one of those spoils its sum.
+/// Thousandths, or a text that is not a quantity. One malformed quantity makes the sum malformed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Amount {
     Milli(u64),
@@ -575,7 +579,7 @@ impl Sum {
         }
     }
 
-    /// As Kubernetes writes them.
+    /// Converts the amounts to quantities as Kubernetes writes them.
     pub fn into_quantities(self) -> BTreeMap<String, Quantity> {
         let quantity = |amount: Amount| match amount {
             Amount::Milli(milli) if milli % 1000 == 0 => Quantity::whole(milli / 1000),
@@ -602,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_counts_as_the_scheduler_counts_it() {
+    fn requests_are_summed_as_the_scheduler_sums_them() {
         let pod = pod("
 spec:
   overhead: {cpu: 100m}
@@ -612,15 +616,14 @@ spec:
   containers:
   - {resources: {requests: {cpu: '2'}, limits: {nvidia.com/gpu-10gb: 1}}}
   - {resources: {requests: {cpu: 1500m, nvidia.com/gpu-10gb: 1}, limits: {nvidia.com/gpu-10gb: 1}}}");
-        // The sidecar and the init container (6) need more than the sidecar and the containers
-        // (4.5).
+        // The sidecar and the init container need 6 CPUs. The sidecar and the containers need 4.5.
         assert_eq!(asks(&pod, "cpu"), Some(6100));
         assert_eq!(asks(&pod, "memory"), Some((1 << 30) * 1000));
-        assert_eq!(asks(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of what is not divisible are requests");
+        assert_eq!(asks(&pod, "nvidia.com/gpu-10gb"), Some(2000), "limits of extended resources are requests");
     }
 
     #[test]
-    fn what_a_pod_as_a_whole_asks_for_takes_the_place_of_the_sum() {
+    fn pod_level_requests_replace_the_sum() {
         let pod = pod("
 spec:
   resources: {requests: {cpu: '3'}}
@@ -630,20 +633,20 @@ spec:
     }
 
     #[test]
-    fn a_malformed_quantity_spoils_its_own_pod_and_is_not_lost() {
+    fn a_malformed_quantity_affects_only_its_pod_and_is_kept() {
         let pod = pod("
 spec:
   containers:
   - {resources: {requests: {nvidia.com/gpu: one}}}
   - {resources: {requests: {nvidia.com/gpu: '1'}}}");
         assert_eq!(pod.spec.requests["nvidia.com/gpu"], Quantity::new("one"));
-        assert!(claimant(&pod).is_some(), "it is told why it waits");
+        assert!(claimant(&pod).is_some(), "the reason is reported to its owner");
     }
 
     const ONE: &str = "containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]";
 
     #[test]
-    fn only_those_that_could_be_scheduled_now_wait() {
+    fn only_pods_that_may_be_scheduled_are_claimants() {
         for (counts, yaml) in [
             (true, format!("spec: {{{ONE}}}")),
             (true, format!("spec: {{{ONE}, schedulingGates: [{{name: cleave.dev/placement}}]}}")),
@@ -654,16 +657,16 @@ spec:
         ] {
             assert_eq!(claimant(&pod(&yaml)).is_some(), counts, "{yaml}");
         }
-        let mut going = pod(&format!("spec: {{{ONE}}}"));
-        going.metadata.deletion_timestamp =
+        let mut terminating = pod(&format!("spec: {{{ONE}}}"));
+        terminating.metadata.deletion_timestamp =
             Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(Timestamp::UNIX_EPOCH));
-        assert_eq!(claimant(&going), None);
-        going.spec.node_name = Some("n1".to_owned());
-        assert!(claimant(&going).is_some(), "it holds what it has until it is gone");
+        assert_eq!(claimant(&terminating), None);
+        terminating.spec.node_name = Some("n1".to_owned());
+        assert!(claimant(&terminating).is_some(), "it keeps its devices until it is gone");
     }
 
     #[test]
-    fn a_pod_released_to_one_node_counts_there() {
+    fn a_pod_released_to_one_node_counts_as_bound_to_it() {
         let with = |nodes: &str, gates: &str| {
             let note = format!(r#"{{"until": 1, "nodes": {nodes}}}"#);
             let text = format!(
@@ -674,16 +677,16 @@ spec:
             claimant(&pod).and_then(|claimant| claimant.node)
         };
         assert_eq!(with(r#"{"n1": []}"#, "[]").as_deref(), Some("n1"));
-        assert_eq!(with(r#"{"n1": [], "n2": []}"#, "[]"), None, "which of them is for the scheduler to say");
+        assert_eq!(with(r#"{"n1": [], "n2": []}"#, "[]"), None, "the scheduler chooses one of them");
         assert_eq!(
             with(r#"{"n1": []}"#, "[{name: cleave.dev/placement}]"),
             None,
-            "a gated pod's note is somebody's invention"
+            "the operator does not write this annotation on a gated pod"
         );
     }
 
     #[test]
-    fn what_has_to_be_of_one_device_is_told_from_what_is_counted() {
+    fn units_of_one_device_and_interchangeable_units_are_separated() {
         let pod = pod("
 spec:
   initContainers:
@@ -700,7 +703,7 @@ spec:
         assert_eq!(
             asks(&pod.spec.asks),
             ["6 gpu-mps", "3 mig-1g.10gb.shared"],
-            "what the init container had is used again, on its device"
+            "units of the init container are used again, on its device"
         );
         assert_eq!(asks(&pod.asks())[2..], ["1 mig-1g.10gb", "1 mig-1g.10gb"]);
     }
@@ -716,7 +719,7 @@ spec:
     }
 
     #[test]
-    fn what_is_not_read_is_not_kept() {
+    fn trim_drops_unused_fields() {
         let kept = pod(
             "spec: {nodeName: n1, nodeSelector: {a: b}, tolerations: [{operator: Exists}], containers: [{resources: {limits: {cpu: 1}}}]}",
         );

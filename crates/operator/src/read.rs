@@ -1,8 +1,13 @@
-//! What the cluster says, as one value.
+//! The state of the cluster, as one value.
 //!
-//! Five watches, each trimmed to what is used before it is kept: policies and `GpuNode`s whole (but
-//! never their `managedFields`), of nodes what the scheduler looks at, of the agents' pods the node
-//! and the Ready condition, and pods as [`crate::pods`] keeps them.
+//! Each watch drops what the operator does not use before it stores an object:
+//!
+//! | object | what is kept |
+//! |---|---|
+//! | `SharingPolicy`, `GpuNode` | everything but `managedFields` |
+//! | node | what the scheduler reads |
+//! | agent pod | its node and its Ready condition |
+//! | pod | what [`crate::pods`] keeps |
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -23,120 +28,120 @@ use serde::Deserialize;
 
 use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
-/// Policies, by name.
+/// `SharingPolicy`s, by name.
 pub type PolicyStore = Store<DeserializeGuard<SharingPolicy>>;
 /// `GpuNode`s, by name.
 pub type GpuNodeStore = Store<DeserializeGuard<GpuNode>>;
-/// Nodes.
+/// Nodes, by name.
 pub type NodeStore = Store<NodeObject>;
 /// The agents' pods.
 pub type AgentStore = Store<AgentPod>;
 /// All pods that have not ended.
 pub type PodStore = Store<PodObject>;
-/// Claims of volumes.
+/// `PersistentVolumeClaim`s.
 pub type VolumeClaimStore = Store<VolumeClaimObject>;
-/// Volumes.
+/// `PersistentVolume`s.
 pub type VolumeStore = Store<VolumeObject>;
-/// Namespaces.
+/// Labels of namespaces.
 pub type NamespaceStore = Store<NamespaceObject>;
 
-/// What is kept of a namespace: its labels.
+/// A namespace, of which only the labels are kept.
 pub type NamespaceObject = PartialObjectMeta<Namespace>;
 
-/// What is kept of a claim of a volume.
+/// The kept part of a `PersistentVolumeClaim`.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "PersistentVolumeClaim")]
 pub struct VolumeClaimObject {
     /// Its name and namespace.
     pub metadata: ObjectMeta,
-    /// Its volume.
+    /// The bound volume.
     #[serde(default)]
     pub spec: VolumeClaimSpec,
 }
 
-/// What is kept of a claim's spec.
+/// The kept part of a claim's spec.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeClaimSpec {
-    /// The volume, once it is bound to one.
+    /// The volume's name, once the claim is bound.
     pub volume_name: Option<String>,
 }
 
-/// What is kept of a volume.
+/// The kept part of a `PersistentVolume`.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "PersistentVolume")]
 pub struct VolumeObject {
     /// Its name.
     pub metadata: ObjectMeta,
-    /// Where it can be mounted.
+    /// The nodes that can mount it.
     #[serde(default)]
     pub spec: VolumeSpec,
 }
 
-/// What is kept of a volume's spec.
+/// The kept part of a volume's spec.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeSpec {
-    /// The nodes that can mount it; none where all can.
+    /// The nodes that can mount it; `None` if all can.
     pub node_affinity: Option<VolumeNodeAffinity>,
 }
 
-/// Which nodes can mount a volume.
+/// Selects the nodes that can mount a volume.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct VolumeNodeAffinity {
-    /// What must hold of the node.
+    /// The selector that a node must match.
     pub required: Option<NodeSelector>,
 }
 
 impl VolumeObject {
-    /// The node selector terms of which a node must match one; none where every node can mount it.
+    /// The terms of which a node must match one; `None` if every node can mount the volume.
     pub fn required(&self) -> Option<&[NodeSelectorTerm]> {
         let required = self.spec.node_affinity.as_ref()?.required.as_ref()?;
         Some(&required.node_selector_terms)
     }
 }
 
-/// What is kept of a node.
+/// The kept part of a node.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CoreNode")]
 pub struct NodeObject {
     /// Name, UID, labels.
     pub metadata: ObjectMeta,
-    /// What keeps pods away.
+    /// Taints, and whether it is cordoned.
     #[serde(default)]
     pub spec: NodeObjectSpec,
-    /// What pods may use.
+    /// Its allocatable resources.
     #[serde(default)]
     pub status: NodeObjectStatus,
 }
 
-/// What is kept of a node's spec.
+/// The kept part of a node's spec.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct NodeObjectSpec {
     /// Taints.
     #[serde(default)]
     pub taints: Vec<Taint>,
-    /// Cordoned.
+    /// Whether the node is cordoned.
     #[serde(default)]
     pub unschedulable: bool,
 }
 
-/// What is kept of a node's status.
+/// The kept part of a node's status.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct NodeObjectStatus {
-    /// What pods may use of each resource.
+    /// Allocatable amount of each resource.
     #[serde(default)]
     pub allocatable: BTreeMap<String, Quantity>,
 }
 
-/// What is kept of an agent's pod.
+/// The kept part of an agent's pod.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "Pod")]
 pub struct AgentPod {
     /// Its name.
     pub metadata: ObjectMeta,
-    /// Where it runs.
+    /// The node that it runs on.
     #[serde(default)]
     pub spec: AgentPodSpec,
     /// Whether it is ready.
@@ -144,16 +149,16 @@ pub struct AgentPod {
     pub status: AgentPodStatus,
 }
 
-/// What is kept of an agent's pod's spec.
+/// The kept part of the spec of an agent's pod.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentPodSpec {
-    /// The node, once it is bound.
+    /// The node's name, once the pod is bound.
     #[serde(default)]
     pub node_name: Option<String>,
 }
 
-/// What is kept of an agent's pod's status.
+/// The kept part of the status of an agent's pod.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct AgentPodStatus {
     /// Its conditions.
@@ -161,7 +166,7 @@ pub struct AgentPodStatus {
     pub conditions: Vec<PodCondition>,
 }
 
-/// What is kept of a pod's condition.
+/// The kept part of a pod's condition.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct PodCondition {
     /// Its type.
@@ -172,16 +177,14 @@ pub struct PodCondition {
     pub status: String,
 }
 
-/// The cluster at one moment.
+/// The state of the cluster at one moment.
 #[derive(Debug, Clone, Default)]
 pub struct Observed {
-    /// Policies by name; one that is not what the definition says is an error here and stops
-    /// nobody.
+    /// Policies by name. A malformed policy is an error here and does not affect the others.
     pub policies: BTreeMap<String, Result<SharingPolicy, InvalidObject>>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
-    /// Pods that have not ended: those that wait, in order of arrival, and those that are on a
-    /// node, by name.
+    /// Pods that have not ended, in order of creation: pending pods and pods on a node with GPUs.
     pub pods: Vec<Claimant>,
 }
 
@@ -190,19 +193,19 @@ pub struct Observed {
 pub struct Node {
     /// UID, for the owner reference of its `GpuNode`.
     pub uid: String,
-    /// The version of the object that this is of.
+    /// The `resourceVersion` of the node object.
     pub version: String,
     /// Labels.
     pub labels: BTreeMap<String, String>,
     /// Taints.
     pub taints: Vec<Taint>,
-    /// Cordoned.
+    /// Whether the node is cordoned.
     pub unschedulable: bool,
-    /// What pods may use of each resource.
+    /// Allocatable amount of each resource.
     pub allocatable: BTreeMap<String, Quantity>,
-    /// Its agent's pod, if there is one.
+    /// Its agent's pod; `None` if no agent runs on it.
     pub agent: Option<Agent>,
-    /// Its `GpuNode`, if there is one; shared with the watch's store, since most passes change
+    /// Its `GpuNode`, if it has one. Shared with the watch's store, because most passes change
     /// none.
     pub gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
@@ -210,29 +213,29 @@ pub struct Node {
 /// A node's agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Agent {
-    /// The kubelet says that it is ready.
+    /// Whether the kubelet reports the agent's pod as ready.
     pub ready: bool,
 }
 
 impl Node {
-    /// Its GPUs as its agent last reported them; none where no agent has.
+    /// Its GPUs as its agent last reported them; `None` if no agent has reported.
     pub fn reported(&self) -> Option<&[GpuStatus]> {
         let status = self.object()?.status.as_ref()?;
-        // Whoever writes a status first, the agent fills this in with its GPUs.
+        // Another writer may create the status first. Only the agent sets these fields.
         (!status.agent_version.is_empty() || !status.gpus.is_empty()).then_some(status.gpus.as_slice())
     }
 
-    /// Its `GpuNode`, where that is what the definition says.
+    /// Its `GpuNode`; `None` if it has none or the object is malformed.
     pub fn object(&self) -> Option<&GpuNode> {
         self.gpu_node.as_ref().and_then(|object| object.0.as_ref().ok())
     }
 
-    /// Its GPUs that an administrator has cordoned.
+    /// The GPUs that an administrator has cordoned.
     pub fn cordons(&self) -> Cordons {
         Cordons::read(self.annotation(CORDON_ANNOTATION))
     }
 
-    /// Its GPUs of which an administrator says that what was wrong is over.
+    /// The GPUs whose recorded faults an administrator has cleared.
     pub fn cleared(&self) -> Cleared {
         Cleared::read(self.annotation(CLEARED_ANNOTATION))
     }
@@ -241,13 +244,15 @@ impl Node {
         self.object()?.metadata.annotations.as_ref()?.get(name)
     }
 
-    /// Whether there is a `GpuNode`, malformed or not.
+    /// Whether it has a `GpuNode`, malformed or not.
     pub fn has_object(&self) -> bool {
         self.gpu_node.is_some()
     }
 
-    /// What its `GpuNode` says that it shall be; nothing where there is no object yet, and an error
-    /// where that is malformed.
+    /// The desired state in its `GpuNode`; the default if it has none.
+    ///
+    /// # Errors
+    /// The object is malformed.
     pub fn spec(&self) -> Result<GpuNodeSpec, &InvalidObject> {
         match self.gpu_node.as_ref().map(|object| &object.0) {
             None => Ok(GpuNodeSpec::default()),
@@ -270,16 +275,16 @@ pub struct Stores {
     pub agents: AgentStore,
     /// Pods.
     pub pods: PodStore,
-    /// Claims of volumes.
+    /// `PersistentVolumeClaim`s.
     pub volume_claims: VolumeClaimStore,
-    /// Volumes.
+    /// `PersistentVolume`s.
     pub volumes: VolumeStore,
-    /// Namespaces.
+    /// Labels of namespaces.
     pub namespaces: NamespaceStore,
 }
 
 impl Stores {
-    /// Waits until each watch has listed all of its objects once.
+    /// Waits until each watch has listed its objects once.
     ///
     /// # Errors
     /// A watch has ended.
@@ -295,7 +300,7 @@ impl Stores {
         pods.wait_until_ready().await
     }
 
-    /// The cluster as the watches last told it.
+    /// Converts the stored objects to one value.
     pub fn observe(&self) -> Observed {
         let mut observed = Observed::default();
         self.nodes.state().iter().for_each(|node| observed.add_node(node));
@@ -308,7 +313,7 @@ impl Stores {
 }
 
 impl Observed {
-    /// One node; before what is on it.
+    /// Adds a node. Call it before adding anything that is on the node.
     pub fn add_node(&mut self, node: &NodeObject) {
         let found = Node {
             uid: node.uid().unwrap_or_default(),
@@ -323,7 +328,7 @@ impl Observed {
         self.nodes.insert(node.name_any(), found);
     }
 
-    /// One agent's pod.
+    /// Adds an agent's pod.
     pub fn add_agent(&mut self, pod: &AgentPod) {
         if let Some(node) = pod.spec.node_name.as_ref().and_then(|name| self.nodes.get_mut(name)) {
             let ready = is_ready(pod) || node.agent.is_some_and(|agent| agent.ready);
@@ -331,46 +336,45 @@ impl Observed {
         }
     }
 
-    /// One node's `GpuNode`, as the API server tells it.
+    /// Adds a node's `GpuNode` as the API server returns it.
     pub fn add_gpu_node(&mut self, object: &DeserializeGuard<GpuNode>) {
         let mut object = object.clone();
         complete(&mut object);
         self.share_gpu_node(Arc::new(object));
     }
 
-    /// One node's `GpuNode`, [complete].
+    /// Adds a node's `GpuNode` that is already [complete].
     fn share_gpu_node(&mut self, object: Arc<DeserializeGuard<GpuNode>>) {
         if let Some(node) = self.nodes.get_mut(&object.name_any()) {
             node.gpu_node = Some(object);
         }
     }
 
-    /// One policy; one that is being deleted is none.
+    /// Adds a policy. A policy that is being deleted is ignored.
     pub fn add_policy(&mut self, policy: &DeserializeGuard<SharingPolicy>) {
         if policy.meta().deletion_timestamp.is_none() {
             self.policies.insert(policy.name_any(), policy.0.clone());
         }
     }
 
-    /// All pods.
+    /// Replaces all pods.
     pub fn set_pods<'a>(&mut self, objects: impl Iterator<Item = &'a PodObject>) {
         let gpu_node = |name: &str| self.nodes.get(name).is_some_and(Node::has_object);
-        // A pod on a node without GPUs is nobody's matter here.
+        // Pods on nodes without GPUs are not needed.
         let found = objects.filter(|pod| pod.node().is_none_or(gpu_node)).filter_map(pods::claimant);
         self.pods = found.collect();
         self.pods.sort_by(|a, b| (&a.created, &a.pod.name).cmp(&(&b.created, &b.pod.name)));
     }
 }
 
-/// Makes each GPU of a `GpuNode` complete: what its status tells once for all GPUs of a model is
-/// told of each.
+/// Copies to each GPU what a status states only once for all GPUs of a model.
 pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
         *status = std::mem::take(status).complete();
     }
 }
 
-/// Whether an agent's pod is ready and staying.
+/// Whether an agent's pod is ready and not terminating.
 pub(crate) fn is_ready(pod: &AgentPod) -> bool {
     pod.metadata.deletion_timestamp.is_none()
         && pod.status.conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")

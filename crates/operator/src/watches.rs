@@ -1,5 +1,5 @@
-//! Keeps the stores that controllers read up to date, and wakes the controllers that a change
-//! concerns.
+//! Watches the cluster, keeps the stores that controllers read, and wakes the controllers that a
+//! change concerns.
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,48 +23,49 @@ use crate::pods::PodObject;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete};
 use crate::rollout::{Revision, Watched};
 
-/// What is dropped of an object before it is kept, and whether a change of it is worth a look.
+/// A function that drops unused fields before an object is stored, and a predicate for
+/// changes that wake a controller.
 type Keeping<K> = (fn(&mut K), fn(&K) -> bool);
 
-/// Whom changes wake.
+/// Notifications that wake the controllers.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Wakes {
     pub(crate) passes: Arc<Notify>,
     pub(crate) gate: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
-    /// Pods decide what no GPU becomes, as the last pass saw it.
-    indifferent: Arc<AtomicBool>,
+    /// Whether the last pass found that no GPU is shared by demand. Pods then do not wake passes.
+    ignore_pods: Arc<AtomicBool>,
 }
 
 impl Wakes {
-    /// Something that all look at.
+    /// Wakes all controllers.
     fn all(&self) {
         self.passes.notify_one();
         self.gate.notify_one();
         self.tenants.notify_one();
     }
 
-    /// A pod: passes look at them only where pods decide what GPUs become. They come and go, and a
-    /// pass is about all nodes.
+    /// Wakes the controllers that a changed pod concerns. Pods change often and a pass covers all
+    /// nodes, so pods wake passes only if some GPU is shared by demand.
     fn pod(&self) {
-        if !self.indifferent.load(Ordering::Acquire) {
+        if !self.ignore_pods.load(Ordering::Acquire) {
             self.passes.notify_one();
         }
         self.gate.notify_one();
         self.tenants.notify_one();
     }
 
-    /// A pass has seen whether pods decide about GPUs. What came before it was known that they do
-    /// is looked at again.
+    /// Records whether some GPU is shared by demand, as the current pass found. If that was not so
+    /// before, wakes the passes again: a pod that changed during the pass did not.
     pub(crate) fn pods_decide(&self, decide: bool) {
-        let before = self.indifferent.swap(!decide, Ordering::AcqRel);
+        let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
             self.passes.notify_one();
         }
     }
 }
 
-/// What the watches share.
+/// Starts watches that share their tasks and metrics.
 pub(crate) struct Watches<'a> {
     pub(crate) tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
     pub(crate) wakes: &'a Wakes,
@@ -73,11 +74,11 @@ pub(crate) struct Watches<'a> {
 }
 
 impl Watches<'_> {
-    /// Keeps all that passes and the gate look at.
+    /// Starts the watches that fill [`Stores`].
     pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let everything = watcher::Config::default();
         let agents = watcher::Config::default().labels(agent_selector);
-        // Pods that have ended hold nothing; the API server need not even tell of them.
+        // Pods that have ended hold no devices, so the API server need not send them.
         let living = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
         let gate: fn(&Wakes) = |wakes| wakes.gate.notify_one();
         Stores {
@@ -111,15 +112,14 @@ impl Watches<'_> {
                 (trim, |_| true),
                 Wakes::all,
             ),
-            // What other pods do changes little, and the next pass sees it.
+            // Other pods have little influence. The next pass reads them anyway.
             pods: self.keep(
                 "Pod",
                 watcher(Api::<PodObject>::all(client.clone()), living),
-                (PodObject::trim, |pod| pod.wants_gpus() || pod.is_ours_to_open()),
+                (PodObject::trim, |pod| pod.wants_gpus() || pod.waits_at_gate()),
                 Wakes::pod,
             ),
-            // Where volumes can be mounted, and namespaces' labels: what the scheduler looks at
-            // too. The gate alone does.
+            // The scheduler also reads volumes and namespaces' labels. Only the gate needs them.
             volume_claims: self.keep(
                 "PersistentVolumeClaim",
                 watcher(Api::<VolumeClaimObject>::all(client.clone()), watcher::Config::default()),
@@ -141,14 +141,14 @@ impl Watches<'_> {
         }
     }
 
-    /// Keeps the namespaces with exceptions from admission.
-    pub(crate) fn exceptions(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
-        let excepted = watcher::Config::default().labels(ALLOW_LABEL);
-        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), excepted);
+    /// Watches the namespaces that are exempt from admission.
+    pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
+        let exempt = watcher::Config::default().labels(ALLOW_LABEL);
+        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
         self.keep("Namespace", watch, (trim, |_| false), Wakes::all)
     }
 
-    /// Keeps what MPS hosts are replaced by: the gate alone looks at it.
+    /// Watches what the replacement of MPS hosts depends on. Only the gate reads it.
     pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
         let labelled = watcher::Config::default().labels(selector);
         let wake = |wakes: &Wakes| wakes.gate.notify_one();
@@ -161,13 +161,13 @@ impl Watches<'_> {
         }
     }
 
-    /// Keeps what a watch tells in a store, for ever. `trim` drops what nobody reads before it is
-    /// kept; of what `matters` a pass is made.
+    /// Stores the objects of a watch until the process stops. `trim` drops unused fields before an
+    /// object is stored. A change of an object for which `is_relevant` returns true calls `wake`.
     fn keep<K>(
         &mut self,
         kind: &'static str,
         watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
-        (trim, matters): Keeping<K>,
+        (trim, is_relevant): Keeping<K>,
         wake: fn(&Wakes),
     ) -> Store<K>
     where
@@ -175,29 +175,25 @@ impl Watches<'_> {
     {
         let (store, writer) = reflector::store();
         let (wakes, metrics, stop) = (self.wakes.clone(), self.metrics.clone(), self.stop.clone());
-        // A bare watcher repeats a failed request at once; this waits from 0.8 to 30 s.
+        // A bare watcher repeats a failed request at once. This backs off from 0.8 to 30 s.
         let events = watch.default_backoff().modify(trim).reflect(writer);
         self.tasks.spawn(async move {
-            let told = events.for_each(|event| {
+            let handled = events.for_each(|event| {
                 match event {
-                    // A list in progress is not what the cluster says yet.
+                    // A list in progress is not yet the state of the cluster.
                     Ok(Event::Init | Event::InitApply(_)) => {}
-                    Ok(Event::Apply(object) | Event::Delete(object)) if !matters(&object) => {}
+                    Ok(Event::Apply(object) | Event::Delete(object)) if !is_relevant(&object) => {}
                     Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => wake(&wakes),
                     Err(error) => {
                         metrics.watch_errors.get_or_create(&Kind { kind }).inc();
-                        tracing::warn!(
-                            kind,
-                            error = &error as &dyn std::error::Error,
-                            "the watch failed and is tried again"
-                        );
+                        tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                     }
                 }
                 std::future::ready(())
             });
-            // Dropping a watch loses nothing that anybody still reads.
+            // Dropping a watch is safe: after `stop` nothing reads the store.
             tokio::select! {
-                () = told => {}
+                () = handled => {}
                 () = stop.cancelled() => {}
             }
             ("watch", Ok(()))
@@ -206,14 +202,15 @@ impl Watches<'_> {
     }
 }
 
-/// Drops what nobody reads of any object.
+/// Drops metadata that the operator never reads.
 fn trim<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
     meta.annotations = None;
 }
 
-/// Drops what others wrote: what administrators say of GPUs is in annotations of ours.
+/// Drops metadata that others wrote. Annotations of Cleave stay: they hold what administrators ask
+/// of a GPU.
 fn trim_others<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
@@ -229,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_administrators_say_of_a_gpu_node_is_kept_and_what_tools_wrote_is_not() {
+    fn only_cleave_annotations_of_a_gpu_node_are_kept() {
         let mut node = cleave_api::GpuNode::new("n", cleave_api::GpuNodeSpec::default());
         let annotations =
             ["cleave.dev/cordon", "cleave.dev/cleared", "kubectl.kubernetes.io/last-applied-configuration"];
@@ -242,22 +239,26 @@ mod tests {
     }
 
     #[test]
-    fn pods_wake_passes_only_where_they_decide_what_gpus_become_and_none_is_missed_when_they_begin_to() {
+    fn pods_wake_passes_only_if_a_gpu_is_shared_by_demand_and_none_is_missed() {
         let wakes = Wakes::default();
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
         wakes.pod();
-        assert!(woken(&wakes.passes) && woken(&wakes.gate), "before the first pass nobody knows");
+        assert!(
+            woken(&wakes.passes) && woken(&wakes.gate),
+            "before the first pass it is not known whether pods decide"
+        );
         wakes.pods_decide(false);
         wakes.pod();
         assert!(!woken(&wakes.passes) && woken(&wakes.gate));
         wakes.all();
         assert!(woken(&wakes.passes) && woken(&wakes.gate));
-        // This one comes after a pass has looked, and before that pass finds that pods decide.
+        // This pod changes after the pass has read the pods and before the pass reports that GPUs
+        // are shared by demand.
         wakes.pod();
         wakes.pods_decide(true);
         assert!(woken(&wakes.passes));
         wakes.pods_decide(true);
-        assert!(!woken(&wakes.passes), "and not again and again");
+        assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
         wakes.pod();
         assert!(woken(&wakes.passes));
     }

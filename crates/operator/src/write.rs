@@ -1,28 +1,27 @@
-//! What every write to the API server has in common: a time limit, and Events that nobody waits
-//! for.
+//! Time limits for writes to the API server, and publication of Events.
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, Recorder};
 
-/// How long one write may take. A claim ends this long before the lease does
-/// ([`crate::leader::CLAIM`], [`crate::leader::LEASE`]), so a write that starts under a claim ends
-/// before another process may lead.
+/// The time limit of one write. A [`LeaseGuard`](crate::leader::LeaseGuard) expires this long
+/// before its lease, so a write that starts while the guard is valid ends before another process
+/// can lead.
 pub(crate) const WRITE: Duration = Duration::from_secs(5);
 
-/// The result of a write, or `None` if the API server did not answer within [`WRITE`].
+/// Returns the result of a write, or `None` if the API server did not answer within [`WRITE`].
 pub(crate) async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
     let written = tokio::time::timeout(WRITE, write).await;
     if written.is_err() {
-        tracing::warn!("the API server did not answer a write within {} s", WRITE.as_secs());
+        tracing::warn!(seconds = WRITE.as_secs(), "write timed out");
     }
     written.ok()
 }
 
-/// Publishes an Event. One that cannot be written is logged and not retried: Events are a courtesy.
+/// Publishes an Event. A failure is logged and not retried, because Events are best effort.
 pub(crate) async fn publish(recorder: &Recorder, event: &Event, regarding: &ObjectReference) {
     let published = tokio::time::timeout(WRITE, recorder.publish(event, regarding)).await;
     if let Ok(Err(error)) = published {
-        tracing::warn!(error = &error as &dyn std::error::Error, "no event");
+        tracing::warn!(error = &error as &dyn std::error::Error, "failed to publish an Event");
     }
 }

@@ -1,5 +1,4 @@
-//! Policies and nodes in, desired nodes and told statuses out: the steps that need no cluster, as
-//! one.
+//! From policies and nodes to desired nodes and policy statuses: all steps that need no cluster.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::collections::BTreeMap;
@@ -12,7 +11,7 @@ use cleave_api::gpunode::{
 use cleave_api::sharingpolicy::{Enforcement, SharingPolicy, SharingPolicyStatus};
 use cleave_operator::policies::apply::{self, changes};
 use cleave_operator::policies::plan::{Plan, plan};
-use cleave_operator::policies::status::{Telling, Told, event, updates};
+use cleave_operator::policies::status::{WrittenStatus, WrittenStatuses, event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
@@ -42,11 +41,11 @@ fn gpu(node: &str, index: u32, model: &str, memory_mib: u64) -> GpuStatus {
     }
 }
 
-/// A cluster that a test writes down.
+/// The cluster of a test.
 #[derive(Default)]
 struct World {
     observed: Observed,
-    told: Told,
+    written: WrittenStatuses,
 }
 
 impl World {
@@ -116,7 +115,7 @@ impl World {
         plan(&self.observed)
     }
 
-    /// The operator has written what it planned.
+    /// Writes the plan as the operator does.
     fn write(&mut self) -> Plan {
         let plan = self.plan();
         for change in changes(&plan, &self.observed) {
@@ -127,7 +126,7 @@ impl World {
         plan
     }
 
-    /// The agents have done all that was written.
+    /// Applies all specs as agents do.
     fn serve(&mut self) {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
         for name in names {
@@ -153,10 +152,10 @@ impl World {
         }
     }
 
-    /// The statuses that are told, all of them; afterwards the policies say so.
-    fn tell(&mut self) -> BTreeMap<String, SharingPolicyStatus> {
+    /// Writes all statuses as the operator does, and returns them.
+    fn report(&mut self) -> BTreeMap<String, SharingPolicyStatus> {
         let plan = self.plan();
-        for update in updates(&plan, &self.observed, &self.told, at(0)) {
+        for update in updates(&plan, &self.observed, &self.written, at(0)) {
             if let Some(Ok(policy)) = self.observed.policies.get_mut(&update.policy) {
                 policy.status = Some(update.status);
             }
@@ -166,13 +165,14 @@ impl World {
     }
 
     fn condition(&mut self, policy: &str, type_: &str) -> Condition {
-        let told = self.tell();
-        let status = told.get(policy).unwrap_or_else(|| panic!("{policy} is told nothing"));
+        let statuses = self.report();
+        let status = statuses.get(policy).unwrap_or_else(|| panic!("{policy} has no status"));
         status.conditions.iter().find(|condition| condition.type_ == type_).unwrap().clone()
     }
 
+    /// Asserts the status, the reason and a part of the message of a policy's condition.
     #[track_caller]
-    fn says(&mut self, policy: &str, type_: &str, status: &str, reason: &str, part: &str) {
+    fn assert_condition(&mut self, policy: &str, type_: &str, status: &str, reason: &str, part: &str) {
         let condition = self.condition(policy, type_);
         assert_eq!((condition.status.as_str(), condition.reason.as_str()), (status, reason), "{}", condition.message);
         assert!(condition.message.contains(part), "{part:?} is not in {:?}", condition.message);
@@ -186,7 +186,7 @@ fn at(second: i64) -> Timestamp {
 const TEN: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
 
 #[test]
-fn ten_shares_of_each_gpu_with_limits_of_k_shares() {
+fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
     let world = World::default().four("n1").policy("ten", TEN);
     let plan = world.plan();
     let spec = &plan.nodes["n1"];
@@ -205,14 +205,14 @@ fn ten_shares_of_each_gpu_with_limits_of_k_shares() {
 }
 
 #[test]
-fn shares_by_memory_are_as_many_as_fit_and_as_large_as_asked() {
+fn shares_by_memory_are_as_many_as_fit() {
     let world =
         World::default().four("n1").policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
     let plan = world.plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.count, slices.memory_mib[0], slices.memory_mib[6]), (7, 10_240, 71_680));
     assert!(slices.threads.is_empty());
-    // Never more than MPS can serve.
+    // The number of shares is capped at what MPS can serve.
     let world = World::default().four("n1").policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
     let plan = world.plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
@@ -220,7 +220,7 @@ fn shares_by_memory_are_as_many_as_fit_and_as_large_as_asked() {
 }
 
 #[test]
-fn each_process_gets_its_part_where_clients_are_split() {
+fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
     let spec = "mode: Mps\nmps:\n  unitMemory: 10Gi\n  clients:\n    max: 4\n    split: true";
     let plan = World::default().four("n1").policy("split", spec).plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
@@ -228,26 +228,26 @@ fn each_process_gets_its_part_where_clients_are_split() {
 }
 
 #[test]
-fn gpus_of_no_policy_are_whole_and_each_gpu_has_its_own_mode() {
+fn each_gpu_has_its_own_mode_and_gpus_without_a_policy_are_whole() {
     let world = World::default()
         .four("n1")
         .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN}"))
-        .policy("turns", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
+        .policy("time-sliced", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
         .policy("whole", "gpus:\n  indices: [2]\nmode: Whole\nenforcement: Evict");
     let plan = world.plan();
-    let [mps, turns, whole, nobody] = plan.nodes["n1"].gpus.as_slice() else { panic!("not four GPUs") };
+    let [mps, time_sliced, whole, unshared] = plan.nodes["n1"].gpus.as_slice() else { panic!("not four GPUs") };
     assert!(mps.partition.mps.is_some());
-    let slicing = turns.partition.time_slicing.as_ref().unwrap();
+    let slicing = time_sliced.partition.time_slicing.as_ref().unwrap();
     assert_eq!((slicing.resource.as_str(), slicing.replicas), ("nvidia.com/gpu.shared", 4));
     assert_eq!(whole.partition.whole.as_ref().unwrap().resource, "nvidia.com/gpu");
     assert_eq!(whole.policy.as_deref(), Some("whole"));
     assert_eq!([whole.enforcement, mps.enforcement], [Enforcement::Evict, Enforcement::Report]);
-    assert_eq!(nobody.partition.whole, whole.partition.whole);
-    assert_eq!(nobody.policy, None);
+    assert_eq!(unshared.partition.whole, whole.partition.whole);
+    assert_eq!(unshared.policy, None);
 }
 
 #[test]
-fn a_mig_layout_lies_where_nvml_says_and_its_instances_can_be_shared() {
+fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
     let mut a100 = gpu("n1", 0, "NVIDIA A100-SXM4-80GB", 81_920);
     let profile = |name: &str, size, starts: &[u32], memory_mib| MigProfileStatus {
         name: name.to_owned(),
@@ -264,16 +264,16 @@ fn a_mig_layout_lies_where_nvml_says_and_its_instances_can_be_shared() {
     let mut world = world.policy("cut", "mode: Mig\nmig:\n  layout: [1g.10gb+me, 3g.40gb]");
     let plan = world.write();
     let instances = plan.nodes["n1"].gpus[0].partition.mig.as_ref().unwrap();
-    let told: Vec<(&str, u32, &str)> = instances
+    let found: Vec<(&str, u32, &str)> = instances
         .iter()
         .map(|instance| {
             (instance.profile.as_str(), instance.start, instance.partition.whole.as_ref().unwrap().resource.as_str())
         })
         .collect();
-    assert_eq!(told, [("3g.40gb", 0, "nvidia.com/mig-3g.40gb"), ("1g.10gb+me", 4, "nvidia.com/mig-1g.10gb.me")]);
+    assert_eq!(found, [("3g.40gb", 0, "nvidia.com/mig-3g.40gb"), ("1g.10gb+me", 4, "nvidia.com/mig-1g.10gb.me")]);
     assert!(plan.nodes["n1"].gpus[1].partition.whole.is_some(), "a T4 stays whole");
-    world.says("cut", "Accepted", "True", "Accepted", "");
-    world.says("cut", "Ready", "False", "MigNotSupported", "GPU 1 of n1: it cannot do MIG");
+    world.assert_condition("cut", "Accepted", "True", "Accepted", "");
+    world.assert_condition("cut", "Ready", "False", "MigNotSupported", "GPU 1 of n1: it does not support MIG");
 
     world.set_policy(
         "cut",
@@ -286,29 +286,35 @@ fn a_mig_layout_lies_where_nvml_says_and_its_instances_can_be_shared() {
     assert_eq!(mps.compute_mode, cleave_api::sharingpolicy::ComputeMode::Default);
 
     world.set_policy("cut", "gpus:\n  models: [A100]\nmode: Mig\nmig:\n  layout: [3g.40gb, 3g.40gb, 1g.10gb+me]");
-    world.says("cut", "Accepted", "False", "LayoutNotPossible", "do not fit on it together");
+    world.assert_condition("cut", "Accepted", "False", "LayoutNotPossible", "do not fit on it at the same time");
 }
 
 #[test]
-fn the_more_specific_policy_wins_and_the_loser_is_told_by_whom() {
+fn the_more_specific_policy_wins_and_the_other_reports_it() {
     let mut world =
         World::default().four("n1").policy("all", TEN).policy("first", "gpus:\n  indices: [0]\nmode: Whole");
     world.write();
     world.serve();
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("first"));
-    world.says("all", "Conflict", "True", "Overridden", "first has GPU 0 of n1");
-    world.says("all", "Ready", "True", "Ready", "3 GPUs of n1 are shared as the policy says");
-    world.says("first", "Conflict", "False", "NoConflict", "");
-    let told = world.tell();
-    assert_eq!((told["all"].gpus, told["all"].nodes, told["all"].total), (3, 1, 30));
+    world.assert_condition("all", "Conflict", "True", "Overridden", "first has GPU 0 of n1");
+    world.assert_condition("all", "Ready", "True", "Ready", "3 GPUs of n1 are shared as the policy says");
+    world.assert_condition("first", "Conflict", "False", "NoConflict", "");
+    let statuses = world.report();
+    assert_eq!((statuses["all"].gpus, statuses["all"].nodes, statuses["all"].total), (3, 1, 30));
 
     let mut world = World::default().four("n1").policy("older", TEN).policy("younger", "mode: Whole");
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("older"));
-    world.says("younger", "Ready", "False", "Overridden", "all GPUs that it selects follow other policies: older");
+    world.assert_condition(
+        "younger",
+        "Ready",
+        "False",
+        "Overridden",
+        "all GPUs that the policy selects follow other policies: older",
+    );
 }
 
 #[test]
-fn a_policy_that_can_mean_nothing_says_what_there_is() {
+fn a_policy_that_matches_nothing_reports_what_exists() {
     let mut world = World::default()
         .node("n1", &[("zone", "a")], vec![gpu("n1", 0, "NVIDIA L4", 23_034), gpu("n1", 1, "NVIDIA L4", 23_034)])
         .policy("model", "gpus:\n  models: [A1000]\nmode: Whole")
@@ -316,41 +322,47 @@ fn a_policy_that_can_mean_nothing_says_what_there_is() {
         .policy("index", "gpus:\n  indices: [7]\nmode: Whole")
         .policy("nowhere", "nodeSelector:\n  zone: b\nmode: Whole")
         .policy("large", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  unitMemory: 40Gi");
-    world.says(
+    world.assert_condition(
         "model",
         "Accepted",
         "False",
         "UnknownModel",
-        "no GPU of the selected nodes is A1000; they have NVIDIA L4 (2)",
+        "no GPU of the selected nodes is A1000; the nodes have NVIDIA L4 (2)",
     );
-    world.says("uuid", "Accepted", "False", "UnknownGpu", "GPU-ffffffff");
-    world.says("index", "Accepted", "False", "NoGpuMatches", "no GPU is in all lists");
-    world.says("nowhere", "Ready", "False", "NoNodeMatches", "no node has all labels");
-    world.says("large", "Accepted", "False", "GpuTooSmall", "GPU 0 of n1: it has 22906 MiB, and a share is 40960 MiB");
+    world.assert_condition("uuid", "Accepted", "False", "UnknownGpu", "GPU-ffffffff");
+    world.assert_condition("index", "Accepted", "False", "NoGpuMatches", "no GPU matches all lists");
+    world.assert_condition("nowhere", "Ready", "False", "NoNodeMatches", "no node matches nodeSelector");
+    world.assert_condition(
+        "large",
+        "Accepted",
+        "False",
+        "GpuTooSmall",
+        "GPU 0 of n1: it has 22906 MiB for shares, and one share needs 40960 MiB",
+    );
     assert!(world.plan().nodes["n1"].gpus[0].partition.whole.is_some());
 }
 
 #[test]
-fn a_model_may_yet_be_on_a_node_that_has_not_reported() {
+fn an_unreported_node_may_have_the_missing_model() {
     let mut world = World::default().four("n1").four("n2").policy("model", "gpus:\n  models: [A1000]\nmode: Whole");
     world.object("n2").status = None;
-    world.says("model", "Accepted", "True", "Accepted", "");
-    world.says("model", "Ready", "False", "AgentNotReporting", "n2");
+    world.assert_condition("model", "Accepted", "True", "Accepted", "");
+    world.assert_condition("model", "Ready", "False", "AgentNotReporting", "n2");
     let plan = world.plan();
-    assert!(!plan.nodes.contains_key("n2"), "what a silent node shall be is not touched");
+    assert!(!plan.nodes.contains_key("n2"), "the spec of a node without a report stays");
     world.observed.nodes.get_mut("n2").unwrap().gpu_node = None;
-    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "an object is made for the agent to report in");
+    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "an object is created for the agent to report in");
     world.observed.nodes.get_mut("n2").unwrap().agent = None;
-    assert!(!world.plan().nodes.contains_key("n2"), "none is made where no agent runs");
+    assert!(!world.plan().nodes.contains_key("n2"), "no object is created without an agent");
 }
 
 #[test]
-fn gpus_in_use_are_waited_for_by_the_names_of_their_pods() {
+fn a_policy_that_waits_names_the_pods() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
-    world.says("p", "Ready", "False", "Applying", "n1 is being told");
+    world.assert_condition("p", "Ready", "False", "Applying", "n1 has not received its new spec yet");
     world.serve();
-    world.says("p", "Ready", "True", "Ready", "");
+    world.assert_condition("p", "Ready", "True", "Ready", "");
     world.set_policy("p", "mode: Mps\nmps:\n  units: 5");
     world.write();
     let id = uuid("n1", 2);
@@ -360,7 +372,7 @@ fn gpus_in_use_are_waited_for_by_the_names_of_their_pods() {
     status.observed_generation = generation;
     status.steps = vec![
         StepStatus { gpu: uuid("n1", 0), result: "Done".into(), ..StepStatus::default() },
-        StepStatus { gpu: id.clone(), result: "Waiting".into(), message: "in use".into(), ..StepStatus::default() },
+        StepStatus { gpu: id.clone(), result: "Waiting".into(), reason: "InUse".into(), ..StepStatus::default() },
     ];
     for (index, gpu) in status.gpus.iter_mut().enumerate() {
         if index != 2 {
@@ -369,21 +381,34 @@ fn gpus_in_use_are_waited_for_by_the_names_of_their_pods() {
     }
     let holds = |pod: &str| AllocationStatus { pod: pod.to_owned(), device: id.clone(), ..AllocationStatus::default() };
     world.gpu("n1", 2).allocations = vec![holds("team/b"), holds("team/a"), holds("team/b")];
-    let says = |world: &mut World, message: &str| {
+    let set_message = |world: &mut World, message: &str| {
         message.clone_into(&mut world.object("n1").status.as_mut().unwrap().steps[1].message);
     };
-    says(&mut world, "in use by team/b");
-    world.says("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by team/b");
-    says(&mut world, "in use by a pod that is being admitted");
-    world.says("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by a pod that is being admitted");
-    says(&mut world, "");
-    world.says("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by team/a, team/b");
-    says(&mut world, "there is no MIG instance 3g.40gb at 0");
-    world.says("p", "Ready", "False", "Applying", "GPU 2 of n1 waits: there is no MIG instance 3g.40gb at 0");
+    set_message(&mut world, "in use by team/b");
+    world.assert_condition("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by team/b");
+    set_message(&mut world, "in use by a pod that is being admitted");
+    world.assert_condition(
+        "p",
+        "Ready",
+        "False",
+        "WaitingForPods",
+        "GPU 2 of n1 waits: in use by a pod that is being admitted",
+    );
+    set_message(&mut world, "");
+    world.assert_condition("p", "Ready", "False", "WaitingForPods", "GPU 2 of n1 waits: in use by team/a, team/b");
+    world.object("n1").status.as_mut().unwrap().steps[1].reason.clear();
+    set_message(&mut world, "there is no MIG instance 3g.40gb at 0");
+    world.assert_condition(
+        "p",
+        "Ready",
+        "False",
+        "Applying",
+        "GPU 2 of n1 waits: there is no MIG instance 3g.40gb at 0",
+    );
 }
 
 #[test]
-fn what_the_agent_refuses_or_cannot_do_is_told_first() {
+fn failed_and_refused_steps_are_reported_first() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     let object = world.object("n1");
@@ -395,15 +420,16 @@ fn what_the_agent_refuses_or_cannot_do_is_told_first() {
         action: "serve 10 nvidia.com/gpu-mps".into(),
         result: result.into(),
         message: message.into(),
+        ..StepStatus::default()
     };
     status.steps = vec![step(0, "Waiting", ""), step(1, "Failed", "NVML: Insufficient Permissions")];
-    world.says("p", "Ready", "False", "ApplyFailed", "GPU 1 of n1: NVML: Insufficient Permissions");
-    world.says("p", "Ready", "False", "ApplyFailed", "GPU 0 of n1 waits: serve 10 nvidia.com/gpu-mps");
-    world.says("p", "Ready", "False", "ApplyFailed", "GPU 2 of n1 is being cut");
+    world.assert_condition("p", "Ready", "False", "ApplyFailed", "GPU 1 of n1: NVML: Insufficient Permissions");
+    world.assert_condition("p", "Ready", "False", "ApplyFailed", "GPU 0 of n1 waits: serve 10 nvidia.com/gpu-mps");
+    world.assert_condition("p", "Ready", "False", "ApplyFailed", "GPU 2 of n1 is being repartitioned");
 }
 
 #[test]
-fn what_administrators_say_of_a_gpu_goes_to_its_agent_and_changes_nothing_else() {
+fn annotations_of_administrators_are_copied_to_the_spec() {
     let mut world = World::default().four("n1").policy("p", TEN);
     let annotate = |world: &mut World, cordon: &str, cleared: &str| {
         let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
@@ -428,19 +454,19 @@ fn what_administrators_say_of_a_gpu_goes_to_its_agent_and_changes_nothing_else()
 }
 
 #[test]
-fn a_sick_gpu_and_an_agent_that_is_away_are_told() {
+fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     world.serve();
     world.gpu("n1", 3).health =
         Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
-    world.says("p", "Ready", "False", "GpuUnhealthy", "GPU 3 of n1 is not healthy: XID 79");
+    world.assert_condition("p", "Ready", "False", "GpuUnhealthy", "GPU 3 of n1 is unhealthy: XID 79");
     world.gpu("n1", 3).health.healthy = true;
     world.gpu("n1", 0).mps = vec![MpsStatus { state: "Restarting".into(), ..MpsStatus::default() }];
-    world.says("p", "Ready", "True", "Ready", "");
+    world.assert_condition("p", "Ready", "True", "Ready", "");
     world.gpu("n1", 0).mps =
         vec![MpsStatus { state: "BackOff".into(), message: "exited with 1".into(), ..MpsStatus::default() }];
-    world.says(
+    world.assert_condition(
         "p",
         "Ready",
         "False",
@@ -448,17 +474,17 @@ fn a_sick_gpu_and_an_agent_that_is_away_are_told() {
         "the MPS daemon of GPU 0 of n1 is in state BackOff: exited with 1",
     );
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: false });
-    world.says("p", "Ready", "False", "AgentNotReporting", "the agent of n1 is not ready");
+    world.assert_condition("p", "Ready", "False", "AgentNotReporting", "the agent of n1 is not ready");
 }
 
 #[test]
-fn a_slip_in_a_policy_recuts_nothing() {
+fn a_mistake_in_a_policy_repartitions_nothing() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     let before = world.object("n1").spec.clone();
-    // It became malformed, then invalid (stored under an older definition), then one that its GPUs
-    // cannot serve, then one by demand.
-    let malformed = World { observed: world.observed.clone(), told: Told::new() }.malformed("p");
+    // The policy becomes malformed, then invalid (stored under an older CRD), then one that its
+    // GPUs do not support, then one by demand.
+    let malformed = World { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [
         "mode: Mps\nmps:\n  units: 49",
@@ -474,70 +500,70 @@ fn a_slip_in_a_policy_recuts_nothing() {
     }
     world.write();
     world.serve();
-    world.says("p", "Ready", "True", "Ready", "4 GPUs of n1 are cut as pods ask for it");
-    // Taken away, it is another matter.
+    world.assert_condition("p", "Ready", "True", "Ready", "4 GPUs of n1 are partitioned as pods request it");
+    // A deleted policy no longer holds its GPUs.
     world.observed.policies.clear();
     assert!(world.plan().nodes["n1"].gpus.iter().all(|gpu| gpu.partition.whole.is_some()));
 }
 
 #[test]
-fn a_malformed_object_stops_nobody_and_is_told_once() {
+fn a_malformed_object_affects_no_other_and_is_reported_once() {
     let mut world = World::default().four("n1").four("node22").malformed("broken").policy("p", TEN);
     let metadata = ObjectMeta { name: Some("node22".into()), ..ObjectMeta::default() };
     world.observed.nodes.get_mut("node22").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
     let plan = world.plan();
     assert_eq!(plan.nodes["n1"].gpus.len(), 4);
-    assert!(!plan.nodes.contains_key("node22"), "what a malformed object says is unknown, so it is left alone");
-    let told = updates(&plan, &world.observed, &world.told, at(0));
-    let broken = told.iter().find(|update| update.policy == "broken").unwrap();
+    assert!(!plan.nodes.contains_key("node22"), "the spec of a malformed object is unknown, so it is not written");
+    let found = updates(&plan, &world.observed, &world.written, at(0));
+    let broken = found.iter().find(|update| update.policy == "broken").unwrap();
     let accepted = &broken.status.conditions[0];
     assert_eq!((accepted.status.as_str(), accepted.reason.as_str()), ("False", "Malformed"));
     assert!(accepted.message.contains("unknown variant `Sliced`"), "{}", accepted.message);
     assert_eq!(broken.status.observed_generation, 2);
-    world.told.insert("broken".into(), Telling { from: None, status: broken.status.clone() });
-    assert!(updates(&plan, &world.observed, &world.told, at(9)).iter().all(|update| update.policy != "broken"));
+    world.written.insert("broken".into(), WrittenStatus { from: None, status: broken.status.clone() });
+    assert!(updates(&plan, &world.observed, &world.written, at(9)).iter().all(|update| update.policy != "broken"));
 }
 
 #[test]
-fn an_invalid_policy_says_which_field_and_why() {
+fn an_invalid_policy_names_the_field_and_the_reason() {
     let mut world = World::default()
         .four("n1")
         .policy("p", "mode: Mps\nmps:\n  units: 49")
         .policy("q", "mode: Auto\ndynamic:\n  idle: soon");
-    world.says("p", "Accepted", "False", "Invalid", "mps.units is 49: it must be from 1 to 48");
-    world.says("q", "Accepted", "False", "Invalid", "dynamic.idle is \"soon\": it must be a duration");
+    world.assert_condition("p", "Accepted", "False", "Invalid", "mps.units is 49; it must be from 1 to 48");
+    world.assert_condition("q", "Accepted", "False", "Invalid", "dynamic.idle is \"soon\"; it must be a duration");
 }
 
 #[test]
-fn what_is_written_once_is_not_written_again() {
+fn nothing_is_written_twice() {
     let mut world = World::default().four("n1").policy("p", TEN);
     assert_eq!(changes(&world.plan(), &world.observed).len(), 1);
     world.write();
     assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::Change>::new());
-    world.tell();
-    assert!(updates(&world.plan(), &world.observed, &world.told, at(60)).is_empty());
+    world.report();
+    assert!(updates(&world.plan(), &world.observed, &world.written, at(60)).is_empty());
 }
 
 #[test]
-fn a_status_is_not_told_twice_while_the_watch_lags() {
+fn a_status_is_not_written_twice_while_the_watch_lags() {
     let mut world = World::default().four("n1").policy("p", TEN);
-    let first = updates(&world.plan(), &world.observed, &world.told, at(0)).remove(0);
-    world.told.insert("p".into(), Telling { from: first.from, status: first.status });
-    assert!(updates(&world.plan(), &world.observed, &world.told, at(1)).is_empty());
-    // The watch brings something else: it is judged by what it says.
+    let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
+    world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
+    assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
+    // Once the watch returns a newer object, its own status counts.
     if let Some(Ok(policy)) = world.observed.policies.get_mut("p") {
         policy.metadata.resource_version = Some("later".into());
     }
-    assert_eq!(updates(&world.plan(), &world.observed, &world.told, at(2)).len(), 1);
+    assert_eq!(updates(&world.plan(), &world.observed, &world.written, at(2)).len(), 1);
 }
 
 #[test]
-fn a_condition_keeps_its_time_until_its_status_turns() {
+fn a_condition_keeps_its_time_until_its_status_changes() {
     let mut world = World::default().four("n1").policy("p", TEN);
-    world.tell();
+    world.report();
     let time = |world: &World, second| {
-        let update = updates(&world.plan(), &world.observed, &world.told, at(second)).remove(0);
+        let update = updates(&world.plan(), &world.observed, &world.written, at(second)).remove(0);
         update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().last_transition_time.0
     };
     world.write();
@@ -548,28 +574,28 @@ fn a_condition_keeps_its_time_until_its_status_turns() {
 }
 
 #[test]
-fn a_driver_that_is_away_does_not_wipe_the_spec() {
+fn a_spec_stays_while_the_driver_does_not_answer() {
     let mut world = World::default().four("n1").policy("p", TEN);
     world.write();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
-    // A node that never had any is told so: its agent waits for nothing.
+    // A node that never had GPUs gets a spec, so that its agent does not wait for one.
     let world = World::default().node("n1", &[], Vec::new()).policy("p", TEN);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }
 
 #[test]
-fn nodes_without_gpus_are_told_when_there_is_nothing_else() {
+fn nodes_without_gpus_are_reported_if_no_node_has_any() {
     let mut world = World::default().node("n1", &[], Vec::new()).policy("p", TEN);
-    world.says("p", "Ready", "False", "NoGpu", "n1");
+    world.assert_condition("p", "Ready", "False", "NoGpu", "n1");
     let mut world = world.four("n2");
     world.write();
     world.serve();
-    world.says("p", "Ready", "True", "Ready", "4 GPUs of n2");
+    world.assert_condition("p", "Ready", "True", "Ready", "4 GPUs of n2");
 }
 
 #[test]
-fn the_same_cluster_gives_the_same_plan_whatever_order_gpus_are_reported_in() {
+fn the_plan_does_not_depend_on_the_order_of_reported_gpus() {
     let mut world = World::default().four("n1").policy("p", TEN);
     let plan = world.plan();
     world.object("n1").status.as_mut().unwrap().gpus.reverse();
@@ -579,7 +605,7 @@ fn the_same_cluster_gives_the_same_plan_whatever_order_gpus_are_reported_in() {
 }
 
 #[test]
-fn events_tell_of_what_a_person_waits_for_or_must_act_on() {
+fn events_are_published_only_for_what_people_wait_for_or_act_on() {
     let condition = |type_: &str, status: &str, reason: &str| Condition {
         type_: type_.into(),
         status: status.into(),
@@ -588,7 +614,7 @@ fn events_tell_of_what_a_person_waits_for_or_must_act_on() {
         observed_generation: None,
         last_transition_time: k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(at(0)),
     };
-    for (type_, status, reason, told) in [
+    for (type_, status, reason, expected) in [
         ("Ready", "True", "Ready", true),
         ("Ready", "False", "WaitingForPods", true),
         ("Ready", "False", "Applying", false),
@@ -599,7 +625,7 @@ fn events_tell_of_what_a_person_waits_for_or_must_act_on() {
         ("Conflict", "False", "NoConflict", false),
     ] {
         let event = event(&condition(type_, status, reason));
-        assert_eq!(event.is_some(), told, "{type_} {status} {reason}");
+        assert_eq!(event.is_some(), expected, "{type_} {status} {reason}");
         // The API server refuses notes above 1 KiB.
         assert!(event.is_none_or(|event| event.note.unwrap().len() <= 1024));
     }

@@ -1,4 +1,4 @@
-//! What goes over the wire when the operator writes, and how it takes the answers.
+//! The requests that the operator sends when it writes, and how it handles the answers.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
 
 use cleave_api::sharingpolicy::SharingPolicyStatus;
@@ -24,7 +24,8 @@ fn client() -> (Client, Server) {
     (Client::new(service, "default"), server)
 }
 
-/// The next request, as (method, path and query, body); it is answered with `status` and `answer`.
+/// Answers the next request with `status` and `answer`. Returns its method, its path with query,
+/// and its body.
 async fn answer(server: &mut Server, status: StatusCode, answer: &Value) -> (String, String, Value) {
     let (request, reply) = server.next_request().await.unwrap_or_else(|| panic!("no request"));
     let (parts, body) = request.into_parts();
@@ -48,12 +49,12 @@ fn update() -> Update {
         policy: "p".into(),
         from: None,
         status: SharingPolicyStatus { gpus: 4, ..Default::default() },
-        turned: Vec::new(),
+        changed: Vec::new(),
     }
 }
 
 #[tokio::test]
-async fn a_node_is_applied_by_the_operators_own_manager_and_belongs_to_its_node() {
+async fn a_gpu_node_is_applied_and_owned_by_its_node() {
     let (client, mut server) = client();
     let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
     let stored = json!({"metadata": {"name": "n1"}, "spec": {}});
@@ -69,11 +70,11 @@ async fn a_node_is_applied_by_the_operators_own_manager_and_belongs_to_its_node(
         json!([{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "u1"}])
     );
     assert_eq!(body["spec"], json!({"planId": "p", "gpus": []}));
-    assert_eq!(body.get("status"), None, "the status is the agent's");
+    assert_eq!(body.get("status"), None, "the agent owns the status");
 }
 
 #[tokio::test]
-async fn a_status_is_applied_to_the_status_alone() {
+async fn a_policy_status_is_applied_without_the_spec() {
     let (client, mut server) = client();
     let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(client);
     let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Whole"}});
@@ -84,13 +85,13 @@ async fn a_status_is_applied_to_the_status_alone() {
     assert_eq!(method, "PATCH");
     assert_eq!(uri, "/apis/cleave.dev/v1alpha1/sharingpolicies/p/status?&force=true&fieldManager=cleave-operator");
     assert_eq!(body["status"]["gpus"], 4);
-    assert_eq!(body.get("spec"), None, "the spec is a person's");
+    assert_eq!(body.get("spec"), None, "users own the spec");
 }
 
-/// The API server answers with the whole object: one that cannot be read was still written, and
-/// writing it for ever helps nobody.
+/// The API server answers with the whole object. A malformed object was still written, and must not
+/// be written again forever.
 #[tokio::test]
-async fn an_answer_that_is_malformed_is_no_failure() {
+async fn a_malformed_answer_is_no_failure() {
     let (client, mut server) = client();
     let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Sliced", "gpus": 7}});
     let policies: Api<DeserializeGuard<SharingPolicy>> = Api::all(client.clone());
@@ -104,14 +105,14 @@ async fn an_answer_that_is_malformed_is_no_failure() {
 }
 
 #[tokio::test]
-async fn a_refusal_names_the_object_and_keeps_its_cause() {
+async fn an_error_names_the_object_and_keeps_its_cause() {
     let (client, mut server) = client();
     let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
     let change = change();
     let no = refused(403, "Forbidden");
     let (written, _) = tokio::join!(apply::write(&api, &change), answer(&mut server, StatusCode::FORBIDDEN, &no));
     let error = written.unwrap_err();
-    assert_eq!(error.to_string(), "GpuNode n1 could not be written");
+    assert_eq!(error.to_string(), "failed to write GpuNode n1");
     assert!(std::error::Error::source(&error).unwrap().to_string().contains("Forbidden"));
 }
 
@@ -122,44 +123,44 @@ fn lease(holder: Option<&str>) -> Value {
     })
 }
 
-/// Time stands still but for timers: nothing here waits in earnest.
+/// The clock is paused, so only timers advance it and the test does not wait.
 #[tokio::test(start_paused = true)]
-async fn a_free_lease_is_taken_held_and_given_away() {
+async fn a_free_lease_is_taken_renewed_and_released() {
     let (client, mut server) = client();
     let api: Api<Lease> = Api::default_namespaced(client);
-    let (elector, claim) = Elector::new(api, "l".into(), "a".into());
+    let (elector, guard) = Elector::new(api, "l".into(), "a".into());
     let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let task = tokio::spawn(elector.run(stop.clone(), released.clone()));
-    assert!(!claim.is_known() && !claim.is_current());
+    assert!(!guard.is_known() && !guard.is_current());
 
     let (method, uri, _) = answer(&mut server, StatusCode::OK, &lease(None)).await;
     assert_eq!((method.as_str(), uri.as_str()), ("GET", "/apis/coordination.k8s.io/v1/namespaces/default/leases/l"));
     let (method, _, body) = answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     assert_eq!((method.as_str(), &body["spec"]["holderIdentity"]), ("PUT", &json!("a")));
-    assert_eq!(body["metadata"]["resourceVersion"], "7", "of two that take it at once, one gets a conflict");
+    assert_eq!(body["metadata"]["resourceVersion"], "7", "of two concurrent writes, one gets a conflict");
     assert_eq!(body["spec"]["leaseTransitions"], 2);
 
-    // It is renewed; by the time of that request it leads.
+    // The lease is renewed. From that request on, this process leads.
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
-    assert!(claim.is_known() && claim.is_current());
+    assert!(guard.is_known() && guard.is_current());
     answer(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     let renewed = tokio::time::Instant::now();
 
-    // An API server that fails from now on: the claim ends by itself, before anybody else may take
-    // the lease.
-    while claim.is_current() {
+    // From now on the API server fails. The guard expires before another process may take the
+    // lease.
+    while guard.is_current() {
         answer(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &refused(500, "InternalError")).await;
         assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "it leads without a lease");
     }
 
-    // At the end it is given away, but not before nothing is written any more.
+    // The lease is released at the end, but not before all writers are done.
     stop.cancel();
     while let Ok(Some((_, reply))) =
         tokio::time::timeout(cleave_operator::leader::LEASE * 9, server.next_request()).await
     {
-        // What was on its way may still come, and no more.
-        reply.send_error("the way to the API server is gone");
-        assert!(!task.is_finished(), "it is given away while something may still be written");
+        // A request that was already sent may still arrive.
+        reply.send_error("the API server cannot be reached");
+        assert!(!task.is_finished(), "the lease is released while a write is possible");
     }
     released.cancel();
     loop {
@@ -169,13 +170,13 @@ async fn a_free_lease_is_taken_held_and_given_away() {
         }
     }
     task.await.unwrap();
-    assert!(!claim.is_current());
+    assert!(!guard.is_current());
 }
 
 #[tokio::test(start_paused = true)]
-async fn anothers_lease_is_left_alone_until_it_is_not_renewed() {
+async fn a_lease_of_another_process_is_taken_only_after_it_expires() {
     let (client, mut server) = client();
-    let (elector, claim) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
+    let (elector, guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     let started = tokio::time::Instant::now();
     tokio::spawn(elector.run(CancellationToken::new(), CancellationToken::new()));
     let body = loop {
@@ -183,16 +184,16 @@ async fn anothers_lease_is_left_alone_until_it_is_not_renewed() {
         if method == "PUT" {
             break body;
         }
-        assert!(!claim.is_current());
+        assert!(!guard.is_current());
     };
     assert_eq!(body["spec"]["holderIdentity"], "a");
     assert!(started.elapsed() >= cleave_operator::leader::LEASE);
 }
 
 #[tokio::test(start_paused = true)]
-async fn anothers_lease_is_not_given_away() {
+async fn a_lease_of_another_process_is_not_released() {
     let (client, mut server) = client();
-    let (elector, _claim) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
+    let (elector, _guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     let (stop, released) = (CancellationToken::new(), CancellationToken::new());
     let task = tokio::spawn(elector.run(stop.clone(), released.clone()));
     answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
@@ -200,9 +201,9 @@ async fn anothers_lease_is_not_given_away() {
     released.cancel();
     while !task.is_finished() {
         if let Ok(Some((request, reply))) =
-            tokio::time::timeout(cleave_operator::leader::CLAIM, server.next_request()).await
+            tokio::time::timeout(cleave_operator::leader::GUARD, server.next_request()).await
         {
-            assert_eq!(request.method(), "GET", "it writes into another's lease");
+            assert_eq!(request.method(), "GET", "it writes to a lease of another process");
             let body = Body::from(lease(Some("b")).to_string().into_bytes());
             reply.send_response(Response::builder().status(StatusCode::OK).body(body).unwrap());
         }
@@ -211,23 +212,23 @@ async fn anothers_lease_is_not_given_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_loses_the_race_for_a_lease_does_not_lead() {
+async fn a_process_that_loses_the_race_for_a_lease_does_not_lead() {
     let (client, mut server) = client();
-    let (elector, claim) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
+    let (elector, guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     tokio::spawn(elector.run(CancellationToken::new(), CancellationToken::new()));
     answer(&mut server, StatusCode::NOT_FOUND, &refused(404, "NotFound")).await;
     let (method, ..) = answer(&mut server, StatusCode::CONFLICT, &refused(409, "AlreadyExists")).await;
     assert_eq!(method, "POST");
     answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
     answer(&mut server, StatusCode::OK, &lease(Some("b"))).await;
-    assert!(claim.is_known() && !claim.is_current());
+    assert!(guard.is_known() && !guard.is_current());
 }
 
 fn list(items: &Value) -> Value {
     json!({"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items})
 }
 
-/// What `cleave plan --live` asks for, and what it makes of objects as an API server writes them.
+/// The requests of `cleave plan --live`, and its result for objects as an API server returns them.
 #[tokio::test]
 async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
     let (client, mut server) = client();
@@ -262,16 +263,16 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
         list(&json!([pod("one", ten), pod("odd", odd)])),
     ];
     let serve = async {
-        let mut asked = Vec::new();
+        let mut requests = Vec::new();
         for reply in &answers {
             let (method, uri, _) = answer(&mut server, StatusCode::OK, reply).await;
-            asked.push(format!("{method} {uri}"));
+            requests.push(format!("{method} {uri}"));
         }
-        asked
+        requests
     };
-    let (observed, asked) = tokio::join!(dry::observe(&client, "cleave-system", "a=b"), serve);
+    let (observed, requests) = tokio::join!(dry::observe(&client, "cleave-system", "a=b"), serve);
     assert_eq!(
-        asked,
+        requests,
         [
             "GET /api/v1/nodes?",
             "GET /api/v1/namespaces/cleave-system/pods?&labelSelector=a%3Db",
@@ -281,11 +282,11 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
         ]
     );
     let run = dry::dry_run(&observed.unwrap()).unwrap();
-    assert_eq!(run.outcome.waiting["team/one"].reason, Reason::Cutting);
+    assert_eq!(run.outcome.waiting["team/one"].reason, Reason::Repartitioning);
     assert_eq!(
         run.outcome.waiting["team/odd"].reason,
         Reason::NoRoom,
-        "what it asks for is not known, and it alone waits"
+        "its constraints are unknown, and only this pod waits"
     );
     assert_eq!(run.changes.len(), 1);
     assert_eq!(run.changes[0].spec.gpus[0].partition.mps.as_ref().unwrap().slices[0].count, 1);

@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
-use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_WAITING};
+use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
 /// Most attempts of a change that fails. It is tried again once the spec or the GPU changes.
@@ -369,12 +369,13 @@ impl MigProgress {
         };
         let not_before = pause.and_then(|pause| now.checked_add(pause));
         let warning = is_news.then(|| format!("GPU {gpu}: {change}: {why}"));
+        let reason = if matches!(outcome, ChangeOutcome::Busy(_)) { STEP_IN_USE } else { "" };
         self.attempts.push(Attempt {
             change: change.clone(),
             failures,
             busy_checks,
             not_before,
-            step: step(gpu, change, result, why),
+            step: StepStatus { reason: reason.into(), ..step(gpu, change, result, why) },
         });
         warning
     }
@@ -396,7 +397,8 @@ impl MigProgress {
 }
 
 fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
-    StepStatus { gpu: gpu.to_owned(), action: change.to_string(), result: result.to_owned(), message }
+    let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
+    StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }
 
 /// A change that is to be made now.

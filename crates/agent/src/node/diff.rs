@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
-use cleave_api::names::{STEP_DONE, STEP_REFUSED, STEP_WAITING};
+use cleave_api::names::{STEP_DONE, STEP_IN_USE, STEP_REFUSED, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Process};
 
 use crate::allocation::usage::Usage;
@@ -113,6 +113,7 @@ impl Decision {
         };
         let foreign = blocked_by_processes(gpu, before, &changes, rules);
         self.foreign |= !foreign.is_empty();
+        let in_use = !foreign.is_empty() || usage.is_some() && !blocked.is_empty();
         for (device, why) in foreign {
             blocked.entry(device).or_insert(why);
         }
@@ -120,6 +121,9 @@ impl Decision {
             let why: BTreeSet<&str> = blocked.values().map(String::as_str).collect();
             let why = why.into_iter().collect::<Vec<_>>().join("; ");
             self.unfinished_step(describe(&layout), gpu, STEP_WAITING, why);
+            if let Some(step) = self.steps.last_mut().filter(|_| in_use) {
+                step.reason = STEP_IN_USE.into();
+            }
         }
         if blocked.contains_key(&gpu.uuid) {
             self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
@@ -141,7 +145,8 @@ impl Decision {
     }
 
     fn step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
-        self.steps.push(StepStatus { gpu: gpu.uuid.clone(), action, result: result.into(), message });
+        let (gpu, result) = (gpu.uuid.clone(), result.into());
+        self.steps.push(StepStatus { gpu, action, result, message, ..StepStatus::default() });
     }
 
     /// Adds a step that is waiting or refused.
@@ -334,6 +339,7 @@ mod tests {
         let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
         assert_eq!(results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.steps[0].message, "in use by ns/train");
+        assert_eq!(decision.steps[0].reason, STEP_IN_USE);
         assert!(!decision.applied);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
         assert_eq!(decision.layouts["GPU-b"].pools[0].count, 5);

@@ -35,7 +35,7 @@ pub mod reason {
     /// Not Ready: a GPU cannot serve.
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
     /// Not Ready: an MPS daemon cannot serve.
-    pub const MPS_UNAVAILABLE: &str = "MpsUnavailable";
+    pub const MPS_UNAVAILABLE: &str = cleave_api::names::HEALTH_MPS_UNAVAILABLE;
     /// Applied: the node is as the spec says.
     pub const APPLIED: &str = "Applied";
     /// Not Applied: a change waits for pods that use slices.

@@ -64,7 +64,7 @@ impl Live {
     /// The cluster without the pods that still have the placement gate: they have no reservation
     /// yet.
     pub(super) fn without_gated(&self) -> Cluster {
-        let pods = self.cluster.pods.iter().filter(|pod| !pod.is_ours_to_open());
+        let pods = self.cluster.pods.iter().filter(|pod| !pod.waits_at_gate());
         Cluster { pods: pods.cloned().collect(), ..self.cluster.clone() }
     }
 }

@@ -1,11 +1,11 @@
-//! What the webhook proves to API servers who it is with: made, kept in a Secret and renewed by the
-//! operators themselves.
+//! The webhook's TLS certificate: created by the operators, kept in a Secret, and renewed before it
+//! expires.
 //!
-//! Each certificate has a CA of its own, whose key is thrown away when it has signed: nobody can
-//! sign another. The Secret has the certificate, its key, and the CAs that API servers are to
-//! trust: its own and the one before, so that a replica that still serves the former certificate is
-//! trusted as well. [`step`] decides, purely; when a certificate ends is asked of itself, by
-//! checking it as a client would at that time.
+//! Each certificate has its own CA, whose key is dropped after signing, so it can sign no other
+//! certificate. The Secret holds the certificate, its key, and the CAs that API servers must trust:
+//! the certificate's own, and the one before it, so that a replica that still serves the previous
+//! certificate is trusted too. [`step`] decides, purely. It finds out when a certificate expires by
+//! verifying it as a client would at that time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -31,75 +31,75 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::leader::Claim;
+use crate::leader::LeaseGuard;
 
-/// How long a certificate is good for.
+/// How long a certificate is valid.
 pub(crate) const LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
-/// How long before its end another is made.
+/// How long before its expiry a certificate is renewed.
 pub(crate) const RENEWAL: Duration = Duration::from_secs(30 * 24 * 3600);
-/// How much later than ours an API server's clock may be.
+/// How far an API server's clock may be behind ours.
 const SKEW: Duration = Duration::from_secs(3600);
-/// How long API servers are given to learn of another CA before anything is served that needs it.
-/// They are told by a watch.
+/// How long API servers have to learn of a new CA before a certificate of it is served. They watch
+/// the webhook configuration.
 const SETTLE: Duration = Duration::from_secs(2);
-/// How often the Secret is looked at, and how often while there is nothing to serve with.
-const LOOK: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
-/// How long a request may take.
+/// How often the Secret is read: normally, and while no certificate is served.
+const POLL: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
+/// The time limit of a request.
 const REQUEST: Duration = Duration::from_secs(4);
-/// Keys of the Secret, as in those of type `kubernetes.io/tls`.
+/// Keys of the Secret, as in Secrets of type `kubernetes.io/tls`.
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";
 const AUTHORITIES: &str = "ca.crt";
 
-/// A certificate could not be made or read.
+/// A certificate could not be created or read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The library cannot make it.
-    #[error("no certificate could be made")]
-    Make(#[source] rcgen::Error),
-    /// The Secret lacks a part.
+    /// The library failed to create it.
+    #[error("failed to create a certificate")]
+    Create(#[source] rcgen::Error),
+    /// The Secret lacks a key.
     #[error("the Secret has no {0}")]
     Lacks(&'static str),
-    /// A part is not PEM.
-    #[error("{0} of the Secret is not what it should be")]
+    /// A value is not PEM.
+    #[error("{0} of the Secret is not valid PEM")]
     Pem(&'static str, #[source] rustls::pki_types::pem::Error),
-    /// Parts do not belong together, or nothing can be done with them.
-    #[error("the Secret's certificate, key and authorities cannot be used")]
+    /// The values do not belong together or are not supported.
+    #[error("the Secret's certificate, key and CAs do not belong together")]
     Unusable(#[source] rustls::Error),
-    /// Nobody could check the certificate.
-    #[error("the Secret's authorities cannot be used")]
+    /// The CAs cannot be used to verify a certificate.
+    #[error("the Secret's CAs cannot verify a certificate")]
     Authorities(#[source] rustls::client::VerifierBuilderError),
 }
 
-/// A certificate that fits its key, and the CAs to trust.
+/// A certificate with its key and the CAs to trust.
 #[derive(Debug, Clone)]
-pub(crate) struct Material {
+pub(crate) struct Certificate {
     certificate: String,
     key: String,
-    /// The certificate's own first.
+    /// The certificate's own CA comes first.
     authorities: Vec<CertificateDer<'static>>,
     authorities_pem: String,
     served: Arc<CertifiedKey>,
     verifier: Arc<WebPkiServerVerifier>,
 }
 
-impl Material {
-    /// A certificate for a host, good from `now` on, by a new CA. `before` is trusted for as long
-    /// as it is served.
-    pub(crate) fn make(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
-        let key = KeyPair::generate().map_err(Error::Make)?;
+impl Certificate {
+    /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before` stays
+    /// trusted while it may still be served.
+    pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
+        let key = KeyPair::generate().map_err(Error::Create)?;
         let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         leaf.use_authority_key_identifier_extension = true;
-        // Told apart by name too: clients look for a certificate's issuer by it.
+        // Each CA needs a unique name, because clients find a certificate's issuer by name.
         let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
         let mut ca = params(Vec::new(), format!("{host} since {since}"), now)?;
         ca.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         ca.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let issuer =
-            CertifiedIssuer::self_signed(ca, KeyPair::generate().map_err(Error::Make)?).map_err(Error::Make)?;
-        let certificate = leaf.signed_by(&key, &issuer).map_err(Error::Make)?.pem();
+            CertifiedIssuer::self_signed(ca, KeyPair::generate().map_err(Error::Create)?).map_err(Error::Create)?;
+        let certificate = leaf.signed_by(&key, &issuer).map_err(Error::Create)?.pem();
         let mut authorities = issuer.pem();
         if let Some(own) = before.and_then(Self::own_authority) {
             authorities.push_str(&own);
@@ -107,7 +107,7 @@ impl Material {
         Self::new(certificate, key.serialize_pem(), authorities)
     }
 
-    /// What a Secret holds; nothing where it holds nothing yet.
+    /// Reads the data of a Secret; `None` if it is empty.
     pub(crate) fn read(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
         if data.values().all(|value| value.0.is_empty()) {
             return Ok(None);
@@ -119,7 +119,7 @@ impl Material {
         Self::new(part(CERTIFICATE)?, part(KEY)?, part(AUTHORITIES)?).map(Some)
     }
 
-    /// What a Secret is to hold.
+    /// The data of the Secret.
     pub(crate) fn data(&self) -> BTreeMap<String, ByteString> {
         let parts = [(CERTIFICATE, &self.certificate), (KEY, &self.key), (AUTHORITIES, &self.authorities_pem)];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
@@ -141,12 +141,12 @@ impl Material {
         Ok(Self { certificate, key, authorities, authorities_pem, served: Arc::new(served), verifier })
     }
 
-    /// What connections are served with.
+    /// The certificate and key in the form that connections are served with.
     pub(crate) fn certified(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.served)
     }
 
-    /// Whether a client that trusts the CAs takes the certificate for the host's at that time.
+    /// Whether a client that trusts the CAs accepts the certificate for this host at this time.
     pub(crate) fn is_trusted(&self, host: &str, at: SystemTime) -> bool {
         let (Ok(name), Ok(since)) = (ServerName::try_from(host), at.duration_since(SystemTime::UNIX_EPOCH)) else {
             return false;
@@ -157,8 +157,8 @@ impl Material {
             .is_ok_and(|certificate| self.verifier.verify_server_cert(certificate, &[], &name, &[], at).is_ok())
     }
 
-    /// Whether who trusts `bundle` trusts all that this one wants trusted.
-    pub(crate) fn is_covered_by(&self, bundle: Option<&ByteString>) -> bool {
+    /// Whether a client that trusts `bundle` trusts all CAs of this value.
+    pub(crate) fn is_trusted_by(&self, bundle: Option<&ByteString>) -> bool {
         let trusted: Vec<_> = bundle
             .into_iter()
             .flat_map(|bundle| CertificateDer::pem_slice_iter(&bundle.0).filter_map(Result::ok))
@@ -166,7 +166,7 @@ impl Material {
         self.authorities.iter().all(|authority| trusted.contains(authority))
     }
 
-    /// The CA of this certificate alone, as PEM.
+    /// The certificate's own CA as PEM.
     fn own_authority(&self) -> Option<String> {
         const END: &str = "-----END CERTIFICATE-----\n";
         let pem = self.authorities_pem.replace("\r\n", "\n");
@@ -175,7 +175,7 @@ impl Material {
 }
 
 fn params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<CertificateParams, Error> {
-    let mut params = CertificateParams::new(names).map_err(Error::Make)?;
+    let mut params = CertificateParams::new(names).map_err(Error::Create)?;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);
     params.not_before = (now - SKEW).into();
@@ -194,24 +194,23 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// What to do about the certificate.
+/// The next step with the certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Serve with what is stored.
+    /// Serve the stored certificate.
     Serve,
-    /// Make another, and serve with it once it is trusted.
+    /// Create a new certificate, and serve it once API servers trust it.
     Renew,
-    /// Nobody trusts what is stored: make another at once.
-    Make,
+    /// The stored certificate is not trusted: create a new one at once.
+    Create,
 }
 
-/// Decides what to do about what is stored.
+/// Decides the next step with the stored certificate.
 ///
-/// The leader alone renews, since others would take back what it tells API servers before they know
-/// it. Where there is nothing to serve with any replica makes it, and of several the first to write
-/// wins: while the first replica that needs one is rolled out, the leader may be one that does not
-/// know of any.
-pub(crate) fn step(stored: Option<&Material>, host: &str, now: SystemTime, leads: bool) -> Step {
+/// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
+/// API servers know of them. If no valid certificate is stored, any replica creates one, and the
+/// first write wins: during a rollout, the leader may be an older replica without a webhook.
+pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
             if leads && !stored.is_trusted(host, now + RENEWAL) {
@@ -220,14 +219,14 @@ pub(crate) fn step(stored: Option<&Material>, host: &str, now: SystemTime, leads
                 Step::Serve
             }
         }
-        _ => Step::Make,
+        _ => Step::Create,
     }
 }
 
-/// What is served with at the moment; nothing at first.
+/// The certificate served now; `None` at first.
 pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
-/// Gives each connection what is served with when it begins.
+/// Gives each new connection the certificate served now.
 #[derive(Debug)]
 struct Current(Served);
 
@@ -237,10 +236,10 @@ impl ResolvesServerCert for Current {
     }
 }
 
-/// How connections are encrypted.
+/// The TLS configuration of the webhook.
 ///
 /// # Errors
-/// The library cannot do it at all.
+/// The library does not support it.
 pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
@@ -250,127 +249,124 @@ pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
     Ok(Arc::new(config))
 }
 
-/// The certificate could not be looked after.
+/// The certificate could not be updated.
 #[derive(Debug, thiserror::Error)]
-enum Trouble {
-    #[error("the API server refused, or could not be reached")]
+enum UpdateError {
+    #[error("the API server refused the request or could not be reached")]
     Api(#[from] kube::Error),
     #[error("the API server did not answer within {} s", REQUEST.as_secs())]
     Timeout,
-    #[error("the Secret {0} is not there: it is part of the release, and `helm upgrade` makes it again")]
+    #[error("the Secret {0} does not exist. It is part of the Helm release: run `helm upgrade` to create it again")]
     NoSecret(String),
     #[error(transparent)]
     Certificate(#[from] Error),
 }
 
-/// Keeps the Secret, what API servers trust, and what is served with.
-pub(crate) struct Keeper {
+/// Keeps the Secret, the CAs in the webhook configuration, and the served certificate up to date.
+pub(crate) struct CertificateManager {
     secrets: Api<Secret>,
     webhooks: Api<MutatingWebhookConfiguration>,
-    /// Of the Secret, the Service and the configuration alike.
+    /// The name of the Secret, the Service and the configuration.
     name: String,
-    /// What API servers call the Service.
+    /// The host name that API servers use for the Service.
     host: String,
-    claim: Claim,
-    /// Last stored, as long as it could be read.
-    known: Option<Material>,
+    claim: LeaseGuard,
+    /// The last certificate that could be read.
+    known: Option<Certificate>,
     served: watch::Sender<Option<Arc<CertifiedKey>>>,
 }
 
-impl Keeper {
-    /// A keeper, and what it serves with.
-    pub(crate) fn new(client: &kube::Client, namespace: &str, name: String, claim: Claim) -> (Self, Served) {
+impl CertificateManager {
+    /// Creates a manager, and the receiver of the served certificate.
+    pub(crate) fn new(client: &kube::Client, namespace: &str, name: String, claim: LeaseGuard) -> (Self, Served) {
         let (served, receiver) = watch::channel(None);
         let host = format!("{name}.{namespace}.svc");
         let secrets = Api::namespaced(client.clone(), namespace);
         (Self { secrets, webhooks: Api::all(client.clone()), name, host, claim, known: None, served }, receiver)
     }
 
-    /// Looks after the certificate until `stop`.
+    /// Updates the certificate until `stop`.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
-        let mut turned = self.claim.clone();
+        let mut leadership = self.claim.clone();
         loop {
-            if let Err(error) = self.turn(SystemTime::now(), self.claim.is_current()).await {
-                tracing::warn!(
-                    error = &error as &dyn std::error::Error,
-                    "the webhook's certificate is not looked after"
-                );
+            if let Err(error) = self.update(SystemTime::now(), self.claim.is_current()).await {
+                tracing::warn!(error = &error as &dyn std::error::Error, "failed to update the webhook's certificate");
             }
-            let pause = if self.served.borrow().is_some() { LOOK.0 } else { LOOK.1 };
+            let pause = if self.served.borrow().is_some() { POLL.0 } else { POLL.1 };
             // All cancel-safe: a token, a watch channel and a timer.
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = turned.turned() => {}
+                () = leadership.changed() => {}
                 () = tokio::time::sleep(pause) => {}
             }
         }
     }
 
-    /// One look at what is stored, by a process that leads or does not.
-    async fn turn(&mut self, now: SystemTime, leads: bool) -> Result<(), Trouble> {
+    /// Reads the Secret once, and acts on it. `leads` is whether this process holds the lease.
+    async fn update(&mut self, now: SystemTime, leads: bool) -> Result<(), UpdateError> {
         let secret = within(self.secrets.get_opt(&self.name)).await?;
-        let secret = secret.ok_or_else(|| Trouble::NoSecret(self.name.clone()))?;
-        let stored = Material::read(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
-            tracing::warn!(error = &error as &dyn std::error::Error, "what is stored cannot be served with");
+        let secret = secret.ok_or_else(|| UpdateError::NoSecret(self.name.clone()))?;
+        let stored = Certificate::read(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
+            tracing::warn!(error = &error as &dyn std::error::Error, "ignored an invalid certificate in the Secret");
             None
         });
-        let material = match step(stored.as_ref(), &self.host, now, leads) {
+        let current = match step(stored.as_ref(), &self.host, now, leads) {
             Step::Serve => stored,
             step => Some(self.replace(secret, stored, step, now).await?),
         };
-        if let Some(material) = material {
-            self.cover(&material).await?;
+        if let Some(current) = current {
+            self.publish_authorities(&current).await?;
             self.served.send_if_modified(|served| {
-                let differs = served.as_ref().is_none_or(|served| served.cert != material.served.cert);
-                *served = Some(material.certified());
+                let differs = served.as_ref().is_none_or(|served| served.cert != current.served.cert);
+                *served = Some(current.certified());
                 differs
             });
-            self.known = Some(material);
+            self.known = Some(current);
         }
         Ok(())
     }
 
-    /// Makes another certificate and stores it.
+    /// Creates a new certificate and stores it.
     async fn replace(
         &self,
         mut secret: Secret,
-        stored: Option<Material>,
+        stored: Option<Certificate>,
         step: Step,
         now: SystemTime,
-    ) -> Result<Material, Trouble> {
-        // What others still serve with: what was stored, or was before somebody spoiled it.
+    ) -> Result<Certificate, UpdateError> {
+        // Other replicas still serve the stored certificate, or the last one that could be read.
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
-        let material = Material::make(&self.host, now, before.as_ref())?;
-        tracing::info!(secret = self.name, ?step, "the webhook gets another certificate");
+        let current = Certificate::create(&self.host, now, before.as_ref())?;
+        tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
         if step == Step::Renew || before.is_some() {
-            self.cover(&material).await?;
+            self.publish_authorities(&current).await?;
             tokio::time::sleep(SETTLE).await;
         }
-        secret.data = Some(material.data());
-        // The version that was read goes with it: of several one wins, and the others find what it
-        // wrote.
+        secret.data = Some(current.data());
+        // The request includes the `resourceVersion` that was read. One replica wins, and the
+        // others read what it wrote.
         within(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
-        Ok(material)
+        Ok(current)
     }
 
-    /// Has API servers trust the certificate's CAs.
-    async fn cover(&self, material: &Material) -> Result<(), Trouble> {
+    /// Adds the certificate's CAs to the webhook configuration, so that API servers trust them.
+    async fn publish_authorities(&self, current: &Certificate) -> Result<(), UpdateError> {
         let configured = within(self.webhooks.get(&self.name)).await?;
         for webhook in configured.webhooks.unwrap_or_default() {
-            if material.is_covered_by(webhook.client_config.ca_bundle.as_ref()) {
+            if current.is_trusted_by(webhook.client_config.ca_bundle.as_ref()) {
                 continue;
             }
-            let bundle = ByteString(material.authorities_pem.clone().into_bytes());
+            let bundle = ByteString(current.authorities_pem.clone().into_bytes());
             let change = json!({"webhooks": [{"name": webhook.name, "clientConfig": {"caBundle": bundle}}]});
             within(self.webhooks.patch(&self.name, &PatchParams::default(), &Patch::Strategic(change))).await?;
-            tracing::info!(configuration = self.name, "API servers are told which certificate to trust");
+            tracing::info!(configuration = self.name, "wrote the CA bundle to the webhook configuration");
         }
         Ok(())
     }
 }
 
-async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Trouble> {
-    Ok(tokio::time::timeout(REQUEST, request).await.map_err(|_| Trouble::Timeout)??)
+async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, UpdateError> {
+    Ok(tokio::time::timeout(REQUEST, request).await.map_err(|_| UpdateError::Timeout)??)
 }
 
 #[cfg(test)]
@@ -379,17 +375,17 @@ mod tests {
 
     const HOST: &str = "cleave-webhook.cleave-system.svc";
 
-    /// Whole seconds, as certificates have them.
+    /// Whole seconds, as in certificates.
     fn now() -> SystemTime {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }
 
-    fn made() -> Material {
-        Material::make(HOST, now(), None).unwrap()
+    fn made() -> Certificate {
+        Certificate::create(HOST, now(), None).unwrap()
     }
 
     #[test]
-    fn a_certificate_is_good_for_its_host_and_its_time() {
+    fn a_certificate_is_valid_for_its_host_and_lifetime() {
         let made = made();
         let minute = Duration::from_secs(60);
         for at in [now(), now() - SKEW + minute, now() + LIFE - minute] {
@@ -402,57 +398,57 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_is_what_was_made() {
+    fn a_stored_certificate_is_read_back() {
         let (made, other) = (made(), made());
-        let read = Material::read(&made.data()).unwrap().unwrap();
+        let read = Certificate::read(&made.data()).unwrap().unwrap();
         assert_eq!(read.data(), made.data());
         assert!(read.is_trusted(HOST, now()));
-        assert!(Material::read(&BTreeMap::new()).unwrap().is_none());
+        assert!(Certificate::read(&BTreeMap::new()).unwrap().is_none());
         let emptied = made.data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
-        assert!(Material::read(&emptied).unwrap().is_none());
+        assert!(Certificate::read(&emptied).unwrap().is_none());
         for part in [CERTIFICATE, KEY, AUTHORITIES] {
             for spoiled in
                 [&b""[..], b"\xff", b"none", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
             {
                 let mut data = made.data();
                 data.insert(part.to_owned(), ByteString(spoiled.to_vec()));
-                assert!(Material::read(&data).is_err(), "{part}: {spoiled:?}");
+                assert!(Certificate::read(&data).is_err(), "{part}: {spoiled:?}");
             }
             let mut data = made.data();
             data.remove(part);
-            assert!(Material::read(&data).is_err(), "no {part}");
+            assert!(Certificate::read(&data).is_err(), "no {part}");
         }
-        // A key, or a CA, of another.
+        // A key or a CA of another certificate.
         let mut data = made.data();
         data.insert(KEY.to_owned(), other.data()[KEY].clone());
-        assert!(Material::read(&data).is_err());
+        assert!(Certificate::read(&data).is_err());
         let mut data = made.data();
         data.insert(AUTHORITIES.to_owned(), other.data()[AUTHORITIES].clone());
-        assert!(!Material::read(&data).unwrap().unwrap().is_trusted(HOST, now()));
+        assert!(!Certificate::read(&data).unwrap().unwrap().is_trusted(HOST, now()));
     }
 
     #[test]
-    fn the_certificate_before_is_trusted_while_it_may_be_served() {
+    fn the_previous_certificate_is_trusted_while_it_may_be_served() {
         let first = made();
-        let second = Material::make(HOST, now() + RENEWAL, Some(&first)).unwrap();
-        let third = Material::make(HOST, now() + LIFE, Some(&second)).unwrap();
-        let bundle = |material: &Material| material.data()[AUTHORITIES].clone();
-        // As a client that trusts the second's authorities sees the first.
+        let second = Certificate::create(HOST, now() + RENEWAL, Some(&first)).unwrap();
+        let third = Certificate::create(HOST, now() + LIFE, Some(&second)).unwrap();
+        let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
+        // What a client sees that trusts the second certificate's CAs and is served the first.
         let mut served = second.data();
         served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
         served.insert(KEY.to_owned(), first.data()[KEY].clone());
-        assert!(Material::read(&served).unwrap().unwrap().is_trusted(HOST, now() + RENEWAL));
-        assert!(first.is_covered_by(Some(&bundle(&second))));
-        assert!(!second.is_covered_by(Some(&bundle(&first))), "the second is not known yet");
-        assert!(!first.is_covered_by(Some(&bundle(&third))), "CAs do not pile up");
+        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(HOST, now() + RENEWAL));
+        assert!(first.is_trusted_by(Some(&bundle(&second))));
+        assert!(!second.is_trusted_by(Some(&bundle(&first))), "the second CA is not published yet");
+        assert!(!first.is_trusted_by(Some(&bundle(&third))), "old CAs are dropped");
         assert_eq!(third.authorities.len(), 2);
         for spoiled in [None, Some(ByteString(Vec::new())), Some(ByteString(b"none".to_vec()))] {
-            assert!(!first.is_covered_by(spoiled.as_ref()));
+            assert!(!first.is_trusted_by(spoiled.as_ref()));
         }
     }
 
     #[test]
-    fn it_is_renewed_by_the_leader_and_made_by_whoever_needs_it() {
+    fn the_leader_renews_and_any_replica_creates() {
         let made = made();
         let due = now() + LIFE - RENEWAL;
         for (at, leads, expected) in [
@@ -461,19 +457,19 @@ mod tests {
             (due - SKEW, true, Step::Serve),
             (due + SKEW, true, Step::Renew),
             (due + SKEW, false, Step::Serve),
-            (now() + LIFE + SKEW, true, Step::Make),
-            (now() + LIFE + SKEW, false, Step::Make),
-            (now() - 2 * SKEW, false, Step::Make),
+            (now() + LIFE + SKEW, true, Step::Create),
+            (now() + LIFE + SKEW, false, Step::Create),
+            (now() - 2 * SKEW, false, Step::Create),
         ] {
-            // Asked about as it was stored, and by a clock of its own.
+            // Each case has its own clock.
             let step = step(Some(&made), HOST, at, leads);
-            assert_eq!(step, expected, "{:?} after it was made", at.duration_since(now()));
+            assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }
-        assert_eq!(step(None, HOST, now(), false), Step::Make);
-        assert_eq!(step(Some(&made), "another.svc", now(), false), Step::Make);
+        assert_eq!(step(None, HOST, now(), false), Step::Create);
+        assert_eq!(step(Some(&made), "another.svc", now(), false), Step::Create);
     }
 
-    mod kept {
+    mod manager_tests {
         use http::{Request, Response, StatusCode};
         use kube::client::Body;
         use serde_json::Value;
@@ -487,12 +483,12 @@ mod tests {
         const SECRET: &str = "/api/v1/namespaces/cleave-system/secrets/cleave-webhook";
         const WEBHOOK: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/cleave-webhook";
 
-        fn keeper() -> (Keeper, Served, Server) {
+        fn manager() -> (CertificateManager, Served, Server) {
             let (service, server) = mock::pair();
             let client = kube::Client::new(service, "default");
             let (_, claim) = Elector::new(Api::namespaced(client.clone(), "default"), "l".into(), "me".into());
-            let (keeper, served) = Keeper::new(&client, "cleave-system", "cleave-webhook".into(), claim);
-            (keeper, served, server)
+            let (manager, served) = CertificateManager::new(&client, "cleave-system", "cleave-webhook".into(), claim);
+            (manager, served, server)
         }
 
         fn secret(data: &BTreeMap<String, ByteString>) -> Value {
@@ -508,8 +504,7 @@ mod tests {
             json!({"metadata": {"name": "cleave-webhook"}, "webhooks": [webhook]})
         }
 
-        /// What comes over the wire, each request answered as told, and nothing else. Gives the
-        /// bodies.
+        /// Answers the expected requests and no others. Returns their bodies.
         async fn wire(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
             let mut bodies = Vec::new();
             for (method, path, status, answer) in expected {
@@ -524,9 +519,9 @@ mod tests {
             bodies
         }
 
-        fn stored(body: &Value) -> Material {
+        fn stored(body: &Value) -> Certificate {
             let data: BTreeMap<String, ByteString> = serde_json::from_value(body["data"].clone()).unwrap();
-            Material::read(&data).unwrap().unwrap()
+            Certificate::read(&data).unwrap().unwrap()
         }
 
         fn conflict() -> Value {
@@ -534,11 +529,11 @@ mod tests {
         }
 
         #[tokio::test(start_paused = true)]
-        async fn the_first_replica_makes_it_and_makes_it_known() {
-            let (mut keeper, served, mut server) = keeper();
+        async fn the_first_replica_creates_and_publishes_a_certificate() {
+            let (mut manager, served, mut server) = manager();
             let empty = secret(&BTreeMap::new());
-            let (turned, bodies) = tokio::join!(
-                keeper.turn(now(), false),
+            let (updated, bodies) = tokio::join!(
+                manager.update(now(), false),
                 wire(
                     &mut server,
                     vec![
@@ -549,8 +544,8 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap();
-            assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "of two that make one, one wins");
+            updated.unwrap();
+            assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "of two concurrent writes, one wins");
             let made = stored(&bodies[1]);
             assert!(made.is_trusted(HOST, now() + RENEWAL));
             let change = &bodies[3]["webhooks"][0];
@@ -560,10 +555,10 @@ mod tests {
         }
 
         #[tokio::test(start_paused = true)]
-        async fn who_comes_second_serves_what_the_first_made() {
-            let (mut keeper, served, mut server) = keeper();
-            let (turned, _) = tokio::join!(
-                keeper.turn(now(), true),
+        async fn a_second_replica_serves_the_certificate_of_the_first() {
+            let (mut manager, served, mut server) = manager();
+            let (updated, _) = tokio::join!(
+                manager.update(now(), true),
                 wire(
                     &mut server,
                     vec![
@@ -572,11 +567,11 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap_err();
+            updated.unwrap_err();
             assert!(served.borrow().is_none());
             let made = made();
-            let (turned, _) = tokio::join!(
-                keeper.turn(now(), true),
+            let (updated, _) = tokio::join!(
+                manager.update(now(), true),
                 wire(
                     &mut server,
                     vec![
@@ -585,19 +580,19 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap();
+            updated.unwrap();
             assert_eq!(served.borrow().as_ref().unwrap().cert, made.served.cert);
         }
 
         #[tokio::test(start_paused = true)]
-        async fn it_is_known_before_it_is_served_when_it_is_renewed() {
-            let (mut keeper, served, mut server) = keeper();
+        async fn a_renewed_certificate_is_published_before_it_is_served() {
+            let (mut manager, served, mut server) = manager();
             let old = made();
             let due = now() + LIFE - RENEWAL + SKEW;
             let known = webhook(Some(&old.data()[AUTHORITIES]));
-            // Who does not lead goes on with what there is.
-            let (turned, _) = tokio::join!(
-                keeper.turn(due, false),
+            // A process that does not lead keeps the stored certificate.
+            let (updated, _) = tokio::join!(
+                manager.update(due, false),
                 wire(
                     &mut server,
                     vec![
@@ -606,10 +601,10 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap();
+            updated.unwrap();
             assert_eq!(served.borrow().as_ref().unwrap().cert, old.served.cert);
-            let (turned, bodies) = tokio::join!(
-                keeper.turn(due, true),
+            let (updated, bodies) = tokio::join!(
+                manager.update(due, true),
                 wire(
                     &mut server,
                     vec![
@@ -622,21 +617,21 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap();
+            updated.unwrap();
             let new = stored(&bodies[3]);
-            let told: ByteString =
+            let bundle: ByteString =
                 serde_json::from_value(bodies[2]["webhooks"][0]["clientConfig"]["caBundle"].clone()).unwrap();
-            assert!(new.is_covered_by(Some(&told)) && old.is_covered_by(Some(&told)));
+            assert!(new.is_trusted_by(Some(&bundle)) && old.is_trusted_by(Some(&bundle)));
             assert_eq!(served.borrow().as_ref().unwrap().cert, new.served.cert);
         }
 
         #[tokio::test(start_paused = true)]
-        async fn what_is_served_outlives_what_was_stored() {
-            let (mut keeper, served, mut server) = keeper();
+        async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
+            let (mut manager, served, mut server) = manager();
             let old = made();
             let known = webhook(Some(&old.data()[AUTHORITIES]));
-            let (turned, _) = tokio::join!(
-                keeper.turn(now(), false),
+            let (updated, _) = tokio::join!(
+                manager.update(now(), false),
                 wire(
                     &mut server,
                     vec![
@@ -645,11 +640,11 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap();
+            updated.unwrap();
             let mut spoiled = old.data();
             spoiled.insert(CERTIFICATE.to_owned(), ByteString(b"none".to_vec()));
-            let (turned, bodies) = tokio::join!(
-                keeper.turn(now(), false),
+            let (updated, bodies) = tokio::join!(
+                manager.update(now(), false),
                 wire(
                     &mut server,
                     vec![
@@ -660,18 +655,18 @@ mod tests {
                     ]
                 )
             );
-            turned.unwrap_err();
-            let told: ByteString =
+            updated.unwrap_err();
+            let bundle: ByteString =
                 serde_json::from_value(bodies[2]["webhooks"][0]["clientConfig"]["caBundle"].clone()).unwrap();
-            assert!(old.is_covered_by(Some(&told)), "others serve it still");
+            assert!(old.is_trusted_by(Some(&bundle)), "other replicas still serve it");
             assert_eq!(served.borrow().as_ref().unwrap().cert, old.served.cert);
             let gone =
                 json!({"kind": "Status", "status": "Failure", "message": "gone", "reason": "NotFound", "code": 404});
-            let (turned, _) = tokio::join!(
-                keeper.turn(now(), true),
+            let (updated, _) = tokio::join!(
+                manager.update(now(), true),
                 wire(&mut server, vec![("GET", SECRET, StatusCode::NOT_FOUND, gone)])
             );
-            assert!(turned.unwrap_err().to_string().contains("helm upgrade"));
+            assert!(updated.unwrap_err().to_string().contains("helm upgrade"));
             assert!(served.borrow().is_some());
         }
     }

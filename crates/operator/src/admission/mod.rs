@@ -1,4 +1,4 @@
-//! The admission webhook, for API servers without the policies that gate pods: [`webhook`] answers
-//! reviews, [`certificate`] keeps the certificate it serves with.
+//! The admission webhook, for API servers without mutating admission policies. [`webhook`] answers
+//! reviews, and [`certificate`] keeps its certificate.
 pub(crate) mod certificate;
 pub mod webhook;

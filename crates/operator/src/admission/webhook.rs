@@ -1,9 +1,9 @@
-//! The webhook that gates pods as they are created, and gives containers with shares a `preStop`
-//! hook, where the API server has no policies for that (Kubernetes before 1.36).
+//! The admission webhook. It gates new pods and adds `preStop` hooks to containers with shares, on
+//! API servers without mutating admission policies (Kubernetes before 1.36).
 //!
-//! [`review`] answers, purely, and remembers nothing: any replica may be asked. All that it knows
-//! besides the pod are the namespaces with exceptions, which no review tells of. What it serves
-//! with is kept by [`crate::admission::certificate`].
+//! [`review`] answers, purely and without state, so any replica can answer any request. Besides the
+//! pod, it needs only the exempt namespaces, which a review does not include.
+//! [`crate::admission::certificate`] keeps the certificate.
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -37,54 +37,56 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, PodObject};
 
-/// Where reviews are sent to; the chart has the same.
+/// The path of reviews for the placement gate. The chart uses the same path.
 pub const PATH: &str = "/gate";
-/// Where reviews are sent to for a hook that sleeps so many seconds; the chart has the same.
+/// The path of reviews for a hook that sleeps for some seconds. The chart uses the same path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
-/// The grace of a pod that does not say it.
+/// The default grace period of a pod, in seconds.
 const GRACE: i64 = 30;
-/// The API server takes no larger objects (3 MiB), and a review has one, and who sent it.
+/// The largest body. The API server accepts objects of up to 3 MiB, and a review has one object and
+/// its sender.
 const BODY: usize = 4 << 20;
-/// How many bodies are read at once: with [`BODY`], what strangers can make this process keep.
+/// The most bodies that are read at once. Together with [`BODY`], it bounds the memory that unknown
+/// clients can use.
 const BODIES: usize = 16;
-/// How many connections there are at once. An API server keeps some tens.
+/// The most connections at once. An API server keeps some tens of them.
 const CONNECTIONS: usize = 256;
-/// How long a client may take to say who it is.
+/// The time limit of a TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// How long a client may take for a request's header, or be silent between two: API servers drop
-/// idle connections after 90 s, and had better do so first.
-const SILENCE: Duration = Duration::from_secs(120);
-/// How long a request may take as a whole; the API server waits for 10 s.
+/// The time limit for a request's header, and of an idle connection. API servers close idle
+/// connections after 90 s, and it is better if they close them first.
+const IDLE: Duration = Duration::from_secs(120);
+/// The time limit of a whole request. The API server waits for 10 s.
 const REQUEST: Duration = Duration::from_secs(8);
-/// How long is still answered after the process was told to end: API servers learn a moment later
-/// that it is no longer to be asked.
+/// How long requests are still answered after `stop` is cancelled. API servers learn a
+/// moment later to use another replica.
 pub(crate) const LINGER: Duration = Duration::from_secs(3);
-/// How long open requests then have.
-const GOODBYE: Duration = Duration::from_secs(2);
+/// How long open requests may take after that.
+const SHUTDOWN: Duration = Duration::from_secs(2);
 
-/// What was sent is no review of a pod.
+/// The request is not a review of a pod.
 #[derive(Debug, thiserror::Error)]
 pub enum Malformed {
-    /// Not JSON, or not of an `AdmissionReview`.
-    #[error("this is no AdmissionReview of a pod: {0}")]
+    /// The body is not JSON, or not an `AdmissionReview`.
+    #[error("the body is not an AdmissionReview of a pod: {0}")]
     Json(String),
-    /// A review of nothing.
+    /// The review has no request.
     #[error("the AdmissionReview has no request")]
     NoRequest,
-    /// A request about nothing.
+    /// The request has no object.
     #[error("the AdmissionReview has no pod")]
     NoPod,
-    /// The answer could not be written.
-    #[error("the patch could not be written")]
+    /// The patch could not be serialized.
+    #[error("failed to serialize the patch")]
     Patch(#[source] SerializePatchError),
 }
 
-/// What a review is about.
+/// What a review may change in a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The gate, for pods that ask for shares.
+    /// Add the placement gate to pods that request shares.
     Gate,
-    /// A hook that sleeps for so many seconds, for containers with shares under MPS.
+    /// Add a hook that sleeps for some seconds to containers with MPS shares.
     PreStop(u16),
 }
 
@@ -96,8 +98,8 @@ impl Change {
         }
     }
 
-    /// Whether pods go without where a namespace has these labels.
-    pub fn is_excepted(self, labels: Option<&BTreeMap<String, String>>) -> bool {
+    /// Whether a namespace with these labels is exempt from the change.
+    pub fn is_exempt(self, labels: Option<&BTreeMap<String, String>>) -> bool {
         let word = match self {
             Self::Gate => ALLOW_PLACEMENT,
             Self::PreStop(_) => ALLOW_PRE_STOP,
@@ -107,28 +109,28 @@ impl Change {
     }
 }
 
-/// What is told of an error, which repeats texts of the body, however long.
-fn beginning(error: &serde_json::Error) -> String {
+/// The start of an error's text. It may quote parts of the body, which can be long.
+fn start_of(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
 
-/// Answers a review: the pod is let in, changed if that is for it. `excepted` says whether a
-/// namespace's pods go without.
+/// Answers a review: the pod is allowed, and changed if necessary. `exempt` tells whether a
+/// namespace is exempt.
 ///
 /// # Errors
-/// What was sent is no review of a pod.
+/// The body is not a review of a pod.
 pub fn review(
     change: Change,
     body: &[u8],
-    excepted: impl FnOnce(&str) -> bool,
+    exempt: impl FnOnce(&str) -> bool,
 ) -> Result<AdmissionReview<DynamicObject>, Malformed> {
     let review: AdmissionReview<PodObject> =
-        serde_json::from_slice(body).map_err(|error| Malformed::Json(beginning(&error)))?;
+        serde_json::from_slice(body).map_err(|error| Malformed::Json(start_of(&error)))?;
     let request: AdmissionRequest<PodObject> = review.try_into().map_err(|_| Malformed::NoRequest)?;
     let pod = request.object.as_ref().ok_or(Malformed::NoPod)?;
     let response = AdmissionResponse::from(&request);
     let response = match change.patch(pod) {
-        Some(patch) if !excepted(request.namespace.as_deref().unwrap_or_default()) => {
+        Some(patch) if !exempt(request.namespace.as_deref().unwrap_or_default()) => {
             response.with_patch(patch).map_err(Malformed::Patch)?
         }
         _ => response,
@@ -136,13 +138,13 @@ pub fn review(
     Ok(response.into_review())
 }
 
-/// What puts the gate on a pod, as it comes from its maker; nothing where it asks for no shares,
-/// has the gate, or has a node.
+/// The patch that adds the placement gate to a new pod; `None` if it requests no shares, is gated
+/// already, or is bound.
 fn gate(pod: &PodObject) -> Option<Patch> {
     let spec = &pod.spec;
     let mut containers = spec.containers.iter().chain(&spec.init_containers);
-    // An extended resource is always in the limits. What is no number is for the API server to
-    // refuse.
+    // Extended resources are always in the limits. The API server refuses quantities that are no
+    // numbers.
     let asks = containers.any(|container| {
         container.resources.limits.iter().any(|(name, quantity)| is_shared(name) && quantity.milli() != Some(0))
     });
@@ -159,20 +161,20 @@ fn gate(pod: &PodObject) -> Option<Patch> {
     Some(Patch(vec![PatchOperation::Add(AddOperation { path, value })]))
 }
 
-/// What makes containers with shares under MPS sleep before they are sent SIGTERM, where they have
-/// no hook of their own; nothing where that would take the whole grace, or the pod declines. The
-/// API server knows no hooks of init containers but sidecars'.
+/// The patch that makes containers with MPS shares sleep before SIGTERM, unless they have a preStop
+/// hook. `None` if the sleep would use up the grace period, or if the pod opts out. The API server
+/// accepts hooks of init containers only for sidecars.
 fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
-        let said = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));
-        said.is_some_and(|said| said == PRE_STOP_NONE)
+        let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));
+        value.is_some_and(|value| value == PRE_STOP_NONE)
     };
-    let has_the_time = spec.termination_grace_period_seconds.unwrap_or(GRACE) > i64::from(seconds);
-    if seconds == 0 || !has_the_time || declined() {
+    let has_time = spec.termination_grace_period_seconds.unwrap_or(GRACE) > i64::from(seconds);
+    if seconds == 0 || !has_time || declined() {
         return None;
     }
-    let wants = |container: &Container| {
+    let needs_hook = |container: &Container| {
         let has_hook = container.lifecycle.as_ref().is_some_and(|lifecycle| lifecycle.pre_stop.is_some());
         let mut limits = container.resources.limits.iter();
         !has_hook && limits.any(|(name, quantity)| is_mps(name) && quantity.milli() != Some(0))
@@ -180,7 +182,7 @@ fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     let hook = json!({"sleep": {"seconds": seconds}});
     let add = |list: &str, index: usize, container: &Container| {
         let place = PointerBuf::from_tokens(["spec", list, &index.to_string(), "lifecycle"]);
-        // The whole where there is none: a patch adds below what is there.
+        // A patch can only add to an existing object, so add the whole object if it is missing.
         let (path, value) = match &container.lifecycle {
             None => (place, json!({"preStop": hook})),
             Some(_) => (place.concat(&PointerBuf::from_tokens(["preStop"])), hook.clone()),
@@ -188,9 +190,9 @@ fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
         PatchOperation::Add(AddOperation { path, value })
     };
     let sidecar = |container: &Container| container.restart_policy.as_deref() == Some("Always");
-    let of_main = spec.containers.iter().enumerate().filter(|(_, container)| wants(container));
+    let of_main = spec.containers.iter().enumerate().filter(|(_, container)| needs_hook(container));
     let of_init = spec.init_containers.iter().enumerate();
-    let of_init = of_init.filter(|(_, container)| sidecar(container) && wants(container));
+    let of_init = of_init.filter(|(_, container)| sidecar(container) && needs_hook(container));
     let changes: Vec<PatchOperation> = of_main
         .map(|(index, container)| add("containers", index, container))
         .chain(of_init.map(|(index, container)| add("initContainers", index, container)))
@@ -198,29 +200,29 @@ fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
     (!changes.is_empty()).then_some(Patch(changes))
 }
 
-/// Namespaces with [`ALLOW_LABEL`].
+/// Namespaces with the label [`ALLOW_LABEL`].
 pub(crate) type Namespaces = Store<PartialObjectMeta<Namespace>>;
 
-/// What a request is answered from.
+/// The state that requests share.
 #[derive(Clone)]
 struct Reviewer {
     namespaces: Namespaces,
     bodies: Arc<Semaphore>,
 }
 
-async fn gated(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    reviewed(Change::Gate, reviewer, body).await
+async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
+    answer(Change::Gate, reviewer, body).await
 }
 
-async fn hooked(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
-    reviewed(Change::PreStop(seconds), reviewer, body).await
+async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
+    answer(Change::PreStop(seconds), reviewer, body).await
 }
 
-async fn reviewed(change: Change, Reviewer { namespaces, bodies }: Reviewer, body: Body) -> Response {
+async fn answer(change: Change, Reviewer { namespaces, bodies }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > BODY as u64 {
-        return refuse(StatusCode::PAYLOAD_TOO_LARGE, "no pod is that large");
+        return refuse(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
     }
-    // One that trickles in is dropped with its permit.
+    // A body that arrives too slowly is dropped together with its permit.
     let read = tokio::time::timeout(REQUEST, async {
         let _permit = bodies.acquire().await;
         to_bytes(body, BODY).await
@@ -228,13 +230,13 @@ async fn reviewed(change: Change, Reviewer { namespaces, bodies }: Reviewer, bod
     let body = match read.await {
         Ok(Ok(body)) => body,
         Ok(Err(error)) => return refuse(StatusCode::PAYLOAD_TOO_LARGE, &error.to_string()),
-        Err(_) => return refuse(StatusCode::REQUEST_TIMEOUT, "the request did not come in time"),
+        Err(_) => return refuse(StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time"),
     };
-    let excepted = |namespace: &str| {
+    let exempt = |namespace: &str| {
         let found = namespaces.get(&ObjectRef::new(namespace));
-        found.is_some_and(|namespace| change.is_excepted(namespace.metadata.labels.as_ref()))
+        found.is_some_and(|namespace| change.is_exempt(namespace.metadata.labels.as_ref()))
     };
-    match review(change, &body, excepted).map(|review| serde_json::to_vec(&review)) {
+    match review(change, &body, exempt).map(|review| serde_json::to_vec(&review)) {
         Ok(Ok(review)) => ([(header::CONTENT_TYPE, "application/json")], review).into_response(),
         Ok(Err(error)) => refuse(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
         Err(error) => refuse(StatusCode::BAD_REQUEST, &error.to_string()),
@@ -242,7 +244,7 @@ async fn reviewed(change: Change, Reviewer { namespaces, bodies }: Reviewer, bod
 }
 
 fn refuse(status: StatusCode, why: &str) -> Response {
-    tracing::warn!(status = status.as_u16(), why, "a review is not answered");
+    tracing::warn!(status = status.as_u16(), why, "refused a review");
     (status, format!("{why}\n")).into_response()
 }
 
@@ -255,7 +257,8 @@ pub(crate) async fn serve(
     linger: Duration,
 ) -> Result<(), Infallible> {
     let reviewer = Reviewer { namespaces, bodies: Arc::new(Semaphore::new(BODIES)) };
-    let router = Router::new().route(PATH, post(gated)).route(PRE_STOP_PATH, post(hooked)).with_state(reviewer);
+    let router =
+        Router::new().route(PATH, post(review_gate)).route(PRE_STOP_PATH, post(review_pre_stop)).with_state(reviewer);
     let acceptor = TlsAcceptor::from(tls);
     let connections = Arc::new(Semaphore::new(CONNECTIONS));
     let open = GracefulShutdown::new();
@@ -264,24 +267,24 @@ pub(crate) async fn serve(
         tokio::time::sleep(linger).await;
     });
     loop {
-        // Cancel-safe: a permit or a connection that was not handed over stays where it was.
+        // Cancel-safe: a permit or a connection that was not returned stays where it was.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
             accepted = accept(&listener, &connections) => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    tracing::warn!(error = &error as &dyn std::error::Error, "no connection could be accepted");
-                    // Mostly there are too many files open: at once it would be the same.
+                    tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
+                    // The usual cause is too many open files. An immediate retry would fail again.
                     tokio::time::sleep(Duration::from_secs(1)).await;
                     continue;
                 }
             },
         };
-        tokio::spawn(converse(stream, acceptor.clone(), router.clone(), open.watcher(), permit));
+        tokio::spawn(serve_connection(stream, acceptor.clone(), router.clone(), open.watcher(), permit));
     }
     drop(listener);
-    if tokio::time::timeout(GOODBYE, open.shutdown()).await.is_err() {
-        tracing::warn!("some reviews were not answered");
+    if tokio::time::timeout(SHUTDOWN, open.shutdown()).await.is_err() {
+        tracing::warn!("closed connections with unanswered reviews");
     }
     Ok(())
 }
@@ -295,8 +298,8 @@ async fn accept(
     Ok((stream, permit))
 }
 
-/// Answers on one connection until its end.
-async fn converse(
+/// Serves one connection until it closes.
+async fn serve_connection(
     stream: TcpStream,
     acceptor: TlsAcceptor,
     router: Router,
@@ -305,15 +308,15 @@ async fn converse(
 ) {
     let stream = match tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
         Ok(Ok(stream)) => stream,
-        // Anybody may knock; a client that does not trust the certificate says so here.
-        Ok(Err(error)) => return tracing::debug!(error = &error as &dyn std::error::Error, "no TLS"),
-        Err(_) => return tracing::debug!("a client said nothing"),
+        // Any client may connect. One that does not trust the certificate aborts the handshake.
+        Ok(Err(error)) => return tracing::debug!(error = &error as &dyn std::error::Error, "TLS handshake failed"),
+        Err(_) => return tracing::debug!("TLS handshake timed out"),
     };
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(SILENCE);
+    http.timer(TokioTimer::new()).header_read_timeout(IDLE);
     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     if let Err(error) = watcher.watch(connection).await {
-        tracing::debug!(error = &error as &dyn std::error::Error, "a connection broke");
+        tracing::debug!(error = &error as &dyn std::error::Error, "connection failed");
     }
 }
 
@@ -324,7 +327,7 @@ mod tests {
 
     const SHARES: &str = "nvidia.com/gpu-mps";
 
-    /// A review as an API server writes it.
+    /// A review as an API server sends it.
     fn of(spec: &Value) -> Value {
         json!({
             "kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1",
@@ -344,15 +347,15 @@ mod tests {
         })
     }
 
-    fn asking(limits: &Value) -> Value {
+    fn requesting(limits: &Value) -> Value {
         json!({"containers": [{"name": "main", "resources": {"limits": limits}}]})
     }
 
-    /// The pod that it becomes.
-    fn changed(change: Change, review: &Value, excepted: bool) -> Value {
+    /// The pod after the change.
+    fn changed(change: Change, review: &Value, exempt: bool) -> Value {
         let answer = super::review(change, review.to_string().as_bytes(), |namespace| {
             assert_eq!(namespace, "team");
-            excepted
+            exempt
         });
         let answer = serde_json::to_value(answer.unwrap()).unwrap();
         assert_eq!(answer["apiVersion"], "admission.k8s.io/v1");
@@ -368,15 +371,15 @@ mod tests {
         pod
     }
 
-    /// The gates that a pod has in the end.
-    fn gates(spec: &Value, excepted: bool) -> Vec<String> {
-        let pod = changed(Change::Gate, &of(spec), excepted);
+    /// The gates of the pod after the change.
+    fn gates(spec: &Value, exempt: bool) -> Vec<String> {
+        let pod = changed(Change::Gate, &of(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
 
     #[test]
-    fn pods_that_ask_for_shares_are_gated() {
+    fn pods_that_request_shares_are_gated() {
         for limits in [
             json!({SHARES: "2"}),
             json!({SHARES: 2}),
@@ -384,7 +387,7 @@ mod tests {
             json!({"nvidia.com/gpu.shared": "1"}),
             json!({"nvidia.com/mig-1g.10gb": "1", "nvidia.com/gpu": "1"}),
         ] {
-            assert_eq!(gates(&asking(&limits), false), [GATE]);
+            assert_eq!(gates(&requesting(&limits), false), [GATE]);
         }
         let plain = json!({"name": "main", "resources": {}});
         let first = json!({"name": "first", "restartPolicy": "Always", "resources": {"limits": {SHARES: "1"}}});
@@ -393,21 +396,21 @@ mod tests {
     }
 
     #[test]
-    fn nobody_else_is() {
+    fn other_pods_are_not_gated() {
         for limits in [json!({}), json!({"cpu": "1"}), json!({"nvidia.com/gpu": "1"}), json!({SHARES: "0"})] {
-            assert!(gates(&asking(&limits), false).is_empty());
+            assert!(gates(&requesting(&limits), false).is_empty());
         }
         assert!(gates(&json!({"containers": [{"name": "main"}]}), false).is_empty());
-        assert!(gates(&asking(&json!({SHARES: "1"})), true).is_empty());
-        let mut pinned = asking(&json!({SHARES: "1"}));
+        assert!(gates(&requesting(&json!({SHARES: "1"})), true).is_empty());
+        let mut pinned = requesting(&json!({SHARES: "1"}));
         pinned["nodeName"] = json!("n1");
         assert!(gates(&pinned, false).is_empty());
     }
 
     #[test]
-    fn there_is_one_gate_and_others_stay() {
+    fn the_gate_is_added_once_and_other_gates_stay() {
         let gated = |gates: Value| {
-            let mut spec = asking(&json!({SHARES: "1"}));
+            let mut spec = requesting(&json!({SHARES: "1"}));
             spec["schedulingGates"] = gates;
             spec
         };
@@ -419,40 +422,41 @@ mod tests {
     }
 
     #[test]
-    fn exceptions_are_words() {
+    fn exemptions_match_whole_words() {
         let labels = |allow: &str| BTreeMap::from([(ALLOW_LABEL.to_owned(), allow.to_owned())]);
         for (change, word) in [(Change::Gate, "placement"), (Change::PreStop(1), "pre-stop")] {
             for allow in [word.to_owned(), "all".to_owned(), format!("size.{word}"), format!("{word}.environment")] {
-                assert!(change.is_excepted(Some(&labels(&allow))), "{allow}");
+                assert!(change.is_exempt(Some(&labels(&allow))), "{allow}");
             }
             for allow in ["", "size", "placements", "size.all", "all.size", "Placement", "stop", "pre"] {
-                assert!(!change.is_excepted(Some(&labels(allow))), "{allow}");
+                assert!(!change.is_exempt(Some(&labels(allow))), "{allow}");
             }
-            assert!(!change.is_excepted(None));
-            assert!(!change.is_excepted(Some(&BTreeMap::new())));
+            assert!(!change.is_exempt(None));
+            assert!(!change.is_exempt(Some(&BTreeMap::new())));
         }
-        assert!(!Change::Gate.is_excepted(Some(&labels("pre-stop"))));
+        assert!(!Change::Gate.is_exempt(Some(&labels("pre-stop"))));
     }
 
-    /// What containers and init containers of a pod sleep before their end, as a review makes it.
-    fn sleeps(review: &Value, seconds: u16, excepted: bool) -> Vec<Option<i64>> {
-        let pod = changed(Change::PreStop(seconds), review, excepted);
+    /// How long each container and init container of the pod sleeps before it terminates, after the
+    /// change.
+    fn sleeps(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
+        let pod = changed(Change::PreStop(seconds), review, exempt);
         let all =
             ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
         all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
     }
 
     #[test]
-    fn containers_with_mps_shares_sleep_before_their_end() {
+    fn containers_with_mps_shares_sleep_before_they_terminate() {
         let with = |name: &str, limits: Value| json!({"name": name, "resources": {"limits": limits}});
         for limits in [json!({SHARES: "2"}), json!({SHARES: 1}), json!({"nvidia.com/mig-1g.10gb.shared": "1"})] {
-            assert_eq!(sleeps(&of(&asking(&limits)), 1, false), [Some(1)]);
-            assert_eq!(sleeps(&of(&asking(&limits)), 1, true), [None], "excepted");
+            assert_eq!(sleeps(&of(&requesting(&limits)), 1, false), [Some(1)]);
+            assert_eq!(sleeps(&of(&requesting(&limits)), 1, true), [None], "exempt");
         }
         for limits in
             [json!({}), json!({SHARES: "0"}), json!({"nvidia.com/gpu": 1}), json!({"nvidia.com/gpu-timeslice": 1})]
         {
-            assert_eq!(sleeps(&of(&asking(&limits)), 1, false), [None], "{limits}");
+            assert_eq!(sleeps(&of(&requesting(&limits)), 1, false), [None], "{limits}");
         }
         let mut sidecar = with("sidecar", json!({SHARES: "1"}));
         sidecar["restartPolicy"] = json!("Always");
@@ -468,21 +472,18 @@ mod tests {
         assert_eq!(sleeps(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
         let pod = changed(Change::PreStop(3), &review, false);
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
-        assert!(
-            pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(),
-            "a hook that is there stays"
-        );
+        assert!(pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(), "existing hooks are kept");
         assert_eq!(pod["spec"]["schedulingGates"], Value::Null);
-        // Once.
+        // The change is made only once.
         let mut again = review;
         again["request"]["object"] = pod;
         assert_eq!(changed(Change::PreStop(5), &again, false), again["request"]["object"]);
     }
 
     #[test]
-    fn a_pod_without_the_time_or_that_declines_has_no_hook_of_ours() {
+    fn pods_with_a_short_grace_period_or_an_opt_out_get_no_hook() {
         let review = |grace: Option<i64>, annotations: &Value| {
-            let mut spec = asking(&json!({SHARES: "1"}));
+            let mut spec = requesting(&json!({SHARES: "1"}));
             if let Some(grace) = grace {
                 spec["terminationGracePeriodSeconds"] = json!(grace);
             }
@@ -495,11 +496,7 @@ mod tests {
         {
             assert_eq!(sleeps(&review(grace, &Value::Null), 1, false), [expected], "{grace:?}");
         }
-        assert_eq!(
-            sleeps(&review(None, &Value::Null), 30, false),
-            [None],
-            "as long as the grace is when nothing is said"
-        );
+        assert_eq!(sleeps(&review(None, &Value::Null), 30, false), [None], "as long as the default grace period");
         assert_eq!(sleeps(&review(None, &Value::Null), 0, false), [None]);
         assert_eq!(sleeps(&review(None, &json!({"cleave.dev/pre-stop": "none"})), 1, false), [None]);
         for other in [json!({"cleave.dev/pre-stop": "off"}), json!({"pre-stop": "none"}), json!({})] {
@@ -508,13 +505,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_review_is_refused() {
+    fn bodies_that_are_no_reviews_are_refused() {
         let answer = |body: &[u8]| review(Change::Gate, body, |_| false).map(|_| ()).unwrap_err().to_string();
-        let whole = of(&asking(&json!({SHARES: "1"}))).to_string();
+        let whole = of(&requesting(&json!({SHARES: "1"}))).to_string();
         for body in
             [&b""[..], b"{", b"null", b"[]", b"\xff\xfe", b"{\"kind\": 1}", &whole.as_bytes()[..whole.len() / 2]]
         {
-            assert!(answer(body).starts_with("this is no AdmissionReview of a pod: "), "{}", answer(body));
+            assert!(answer(body).starts_with("the body is not an AdmissionReview of a pod: "), "{}", answer(body));
         }
         let mut empty = of(&json!({}));
         empty["request"]["object"] = Value::Null;
@@ -540,7 +537,7 @@ mod tests {
         use tokio_rustls::client::TlsStream;
 
         use super::*;
-        use crate::admission::certificate::{Material, tls};
+        use crate::admission::certificate::{Certificate, tls};
 
         const HOST: &str = "cleave-webhook.cleave-system.svc";
 
@@ -552,13 +549,13 @@ mod tests {
         }
 
         impl Server {
-            async fn start(material: Option<&Material>) -> Self {
+            async fn start(certificate: Option<&Certificate>) -> Self {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let addr = listener.local_addr().unwrap();
-                let (served, certified) = watch::channel(material.map(Material::certified));
+                let (served, certified) = watch::channel(certificate.map(Certificate::certified));
                 let (namespaces, mut writer) = reflector::store();
-                let excepted = json!({"metadata": {"name": "lab", "labels": {ALLOW_LABEL: "placement"}}});
-                writer.apply_watcher_event(&Event::Apply(serde_json::from_value(excepted).unwrap()));
+                let exempt = json!({"metadata": {"name": "lab", "labels": {ALLOW_LABEL: "placement"}}});
+                writer.apply_watcher_event(&Event::Apply(serde_json::from_value(exempt).unwrap()));
                 let stop = CancellationToken::new();
                 let until = stop.clone();
                 let task = tokio::spawn(async move {
@@ -568,7 +565,7 @@ mod tests {
                 Self { addr, served, stop, task }
             }
 
-            async fn connect(&self, trusted: &Material) -> std::io::Result<TlsStream<TcpStream>> {
+            async fn connect(&self, trusted: &Certificate) -> std::io::Result<TlsStream<TcpStream>> {
                 let mut roots = RootCertStore::empty();
                 for authority in CertificateDer::pem_slice_iter(&trusted.data()["ca.crt"].0) {
                     roots.add(authority.unwrap()).unwrap();
@@ -583,15 +580,15 @@ mod tests {
                 TlsConnector::from(Arc::new(config)).connect(ServerName::try_from(HOST).unwrap(), stream).await
             }
 
-            /// Status and body of the answer to one request.
-            async fn ask(&self, trusted: &Material, request: &str, body: &[u8]) -> (u16, String) {
+            /// Sends one request. Returns the status and body of the answer.
+            async fn send(&self, trusted: &Certificate, request: &str, body: &[u8]) -> (u16, String) {
                 let mut stream = self.connect(trusted).await.unwrap();
                 let head = format!(
                     "{request} HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
                     body.len()
                 );
                 stream.write_all(head.as_bytes()).await.unwrap();
-                // One that is refused by its length need not be read.
+                // The server may refuse a body by its length, without reading it.
                 let _ = stream.write_all(body).await;
                 let _ = stream.flush().await;
                 let mut answer = Vec::new();
@@ -607,29 +604,29 @@ mod tests {
             }
         }
 
-        fn material(before: Option<&Material>) -> Material {
-            Material::make(HOST, SystemTime::now(), before).unwrap()
+        fn certificate(before: Option<&Certificate>) -> Certificate {
+            Certificate::create(HOST, SystemTime::now(), before).unwrap()
         }
 
         fn in_namespace(namespace: &str) -> Vec<u8> {
-            let mut review = of(&asking(&json!({SHARES: "1"})));
+            let mut review = of(&requesting(&json!({SHARES: "1"})));
             review["request"]["namespace"] = json!(namespace);
             review.to_string().into_bytes()
         }
 
         #[tokio::test]
         async fn reviews_are_answered() {
-            let material = material(None);
-            let server = Server::start(Some(&material)).await;
-            let (status, body) = server.ask(&material, "POST /gate?timeout=10s", &in_namespace("team")).await;
+            let current = certificate(None);
+            let server = Server::start(Some(&current)).await;
+            let (status, body) = server.send(&current, "POST /gate?timeout=10s", &in_namespace("team")).await;
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_array(), "{answer}");
-            let (status, body) = server.ask(&material, "POST /gate", &in_namespace("lab")).await;
+            let (status, body) = server.send(&current, "POST /gate", &in_namespace("lab")).await;
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_null() && answer["response"]["allowed"] == true, "{answer}");
-            let (status, body) = server.ask(&material, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
+            let (status, body) = server.send(&current, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
             let answer: Value = serde_json::from_str(&body).unwrap();
             let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
             let patch = String::from_utf8(patch).unwrap();
@@ -638,12 +635,12 @@ mod tests {
         }
 
         #[tokio::test]
-        async fn what_is_no_review_harms_nobody() {
-            let material = material(None);
-            let server = Server::start(Some(&material)).await;
-            // One that says nothing, and one that stops in the middle.
-            let silent = TcpStream::connect(server.addr).await.unwrap();
-            let mut halting = server.connect(&material).await.unwrap();
+        async fn malformed_requests_do_not_affect_other_clients() {
+            let current = certificate(None);
+            let server = Server::start(Some(&current)).await;
+            // One client that sends nothing, and one that stops in the middle of a request.
+            let idle = TcpStream::connect(server.addr).await.unwrap();
+            let mut halting = server.connect(&current).await.unwrap();
             halting.write_all(b"POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{").await.unwrap();
             for (request, body, expected) in [
                 ("POST /gate", &b"{"[..], 400),
@@ -654,9 +651,9 @@ mod tests {
                 ("POST /pre-stop/ever", b"{}", 400),
                 ("POST /pre-stop/-1", b"{}", 400),
             ] {
-                assert_eq!(server.ask(&material, request, body).await.0, expected, "{request}");
+                assert_eq!(server.send(&current, request, body).await.0, expected, "{request}");
             }
-            let mut huge = server.connect(&material).await.unwrap();
+            let mut huge = server.connect(&current).await.unwrap();
             let head = format!("POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", BODY + 1);
             huge.write_all(head.as_bytes()).await.unwrap();
             let mut answer = [0; 12];
@@ -665,22 +662,22 @@ mod tests {
             let mut plain = TcpStream::connect(server.addr).await.unwrap();
             plain.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
             let _ = plain.read_to_end(&mut Vec::new()).await;
-            assert_eq!(server.ask(&material, "POST /gate", &in_namespace("team")).await.0, 200);
-            drop((silent, halting));
+            assert_eq!(server.send(&current, "POST /gate", &in_namespace("team")).await.0, 200);
+            drop((idle, halting));
             server.end().await;
         }
 
         #[tokio::test]
-        async fn another_certificate_is_served_from_the_next_connection_on() {
-            let first = material(None);
+        async fn a_new_certificate_is_served_to_new_connections() {
+            let first = certificate(None);
             let server = Server::start(None).await;
-            assert!(server.connect(&first).await.is_err(), "there is nothing to serve with");
+            assert!(server.connect(&first).await.is_err(), "no certificate is served yet");
             server.served.send_replace(Some(first.certified()));
             server.connect(&first).await.map(drop).unwrap();
-            let second = material(Some(&first));
+            let second = certificate(Some(&first));
             server.connect(&second).await.map(drop).unwrap();
             server.served.send_replace(Some(second.certified()));
-            assert!(server.connect(&first).await.is_err(), "the first does not make the second known");
+            assert!(server.connect(&first).await.is_err(), "the first bundle does not include the second CA");
             server.connect(&second).await.map(drop).unwrap();
             server.end().await;
         }

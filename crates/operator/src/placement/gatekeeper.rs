@@ -19,7 +19,7 @@ use super::present::Present;
 use super::stranded::{Advice, Rescue, Stranded};
 use super::turn::{Towards, Turn, Why};
 use super::{facts, stranded};
-use crate::pods::{PodObject, counted};
+use crate::pods::{PodObject, is_interchangeable};
 use crate::policies::demand::{Reason, Waiting};
 use crate::rollout::{self, Rollout, Step, View};
 
@@ -308,7 +308,7 @@ impl Gatekeeper {
         let outdated = hosts.values().any(|host| host.outdated);
         let serves =
             |node: &str, resource: &str| self.nodes.0.get(node).is_some_and(|known| known.mps.serves(resource));
-        let mut on_the_way = if outdated { rollout::on_the_way(ledger, serves) } else { BTreeMap::new() };
+        let mut on_the_way = if outdated { rollout::pending_users(ledger, serves) } else { BTreeMap::new() };
         let mut views = BTreeMap::new();
         for (name, known) in self.nodes.0.iter().filter(|(_, known)| known.ours) {
             let host = hosts.remove(name.as_str());
@@ -322,7 +322,7 @@ impl Gatekeeper {
                 views.insert(name.clone(), View { host, trouble: known.mps.trouble.clone(), busy, excused });
             }
         }
-        let step = self.rollout.look(&views, up);
+        let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.see(cluster, &self.rollout) {
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
@@ -357,7 +357,7 @@ impl Gatekeeper {
         let mut candidates = Vec::new();
         let mut settled = Vec::new();
         for pod in pods {
-            let open = pod.is_ours_to_open();
+            let open = pod.waits_at_gate();
             let name = crate::pods::full_name(&pod.metadata);
             let uid = pod.uid().unwrap_or_default();
             if self.uids.get(&name).is_some_and(|known| *known != uid) {
@@ -494,7 +494,7 @@ impl Gatekeeper {
             let found = preempting.preempt(ledger, &placing, candidate, &verdict);
             let impossible = verdict.impossible();
             let (message, may_pass) = verdict.told(asks, seen.demand.get(name));
-            let message = message + &rollout.in_words(asks, &placing.eligible(candidate));
+            let message = message + &rollout.describe_withheld(asks, &placing.eligible(candidate));
             let never = gated.get_mut(name).and_then(|gated| gated.never_for(may_pass, seen.now.up));
             match never {
                 Some(never) if never >= *patience => {
@@ -603,7 +603,7 @@ fn leave_alone<'a>(
 /// for.
 fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
-        let mut left: Vec<&Reservation> = takes.iter().filter(|take| !counted(&take.resource)).collect();
+        let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
         let mut held = Vec::with_capacity(asks.len());
         for ask in asks {
             let same = |take: &&Reservation| take.resource == ask.resource && take.units == ask.units;

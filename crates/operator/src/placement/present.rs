@@ -44,7 +44,7 @@ impl Present {
             let row = self.rows.entry(address(pod)).or_insert_with(|| {
                 // It holds nothing, and waits for nothing: only its node's CPU and the like are of
                 // interest.
-                let settled = !is_living(pod) || !pod.is_ours_to_open() && !pod.wants_gpus();
+                let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.wants_gpus();
                 if is_living(pod) {
                     count(&mut self.taken, pod, u128::saturating_add);
                 }

@@ -18,9 +18,9 @@ use super::cluster::{Cluster, Now};
 use super::gatekeeper::Gatekeeper;
 use super::stranded::{Advice, Recreation, Rescue};
 use super::turn::{Eviction, Opening, Turn, Why};
-use crate::events::{self, Teller};
+use crate::events::{self, EventPublisher};
 use crate::evict::{self, Evicted};
-use crate::leader::Claim;
+use crate::leader::LeaseGuard;
 use crate::metrics::{Metrics, Outcome, Reason};
 use crate::pod_condition;
 use crate::pods::PodCondition;
@@ -40,7 +40,7 @@ const RETRY: Duration = Duration::from_secs(1);
 pub(crate) struct Parts {
     pub(crate) client: Client,
     pub(crate) stores: Stores,
-    pub(crate) claim: Claim,
+    pub(crate) claim: LeaseGuard,
     pub(crate) metrics: Metrics,
     pub(crate) recorder: Recorder,
     pub(crate) dirty: Arc<Notify>,
@@ -88,7 +88,7 @@ impl Epoch {
 pub(crate) struct Gate {
     parts: Parts,
     keeper: Gatekeeper,
-    teller: Teller,
+    publisher: EventPublisher,
     started: Instant,
     epoch: Epoch,
 }
@@ -98,7 +98,7 @@ impl Gate {
         let started = Instant::now();
         let epoch = Epoch::new(Timestamp::now(), started);
         let keeper = Gatekeeper::new(parts.unschedulable_after);
-        Self { parts, keeper, teller: Teller::default(), started, epoch }
+        Self { parts, keeper, publisher: EventPublisher::default(), started, epoch }
     }
 
     /// Opens gates until `stop`.
@@ -117,7 +117,7 @@ impl Gate {
                 () = stop.cancelled() => return Ok(()),
                 () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,
                 changed = self.parts.demand.changed() => if changed.is_err() { return Ok(()) },
-                () = turned.turned() => {}
+                () = turned.changed() => {}
                 () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
             }
             pause = self.look().await;
@@ -166,7 +166,7 @@ impl Gate {
             self.parts.dirty.notify_one();
         }
         let again = (!failed.is_empty() || !evicted || !none_stranded).then_some(RETRY);
-        let told = self.teller.is_waiting().then_some(events::LOOK_AGAIN);
+        let told = self.publisher.is_waiting().then_some(events::LOOK_AGAIN);
         turn.next.into_iter().chain(again).chain(told).min()
     }
 
@@ -336,12 +336,12 @@ impl Gate {
                     let event = events::host_replaced(node, pod, &replacement.host.uid);
                     events.push((replacement.regarding(), event));
                 }
-                Deleted::NotAnyMore => self.keeper.rollout.given_up(node),
+                Deleted::Gone => self.keeper.rollout.cancel(node),
                 Deleted::Failed(error) => {
                     tracing::warn!(node, pod, error = &error as &dyn std::error::Error, "the MPS host is not replaced");
                     self.keeper.rollout.refused(node, up);
                 }
-                Deleted::Silence => {
+                Deleted::Timeout => {
                     tracing::warn!(node, pod, "the API server did not answer within {} s", WRITE.as_secs());
                     self.keeper.rollout.refused(node, up);
                 }
@@ -361,11 +361,11 @@ impl Gate {
         let uids: BTreeMap<String, String> = if waiting.is_empty() {
             BTreeMap::new()
         } else {
-            let pods = cluster.pods.iter().filter(|pod| pod.is_ours_to_open());
+            let pods = cluster.pods.iter().filter(|pod| pod.waits_at_gate());
             pods.map(|pod| (crate::pods::full_name(&pod.metadata), pod.metadata.uid.clone().unwrap_or_default()))
                 .collect()
         };
-        let mut all: Vec<(ObjectReference, kube::runtime::events::Event)> = self.teller.of_pods(&waiting, &uids, up);
+        let mut all: Vec<(ObjectReference, kube::runtime::events::Event)> = self.publisher.of_pods(&waiting, &uids, up);
         for opening in &turn.openings {
             if let Why::Never(message) = &opening.why {
                 all.push((events::of_pod(&opening.pod, &opening.uid), events::unschedulable(message)));

@@ -1,5 +1,5 @@
-//! Writes what nodes shall be: `GpuNode.spec`, by server-side apply, of the nodes that differ and
-//! of no other.
+//! Writes the desired state of nodes: `GpuNode.spec`, by server-side apply, and only for the nodes
+//! that differ.
 use cleave_api::names::OPERATOR_MANAGER;
 use cleave_api::{GpuNode, GpuNodeSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -11,31 +11,31 @@ use serde_json::{Value, json};
 use crate::policies::plan::Plan;
 use crate::read::Observed;
 
-/// One `GpuNode` to be written.
+/// A `GpuNode` to write.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
-    /// The node.
+    /// The node's name.
     pub node: String,
-    /// Its UID.
+    /// The node's UID.
     pub uid: String,
-    /// What it shall be.
+    /// The desired state.
     pub spec: GpuNodeSpec,
-    /// There is no object yet.
+    /// Whether the object does not exist yet.
     pub create: bool,
 }
 
 /// A `GpuNode` could not be written.
 #[derive(Debug, thiserror::Error)]
-#[error("GpuNode {node} could not be written")]
+#[error("failed to write GpuNode {node}")]
 pub struct Error {
-    /// The node.
+    /// The node's name.
     pub node: String,
-    /// What the API server, or the way there, said.
+    /// The error of the request.
     #[source]
     pub source: kube::Error,
 }
 
-/// What is to be written: the nodes whose object says something else, or is not there. Pure.
+/// Returns the nodes whose `GpuNode` differs from the plan or does not exist. Pure.
 pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
     let differs = |(name, spec): (&String, &GpuNodeSpec)| {
         let node = observed.nodes.get(name)?;
@@ -50,17 +50,20 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
     plan.nodes.iter().filter_map(differs).collect()
 }
 
-/// Writes one change. Repeating it changes nothing. What the API server answers may be malformed
-/// and is not looked at.
+/// Writes one change. Writes are idempotent. The object in the answer may be malformed and is
+/// ignored.
+///
+/// # Errors
+/// The API server refused the write or could not be reached.
 pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Result<(), Error> {
     let params = PatchParams::apply(OPERATOR_MANAGER).force();
     let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }
 
-/// The object as applied. It is the node's: it goes when the node goes.
+/// The object to apply. Its owner is the node, so it is deleted with the node.
 fn body(change: &Change) -> Value {
-    // `blockOwnerDeletion` is left out: setting it needs the right to update the node's finalizers.
+    // No `blockOwnerDeletion`: setting it needs permission to update the node's finalizers.
     let owner = OwnerReference {
         api_version: "v1".to_owned(),
         kind: "Node".to_owned(),

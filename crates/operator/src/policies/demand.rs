@@ -1,12 +1,13 @@
-//! What GPUs become that pods decide about. Pure: the time is given.
+//! Decides the partition of each GPU that is shared by demand. Pure: callers pass in the time.
 //!
 //! ```text
-//!  Observed + plan::Plan ──[snapshot]──▶ Snapshot ──cleave_plan::plan──▶ Plan ──check──▶ [cut] ──▶ GpuNode.spec of GPUs by demand
+//!  Observed + plan::Plan ──[snapshot]──▶ Snapshot ──cleave_plan::plan──▶ Plan ──check──▶
+//!      [partition] ──▶ GpuNode.spec of GPUs shared by demand
 //! ```
 //!
-//! GPUs of other policies are as [`crate::policies::plan`] makes them; what is free on them counts,
-//! so that a pod that they can serve has nothing cut. A plan that its judge finds fault with is not
-//! acted on: everything then stays as it is.
+//! Other GPUs keep the partition that [`crate::policies::plan`] gives them. Their free slices
+//! count, so no GPU is repartitioned for a pod that they can serve. A plan that
+//! `cleave_plan::check` finds invalid is not applied: every GPU keeps its partition.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -17,65 +18,66 @@ use cleave_plan::{GpuPlan, Planned, Policy, Violation};
 
 use crate::policies::partition;
 use crate::policies::plan::{ByDemand, Plan, plan_id};
-use crate::policies::snapshot::{At, Built, Memory, build};
+use crate::policies::snapshot::{GpuKey, History, PlannerInput, build};
 use crate::read::Observed;
 
-/// What was decided, and what there is to tell of it.
+/// The decisions of one pass about GPUs shared by demand, and what to report.
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
-    /// The plan; none where no GPU is shared by demand.
+    /// The plan; `None` if no GPU is shared by demand.
     pub planned: Option<Planned>,
-    /// What is wrong with it; then nothing of it was taken over.
+    /// Rules that the plan violates. If there are any, the plan was not applied.
     pub violations: Vec<Violation>,
-    /// GPUs that become something else.
-    pub cuts: Vec<At>,
-    /// Pods that wait, with what for.
+    /// GPUs that get a new partition.
+    pub repartitioned: Vec<GpuKey>,
+    /// Pods that wait, and the reason.
     pub waiting: BTreeMap<String, Waiting>,
-    /// Nodes of which something is still being changed.
+    /// Nodes with a partition in progress.
     pub changing: BTreeSet<String>,
-    /// Nodes that take no part, and why.
-    pub silent: BTreeMap<String, String>,
-    /// GPUs that take no part, or are left alone, and why.
-    pub stuck: BTreeMap<At, String>,
-    /// Of the free memory of GPUs by demand, the part on GPUs that are partly in use, in
+    /// Nodes excluded from the plan, and the reason.
+    pub excluded_nodes: BTreeMap<String, String>,
+    /// GPUs excluded from the plan, or left as they are for a while, and the reason.
+    pub excluded_gpus: BTreeMap<GpuKey, String>,
+    /// The part of the free memory of GPUs shared by demand that is on partly used GPUs, in
     /// thousandths.
     pub fragmentation: u32,
-    /// When to look again at the latest, from now.
+    /// How long until the next pass, even if nothing changes.
     pub next: Option<Duration>,
 }
 
-/// What a pod waits for.
+/// Why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {
-    /// In one word.
+    /// The reason as a metric label and as a case for callers.
     pub reason: Reason,
-    /// In words for its owner.
+    /// A sentence for the pod's owner.
     pub message: String,
 }
 
-/// What a pod waits for, in one word.
+/// Why a pod waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
-    /// A GPU is being cut for it.
-    Cutting,
-    /// What it wants is there: the scheduler has not bound it yet.
+    /// A GPU is being repartitioned for it.
+    Repartitioning,
+    /// A GPU has room. The scheduler has not bound it yet.
     Scheduler,
-    /// A node that is being cut may have room for it afterwards.
+    /// A node that is being repartitioned may have room for it afterwards.
     NodeChanging,
-    /// There is no room for it.
+    /// No GPU has room for it.
     NoRoom,
-    /// What it asks for makes no sense.
+    /// Its requests are malformed.
     Malformed,
 }
 
 impl Reason {
-    /// All of them.
-    pub const ALL: [Self; 5] = [Self::Cutting, Self::Scheduler, Self::NodeChanging, Self::NoRoom, Self::Malformed];
+    /// All reasons.
+    pub const ALL: [Self; 5] =
+        [Self::Repartitioning, Self::Scheduler, Self::NodeChanging, Self::NoRoom, Self::Malformed];
 
-    /// As metrics name it.
+    /// The value of the `reason` label in metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
-            Self::Cutting => "cutting",
+            Self::Repartitioning => "repartitioning",
             Self::Scheduler => "scheduler",
             Self::NodeChanging => "node_changing",
             Self::NoRoom => "no_room",
@@ -84,37 +86,37 @@ impl Reason {
     }
 }
 
-/// Decides what GPUs by demand become, and writes it into `plan`.
-pub fn overlay(plan: &mut Plan, observed: &Observed, memory: &mut Memory, now: Duration) -> Outcome {
+/// Decides the partitions of GPUs shared by demand and writes them into `plan`.
+pub fn overlay(plan: &mut Plan, observed: &Observed, history: &mut History, now: Duration) -> Outcome {
     if plan.demand.is_empty() {
         return Outcome::default();
     }
-    let built = build(observed, plan, memory, now);
-    let planned = cleave_plan::plan(&built.snapshot, &Policy::default());
-    let violations = cleave_plan::check(&built.snapshot, &planned.plan);
-    let mut outcome = Outcome { violations, next: built.next, ..Outcome::default() };
+    let input = build(observed, plan, history, now);
+    let planned = cleave_plan::plan(&input.snapshot, &Policy::default());
+    let violations = cleave_plan::check(&input.snapshot, &planned.plan);
+    let mut outcome = Outcome { violations, next: input.next, ..Outcome::default() };
     if outcome.violations.is_empty() {
-        adopt(plan, observed, &built, &planned, &mut outcome);
-        memory.placements =
+        apply_plan(plan, observed, &input, &planned, &mut outcome);
+        history.placements =
             planned.plan.placements.iter().map(|placement| (placement.pod.clone(), placement.node.clone())).collect();
-        outcome.waiting = waiting(&planned, &built, &outcome.cuts);
+        outcome.waiting = waiting(&planned, &input, &outcome.repartitioned);
     }
-    outcome.fragmentation = fragmentation(&built, &planned);
-    let Built { silent, stuck, changing, .. } = built;
-    (outcome.silent, outcome.changing) = (silent, changing);
-    outcome.stuck.extend(stuck);
-    tell_policies(plan, observed, &outcome, &planned);
+    outcome.fragmentation = fragmentation(&input, &planned);
+    let PlannerInput { excluded_nodes, excluded_gpus, changing, .. } = input;
+    (outcome.excluded_nodes, outcome.changing) = (excluded_nodes, changing);
+    outcome.excluded_gpus.extend(excluded_gpus);
+    report_to_policies(plan, observed, &outcome, &planned);
     outcome.planned = Some(planned);
     outcome
 }
 
-/// Takes a plan over into what nodes shall be.
-fn adopt(plan: &mut Plan, observed: &Observed, built: &Built, planned: &Planned, outcome: &mut Outcome) {
+/// Writes the partitions of a valid plan into the desired state of the nodes.
+fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planned: &Planned, outcome: &mut Outcome) {
     for gpu in &planned.plan.gpus {
         let at = (gpu.node.clone(), gpu.uuid.clone());
         let Some(by_demand) = plan.demand.get(&gpu.node).and_then(|node| node.get(&gpu.uuid)) else { continue };
-        if !built.open.contains(&at) {
-            // It is becoming what its spec says, or nobody knows what it is.
+        if !input.repartitionable.contains(&at) {
+            // The GPU is being repartitioned, or its state is unknown.
             continue;
         }
         let Some(status) = gpu_status(observed, &at) else { continue };
@@ -123,13 +125,14 @@ fn adopt(plan: &mut Plan, observed: &Observed, built: &Built, planned: &Planned,
         match partition(gpu, by_demand, status, &desired.partition) {
             Ok(partition) => {
                 if !partition::is_reached(&partition, status) {
-                    outcome.cuts.push(at);
+                    outcome.repartitioned.push(at);
                 }
                 desired.partition = partition;
             }
-            // It holds what its policy no longer makes: it stays until that is given back.
+            // It serves slices that its policy no longer makes. They stay until their pods release
+            // them.
             Err(why) => {
-                outcome.stuck.insert(at, why);
+                outcome.excluded_gpus.insert(at, why);
             }
         }
         spec.plan_id = plan_id(&spec.gpus);
@@ -145,23 +148,23 @@ fn partition(
     partition::partition(&gpu.slices, gpu.mode, &by_demand.demand, status, Some(current))
 }
 
-fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &At) -> Option<&'a GpuStatus> {
+fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a GpuStatus> {
     observed.nodes.get(node)?.reported()?.iter().find(|gpu| gpu.uuid == *uuid)
 }
 
-/// What each waiting pod waits for.
-fn waiting(planned: &Planned, built: &Built, cuts: &[At]) -> BTreeMap<String, Waiting> {
+/// The reason why each pending pod waits.
+fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, Waiting> {
     let mut all = BTreeMap::new();
     for placement in &planned.plan.placements {
-        let on = |gpu: &String| cuts.contains(&(placement.node.clone(), gpu.clone()));
-        let cutting = built.changing.contains(&placement.node) || placement.gpus.iter().any(on);
-        let reason = if cutting { Reason::Cutting } else { Reason::Scheduler };
+        let on = |gpu: &String| repartitioned.contains(&(placement.node.clone(), gpu.clone()));
+        let repartitioning = input.changing.contains(&placement.node) || placement.gpus.iter().any(on);
+        let reason = if repartitioning { Reason::Repartitioning } else { Reason::Scheduler };
         all.insert(placement.pod.clone(), Waiting { reason, message: placement.reason.clone() });
     }
     for unplaced in &planned.plan.unplaced {
         let reason = if unplaced.malformed {
             Reason::Malformed
-        } else if built.changing.is_empty() {
+        } else if input.changing.is_empty() {
             Reason::NoRoom
         } else {
             Reason::NodeChanging
@@ -171,13 +174,13 @@ fn waiting(planned: &Planned, built: &Built, cuts: &[At]) -> BTreeMap<String, Wa
     all
 }
 
-/// Of the free memory of GPUs by demand, the part that lies beside something in use, in
+/// The part of the free memory of GPUs shared by demand that is on partly used GPUs, in
 /// thousandths.
-fn fragmentation(built: &Built, planned: &Planned) -> u32 {
+fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
     let plans: BTreeMap<(&str, &str), &GpuPlan> =
         planned.plan.gpus.iter().map(|gpu| ((gpu.node.as_str(), gpu.uuid.as_str()), gpu)).collect();
-    for node in built.snapshot.nodes.iter().filter(|node| node.left_out.is_none()) {
+    for node in input.snapshot.nodes.iter().filter(|node| node.left_out.is_none()) {
         for gpu in node.gpus.iter().filter(|gpu| gpu.left_out.is_none() && !gpu.fixed) {
             let Some(plan) = plans.get(&(node.name.as_str(), gpu.uuid.as_str())) else { continue };
             let total = gpu.memory.as_mebibytes().unwrap_or(0);
@@ -190,7 +193,7 @@ fn fragmentation(built: &Built, planned: &Planned) -> u32 {
     u32::try_from((beside * 1000).checked_div(all).unwrap_or(0)).unwrap_or(1000)
 }
 
-/// MiB of a slice, all of its count.
+/// The memory of a slice in MiB, times its count.
 fn memory(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
     let total = gpu.memory.as_mebibytes().unwrap_or(0);
     let count = u64::from(slice.count);
@@ -212,18 +215,18 @@ fn memory(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice
     total.saturating_mul(count) / u64::from(parts)
 }
 
-/// What the policies are to tell of it.
-fn tell_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, planned: &Planned) {
-    let Outcome { cuts, silent, stuck, changing, .. } = outcome;
+/// Adds exclusions and missing slices to the reports of the policies.
+fn report_to_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, planned: &Planned) {
+    let Outcome { repartitioned, excluded_nodes, excluded_gpus, changing, .. } = outcome;
     for (node, gpus) in &plan.demand {
         for (uuid, by_demand) in gpus {
             let Some(report) = plan.policies.get_mut(&by_demand.policy) else { continue };
-            if let Some(reason) = silent.get(node) {
+            if let Some(reason) = excluded_nodes.get(node) {
                 report.left_out.insert(node.clone(), reason.clone());
                 continue;
             }
             let at = (node.clone(), uuid.clone());
-            if let Some(reason) = stuck.get(&at) {
+            if let Some(reason) = excluded_gpus.get(&at) {
                 let index = gpu_status(observed, &at).map_or(0, |gpu| gpu.index);
                 report.left_out.insert(format!("GPU {index} of {node}"), reason.clone());
             }
@@ -231,8 +234,9 @@ fn tell_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, planne
     }
     for placement in &planned.plan.placements {
         for take in &placement.takes {
-            let cut = cuts.contains(&(placement.node.clone(), take.gpu.clone())) || changing.contains(&placement.node);
-            let by_demand = plan.demand.get(&placement.node).and_then(|gpus| gpus.get(&take.gpu)).filter(|_| cut);
+            let pending = repartitioned.contains(&(placement.node.clone(), take.gpu.clone()))
+                || changing.contains(&placement.node);
+            let by_demand = plan.demand.get(&placement.node).and_then(|gpus| gpus.get(&take.gpu)).filter(|_| pending);
             if let Some(report) = by_demand.and_then(|by_demand| plan.policies.get_mut(&by_demand.policy)) {
                 report.wanted = report.wanted.saturating_add(take.count);
             }

@@ -1,32 +1,32 @@
-//! Where the MIG instances of a fixed layout lie on one GPU. Pure.
+//! Places the MIG instances of a fixed layout on one GPU. Pure.
 //!
-//! Places are those that NVML reports, never a table of counts. Instances that lie right already
-//! stay where they are.
+//! Possible placements are those that NVML reports, never a table of counts. Existing instances
+//! with a valid placement stay where they are.
 use cleave_api::gpunode::{MigInstanceStatus, MigProfileStatus};
 
-/// Why a layout cannot be had on a GPU.
+/// Why a layout is not possible on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The GPU has no such profile.
-    #[error("it has no MIG profile {profile}; it has {}", .has.join(", "))]
+    /// The GPU does not support the profile.
+    #[error("it does not support MIG profile {profile}; it supports {}", .has.join(", "))]
     NoSuchProfile {
-        /// The profile.
+        /// The requested profile.
         profile: String,
-        /// The profiles that it has.
+        /// The profiles that the GPU supports.
         has: Vec<String>,
     },
-    /// All profiles are there, but not at once.
-    #[error("the MIG profiles {} do not fit on it together", .0.join(", "))]
+    /// The GPU supports all profiles, but not all of the instances at once.
+    #[error("the MIG profiles {} do not fit on it at the same time", .0.join(", "))]
     DoesNotFit(Vec<String>),
 }
 
-/// Memory slices as bits; NVML counts 8 at most today.
+/// Memory slices of a GPU as bits. NVML counts at most 8 today.
 type Mask = u64;
 
-/// The start of each instance of `layout`, in its order.
+/// Returns the start of each instance of `layout`, in its order.
 ///
-/// Largest first; each where an `existing` instance of its profile lies, else where none lies, else
-/// as low as it can; the first arrangement in that order.
+/// Places the largest instances first. Each prefers the placement of an existing instance of its
+/// profile, then a free placement, then the lowest. The first arrangement found in that order wins.
 pub(super) fn place(
     layout: &[String],
     profiles: &[MigProfileStatus],
@@ -52,7 +52,7 @@ pub(super) fn place(
     if search(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
-/// Places the first of `wanted` and then the others.
+/// Places the first of `wanted`, then the others. Returns whether all of them fit.
 fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], taken: Mask, starts: &mut [u32]) -> bool {
     let Some(((at, profile), rest)) = wanted.split_first() else { return true };
     let mut places: Vec<(u32, Mask)> =
@@ -75,7 +75,7 @@ fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], take
 
 fn mask(start: u32, size: u32) -> Option<Mask> {
     let ones = 1_u64.checked_shl(size)?.checked_sub(1).filter(|&ones| ones > 0)?;
-    // Bits shifted out would make two far places look free of each other.
+    // If bits were shifted out, two overlapping placements could seem disjoint.
     ones.checked_shl(start).filter(|mask| mask.count_ones() == size)
 }
 
@@ -83,7 +83,7 @@ fn mask(start: u32, size: u32) -> Option<Mask> {
 mod tests {
     use super::*;
 
-    /// An A100-40's profiles as NVML reports them.
+    /// The MIG profiles of an A100 with 40 GB, as NVML reports them.
     fn a100() -> Vec<MigProfileStatus> {
         let profile = |name: &str, size, starts: &[u32]| MigProfileStatus {
             name: name.to_owned(),
@@ -105,12 +105,12 @@ mod tests {
         names.iter().map(|&name| name.to_owned()).collect()
     }
 
-    fn lying(profile: &str, start: u32) -> MigInstanceStatus {
+    fn instance(profile: &str, start: u32) -> MigInstanceStatus {
         MigInstanceStatus { profile: profile.to_owned(), start, ..MigInstanceStatus::default() }
     }
 
     #[test]
-    fn layouts_lie_where_nvml_allows() {
+    fn layouts_use_the_placements_that_nvml_reports() {
         for (names, expected) in [
             (&["7g.40gb"][..], &[0][..]),
             (&["3g.20gb", "4g.20gb"], &[4, 0]),
@@ -123,28 +123,31 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_said_with_names() {
+    fn errors_name_the_profiles() {
         let error = place(&layout(&["4g.20gb", "4g.20gb"]), &a100(), &[]).unwrap_err();
-        assert_eq!(error.to_string(), "the MIG profiles 4g.20gb, 4g.20gb do not fit on it together");
+        assert_eq!(error.to_string(), "the MIG profiles 4g.20gb, 4g.20gb do not fit on it at the same time");
         assert_eq!(place(&layout(&["1g.5gb"; 8]), &a100(), &[]), Err(Error::DoesNotFit(layout(&["1g.5gb"; 8]))));
         let error = place(&layout(&["3g.40gb"]), &a100(), &[]).unwrap_err();
-        assert!(error.to_string().starts_with("it has no MIG profile 3g.40gb; it has 1g.5gb, "), "{error}");
+        assert!(
+            error.to_string().starts_with("it does not support MIG profile 3g.40gb; it supports 1g.5gb, "),
+            "{error}"
+        );
     }
 
     #[test]
-    fn instances_that_lie_right_stay() {
-        let existing = [lying("1g.5gb", 5), lying("2g.10gb", 2)];
+    fn existing_instances_of_the_layout_stay() {
+        let existing = [instance("1g.5gb", 5), instance("2g.10gb", 2)];
         assert_eq!(place(&layout(&["1g.5gb", "2g.10gb"]), &a100(), &existing), Ok(vec![5, 2]));
-        assert_eq!(place(&layout(&["3g.20gb", "1g.5gb"]), &a100(), &[lying("1g.5gb", 0)]), Ok(vec![4, 0]));
+        assert_eq!(place(&layout(&["3g.20gb", "1g.5gb"]), &a100(), &[instance("1g.5gb", 0)]), Ok(vec![4, 0]));
     }
 
     #[test]
-    fn an_instance_in_the_way_does_not_make_the_layout_impossible() {
-        assert_eq!(place(&layout(&["3g.20gb", "4g.20gb"]), &a100(), &[lying("3g.20gb", 0)]), Ok(vec![4, 0]));
+    fn an_existing_instance_does_not_make_a_layout_impossible() {
+        assert_eq!(place(&layout(&["3g.20gb", "4g.20gb"]), &a100(), &[instance("3g.20gb", 0)]), Ok(vec![4, 0]));
     }
 
     #[test]
-    fn a_place_beyond_all_slices_is_no_place() {
+    fn placements_outside_the_mask_are_ignored() {
         let strange = |size, start| {
             [MigProfileStatus { name: "x".into(), size, starts: vec![start], ..MigProfileStatus::default() }]
         };

@@ -1,20 +1,21 @@
 //! From `SharingPolicy` to `GpuNode.spec`.
 //!
 //! ```text
-//!  read::Observed ─▶ validate ─▶ select ─▶ plan (layout) ─▶ demand (snapshot, partition) ─▶ apply ─▶ status
+//!  read::Observed ─▶ validate ─▶ select ─▶ plan (layout)
+//!      ─▶ demand (snapshot, partition) ─▶ apply ─▶ status
 //! ```
 //!
 //! | step | module | result |
 //! |---|---|---|
 //! | validate | [`validate`] | `SharingPolicySpec` → [`validate::Policy`], which is always valid |
-//! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and the partition that a fixed layout gives it: [`plan::Plan`] |
-//! | decide | [`demand`], [`snapshot`], `partition` | the partition of each GPU that pods decide about, and why other pods wait |
+//! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and fixed partitions |
+//! | decide | [`demand`], [`snapshot`], `partition` | partitions by demand, and why pods wait |
 //! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |
-//! | report | `taint` | the taint on nodes that can serve no pod, if the operator is configured to write it |
+//! | report | `taint` | the taint on nodes that can serve no pod, if enabled |
 //!
 //! `pace` decides when the steps run. Only [`apply`], [`status`] and `taint` talk to the API
-//! server, in functions of their own; all decisions are pure.
+//! server, in separate functions. All decisions are pure.
 pub mod apply;
 pub mod demand;
 mod layout;

@@ -1,16 +1,16 @@
-//! When to plan. Pure: the time is given, since the process started.
+//! Decides when to plan. Pure: callers pass in the time since the process started.
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// How long the first change of a quiet cluster waits for others: one `kubectl apply` of several
-/// objects is one plan.
+/// How long the first change of a quiet cluster waits for further changes, so that one `kubectl
+/// apply` of several objects causes one plan.
 pub(crate) const FIRST: Duration = Duration::from_millis(50);
 /// The least and the most time between two plans under load.
 const BETWEEN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// How long a policy that says how long to gather, and not how long at most, gathers at most.
-const LONGEST: Duration = Duration::from_secs(60);
+/// The longest wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
+const MAX_GATHERING: Duration = Duration::from_secs(60);
 
-/// Spreads plans out while changes keep coming, and makes them at once when it is quiet.
+/// Spaces plans out while changes keep coming, and plans at once when the cluster is quiet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pace {
     between: Duration,
@@ -24,7 +24,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Something changed: how long to wait before planning.
+    /// Returns how long to wait before planning, after a change.
     pub(crate) fn wait(&mut self, now: Duration) -> Duration {
         let Some(last) = self.last else { return FIRST };
         let since = now.saturating_sub(last);
@@ -35,23 +35,26 @@ impl Pace {
         self.between.saturating_sub(since).max(FIRST)
     }
 
-    /// A plan was made; `more` says whether changes kept coming while it was waited for.
+    /// Records a plan. `more` says whether further changes came during the wait before it.
     pub(crate) fn planned(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
         self.between = if more { (self.between * 2).min(BETWEEN.1) } else { BETWEEN.0 };
     }
 }
 
-/// Waits until no more pods come, where a policy asks for that.
+/// Delays plans until no further pods come, if a policy sets `dynamic.idle`.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Gather {
+pub(crate) struct QuietPeriod {
     known: BTreeSet<String>,
     first: Option<Duration>,
     last: Option<Duration>,
 }
 
-impl Gather {
-    /// Whether it is time to plan for these pods; if not, when to ask again.
+impl QuietPeriod {
+    /// Checks whether to plan for these pods now.
+    ///
+    /// # Errors
+    /// It is too early. Holds how long to wait.
     pub(crate) fn due<'a>(
         &mut self,
         pods: impl Iterator<Item = &'a str>,
@@ -59,18 +62,18 @@ impl Gather {
         now: Duration,
     ) -> Result<(), Duration> {
         let pods: BTreeSet<String> = pods.map(str::to_owned).collect();
-        let come = !pods.is_subset(&self.known);
+        let has_new = !pods.is_subset(&self.known);
         self.known = pods;
         let Some(idle) = idle.filter(|idle| !idle.is_zero()) else {
             (self.first, self.last) = (None, None);
             return Ok(());
         };
-        if come {
+        if has_new {
             self.last = Some(now);
             self.first.get_or_insert(now);
         }
         let (Some(first), Some(last)) = (self.first, self.last) else { return Ok(()) };
-        let until = (last + idle).min(first + timeout.unwrap_or(LONGEST));
+        let until = (last + idle).min(first + timeout.unwrap_or(MAX_GATHERING));
         if now < until {
             return Err(until.saturating_sub(now));
         }
@@ -88,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quiet_cluster_is_planned_almost_at_once() {
+    fn a_change_of_a_quiet_cluster_is_planned_almost_at_once() {
         let mut pace = Pace::default();
         assert_eq!(pace.wait(ms(0)), FIRST);
         pace.planned(ms(50), false);
@@ -96,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_get_rarer_while_changes_keep_coming_and_soon_again_when_they_stop() {
+    fn plans_get_rarer_under_load_and_fast_again_after_it() {
         let mut pace = Pace::default();
         let mut now = ms(0);
         let mut waits = Vec::new();
@@ -107,31 +110,31 @@ mod tests {
             pace.planned(now, true);
         }
         assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(ms));
-        assert_eq!(pace.wait(now + ms(3999)), FIRST, "what came late has waited already");
+        assert_eq!(pace.wait(now + ms(3999)), FIRST, "a late change has already waited");
         assert_eq!(pace.wait(now + ms(4000)), FIRST);
         pace.planned(now + ms(4050), false);
-        assert_eq!(pace.wait(now + ms(4060)), ms(90), "and the pace is the first again");
+        assert_eq!(pace.wait(now + ms(4060)), ms(90), "the pace is reset");
     }
 
     #[test]
-    fn pods_are_gathered_as_long_as_the_policy_says() {
-        let mut gather = Gather::default();
+    fn plans_wait_for_further_pods_as_the_policy_says() {
+        let mut gather = QuietPeriod::default();
         let rule = (Some(ms(500)), Some(ms(800)));
-        assert_eq!(gather.due([].into_iter(), rule, ms(0)), Ok(()), "nobody waits");
+        assert_eq!(gather.due([].into_iter(), rule, ms(0)), Ok(()), "no pod waits");
         assert_eq!(gather.due(["a"].into_iter(), rule, ms(0)), Err(ms(500)));
         assert_eq!(gather.due(["a"].into_iter(), rule, ms(400)), Err(ms(100)));
         assert_eq!(
             gather.due(["a", "b"].into_iter(), rule, ms(450)),
             Err(ms(350)),
-            "the longest wait is from the first"
+            "the longest wait counts from the first pod"
         );
         assert_eq!(gather.due(["a", "b"].into_iter(), rule, ms(800)), Ok(()));
-        assert_eq!(gather.due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "those are known");
+        assert_eq!(gather.due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "both pods are known");
         assert_eq!(gather.due(["b", "c"].into_iter(), rule, ms(900)), Err(ms(500)));
         assert_eq!(
             gather.due(["d"].into_iter(), (None, None), ms(901)),
             Ok(()),
-            "a policy that says nothing waits for nobody"
+            "without dynamic.idle there is no wait"
         );
     }
 }

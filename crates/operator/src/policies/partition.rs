@@ -1,8 +1,9 @@
-//! Between what a `GpuNode` says of a GPU and the slices that plans are made of. Pure.
+//! Converts between the partition of a GPU in a `GpuNode` and the slices that plans are made of.
+//! Pure.
 //!
-//! What is in use keeps its device ids and its limits: the agent would otherwise have to take it
-//! away and make it anew. So the limits of a slice never depend on how many others there are, and
-//! ids that are held stay where they are while others come and go around them.
+//! Slices in use keep their device ids and limits; otherwise the agent would have to remove and
+//! re-create them. So the limits of a slice never depend on the number of other slices, and ids in
+//! use stay where they are while others are added and removed around them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -14,10 +15,11 @@ use cleave_plan::mps::{self, MAX_CLIENTS};
 use cleave_plan::snapshot::Slice;
 use cleave_plan::units::Mebibytes;
 
-use crate::policies::plan::{mig_instance_partition, turns_partition};
+use crate::policies::plan::{mig_instance_partition, time_sliced_partition};
 use crate::policies::validate::{Demand, InstanceShare, MpsRules, ShareSize, shared_instance_resource};
 
-/// MPS shares that a GPU can have under a policy; none where none fits, or the policy gives none.
+/// The number of MPS shares of a GPU under a policy; `None` if no share fits or the policy makes
+/// none.
 pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     match demand.shares? {
         ShareSize::Units(units) => Some(units),
@@ -28,27 +30,28 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     }
 }
 
-/// What the kubelet is told of a GPU now; an empty list is a whole GPU that nobody uses.
+/// The slices that the kubelet has of a GPU. An empty list is a whole GPU that is free.
 pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
     let mut slices = Vec::new();
-    for told in &gpu.slices {
-        let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == told.device);
-        let placement = told.start.or(instance.map(|instance| instance.start)).filter(|_| told.device != gpu.uuid);
+    for status in &gpu.slices {
+        let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == status.device);
+        let placement = status.start.or(instance.map(|instance| instance.start)).filter(|_| status.device != gpu.uuid);
         let profile = instance.filter(|_| placement.is_some()).map(|instance| instance.profile.as_str());
-        let one = |in_use, count| Slice { in_use, ..slice(placement, profile, &told.resource, count) };
-        let in_use = told.in_use;
-        let free = told.total.saturating_sub(in_use);
+        let one = |in_use, count| Slice { in_use, ..slice(placement, profile, &status.resource, count) };
+        let in_use = status.in_use;
+        let free = status.total.saturating_sub(in_use);
         if in_use > 0 {
             slices.push(one(true, in_use));
         }
-        if free > 0 && told.resource != RESOURCE_GPU {
+        if free > 0 && status.resource != RESOURCE_GPU {
             slices.push(one(false, free));
         }
     }
     slices
 }
 
-/// What is on a GPU now: what is served, and MIG instances that are there and not served.
+/// The slices of a GPU: those that the kubelet has, and MIG instances that exist but are not
+/// served.
 pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
     let mut slices = served(gpu);
     for instance in gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances) {
@@ -62,8 +65,8 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
                 let count = if let ShareSize::Units(units) = share.size { units } else { 1 };
                 (shared_instance_resource(profile, share.resource.as_deref()), count)
             }
-            Some(InstanceShare::TimeSlicing(turns)) => {
-                (shared_instance_resource(profile, turns.resource.as_deref()), turns.replicas)
+            Some(InstanceShare::TimeSlicing(slicing)) => {
+                (shared_instance_resource(profile, slicing.resource.as_deref()), slicing.replicas)
             }
         };
         slices.push(slice(Some(instance.start), Some(profile), &resource, count));
@@ -71,7 +74,7 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
     slices
 }
 
-/// What a GPU will be when it is as its spec says; what is in use now is in use then.
+/// The slices of a GPU once it has this partition. Slices in use now are in use then.
 pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
     let mut all: Vec<Slice> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -79,10 +82,10 @@ pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
                    profile: Option<&str>,
                    whole: Option<&Whole>,
                    mps: Option<&MpsPartition>,
-                   turns: Option<&TimeSlicedPartition>| {
+                   slicing: Option<&TimeSlicedPartition>| {
         let equal = whole.map(|whole| (&whole.resource, 1));
         let shares = mps.iter().flat_map(|mps| &mps.slices).map(|slices| (&slices.resource, slices.count));
-        let replicas = turns.map(|turns| (&turns.resource, turns.replicas));
+        let replicas = slicing.map(|slicing| (&slicing.resource, slicing.replicas));
         for (resource, count) in equal.into_iter().chain(shares).chain(replicas) {
             all.push(slice(placement, profile, resource, count));
         }
@@ -93,10 +96,10 @@ pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
         add(Some(instance.start), Some(&instance.profile), whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
     }
     let mut slices: Vec<Slice> = served(gpu).into_iter().filter(|slice| slice.in_use).collect();
-    for held in &slices {
-        let mut left = held.count;
+    for used in &slices {
+        let mut left = used.count;
         for slice in &mut all {
-            if (slice.placement, &slice.resource) == (held.placement, &held.resource) {
+            if (slice.placement, &slice.resource) == (used.placement, &used.resource) {
                 let taken = left.min(slice.count);
                 (slice.count, left) = (slice.count - taken, left - taken);
             }
@@ -108,7 +111,7 @@ pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
 }
 
 fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> Slice {
-    let said = |profile: &&str| {
+    let is_default = |profile: &&str| {
         let named = mig_resource(profile);
         resource == named || resource.strip_suffix(SHARED_SUFFIX) == Some(&named)
     };
@@ -117,21 +120,21 @@ fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u
         resource: resource.to_owned(),
         in_use: false,
         count,
-        profile: profile.filter(|profile| !said(profile)).map(str::to_owned),
+        profile: profile.filter(|profile| !is_default(profile)).map(str::to_owned),
         pod: None,
     }
 }
 
-/// Whether the kubelet is told just what a partition says.
+/// Whether the kubelet has exactly the slices of a partition.
 pub(crate) fn is_reached(partition: &Partition, gpu: &GpuStatus) -> bool {
     if let Some(whole) = &partition.whole {
-        return gpu.slices.iter().all(|told| told.resource == whole.resource && told.device == gpu.uuid)
-            && gpu.slices.iter().any(|told| told.total > 0);
+        return gpu.slices.iter().all(|status| status.resource == whole.resource && status.device == gpu.uuid)
+            && gpu.slices.iter().any(|status| status.total > 0);
     }
-    counted(&desired(partition, gpu)) == counted(&served(gpu))
+    counts(&desired(partition, gpu)) == counts(&served(gpu))
 }
 
-fn counted(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
+fn counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     let mut counts = BTreeMap::new();
     for slice in slices.iter().filter(|slice| slice.count > 0) {
         *counts.entry((slice.placement, slice.resource.as_str())).or_default() += slice.count;
@@ -139,19 +142,18 @@ fn counted(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Slices in use whose device ids nobody has told yet: while there are any, it is not known which
-/// may go.
+/// Whether the device ids of some slice in use are not reported yet. Until they are, it is unknown
+/// which slices may be removed.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
-    gpu.slices
-        .iter()
-        .filter(|told| told.device == gpu.uuid && told.resource != RESOURCE_GPU)
-        .any(|told| u32::try_from(held_numbers(gpu, &told.resource).len()).is_ok_and(|known| known < told.in_use))
+    gpu.slices.iter().filter(|status| status.device == gpu.uuid && status.resource != RESOURCE_GPU).any(|status| {
+        u32::try_from(numbers_in_use(gpu, &status.resource).len()).is_ok_and(|known| known < status.in_use)
+    })
 }
 
-/// What a GPU is to be written as so that it has these slices.
+/// Builds the partition that has these slices.
 ///
 /// # Errors
-/// A sentence: the slices are not such as the policy makes.
+/// The policy does not make such slices. Holds a sentence for people.
 pub(crate) fn partition(
     slices: &[Slice],
     family: Family,
@@ -163,14 +165,14 @@ pub(crate) fn partition(
         _ if slices.iter().all(|slice| slice.resource == RESOURCE_GPU) => {
             Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() }
         }
-        Family::Whole => return Err("its slices are of no way of cutting that the policy knows".to_owned()),
+        Family::Whole => return Err("the policy does not allow its sharing mode".to_owned()),
         Family::Mps => Partition {
             mps: Some(mps_partition(slices, demand, gpu, current.and_then(|current| current.mps.as_ref()))?),
             ..Partition::default()
         },
         Family::TimeSlicing => {
-            let turns = demand.turns.as_ref().ok_or("the policy says nothing of time-slicing")?;
-            Partition { time_slicing: Some(turns_partition(turns, turns.resource())), ..Partition::default() }
+            let slicing = demand.time_slicing.as_ref().ok_or("the policy has no timeSlicing section")?;
+            Partition { time_slicing: Some(time_sliced_partition(slicing, slicing.resource())), ..Partition::default() }
         }
         Family::Mig => Partition {
             mig: Some(instances(slices, demand, gpu, current.and_then(|current| current.mig.as_deref()))?),
@@ -185,7 +187,7 @@ fn mps_partition(
     gpu: &GpuStatus,
     current: Option<&MpsPartition>,
 ) -> Result<MpsPartition, String> {
-    // Under a running client neither the server nor its limits change.
+    // While a client runs, neither its server nor its limits change.
     let kept = current.filter(|_| slices.iter().any(|slice| slice.in_use));
     let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
     for slice in slices {
@@ -219,26 +221,26 @@ fn mps_partition(
     })
 }
 
-/// Memory and threads of k slices of a resource, for each k.
+/// The memory and thread limits of k slices of a resource, for each k.
 ///
-/// As many as the GPU could ever have, and as the last entry all of the GPU: a list that grew with
-/// the number of slices would change the limits of those in use, and the daemon's defaults, which
-/// are the last entries.
+/// The list covers as many slices as the GPU could ever have, and its last entry is the whole GPU.
+/// A list that grew with the number of slices would change the limits of slices in use, and the
+/// daemon's defaults, which are the last entries.
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable(total);
-    // k slices, and of how many parts of the GPU they are how many.
+    // The memory of k slices, and the fraction of the GPU that they are.
     let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized(resource) {
         let one = Mebibytes::from_gib(gib);
         let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
         let row = |k: u64| {
             let size = Mebibytes(one.0.saturating_mul(k).min(total.0));
-            (mps::sized(size, total), in_u32(size.0), in_u32(total.0))
+            (mps::sized(size, total), saturating_u32(size.0), saturating_u32(total.0))
         };
         (1..=most).map(row).collect()
     } else {
-        let units = units(demand, gpu).ok_or_else(|| format!("the policy makes no {resource}"))?;
+        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not make {resource}"))?;
         let row = |k: u32| {
             let memory = match demand.shares {
                 Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
@@ -260,14 +262,14 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
     Ok((memory, percents))
 }
 
-fn in_u32(number: u64) -> u32 {
+fn saturating_u32(number: u64) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// The numbers of a resource's device ids: those that pods hold, then those that are there, then
-/// the lowest.
+/// The numbers in the device ids of a resource: those in use first, then those that exist, then the
+/// lowest free ones.
 fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPartition>) -> BTreeSet<u32> {
-    let mut numbers = held_numbers(gpu, resource);
+    let mut numbers = numbers_in_use(gpu, resource);
     let existing = current.iter().flat_map(|current| &current.slices).filter(|slices| slices.resource == resource);
     let existing: BTreeSet<u32> =
         existing.flat_map(|slices| slices.first..slices.first.saturating_add(slices.count.min(MAX_CLIENTS))).collect();
@@ -280,13 +282,14 @@ fn numbers(resource: &str, count: u32, gpu: &GpuStatus, current: Option<&MpsPart
     numbers
 }
 
-fn held_numbers(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
-    let held = gpu.allocations.iter().filter(|held| held.device == gpu.uuid && held.resource == resource);
+fn numbers_in_use(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
+    let allocations =
+        gpu.allocations.iter().filter(|allocation| allocation.device == gpu.uuid && allocation.resource == resource);
     let number = |id: &String| id.rsplit_once("::").and_then(|(_, number)| number.parse().ok());
-    held.flat_map(|held| &held.ids).filter_map(number).collect()
+    allocations.flat_map(|allocation| &allocation.ids).filter_map(number).collect()
 }
 
-/// Numbers as (first, count).
+/// Groups numbers to ranges of (first, count).
 fn ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
@@ -307,13 +310,15 @@ fn instances(
     let profiles = gpu.mig.as_ref().map_or(&[][..], |mig| mig.profiles.as_slice());
     let mut by_place: BTreeMap<u32, (&str, bool)> = BTreeMap::new();
     for slice in slices {
-        let start = slice.placement.ok_or_else(|| format!("{} has no place", slice.resource))?;
+        let start = slice.placement.ok_or_else(|| format!("{} has no MIG placement", slice.resource))?;
         let name = match &slice.profile {
             Some(profile) => profile.as_str(),
             None => {
                 let named = slice.resource.strip_suffix(SHARED_SUFFIX).unwrap_or(&slice.resource);
                 let known = profiles.iter().find(|profile| mig_resource(&profile.name) == named);
-                known.map(|profile| profile.name.as_str()).ok_or_else(|| format!("it has no MIG profile of {named}"))?
+                known
+                    .map(|profile| profile.name.as_str())
+                    .ok_or_else(|| format!("it has no MIG profile for {named}"))?
             }
         };
         by_place.entry(start).or_insert((name, false)).1 |= slice.in_use;
@@ -346,7 +351,7 @@ mod tests {
             mode: cleave_plan::device::Mode::Auto,
             mps: MpsRules { threads: Threads::Strict, ..MpsRules::default() },
             shares: None,
-            turns: None,
+            time_slicing: None,
             each: InstanceShare::Whole,
         }
     }
@@ -359,11 +364,11 @@ mod tests {
         slice(None, None, resource, count)
     }
 
-    fn held(resource: &str, count: u32) -> Slice {
+    fn in_use(resource: &str, count: u32) -> Slice {
         Slice { in_use: true, ..free(resource, count) }
     }
 
-    fn cut(slices: &[Slice], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
+    fn mps(slices: &[Slice], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
         partition(slices, Family::Mps, &demand(), gpu, current).unwrap().mps.unwrap()
     }
 
@@ -380,30 +385,30 @@ mod tests {
 
     #[test]
     fn a_sized_slice_has_its_part_of_memory_and_threads() {
-        let mps = cut(&[free(TEN, 2), free(TWENTY, 1)], &gpu(), None);
+        let mps = mps(&[free(TEN, 2), free(TWENTY, 1)], &gpu(), None);
         let all = 40 * 1024 - 128;
         assert_eq!(mps.slices[0].memory_mib, [all / 4, all / 2, all * 3 / 4, all]);
         assert_eq!(mps.slices[0].threads, [25, 50, 75, 100]);
         assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
     }
 
-    /// The agent compares limits, and takes the last of each as the daemon's own: what would differ
-    /// could not be changed under a client.
+    /// The agent compares limits, and uses the last of each list as the daemon's default. A limit
+    /// that changed could not be applied while a client runs.
     #[test]
     fn the_limits_of_a_slice_do_not_depend_on_the_others() {
-        let small = cut(&[free(TEN, 1)], &gpu(), None);
-        let large = cut(&[free(TEN, 2), free("nvidia.com/gpu-7gb", 1)], &gpu(), None);
+        let small = mps(&[free(TEN, 1)], &gpu(), None);
+        let large = mps(&[free(TEN, 2), free("nvidia.com/gpu-7gb", 1)], &gpu(), None);
         assert_eq!(small.slices[0].memory_mib, large.slices[0].memory_mib);
         assert_eq!(small.slices[0].threads, large.slices[0].threads);
         assert_eq!(small.slices[0].memory_mib.last(), large.slices[1].memory_mib.last(), "the daemon's default");
         assert_eq!(large.slices[1].threads.last(), Some(&100));
-        let many = cut(&[free("nvidia.com/gpu-1gb", 40)], &GpuStatus { memory_mib: 81_559, ..gpu() }, None);
+        let many = mps(&[free("nvidia.com/gpu-1gb", 40)], &GpuStatus { memory_mib: 81_559, ..gpu() }, None);
         assert_eq!((many.slices[0].memory_mib.len(), many.slices[0].memory_mib.last()), (49, Some(&(81_559 - 128))));
     }
 
     #[test]
-    fn ids_that_are_held_stay_and_the_lowest_fill_up() {
-        let current = cut(&[free(TEN, 4)], &gpu(), None);
+    fn ids_in_use_stay_and_the_lowest_free_ids_are_added() {
+        let current = mps(&[free(TEN, 4)], &gpu(), None);
         let mut busy = gpu();
         busy.allocations = vec![AllocationStatus {
             device: "GPU-a".into(),
@@ -412,28 +417,28 @@ mod tests {
             ..AllocationStatus::default()
         }];
         let current = Partition { mps: Some(current), ..Partition::default() };
-        let fewer = cut(&[held(TEN, 2), free(TWENTY, 1)], &busy, Some(&current));
+        let fewer = mps(&[in_use(TEN, 2), free(TWENTY, 1)], &busy, Some(&current));
         assert_eq!((ids(&fewer, TEN), ids(&fewer, TWENTY)), (vec![(1, 1), (3, 1)], vec![(0, 1)]));
         let more =
-            cut(&[held(TEN, 2), free(TEN, 1)], &busy, Some(&Partition { mps: Some(fewer), ..Partition::default() }));
+            mps(&[in_use(TEN, 2), free(TEN, 1)], &busy, Some(&Partition { mps: Some(fewer), ..Partition::default() }));
         assert_eq!(ids(&more, TEN), [(0, 2), (3, 1)]);
     }
 
     #[test]
     fn limits_in_use_are_kept_when_the_policy_has_others() {
-        let mut old = cut(&[free(TEN, 4)], &gpu(), None);
+        let mut old = mps(&[free(TEN, 4)], &gpu(), None);
         old.slices[0].threads = vec![50, 100];
         old.multi_user = false;
         let current = Partition { mps: Some(old), ..Partition::default() };
-        let kept = cut(&[held(TEN, 1), free(TEN, 1)], &gpu(), Some(&current));
+        let kept = mps(&[in_use(TEN, 1), free(TEN, 1)], &gpu(), Some(&current));
         assert_eq!((&kept.slices[0].threads[..], kept.multi_user), (&[50, 100][..], false));
-        let fresh = cut(&[free(TEN, 2)], &gpu(), Some(&current));
+        let fresh = mps(&[free(TEN, 2)], &gpu(), Some(&current));
         assert_eq!((&fresh.slices[0].threads[..], fresh.multi_user), (&[25, 50, 75, 100][..], true));
     }
 
     #[test]
-    fn what_is_reached_is_told_by_what_the_kubelet_is_told() {
-        let told = |resource: &str, total, in_use| SliceStatus {
+    fn a_partition_is_reached_once_the_kubelet_has_its_slices() {
+        let slice_status = |resource: &str, total, in_use| SliceStatus {
             device: "GPU-a".into(),
             resource: resource.into(),
             total,
@@ -441,22 +446,22 @@ mod tests {
             ..SliceStatus::default()
         };
         let mut gpu = gpu();
-        let spec = Partition { mps: Some(cut(&[free(TEN, 2), free(TWENTY, 1)], &gpu, None)), ..Partition::default() };
-        gpu.slices = vec![told(TEN, 4, 1)];
+        let spec = Partition { mps: Some(mps(&[free(TEN, 2), free(TWENTY, 1)], &gpu, None)), ..Partition::default() };
+        gpu.slices = vec![slice_status(TEN, 4, 1)];
         assert!(!is_reached(&spec, &gpu));
-        assert_eq!(desired(&spec, &gpu), [held(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
-        gpu.slices = vec![told(TEN, 2, 1), told(TWENTY, 1, 0)];
+        assert_eq!(desired(&spec, &gpu), [in_use(TEN, 1), free(TEN, 1), free(TWENTY, 1)], "what it will be");
+        gpu.slices = vec![slice_status(TEN, 2, 1), slice_status(TWENTY, 1, 0)];
         assert!(is_reached(&spec, &gpu));
         let whole = Partition { whole: Some(Whole { resource: RESOURCE_GPU.into() }), ..Partition::default() };
         assert!(!is_reached(&whole, &gpu));
-        gpu.slices = vec![told(RESOURCE_GPU, 1, 0)];
+        gpu.slices = vec![slice_status(RESOURCE_GPU, 1, 0)];
         assert!(is_reached(&whole, &gpu) && served(&gpu).is_empty());
         gpu.slices.clear();
         assert!(!is_reached(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
     }
 
     #[test]
-    fn ids_nobody_has_told_are_known_to_be_unknown() {
+    fn unreported_device_ids_are_detected() {
         let mut gpu = gpu();
         gpu.slices = vec![SliceStatus {
             device: "GPU-a".into(),
@@ -476,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn instances_lie_where_the_plan_says_and_are_shared_as_the_policy_says() {
+    fn instances_have_the_planned_placement_and_the_sharing_of_the_policy() {
         let mut a100 = gpu();
         let profile = |name: &str, size, starts: &[u32]| MigProfileStatus {
             name: name.into(),
@@ -492,8 +497,8 @@ mod tests {
         let slices =
             [slice(Some(2), None, "nvidia.com/mig-2g.10gb", 1), slice(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1)];
         let mig = partition(&slices, Family::Mig, &demand(), &a100, None).unwrap().mig.unwrap();
-        let told: Vec<(&str, u32)> = mig.iter().map(|one| (one.profile.as_str(), one.start)).collect();
-        assert_eq!(told, [("1g.5gb+me", 0), ("2g.10gb", 2)]);
+        let instances: Vec<(&str, u32)> = mig.iter().map(|one| (one.profile.as_str(), one.start)).collect();
+        assert_eq!(instances, [("1g.5gb+me", 0), ("2g.10gb", 2)]);
         let each =
             InstanceShare::Mps(MpsShare { size: ShareSize::Units(4), rules: MpsRules::default(), resource: None });
         let shared = Demand { each, ..demand() };

@@ -1,9 +1,8 @@
-//! What each node's GPUs shall be, by the policies that they follow. Pure.
+//! Computes the desired state of each node's GPUs from the policies that they follow. Pure.
 //!
-//! A GPU that no policy matches is whole. A GPU stays what its `GpuNode.spec` says already where
-//! its policy cannot be followed: it is malformed or invalid, it shares by demand (which
-//! [`crate::policies::demand`] plans), or the GPU cannot serve it. So a slip in a policy re-cuts
-//! nothing.
+//! A GPU that no policy matches is a whole GPU. A GPU keeps the partition in its `GpuNode.spec` if
+//! its policy is malformed or invalid, if it is shared by demand (which [`crate::policies::demand`]
+//! plans), or if it does not support the policy. So a mistake in a policy never repartitions a GPU.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{
@@ -19,108 +18,108 @@ use sha2::{Digest, Sha256};
 use crate::policies::layout;
 use crate::policies::select::{self, by_rank, matching, selects_node};
 use crate::policies::validate::{
-    self, Demand, Gathering, InstanceShare, MpsShare, Policy, Share, ShareSize, Turns, shared_instance_resource,
+    self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, Share, ShareSize, shared_instance_resource,
 };
 use crate::read::{Node, Observed};
 
-/// What shall be, and why.
+/// The desired state of all nodes, and what to report about each policy.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
     /// Desired `GpuNode.spec` by node.
     pub nodes: BTreeMap<String, GpuNodeSpec>,
-    /// What became of each policy, by name; malformed and invalid ones included.
+    /// The result of each policy, by name. Includes malformed and invalid policies.
     pub policies: BTreeMap<String, Report>,
-    /// GPUs that pods decide about, by node and UUID. In `nodes` they are as they were:
-    /// [`crate::policies::demand`] says what they become.
+    /// GPUs that are shared by demand, by node and UUID. In `nodes` they keep their partition until
+    /// [`crate::policies::demand`] decides.
     pub demand: BTreeMap<String, BTreeMap<String, ByDemand>>,
 }
 
-/// A GPU that is cut as pods ask for it.
+/// A GPU that is shared by demand.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ByDemand {
-    /// The policy.
+    /// The name of its policy.
     pub policy: String,
-    /// What it allows.
+    /// The partitions that the policy allows.
     pub demand: Demand,
-    /// How pods are gathered, and how long a change may take.
+    /// How long to wait for further pods, and for a change of the node.
     pub gathering: Gathering,
 }
 
-/// What became of one policy.
+/// What one policy applies to, and why it does not apply to other GPUs.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
-    /// It could not be read or means nothing, in words; everything below is then empty.
+    /// Why the policy is invalid. If it is, the other fields are empty.
     pub invalid: Option<Invalid>,
-    /// It shares by demand, in the words of the policy.
+    /// The setting that selects sharing by demand, if the policy does.
     pub demand: Option<&'static str>,
-    /// What pods ask of its GPUs beyond what is there already.
+    /// Slices that pods request and that its GPUs do not have yet.
     pub wanted: u32,
-    /// Nodes and GPUs of it that plans leave out, and why.
+    /// Its nodes and GPUs that plans exclude, and the reason.
     pub left_out: BTreeMap<String, String>,
-    /// Nodes of the cluster with its labels.
+    /// The nodes that it selects.
     pub nodes: BTreeSet<String>,
-    /// Of these, nodes whose GPUs are not known: no agent has reported.
-    pub silent: BTreeSet<String>,
-    /// Of these, nodes on which no agent runs at all.
+    /// Selected nodes whose agent has not reported GPUs.
+    pub unreported: BTreeSet<String>,
+    /// Selected nodes without an agent.
     pub without_agent: BTreeSet<String>,
-    /// GPUs of its nodes by model: what it could have meant.
+    /// The number of GPUs of the selected nodes, by model.
     pub models: BTreeMap<String, usize>,
-    /// Models of its selector that no GPU of its nodes has.
+    /// Models in its selector that no GPU of the selected nodes has.
     pub unknown_models: Vec<String>,
-    /// UUIDs of its selector that no GPU of its nodes has.
+    /// UUIDs in its selector that no GPU of the selected nodes has.
     pub unknown_uuids: Vec<String>,
     /// GPUs that follow it.
-    pub follow: Vec<GpuRef>,
-    /// GPUs that should follow it and cannot.
-    pub cannot: Vec<(GpuRef, Cannot)>,
-    /// GPUs that it matches and another policy has, by that policy.
-    pub lost: BTreeMap<String, Vec<GpuRef>>,
+    pub following: Vec<GpuRef>,
+    /// GPUs that match it and do not support it, and the reason.
+    pub unsupported: Vec<(GpuRef, Unsupported)>,
+    /// GPUs that match it and follow another policy, by the name of that policy.
+    pub overridden: BTreeMap<String, Vec<GpuRef>>,
 }
 
-/// Why a policy is left out.
+/// Why a policy is ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalid {
-    /// It is not what the definition says.
+    /// It does not fit the schema of the CRD. Holds the error.
     Malformed(String),
-    /// Its fields mean nothing together.
+    /// Its fields violate a rule.
     Refused(validate::Error),
 }
 
-/// One GPU of one node.
+/// A GPU of a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GpuRef {
-    /// The node.
+    /// The node's name.
     pub node: String,
-    /// NVML's index.
+    /// The GPU's index, as NVML reports it.
     pub index: u32,
-    /// NVML's UUID.
+    /// The GPU's UUID, as NVML reports it.
     pub uuid: String,
 }
 
-/// Why a GPU cannot be what its policy says.
+/// Why a GPU does not support its policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Cannot {
-    /// No share fits.
-    #[error("it has {has}, and a share is {wants}")]
+pub enum Unsupported {
+    /// It has no room for one share.
+    #[error("it has {has} for shares, and one share needs {wants}")]
     TooSmall {
-        /// What shares can be made of.
+        /// The memory available for shares.
         has: Mebibytes,
-        /// One share.
+        /// The memory of one share.
         wants: Mebibytes,
     },
-    /// There is less than 1 MiB for each share.
-    #[error("it has {0}, which is less than 1 MiB for each share")]
+    /// It has less than 1 MiB for each share.
+    #[error("it has {0} for shares, which is less than 1 MiB for each")]
     NoMemory(Mebibytes),
-    /// It knows no MIG.
-    #[error("it cannot do MIG")]
+    /// It does not support MIG.
+    #[error("it does not support MIG")]
     NoMig,
-    /// Its places do not allow the layout.
+    /// The MIG layout is not possible.
     #[error(transparent)]
     Layout(#[from] layout::Error),
 }
 
-impl Cannot {
-    /// One word for conditions.
+impl Unsupported {
+    /// The reason in a condition.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::TooSmall { .. } | Self::NoMemory(_) => reason::GPU_TOO_SMALL,
@@ -130,7 +129,7 @@ impl Cannot {
     }
 }
 
-/// Plans all nodes.
+/// Computes the desired state of all nodes.
 pub fn plan(observed: &Observed) -> Plan {
     let mut plan = Plan::default();
     let mut policies = Vec::new();
@@ -164,7 +163,37 @@ pub fn plan(observed: &Observed) -> Plan {
     plan
 }
 
+/// Computes the desired state of one node and adds it to the plan.
 fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
+    report_node(name, node, policies, plan);
+    // A malformed GpuNode is never written: its spec is unknown, and another writer or an older
+    // version wrote it.
+    let Ok(current) = node.spec() else { return };
+    let Some(gpus) = node.reported() else {
+        // Create the object so that the agent can report in it. An existing spec stays.
+        if node.agent.is_some() && !node.has_object() {
+            plan.nodes.insert(name.to_owned(), GpuNodeSpec::default());
+        }
+        return;
+    };
+    if gpus.is_empty() && !current.gpus.is_empty() {
+        // If all GPUs are gone at once, the driver does not answer. They were not removed.
+        return;
+    }
+    let mut desired: Vec<GpuSpec> = Vec::with_capacity(gpus.len());
+    for gpu in gpus {
+        let current = current.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
+        let spec = plan_gpu((name, node), gpu, current, policies, plan);
+        desired.push(spec.unwrap_or_else(|| whole(&gpu.uuid)));
+    }
+    apply_annotations(node, &mut desired);
+    desired.sort_by_key(|spec| gpus.iter().find(|gpu| gpu.uuid == spec.uuid).map(|gpu| gpu.index));
+    let plan_id = plan_id(&desired);
+    plan.nodes.insert(name.to_owned(), GpuNodeSpec { plan_id, gpus: desired });
+}
+
+/// Adds a node to the reports of the policies that select it.
+fn report_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     let reported = node.reported();
     for policy in policies.iter().filter(|policy| selects_node(policy, &node.labels)) {
         let Some(report) = plan.policies.get_mut(&policy.name) else { continue };
@@ -172,92 +201,66 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
         if node.agent.is_none() && reported.is_none() {
             report.without_agent.insert(name.to_owned());
         } else if reported.is_none() {
-            report.silent.insert(name.to_owned());
+            report.unreported.insert(name.to_owned());
         }
         for gpu in reported.into_iter().flatten() {
             *report.models.entry(gpu.model.clone()).or_default() += 1;
         }
     }
-    // A malformed GpuNode is never written to: what it says is unknown, and a person or an older
-    // version has put it there.
-    let Ok(current) = node.spec() else { return };
-    let Some(gpus) = reported else {
-        // The object is made for the agent to report in; what an existing one says stays.
-        if node.agent.is_some() && !node.has_object() {
-            plan.nodes.insert(name.to_owned(), GpuNodeSpec::default());
-        }
-        return;
-    };
-    if gpus.is_empty() && !current.gpus.is_empty() {
-        // All GPUs gone at once is a driver that is away, not eight GPUs taken out.
-        return;
-    }
-    let mut desired = Vec::with_capacity(gpus.len());
-    for gpu in gpus {
-        let at = GpuRef { node: name.to_owned(), index: gpu.index, uuid: gpu.uuid.clone() };
-        let stays = current.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
-        let mut matching = matching(policies, &node.labels, gpu);
-        let winner = matching.next();
-        for loser in matching {
-            if let (Some(report), Some(winner)) = (plan.policies.get_mut(&loser.name), winner) {
-                report.lost.entry(winner.name.clone()).or_default().push(at.clone());
-            }
-        }
-        let follows_invalid = stays
-            .and_then(|spec| spec.policy.as_ref())
-            .is_some_and(|policy| plan.policies.get(policy).is_some_and(|report| report.invalid.is_some()));
-        let spec = match winner {
-            _ if follows_invalid => stays.cloned(),
-            None => None,
-            Some(winner) => {
-                let Some(report) = plan.policies.get_mut(&winner.name) else { continue };
-                match shape(winner, gpu) {
-                    Ok(Some(partition)) => {
-                        report.follow.push(at);
-                        Some(GpuSpec {
-                            uuid: gpu.uuid.clone(),
-                            policy: Some(winner.name.clone()),
-                            enforcement: winner.enforcement,
-                            partition,
-                            ..GpuSpec::default()
-                        })
-                    }
-                    Ok(None) => {
-                        report.follow.push(at);
-                        if let Share::Demand(demand) = &winner.share {
-                            let by_demand = ByDemand {
-                                policy: winner.name.clone(),
-                                demand: demand.clone(),
-                                gathering: winner.dynamic,
-                            };
-                            plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
-                        }
-                        let stays = stays.map(|stays| stays.partition.clone());
-                        Some(GpuSpec {
-                            policy: Some(winner.name.clone()),
-                            enforcement: winner.enforcement,
-                            partition: stays.unwrap_or_else(|| whole(&gpu.uuid).partition),
-                            uuid: gpu.uuid.clone(),
-                            ..GpuSpec::default()
-                        })
-                    }
-                    Err(cannot) => {
-                        report.cannot.push((at, cannot));
-                        stays.cloned()
-                    }
-                }
-            }
-        };
-        desired.push(spec.unwrap_or_else(|| whole(&gpu.uuid)));
-    }
-    follow_administrators(node, &mut desired);
-    desired.sort_by_key(|spec| gpus.iter().find(|gpu| gpu.uuid == spec.uuid).map(|gpu| gpu.index));
-    let plan_id = plan_id(&desired);
-    plan.nodes.insert(name.to_owned(), GpuNodeSpec { plan_id, gpus: desired });
 }
 
-/// What administrators say of single GPUs goes to the agent as it is: it reads no annotations.
-fn follow_administrators(node: &Node, desired: &mut [GpuSpec]) {
+/// Computes the desired state of one GPU; `None` for a whole GPU without a policy. `current` is its
+/// present spec.
+fn plan_gpu(
+    (name, node): (&str, &Node),
+    gpu: &GpuStatus,
+    current: Option<&GpuSpec>,
+    policies: &[Policy],
+    plan: &mut Plan,
+) -> Option<GpuSpec> {
+    let at = GpuRef { node: name.to_owned(), index: gpu.index, uuid: gpu.uuid.clone() };
+    let mut matching = matching(policies, &node.labels, gpu);
+    let winner = matching.next();
+    for loser in matching {
+        if let (Some(report), Some(winner)) = (plan.policies.get_mut(&loser.name), winner) {
+            report.overridden.entry(winner.name.clone()).or_default().push(at.clone());
+        }
+    }
+    let follows_invalid = current
+        .and_then(|spec| spec.policy.as_ref())
+        .is_some_and(|policy| plan.policies.get(policy).is_some_and(|report| report.invalid.is_some()));
+    if follows_invalid {
+        return current.cloned();
+    }
+    let winner = winner?;
+    let report = plan.policies.get_mut(&winner.name)?;
+    let partition = match partition(winner, gpu) {
+        Ok(Some(partition)) => partition,
+        Ok(None) => {
+            if let Share::Demand(demand) = &winner.share {
+                let by_demand =
+                    ByDemand { policy: winner.name.clone(), demand: demand.clone(), gathering: winner.dynamic };
+                plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
+            }
+            current.map_or_else(|| whole(&gpu.uuid).partition, |current| current.partition.clone())
+        }
+        Err(unsupported) => {
+            report.unsupported.push((at, unsupported));
+            return current.cloned();
+        }
+    };
+    report.following.push(at);
+    Some(GpuSpec {
+        uuid: gpu.uuid.clone(),
+        policy: Some(winner.name.clone()),
+        enforcement: winner.enforcement,
+        partition,
+        ..GpuSpec::default()
+    })
+}
+
+/// Copies administrators' annotations on GPUs to the spec, because agents do not read annotations.
+fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
     let (cordons, cleared) = (node.cordons(), node.cleared());
     for spec in desired {
         spec.cordoned = cordons.0.contains_key(&spec.uuid);
@@ -279,7 +282,7 @@ fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
         policy.gpus.uuids.iter().filter(|uuid| !gpus.iter().any(|gpu| &gpu.uuid == *uuid)).cloned().collect();
 }
 
-/// A GPU that nobody shares.
+/// The desired state of a GPU that is not shared.
 fn whole(uuid: &str) -> GpuSpec {
     GpuSpec {
         uuid: uuid.to_owned(),
@@ -288,8 +291,8 @@ fn whole(uuid: &str) -> GpuSpec {
     }
 }
 
-/// What a policy makes of a GPU; none where demand decides.
-fn shape(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Cannot> {
+/// Returns the partition that a policy gives a GPU; `None` if the GPU is shared by demand.
+fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Unsupported> {
     let partition = match &policy.share {
         Share::Demand(_) => return Ok(None),
         Share::Whole => Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() },
@@ -297,8 +300,8 @@ fn shape(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Cannot> 
             mps: Some(mps_partition(share, share.resource(), Mebibytes(gpu.memory_mib), share.rules.compute_mode)?),
             ..Partition::default()
         },
-        Share::TimeSlicing(turns) => {
-            Partition { time_slicing: Some(turns_partition(turns, turns.resource())), ..Partition::default() }
+        Share::TimeSlicing(slicing) => {
+            Partition { time_slicing: Some(time_sliced_partition(slicing, slicing.resource())), ..Partition::default() }
         }
         Share::Mig { layout, each } => {
             Partition { mig: Some(mig_partition(layout, each, gpu)?), ..Partition::default() }
@@ -312,13 +315,13 @@ fn mps_partition(
     resource: &str,
     total: Mebibytes,
     compute_mode: ComputeMode,
-) -> Result<MpsPartition, Cannot> {
+) -> Result<MpsPartition, Unsupported> {
     let shareable = mps::shareable(total);
     let count = match share.size {
-        ShareSize::Units(units) if shareable.0 < u64::from(units) => return Err(Cannot::NoMemory(shareable)),
+        ShareSize::Units(units) if shareable.0 < u64::from(units) => return Err(Unsupported::NoMemory(shareable)),
         ShareSize::Units(units) => units,
         ShareSize::Memory(one) => match shareable.0.checked_div(one.0) {
-            None | Some(0) => return Err(Cannot::TooSmall { has: shareable, wants: one }),
+            None | Some(0) => return Err(Unsupported::TooSmall { has: shareable, wants: one }),
             Some(fit) => u32::try_from(fit).unwrap_or(MAX_CLIENTS).min(MAX_CLIENTS),
         },
     };
@@ -345,12 +348,16 @@ fn mps_partition(
     })
 }
 
-pub(crate) fn turns_partition(turns: &Turns, resource: &str) -> TimeSlicedPartition {
-    TimeSlicedPartition { resource: resource.to_owned(), replicas: turns.replicas, interval: turns.interval }
+pub(crate) fn time_sliced_partition(slicing: &ReplicaRules, resource: &str) -> TimeSlicedPartition {
+    TimeSlicedPartition { resource: resource.to_owned(), replicas: slicing.replicas, interval: slicing.interval }
 }
 
-fn mig_partition(layout: &[String], each: &InstanceShare, gpu: &GpuStatus) -> Result<Vec<MigInstanceSpec>, Cannot> {
-    let mig = gpu.mig.as_ref().ok_or(Cannot::NoMig)?;
+fn mig_partition(
+    layout: &[String],
+    each: &InstanceShare,
+    gpu: &GpuStatus,
+) -> Result<Vec<MigInstanceSpec>, Unsupported> {
+    let mig = gpu.mig.as_ref().ok_or(Unsupported::NoMig)?;
     let starts = layout::place(layout, &mig.profiles, &mig.instances)?;
     let mut instances = Vec::with_capacity(layout.len());
     for (profile, start) in layout.iter().zip(starts) {
@@ -361,12 +368,12 @@ fn mig_partition(layout: &[String], each: &InstanceShare, gpu: &GpuStatus) -> Re
     Ok(instances)
 }
 
-/// How one MIG instance is served.
+/// Returns how one MIG instance is shared.
 pub(crate) fn mig_instance_partition(
     profile: &str,
     each: &InstanceShare,
     gpu: &GpuStatus,
-) -> Result<MigPartition, Cannot> {
+) -> Result<MigPartition, Unsupported> {
     let known = gpu.mig.iter().flat_map(|mig| &mig.profiles).find(|known| known.name == profile);
     let memory = known.map_or(0, |known| known.memory_mib);
     Ok(match each {
@@ -375,21 +382,21 @@ pub(crate) fn mig_instance_partition(
         }
         InstanceShare::Mps(share) => {
             let resource = shared_instance_resource(profile, share.resource.as_deref());
-            // The compute mode is the GPU's and never EXCLUSIVE_PROCESS under MIG.
+            // The compute mode is the GPU's. Under MIG it is never EXCLUSIVE_PROCESS.
             let partition = mps_partition(share, &resource, Mebibytes(memory), ComputeMode::Default)?;
             MigPartition { mps: Some(partition), ..MigPartition::default() }
         }
-        InstanceShare::TimeSlicing(turns) => {
-            let resource = shared_instance_resource(profile, turns.resource.as_deref());
-            MigPartition { time_slicing: Some(turns_partition(turns, &resource)), ..MigPartition::default() }
+        InstanceShare::TimeSlicing(slicing) => {
+            let resource = shared_instance_resource(profile, slicing.resource.as_deref());
+            MigPartition { time_slicing: Some(time_sliced_partition(slicing, &resource)), ..MigPartition::default() }
         }
     })
 }
 
-/// A hash of what GPUs shall be: the first 16 hexadecimal digits of the SHA-256 of their JSON,
-/// whose fields are in a fixed order.
+/// A hash of the desired state: the first 16 hexadecimal digits of the SHA-256 of its JSON, whose
+/// fields are in a fixed order.
 pub(crate) fn plan_id(gpus: &[GpuSpec]) -> String {
-    // These types always have a JSON form: no maps with keys that are not strings, no floats.
+    // Serialization cannot fail: these types have no maps with other keys than strings.
     let json = serde_json::to_vec(gpus).unwrap_or_default();
     let digits = Sha256::digest(json).iter().fold(String::new(), |digits, byte| format!("{digits}{byte:02x}"));
     digits.chars().take(16).collect()

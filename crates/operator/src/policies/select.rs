@@ -1,8 +1,9 @@
-//! Which policy each GPU follows. Pure.
+//! Selects the policy that each GPU follows. Pure.
 //!
-//! A policy matches a GPU when the node has all of its labels and the GPU is in each of its lists
-//! (models, UUIDs, indices). Of several, the first in [`Rank`]'s order wins: the one that says more
-//! precisely which GPUs it means, then which nodes, then the older, then by name.
+//! A policy matches a GPU if the node has all of its labels and the GPU is in each of its lists
+//! (models, UUIDs, indices). Of several policies, the first in [`Rank`]'s order wins: the one that
+//! selects GPUs more precisely, then nodes more precisely, then the older one, then the first by
+//! name.
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use jiff::Timestamp;
 
 use crate::policies::validate::Policy;
 
-/// How precisely a policy says what it means; the least rank wins.
+/// How precisely a policy selects GPUs. The least rank wins.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank<'a> {
     // `true` is larger than `false`, and more labels are more specific: reversed.
@@ -38,12 +39,13 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// Puts policies in the order in which they win.
+/// Sorts policies so that the one that wins comes first.
 pub(super) fn by_rank(policies: &mut [Policy]) {
     policies.sort_by(|a, b| Rank::of(a).cmp(&Rank::of(b)));
 }
 
-/// The policies that match a GPU, the winner first. `policies` are in [`by_rank`]'s order.
+/// Returns the policies that match a GPU, the winner first. `policies` must be sorted by
+/// [`by_rank`].
 pub(super) fn matching<'a>(
     policies: &'a [Policy],
     labels: &'a BTreeMap<String, String>,
@@ -52,12 +54,12 @@ pub(super) fn matching<'a>(
     policies.iter().filter(move |policy| selects_node(policy, labels) && selects_gpu(&policy.gpus, gpu))
 }
 
-/// Whether a node has all labels that a policy asks for.
+/// Whether a node has all labels that a policy requires.
 pub(super) fn selects_node(policy: &Policy, labels: &BTreeMap<String, String>) -> bool {
     policy.nodes.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
-/// Whether a GPU is in each list that is given.
+/// Whether a GPU is in each non-empty list of the selector.
 pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
     let GpuSelector { models, uuids, indices } = selector;
     (models.is_empty() || models.iter().any(|model| is_model(model, &gpu.model)))
@@ -65,8 +67,8 @@ pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
         && (indices.is_empty() || indices.contains(&gpu.index))
 }
 
-/// Whether `wanted` is the product name or a part of it between word boundaries, in any case:
-/// `A100` is in `NVIDIA A100-SXM4-40GB`, `A10` is not.
+/// Whether `wanted` is the product name, or a part of it between word boundaries, ignoring case.
+/// `A100` matches `NVIDIA A100-SXM4-40GB`; `A10` does not.
 pub(super) fn is_model(wanted: &str, product: &str) -> bool {
     let wanted = wanted.trim().to_ascii_lowercase();
     let product = product.to_ascii_lowercase();
@@ -131,17 +133,17 @@ mod tests {
             policy("index", 9, 0, gpu(&[], &[0])),
             policy("uuid", 9, 0, gpu(&["GPU-x"], &[])),
         ];
-        policies.push(Policy { created: None, ..policy("all-unborn", 0, 0, GpuSelector::default()) });
+        policies.push(Policy { created: None, ..policy("all-undated", 0, 0, GpuSelector::default()) });
         by_rank(&mut policies);
         let names: Vec<&str> = policies.iter().map(|policy| policy.name.as_str()).collect();
         assert_eq!(
             names,
-            ["uuid", "index", "model", "two-labels", "one-label", "all-older", "all-a", "all-b", "all-unborn"]
+            ["uuid", "index", "model", "two-labels", "one-label", "all-older", "all-a", "all-b", "all-undated"]
         );
     }
 
     #[test]
-    fn a_gpu_must_be_in_each_list_that_is_given() {
+    fn a_gpu_must_be_in_each_non_empty_list() {
         let gpu = GpuStatus { uuid: "GPU-1".into(), index: 1, model: "NVIDIA L4".into(), ..GpuStatus::default() };
         let both = GpuSelector { indices: vec![1], ..models(&["L4"]) };
         assert!(selects_gpu(&both, &gpu));
@@ -159,7 +161,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_order_of_the_input_does_not_matter(seed in proptest::collection::vec((0i64..3, 0usize..3, any::<bool>()), 1..8).prop_shuffle()) {
+        fn the_order_of_policies_does_not_depend_on_the_input_order(seed in proptest::collection::vec((0i64..3, 0usize..3, any::<bool>()), 1..8).prop_shuffle()) {
             let all: Vec<Policy> = seed.iter().enumerate().map(|(at, &(created, labels, model))| {
                 policy(&format!("p{at}"), created, labels, if model { models(&["A"]) } else { GpuSelector::default() })
             }).collect();
@@ -171,7 +173,7 @@ mod tests {
         }
 
         #[test]
-        fn no_model_makes_the_search_fail(wanted in ".{0,12}", product in ".{0,24}") {
+        fn any_model_can_be_searched_for(wanted in ".{0,12}", product in ".{0,24}") {
             is_model(&wanted, &product);
         }
     }

@@ -1,22 +1,23 @@
-//! From what was observed to what is planned with. Pure.
+//! Converts the state of the cluster to the planner's input, and remembers how changes of GPUs go.
+//! Pure.
 //!
-//! | a GPU that … | is planned with as |
+//! | a GPU that … | is planned with |
 //! |---|---|
-//! | follows a policy by demand and is as its spec says | its slices; it may be cut |
-//! | is becoming what its spec says | what it will be; nothing of its node is cut until then |
-//! | waits for pods, which hold what would go | its slices as they are; it may be cut around them |
-//! | could not be cut as it was told, or not in time | its slices as they are; it is left alone for a while |
-//! | is cordoned, not healthy, or of a node whose agent does not answer | nothing |
-//! | follows another policy, or none | its slices; a whole one can be given, and none is cut |
+//! | is shared by demand and has its desired partition | its slices. It may be repartitioned. |
+//! | is being repartitioned | its desired slices. No GPU of its node is repartitioned meanwhile. |
+//! | waits for pods that use slices to remove | its slices. It may be repartitioned around them. |
+//! | failed to reach its partition, or too late | its slices. It stays as it is for a while. |
+//! | is cordoned or unhealthy, or whose agent does not answer | nothing. |
+//! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
-//! Slices of pods that are bound and that the kubelet does not list yet are in use, though nobody
-//! knows which: until that is known, what they could be stays as it is.
+//! If the kubelet does not list the devices of a bound pod yet, it is unknown which slices are in
+//! use. Until it is known, every GPU that could hold them keeps its slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Partition};
-use cleave_api::names::{RESOURCE_GPU, STEP_FAILED, STEP_REFUSED, STEP_WAITING, is_served};
+use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, RESOURCE_GPU, STEP_FAILED, STEP_REFUSED, STEP_WAITING, is_served};
 use cleave_plan::Quantity;
 use cleave_plan::device::{MIG_PREFIX, Mode, SHARED_SUFFIX, sized};
 use cleave_plan::mig::Profile;
@@ -28,85 +29,80 @@ use crate::policies::plan::{ByDemand, Plan};
 use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
-/// How long a node may take to become what it was told, unless its policy says otherwise
-/// (`dynamic.timeout`).
+/// How long a node may take to reach its desired state, unless its policy sets `dynamic.timeout`.
 pub const DEADLINE: Duration = Duration::from_secs(30);
-/// A deadline below this is no deadline: making a MIG instance alone takes a second.
-const LEAST_DEADLINE: Duration = Duration::from_secs(5);
-/// How long a GPU is left alone that could not be cut as it was told, at first and at most.
-const LEFT_ALONE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
+/// The least value of `dynamic.timeout` that is used. Creating one MIG instance takes a second.
+const MIN_DEADLINE: Duration = Duration::from_secs(5);
+/// How long a GPU is left as it is after it failed to reach a partition: at first, and at most.
+const BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
-/// How long the watch may lag behind what was written. Afterwards somebody else has put the object
-/// back.
+/// How long a watch may lag behind a write. After that, a different spec is the write of another
+/// writer.
 const LAG: Duration = Duration::from_secs(10);
 
-/// The agent's word for a GPU whose MPS daemon does not serve.
-const MPS_UNAVAILABLE: &str = "MpsUnavailable";
+/// A GPU: the name of its node, and its UUID.
+pub type GpuKey = (String, String);
 
-/// A GPU of a node.
-pub type At = (String, String);
-
-/// How far a GPU is with what it was told.
+/// How far a GPU has come towards its desired partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Progress {
-    /// It is so.
+    /// It has the partition.
     Reached,
-    /// It is being done.
+    /// The agent is working on it.
     Changing,
-    /// Pods hold what would go.
+    /// Pods use slices that would have to go.
     Blocked,
-    /// It went wrong, or was refused, in the agent's words.
+    /// It failed or was refused. Holds the agent's message.
     Failed(String),
 }
 
-/// What the operator remembers from one look at the cluster to the next. Times are since the
-/// process started.
+/// What the operator remembers between passes. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
-pub struct Memory {
-    /// Since when a GPU has been becoming what it was told.
-    changing: BTreeMap<At, (Partition, Duration)>,
-    /// Since when a node has not read what was written to it, by generation.
-    unheard: BTreeMap<String, (Option<i64>, Duration)>,
-    /// GPUs that could not be cut as they were told.
-    failures: BTreeMap<At, Failure>,
-    /// Where pods were placed last.
+pub struct History {
+    /// GPUs being repartitioned, with the partition and the start.
+    changing: BTreeMap<GpuKey, (Partition, Duration)>,
+    /// Nodes whose agent has not read its spec yet, with the generation and since when.
+    unread: BTreeMap<String, (Option<i64>, Duration)>,
+    /// GPUs that failed to reach a partition.
+    failures: BTreeMap<GpuKey, Failure>,
+    /// The node of each pod in the last plan.
     pub placements: BTreeMap<String, String>,
-    /// What was written and the watch may not have brought back, with the generation before and
-    /// when.
+    /// Specs that were written and that a watch may not have returned yet, with the previous
+    /// generation and the time of the write.
     written: BTreeMap<String, (Option<i64>, GpuNodeSpec, Duration)>,
 }
 
-/// A GPU could not be cut as it was told.
+/// A failure to reach a partition.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Failure {
-    /// What it was told.
+struct Failure {
+    /// The desired partition.
     partition: Partition,
-    /// Why not, in the agent's words.
-    pub message: String,
-    /// How often in a row.
-    pub times: u32,
-    /// Until when it is left alone.
+    /// The agent's message.
+    message: String,
+    /// The number of failures in a row.
+    times: u32,
+    /// When the next attempt is allowed.
     until: Duration,
 }
 
-/// A snapshot, and what is to be known about its parts.
+/// The planner's input, and the state of its nodes and GPUs.
 #[derive(Debug, Clone, Default)]
-pub struct Built {
-    /// What is planned with.
+pub struct PlannerInput {
+    /// The planner's input.
     pub snapshot: Snapshot,
-    /// GPUs that follow demand and may be cut now.
-    pub open: BTreeSet<At>,
-    /// Nodes of which something is still being changed.
+    /// GPUs shared by demand that may be repartitioned now.
+    pub repartitionable: BTreeSet<GpuKey>,
+    /// Nodes with a partition in progress.
     pub changing: BTreeSet<String>,
-    /// Nodes that take no part, and why.
-    pub silent: BTreeMap<String, String>,
-    /// GPUs that take no part, or are left alone, and why.
-    pub stuck: BTreeMap<At, String>,
-    /// When the next deadline ends, from now.
+    /// Nodes excluded from the plan, and the reason.
+    pub excluded_nodes: BTreeMap<String, String>,
+    /// GPUs excluded from the plan, or left as they are for a while, and the reason.
+    pub excluded_gpus: BTreeMap<GpuKey, String>,
+    /// How long until the next deadline.
     pub next: Option<Duration>,
 }
 
-/// How far a GPU is with what its spec says.
+/// Returns how far a GPU has come towards its spec.
 pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     if partition::is_reached(&spec.partition, gpu) {
         return Progress::Reached;
@@ -116,22 +112,21 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent tries again itself for a while. Pods need not wait for that: they may find room
-    // elsewhere.
+    // The agent retries for a while. Pods need not wait for it, as they may find room elsewhere.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return Progress::Failed(step.message.clone());
     }
-    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !has_place_for_all_in_use(&spec.partition, gpu);
+    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !has_room_for_all_in_use(&spec.partition, gpu);
     if blocked { Progress::Blocked } else { Progress::Changing }
 }
 
-/// How long a node may take to become what it was told.
+/// How long a node may take to reach its desired state.
 fn deadline(plan: &Plan, node: &str) -> Duration {
     let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
-    timeout.unwrap_or(DEADLINE).max(LEAST_DEADLINE)
+    timeout.unwrap_or(DEADLINE).max(MIN_DEADLINE)
 }
 
-/// What a GPU says that it waits for.
+/// The agent's message about what a GPU waits for, with a leading colon; empty if there is none.
 fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let step =
@@ -139,8 +134,8 @@ fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
     step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 
-/// Whether all that is in use has its place in what the GPU shall be: then no pod is in the way.
-fn has_place_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
+/// Whether the partition has room for all slices in use. If so, no pod blocks the change.
+fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     let all = |slices: &[Slice]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
         for slice in slices {
@@ -148,29 +143,29 @@ fn has_place_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
         }
         counts
     };
-    // Nothing is in use in an empty status, so `desired` is what the spec says alone.
+    // Without slices in use, `desired` returns the slices of the partition alone.
     let idle = GpuStatus { slices: Vec::new(), ..gpu.clone() };
     let wanted = all(&partition::desired(partition, &idle));
-    let held: Vec<Slice> = partition::served(gpu).into_iter().filter(|slice| slice.in_use).collect();
-    all(&held).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
+    let in_use: Vec<Slice> = partition::served(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    all(&in_use).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
 }
 
-/// Whether the status is of the spec that is there.
+/// Whether the agent has read the latest spec.
 fn has_read(node: &Node) -> bool {
     let Some(object) = node.object() else { return false };
     let observed = object.status.as_ref().map_or(0, |status| status.observed_generation);
     object.metadata.generation.is_none_or(|generation| observed >= generation)
 }
 
-impl Memory {
-    /// A node was told something. Its object had this generation before.
+impl History {
+    /// Records that a spec was written. `generation` is the object's generation before the write.
     pub fn wrote(&mut self, node: &str, generation: Option<i64>, spec: &GpuNodeSpec, now: Duration) {
         self.written.insert(node.to_owned(), (generation, spec.clone(), now));
     }
 
-    /// Puts what was written into what the watches have told, where they lag: a plan made of what
-    /// was before would tell a node something else while it does the first.
-    pub fn recall(&mut self, observed: &mut Observed, now: Duration) {
+    /// Replaces specs in `observed` by specs that were written since, if the watch lags. A plan
+    /// from the older spec could tell a node to do something else while it is changing.
+    pub fn restore_writes(&mut self, observed: &mut Observed, now: Duration) {
         self.written.retain(|name, (before, spec, at)| {
             let Some(shared) = observed.nodes.get_mut(name).and_then(|node| node.gpu_node.as_mut()) else {
                 return false;
@@ -182,25 +177,25 @@ impl Memory {
                 && let Ok(object) = &mut Arc::make_mut(shared).0
             {
                 object.spec = spec.clone();
-                // What the status is of is older than this.
+                // Mark the status as older than this spec.
                 object.metadata.generation = before.map(|before| before.saturating_add(1));
             }
             lags
         });
     }
 
-    /// Looks at the cluster: what each GPU has been doing since when, and what has gone wrong.
-    fn look(&mut self, observed: &Observed, plan: &Plan, now: Duration) -> BTreeMap<At, Progress> {
+    /// Updates the history from the state of the cluster. Returns the progress of each GPU.
+    fn update(&mut self, observed: &Observed, plan: &Plan, now: Duration) -> BTreeMap<GpuKey, Progress> {
         let mut all = BTreeMap::new();
         for (name, node) in &observed.nodes {
             let Some(object) = node.object() else { continue };
             let generation = object.metadata.generation;
             if has_read(node) {
-                self.unheard.remove(name);
-            } else if self.unheard.get(name).is_none_or(|(of, _)| *of != generation) {
-                // What was not read before it was written anew has been waited for since then.
-                let since = self.unheard.get(name).map_or(now, |(_, since)| *since);
-                self.unheard.insert(name.clone(), (generation, since));
+                self.unread.remove(name);
+            } else if self.unread.get(name).is_none_or(|(of, _)| *of != generation) {
+                // The time counts from the first spec that was not read.
+                let since = self.unread.get(name).map_or(now, |(_, since)| *since);
+                self.unread.insert(name.clone(), (generation, since));
             }
             for gpu in node.reported().unwrap_or_default() {
                 let Some(spec) = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid) else { continue };
@@ -214,17 +209,18 @@ impl Memory {
                     let deadline = deadline(plan, name);
                     if has_read(node) && now.saturating_sub(since) >= deadline {
                         let why = waits_for(node, gpu);
-                        progress = Progress::Failed(format!("it was not done within {} s{why}", deadline.as_secs()));
+                        progress =
+                            Progress::Failed(format!("the agent did not finish within {} s{why}", deadline.as_secs()));
                     }
                 }
                 match &progress {
                     Progress::Changing => {}
-                    // Since when it has been changing is kept: one that is told nothing else is
-                    // late for good, and not anew each time.
+                    // Keep the start time. A GPU that keeps its desired partition stays late, and
+                    // its deadline does not restart.
                     Progress::Failed(message) => self.fail(&at, &spec.partition, message, now),
                     Progress::Reached | Progress::Blocked => {
                         self.changing.remove(&at);
-                        // What failed has been done after all.
+                        // The change succeeded in the end.
                         if self.failures.get(&at).is_some_and(|failure| failure.partition == spec.partition) {
                             self.failures.remove(&at);
                         }
@@ -233,24 +229,24 @@ impl Memory {
                 all.insert(at, progress);
             }
         }
-        let known = |at: &At| all.contains_key(at);
+        let known = |at: &GpuKey| all.contains_key(at);
         self.changing.retain(|at, _| known(at));
-        // What went wrong long ago counts no more when the next attempt fails.
-        self.failures.retain(|at, failure| known(at) && now < failure.until.saturating_add(LEFT_ALONE.1));
-        self.unheard.retain(|name, _| observed.nodes.contains_key(name));
+        // Old failures do not lengthen the next pause.
+        self.failures.retain(|at, failure| known(at) && now < failure.until.saturating_add(BACKOFF.1));
+        self.unread.retain(|name, _| observed.nodes.contains_key(name));
         let waiting: BTreeSet<&str> = observed.pods.iter().map(|claimant| claimant.pod.name.as_str()).collect();
         self.placements.retain(|pod, _| waiting.contains(pod.as_str()));
         all
     }
 
-    /// Twice as long for each time that the next attempt fails too.
-    fn fail(&mut self, at: &At, partition: &Partition, message: &str, now: Duration) {
+    /// Records a failure. The pause doubles with each failure in a row.
+    fn fail(&mut self, at: &GpuKey, partition: &Partition, message: &str, now: Duration) {
         let before = self.failures.get(at);
         if before.is_some_and(|failure| failure.partition == *partition && now < failure.until) {
             return;
         }
         let times = before.map_or(1, |failure| failure.times.saturating_add(1));
-        let pause = LEFT_ALONE.0.saturating_mul(1 << (times - 1).min(8)).min(LEFT_ALONE.1);
+        let pause = BACKOFF.0.saturating_mul(1 << (times - 1).min(8)).min(BACKOFF.1);
         let failure = Failure {
             partition: partition.clone(),
             message: message.to_owned(),
@@ -259,72 +255,67 @@ impl Memory {
         };
         self.failures.insert(at.clone(), failure);
     }
-
-    /// GPUs that could not be cut as they were told, and why.
-    pub fn failures(&self) -> &BTreeMap<At, Failure> {
-        &self.failures
-    }
 }
 
-/// What is planned with now.
-pub fn build(observed: &Observed, plan: &Plan, memory: &mut Memory, now: Duration) -> Built {
-    let progress = memory.look(observed, plan, now);
-    let mut built = Built::default();
+/// Builds the planner's input.
+pub fn build(observed: &Observed, plan: &Plan, history: &mut History, now: Duration) -> PlannerInput {
+    let progress = history.update(observed, plan, now);
+    let mut input = PlannerInput::default();
     let mut on_node: BTreeMap<&str, Vec<&Claimant>> = BTreeMap::new();
     for claimant in &observed.pods {
         match &claimant.node {
             Some(node) => on_node.entry(node).or_default().push(claimant),
             None => {
-                let planned_node = memory.placements.get(&claimant.pod.name).cloned();
-                built.snapshot.pods.push(cleave_plan::snapshot::Pod { planned_node, ..claimant.pod.clone() });
+                let planned_node = history.placements.get(&claimant.pod.name).cloned();
+                input.snapshot.pods.push(cleave_plan::snapshot::Pod { planned_node, ..claimant.pod.clone() });
             }
         }
     }
     for (name, node) in &observed.nodes {
         let Some(gpus) = node.reported() else {
             if node.agent.is_some() {
-                let left_out = Some("its agent has not told what it has".to_owned());
-                built.snapshot.nodes.push(PlanNode { name: name.clone(), left_out, ..PlanNode::default() });
+                let left_out = Some("its agent has not reported its GPUs".to_owned());
+                input.snapshot.nodes.push(PlanNode { name: name.clone(), left_out, ..PlanNode::default() });
             }
             continue;
         };
         let pods = on_node.get(name.as_str()).map_or(&[][..], Vec::as_slice);
-        let look = Look { name, node, plan, memory, progress: &progress, now };
-        look.add(gpus, pods, &mut built);
+        let builder = NodeBuilder { name, node, plan, history, progress: &progress, now };
+        builder.add(gpus, pods, &mut input);
     }
-    built
+    input
 }
 
-/// One node as it is looked at.
-struct Look<'a> {
+/// Builds the planner's input for one node.
+struct NodeBuilder<'a> {
     name: &'a str,
     node: &'a Node,
     plan: &'a Plan,
-    memory: &'a Memory,
-    progress: &'a BTreeMap<At, Progress>,
+    history: &'a History,
+    progress: &'a BTreeMap<GpuKey, Progress>,
     now: Duration,
 }
 
-impl Look<'_> {
-    fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], built: &mut Built) {
+impl NodeBuilder<'_> {
+    fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
         let deadline = deadline(self.plan, self.name);
-        let left_out = self.silent(deadline, built);
+        let left_out = self.exclusion(deadline, input);
         if let Some(reason) = &left_out {
-            built.silent.insert(self.name.to_owned(), reason.clone());
+            input.excluded_nodes.insert(self.name.to_owned(), reason.clone());
         }
-        let mut changing = left_out.is_none() && self.memory.unheard.contains_key(self.name);
+        let mut changing = left_out.is_none() && self.history.unread.contains_key(self.name);
         for gpu in gpus.iter().filter(|_| left_out.is_none()) {
             let at = (self.name.to_owned(), gpu.uuid.clone());
             if let (Some(Progress::Changing), Some((_, since))) =
-                (self.progress.get(&at), self.memory.changing.get(&at))
+                (self.progress.get(&at), self.history.changing.get(&at))
             {
-                wake(built, since.saturating_add(deadline), self.now);
+                limit_next(input, since.saturating_add(deadline), self.now);
                 changing = true;
             }
         }
         if changing {
-            built.changing.insert(self.name.to_owned());
+            input.changing.insert(self.name.to_owned());
         }
         let cordons = self.node.cordons();
         let mut all: Vec<Gpu> = Vec::with_capacity(gpus.len());
@@ -332,37 +323,38 @@ impl Look<'_> {
             let by_demand = demand.and_then(|demand| demand.get(&gpu.uuid));
             let at = (self.name.to_owned(), gpu.uuid.clone());
             let mut planned = self.gpu(gpu, by_demand);
-            // A daemon that is being started or ended for a change is part of the change.
-            let becoming = self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == MPS_UNAVAILABLE;
-            if !gpu.health.healthy && !becoming {
+            // A daemon that starts or stops because of a change is part of the change.
+            let starting =
+                self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
+            if !gpu.health.healthy && !starting {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-                planned.left_out = Some(format!("it is not healthy: {why}"));
+                planned.left_out = Some(format!("it is unhealthy: {why}"));
             }
             if let Some(reason) = cordons.0.get(&gpu.uuid) {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
                 planned.left_out = Some(format!("it is cordoned{why}"));
             }
             if by_demand.is_some() {
-                let failure = self.memory.failures.get(&at);
+                let failure = self.history.failures.get(&at);
                 if let Some(reason) = &planned.left_out {
-                    built.stuck.insert(at.clone(), reason.clone());
+                    input.excluded_gpus.insert(at.clone(), reason.clone());
                 } else if let Some(failure) = failure.filter(|failure| self.now < failure.until) {
-                    wake(built, failure.until, self.now);
-                    built.stuck.insert(at.clone(), format!("it could not be cut: {}", failure.message));
+                    limit_next(input, failure.until, self.now);
+                    input.excluded_gpus.insert(at.clone(), format!("failed to repartition it: {}", failure.message));
                     pin(&mut planned);
-                    // It shall be what it is.
+                    // The plan gives it its present slices.
                     if !changing && left_out.is_none() {
-                        built.open.insert(at);
+                        input.repartitionable.insert(at);
                     }
                 } else if changing || partition::has_unknown_ids(gpu) {
                     pin(&mut planned);
                 } else if left_out.is_none() {
-                    built.open.insert(at);
+                    input.repartitionable.insert(at);
                 }
             }
             all.push(planned);
         }
-        self.count_the_bound(gpus, pods, &mut all, built);
+        self.mark_unlisted_in_use(gpus, pods, &mut all, input);
         let mut requested = Sum::default();
         for claimant in pods {
             for (name, quantity) in claimant.pod.requests.iter().filter(|(name, _)| !is_served(name)) {
@@ -370,7 +362,7 @@ impl Look<'_> {
             }
         }
         requested.add_one("pods", &Quantity::whole(pods.len() as u64));
-        built.snapshot.nodes.push(PlanNode {
+        input.snapshot.nodes.push(PlanNode {
             name: self.name.to_owned(),
             labels: self.node.labels.clone(),
             taints: self.node.taints.clone(),
@@ -382,19 +374,19 @@ impl Look<'_> {
         });
     }
 
-    /// Why a node takes no part.
-    fn silent(&self, deadline: Duration, built: &mut Built) -> Option<String> {
+    /// Returns why the node is excluded, if it is.
+    fn exclusion(&self, deadline: Duration, input: &mut PlannerInput) -> Option<String> {
         match self.node.agent {
-            None => return Some("no agent of Cleave runs on it".to_owned()),
+            None => return Some("no Cleave agent runs on it".to_owned()),
             Some(agent) if !agent.ready => return Some("its agent is not ready".to_owned()),
             Some(_) => {}
         }
-        let (_, since) = self.memory.unheard.get(self.name)?;
+        let (_, since) = self.history.unread.get(self.name)?;
         if self.now.saturating_sub(*since) < deadline {
-            wake(built, since.saturating_add(deadline), self.now);
+            limit_next(input, since.saturating_add(deadline), self.now);
             return None;
         }
-        Some(format!("its agent has not read what was written to it within {} s", deadline.as_secs()))
+        Some(format!("its agent did not read its GpuNode spec within {} s", deadline.as_secs()))
     }
 
     fn gpu(&self, gpu: &GpuStatus, by_demand: Option<&ByDemand>) -> Gpu {
@@ -421,15 +413,15 @@ impl Look<'_> {
         };
         planned.mode = demand.mode;
         planned.units = partition::units(demand, gpu);
-        planned.replicas = demand.turns.as_ref().map(|turns| turns.replicas);
+        planned.replicas = demand.time_slicing.as_ref().map(|slicing| slicing.replicas);
         planned.mig_sharing = match &demand.each {
             InstanceShare::Whole => None,
             InstanceShare::Mps(share) => {
                 let units = if let ShareSize::Units(units) = share.size { units } else { 1 };
                 Some(MigSharing { units, resource_name: share.resource.clone() })
             }
-            InstanceShare::TimeSlicing(turns) => {
-                Some(MigSharing { units: turns.replicas, resource_name: turns.resource.clone() })
+            InstanceShare::TimeSlicing(slicing) => {
+                Some(MigSharing { units: slicing.replicas, resource_name: slicing.resource.clone() })
             }
         };
         let changing = self.progress.get(&(self.name.to_owned(), gpu.uuid.clone())) == Some(&Progress::Changing);
@@ -440,17 +432,17 @@ impl Look<'_> {
         planned
     }
 
-    /// A GPU that no pod changes: what it has, or will have, can be given.
+    /// Converts a GPU that is not shared by demand. Its present or desired slices can be used.
     fn fixed(&self, gpu: &GpuStatus, planned: &mut Gpu) {
         let wanted =
             self.plan.nodes.get(self.name).and_then(|spec| spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
         planned.slices = match wanted {
-            Some(spec) if self.is_becoming(spec) => partition::desired(&spec.partition, gpu),
+            Some(spec) if self.is_changing_to(spec) => partition::desired(&spec.partition, gpu),
             _ => partition::observed(gpu, None),
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
         let shares: BTreeSet<&str> = named.filter(|name| is_shares(name)).collect();
-        // Only what a policy renames must be told: the planner would not know such a name.
+        // The planner knows the default names. Only a name that a policy sets must be passed on.
         planned.resource_name = shares.first().map(|&name| name.to_owned());
         if let Some(slice) = planned.slices.iter().find(|slice| slice.profile.is_some()) {
             planned.mig_sharing =
@@ -459,24 +451,25 @@ impl Look<'_> {
         pin(planned);
     }
 
-    /// Whether a GPU is told to be this, or is about to be told.
-    fn is_becoming(&self, wanted: &GpuSpec) -> bool {
-        let told = self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
+    /// Whether the GPU does not have this partition yet.
+    fn is_changing_to(&self, wanted: &GpuSpec) -> bool {
+        let current =
+            self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
         let at = (self.name.to_owned(), wanted.uuid.clone());
-        told.is_none_or(|told| told.partition != wanted.partition)
+        current.is_none_or(|current| current.partition != wanted.partition)
             || self.progress.get(&at) == Some(&Progress::Changing)
     }
 
-    /// Takes what bound pods hold that the kubelet does not list yet.
-    fn count_the_bound(&self, gpus: &[GpuStatus], pods: &[&Claimant], all: &mut [Gpu], built: &mut Built) {
+    /// Marks slices as in use for bound pods whose devices the kubelet does not list yet.
+    fn mark_unlisted_in_use(&self, gpus: &[GpuStatus], pods: &[&Claimant], all: &mut [Gpu], input: &mut PlannerInput) {
         for claimant in pods {
             for (resource, count) in claimant.of_gpus() {
                 let listed = |gpu: &GpuStatus| {
                     let of_pod = gpu
                         .allocations
                         .iter()
-                        .filter(|held| held.pod == claimant.pod.name && held.resource == resource);
-                    of_pod.map(|held| held.ids.len() as u64).sum::<u64>()
+                        .filter(|allocation| allocation.pod == claimant.pod.name && allocation.resource == resource);
+                    of_pod.map(|allocation| allocation.ids.len() as u64).sum::<u64>()
                 };
                 let missing = count.saturating_sub(gpus.iter().map(listed).sum());
                 if missing == 0 {
@@ -487,25 +480,25 @@ impl Look<'_> {
                 for gpu in all.iter_mut().filter(|gpu| has(gpu, resource)) {
                     offers = true;
                     pin(gpu);
-                    built.open.remove(&(self.name.to_owned(), gpu.uuid.clone()));
+                    input.repartitionable.remove(&(self.name.to_owned(), gpu.uuid.clone()));
                 }
                 if offers {
                     let each = if together { missing } else { 1 };
-                    (0..missing / each).for_each(|_| hold(all, resource, u32::try_from(each).unwrap_or(u32::MAX)));
+                    (0..missing / each).for_each(|_| take_free(all, resource, u32::try_from(each).unwrap_or(u32::MAX)));
                 }
             }
         }
     }
 }
 
-/// The next time to look is not later than this.
-fn wake(built: &mut Built, at: Duration, now: Duration) {
+/// Makes sure that the next pass is not later than `at`.
+fn limit_next(input: &mut PlannerInput, at: Duration, now: Duration) {
     let from_now = at.saturating_sub(now);
-    built.next = Some(built.next.map_or(from_now, |next| next.min(from_now)));
+    input.next = Some(input.next.map_or(from_now, |next| next.min(from_now)));
 }
 
-/// A GPU keeps what it has. One that has nothing, or is used whole, is a whole GPU, and can be
-/// given as such.
+/// Makes the planner keep a GPU's slices. A GPU without slices, or in use as a whole, stays a whole
+/// GPU that a pod can get.
 fn pin(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;
@@ -519,7 +512,7 @@ fn is_shares(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized(resource).is_none()
 }
 
-/// Whether a GPU has, or is, a free one.
+/// Whether a GPU has a free unit of the resource, or is a free whole GPU.
 fn has(gpu: &Gpu, resource: &str) -> bool {
     if resource == RESOURCE_GPU {
         return gpu.slices.is_empty();
@@ -527,8 +520,9 @@ fn has(gpu: &Gpu, resource: &str) -> bool {
     gpu.slices.iter().any(|slice| slice.resource == resource && !slice.in_use)
 }
 
-/// Takes so many of one resource, on one device: where they leave least.
-fn hold(gpus: &mut [Gpu], resource: &str, count: u32) {
+/// Marks `count` units of a resource on one device as in use: on the device with the fewest free
+/// units that fit.
+fn take_free(gpus: &mut [Gpu], resource: &str, count: u32) {
     if resource == RESOURCE_GPU {
         if let Some(gpu) = gpus.iter_mut().filter(|gpu| has(gpu, resource)).min_by_key(|gpu| gpu.index) {
             gpu.slices.push(Slice {
@@ -553,7 +547,7 @@ fn hold(gpus: &mut [Gpu], resource: &str, count: u32) {
     let Some(gpu) = gpus.get_mut(at) else { return };
     let Some(slice) = gpu.slices.get_mut(on) else { return };
     slice.count -= count;
-    let held = Slice { in_use: true, count, ..slice.clone() };
-    gpu.slices.push(held);
+    let used = Slice { in_use: true, count, ..slice.clone() };
+    gpu.slices.push(used);
     gpu.slices.retain(|slice| slice.count > 0);
 }

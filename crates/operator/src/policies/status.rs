@@ -1,11 +1,12 @@
-//! What a policy amounts to, told in its status; and an event where that turned.
+//! Reports the state of each policy in its status, and publishes an Event for each condition that
+//! changes.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::SharingPolicy;
 use cleave_api::gpunode::{GpuStatus, MigPartition, MpsPartition, Partition, StepStatus, TimeSlicedPartition, Whole};
 use cleave_api::names::{
-    CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, OPERATOR_MANAGER, STEP_DONE, STEP_FAILED, STEP_REFUSED,
-    STEP_WAITING, reason,
+    CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, OPERATOR_MANAGER, STEP_DONE, STEP_FAILED, STEP_IN_USE,
+    STEP_REFUSED, STEP_WAITING, reason,
 };
 use cleave_api::sharingpolicy::SharingPolicyStatus;
 use jiff::Timestamp;
@@ -19,61 +20,59 @@ use serde_json::json;
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
 use crate::read::{Node, Observed};
 
-/// How many names a sentence lists before it says how many more there are.
+/// The most names that a sentence lists. It then states how many more there are.
 const LISTED: usize = 8;
-
-/// How the agent's sentence begins when pods hold what would go.
-const IN_USE: &str = "in use";
 
 /// A policy's status could not be written.
 #[derive(Debug, thiserror::Error)]
-#[error("the status of SharingPolicy {policy} could not be written")]
+#[error("failed to write the status of SharingPolicy {policy}")]
 pub struct Error {
-    /// The policy.
+    /// The policy's name.
     pub policy: String,
-    /// What the API server, or the way there, said.
+    /// The error of the request.
     #[source]
     pub source: kube::Error,
 }
 
-/// A status to be written, and the events that say what turned.
+/// A status to write, and the conditions to publish Events for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Update {
-    /// The policy.
+    /// The policy's name.
     pub policy: String,
-    /// Its resource version.
+    /// The policy's resource version.
     pub from: Option<String>,
-    /// Its status.
+    /// The new status.
     pub status: SharingPolicyStatus,
-    /// Conditions that turned: status or reason differ from what was told before.
-    pub turned: Vec<Condition>,
+    /// Conditions whose status or reason changed.
+    pub changed: Vec<Condition>,
 }
 
 /// Statuses that this process has written, by policy.
-pub type Told = BTreeMap<String, Telling>;
+pub type WrittenStatuses = BTreeMap<String, WrittenStatus>;
 
 /// A status that this process has written.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Telling {
-    /// The policy's resource version before.
+pub struct WrittenStatus {
+    /// The policy's resource version before the write.
     pub from: Option<String>,
-    /// The status.
+    /// The written status.
     pub status: SharingPolicyStatus,
 }
 
-/// The statuses that differ from what the policies say already. Pure: `now` is for conditions that
-/// turn.
-pub fn updates(plan: &Plan, observed: &Observed, told: &Told, now: Timestamp) -> Vec<Update> {
+/// Returns the statuses that differ from those of the policies. Pure: `now` is the transition time
+/// of conditions that change.
+pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now: Timestamp) -> Vec<Update> {
     let differs = |(name, report): (&String, &Report)| {
-        let telling = told.get(name);
+        let last = written.get(name);
         let (meta, old) = match observed.policies.get(name)? {
-            // The watch may not have brought back what was written: nothing is to be told twice.
-            Ok(policy) => match telling.filter(|telling| telling.from == policy.metadata.resource_version) {
-                Some(telling) => (&policy.metadata, Some(telling.status.clone())),
+            // If the watch has not returned the last write yet, compare with what was written.
+            // Otherwise it would be written twice.
+            Ok(policy) => match last.filter(|last| last.from == policy.metadata.resource_version) {
+                Some(last) => (&policy.metadata, Some(last.status.clone())),
                 None => (&policy.metadata, policy.status.clone()),
             },
-            // What its status says cannot be read either: it is told once by each process.
-            Err(invalid) => (&invalid.metadata, telling.map(|telling| telling.status.clone())),
+            // The status of a malformed policy cannot be read. Each process writes it once.
+            Err(invalid) => (&invalid.metadata, last.map(|last| last.status.clone())),
         };
         let generation = meta.generation;
         let status = evaluate(report, observed, plan, generation.unwrap_or_default(), old.as_ref(), now);
@@ -84,14 +83,16 @@ pub fn updates(plan: &Plan, observed: &Observed, told: &Told, now: Timestamp) ->
         let same = |new: &Condition| {
             before.iter().any(|old| old.type_ == new.type_ && old.status == new.status && old.reason == new.reason)
         };
-        let turned = status.conditions.iter().filter(|condition| !same(condition)).cloned().collect();
-        Some(Update { policy: name.clone(), from: meta.resource_version.clone(), status, turned })
+        let changed = status.conditions.iter().filter(|condition| !same(condition)).cloned().collect();
+        Some(Update { policy: name.clone(), from: meta.resource_version.clone(), status, changed })
     };
     plan.policies.iter().filter_map(differs).collect()
 }
 
-/// Writes a status. The policy that the API server answers with may be malformed (that is one of
-/// the things to be told) and is not looked at.
+/// Writes a status. The object in the answer may be malformed and is ignored.
+///
+/// # Errors
+/// The API server refused the write or could not be reached.
 pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) -> Result<(), Error> {
     let body = json!({
         "apiVersion": "cleave.dev/v1alpha1",
@@ -104,32 +105,32 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
     written.map(drop).map_err(|source| Error { policy: update.policy.clone(), source })
 }
 
-/// The event that tells of a condition that turned; none for what is as anybody expects.
-pub fn event(turned: &Condition) -> Option<Event> {
-    let good = match turned.type_.as_str() {
-        CONDITION_CONFLICT => turned.status == "False",
-        _ => turned.status == "True",
+/// Returns the Event for a changed condition; `None` if people need no Event.
+pub fn event(changed: &Condition) -> Option<Event> {
+    let good = match changed.type_.as_str() {
+        CONDITION_CONFLICT => changed.status == "False",
+        _ => changed.status == "True",
     };
-    // Of good news only the one that a person waits for: the GPUs are as the policy says.
-    if good && turned.type_ != CONDITION_READY {
+    // The only good news that people wait for is that the GPUs are ready.
+    if good && changed.type_ != CONDITION_READY {
         return None;
     }
-    // Ready repeats what the other two say; the passing states in between are the status's matter.
-    let told_elsewhere =
-        [reason::MALFORMED, reason::INVALID, reason::APPLYING, reason::OVERRIDDEN].contains(&turned.reason.as_str());
-    if turned.type_ == CONDITION_READY && told_elsewhere {
+    // Other conditions report these reasons too, or they last only for a moment.
+    let reported_elsewhere =
+        [reason::MALFORMED, reason::INVALID, reason::APPLYING, reason::OVERRIDDEN].contains(&changed.reason.as_str());
+    if changed.type_ == CONDITION_READY && reported_elsewhere {
         return None;
     }
     Some(Event {
         type_: if good { EventType::Normal } else { EventType::Warning },
-        reason: turned.reason.clone(),
-        note: Some(shorten(&turned.message, 1000)),
+        reason: changed.reason.clone(),
+        note: Some(shorten(&changed.message, 1000)),
         action: "Plan".to_owned(),
         secondary: None,
     })
 }
 
-/// A policy's status.
+/// Computes a policy's status.
 fn evaluate(
     report: &Report,
     observed: &Observed,
@@ -140,14 +141,14 @@ fn evaluate(
 ) -> SharingPolicyStatus {
     let mut total = 0_u32;
     let mut in_use = 0_u32;
-    for gpu in report.follow.iter().filter_map(|at| gpu_status(observed, at)) {
+    for gpu in report.following.iter().filter_map(|at| gpu_status(observed, at)) {
         for slice in &gpu.slices {
             total = total.saturating_add(slice.total);
             in_use = in_use.saturating_add(slice.in_use);
         }
     }
-    let nodes: BTreeSet<&str> = report.follow.iter().map(|at| at.node.as_str()).collect();
-    let told = [
+    let nodes: BTreeSet<&str> = report.following.iter().map(|at| at.node.as_str()).collect();
+    let verdicts = [
         (CONDITION_ACCEPTED, accepted(report)),
         (CONDITION_READY, ready(report, observed, plan)),
         (CONDITION_CONFLICT, conflict(report)),
@@ -161,8 +162,8 @@ fn evaluate(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // Kubernetes' rule: the time at which `status` turned, not at which the sentence
-            // changed.
+            // As in Kubernetes, the time at which `status` changed. A changed message does not
+            // count.
             last_transition_time: before
                 .filter(|before| before.status == status)
                 .map_or(Time(now), |before| before.last_transition_time.clone()),
@@ -170,16 +171,16 @@ fn evaluate(
     };
     SharingPolicyStatus {
         observed_generation: generation,
-        gpus: count(report.follow.len()),
+        gpus: count(report.following.len()),
         nodes: count(nodes.len()),
         total,
         in_use,
         wanted: report.wanted,
-        conditions: told.into_iter().map(condition).collect(),
+        conditions: verdicts.into_iter().map(condition).collect(),
     }
 }
 
-/// What a condition says, without its times.
+/// A condition without its times.
 #[derive(Debug)]
 struct Verdict {
     holds: bool,
@@ -197,160 +198,168 @@ impl Verdict {
     }
 }
 
-/// Whether the policy's fields mean something on the GPUs that it selects.
+/// Whether the policy is valid and applies to the GPUs that it selects.
 fn accepted(report: &Report) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(error)) => {
             return Verdict::no(
                 reason::MALFORMED,
-                format!("it could not be read, and is left out: {}", shorten(error, 400)),
+                format!("the policy is malformed and is ignored: {}", shorten(error, 400)),
             );
         }
         Some(Invalid::Refused(error)) => {
             return Verdict::no(
                 reason::INVALID,
-                format!("{error}; it is left out, and GPUs that followed it stay as they are"),
+                format!("{error}; the policy is ignored, and its GPUs keep their partition"),
             );
         }
         None => {}
     }
-    // Nodes that have not reported may have what is missing.
-    if report.silent.is_empty() && !report.models.is_empty() && matches_nothing(report) {
+    // Nodes that have not reported may have the missing GPUs.
+    if report.unreported.is_empty() && !report.models.is_empty() && matches_nothing(report) {
         let known = report.models.iter().map(|(model, gpus)| format!("{model} ({gpus})"));
         let known = listed(known.collect());
         if !report.unknown_models.is_empty() {
             return Verdict::no(
                 reason::UNKNOWN_MODEL,
-                format!("no GPU of the selected nodes is {}; they have {known}", either(&report.unknown_models)),
+                format!(
+                    "no GPU of the selected nodes is {}; the nodes have {known}",
+                    alternatives(&report.unknown_models)
+                ),
             );
         }
         if !report.unknown_uuids.is_empty() {
             return Verdict::no(
                 reason::UNKNOWN_GPU,
-                format!("no selected node has {}; they have {known}", either(&report.unknown_uuids)),
+                format!("no selected node has {}; the nodes have {known}", alternatives(&report.unknown_uuids)),
             );
         }
         return Verdict::no(
             reason::NO_GPU_MATCHES,
-            format!("no GPU is in all lists of gpus; the selected nodes have {known}"),
+            format!("no GPU matches all lists of gpus; the selected nodes have {known}"),
         );
     }
-    if report.follow.is_empty()
-        && let Some((_, cannot)) = report.cannot.first()
+    if report.following.is_empty()
+        && let Some((_, cannot)) = report.unsupported.first()
     {
-        return Verdict::no(cannot.reason(), unservable(report));
+        return Verdict::no(cannot.reason(), unsupported(report));
     }
     Verdict::yes(reason::ACCEPTED, "")
 }
 
-/// Whether no GPU at all is meant.
+/// Whether the policy matches no GPU at all.
 fn matches_nothing(report: &Report) -> bool {
-    report.follow.is_empty() && report.cannot.is_empty() && report.lost.is_empty()
+    report.following.is_empty() && report.unsupported.is_empty() && report.overridden.is_empty()
 }
 
-/// Whether another policy has GPUs that this one means.
+/// Whether another policy takes GPUs that this one selects.
 fn conflict(report: &Report) -> Verdict {
-    if report.lost.is_empty() {
+    if report.overridden.is_empty() {
         return Verdict::no(reason::NO_CONFLICT, "");
     }
-    let told = report.lost.iter().map(|(policy, gpus)| format!("{policy} has {}", gpu_list(gpus)));
+    let taken = report.overridden.iter().map(|(policy, gpus)| format!("{policy} has {}", gpu_list(gpus)));
     Verdict::yes(
         reason::OVERRIDDEN,
-        format!("more specific or older policies have GPUs that this one selects too: {}", listed(told.collect())),
+        format!("more specific or older policies take GPUs that this policy selects too: {}", listed(taken.collect())),
     )
 }
 
-/// Whether the GPUs are shared as the policy says.
+/// Whether the GPUs are partitioned as the policy says.
 fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
-        Some(Invalid::Malformed(_)) => return Verdict::no(reason::MALFORMED, "the policy could not be read"),
-        Some(Invalid::Refused(_)) => return Verdict::no(reason::INVALID, "the policy's fields mean nothing together"),
+        Some(Invalid::Malformed(_)) => return Verdict::no(reason::MALFORMED, "the policy is malformed"),
+        Some(Invalid::Refused(_)) => {
+            return Verdict::no(reason::INVALID, "the policy is invalid; see the condition Accepted");
+        }
         None => {}
     }
     if report.nodes.is_empty() {
-        return Verdict::no(reason::NO_NODE_MATCHES, "no node has all labels of nodeSelector");
+        return Verdict::no(reason::NO_NODE_MATCHES, "no node matches nodeSelector");
     }
-    if report.follow.is_empty() && report.cannot.is_empty() {
+    if report.following.is_empty() && report.unsupported.is_empty() {
         return nothing_to_share(report);
     }
-    let mut troubles = troubles(report, observed, plan);
-    if !report.cannot.is_empty() {
-        troubles.entry(Trouble::Cannot).or_default().push(unservable(report));
+    let mut problems = problems(report, observed, plan);
+    if !report.unsupported.is_empty() {
+        problems.entry(Problem::Unsupported).or_default().push(unsupported(report));
     }
-    if !report.unknown_uuids.is_empty() && report.silent.is_empty() {
-        let message = format!("no selected node has {}", either(&report.unknown_uuids));
-        troubles.entry(Trouble::UnknownGpu).or_default().push(message);
+    if !report.unknown_uuids.is_empty() && report.unreported.is_empty() {
+        let message = format!("no selected node has {}", alternatives(&report.unknown_uuids));
+        problems.entry(Problem::UnknownGpu).or_default().push(message);
     }
-    if !report.silent.is_empty() {
-        let silent = listed(report.silent.iter().cloned().collect());
-        let message = format!("no agent has reported the GPUs of {silent}");
-        troubles.entry(Trouble::AgentAway).or_default().push(message);
+    if !report.unreported.is_empty() {
+        let nodes = listed(report.unreported.iter().cloned().collect());
+        let message = format!("no agent has reported the GPUs of {nodes}");
+        problems.entry(Problem::AgentNotReady).or_default().push(message);
     }
     for (what, why) in &report.left_out {
-        troubles.entry(Trouble::LeftOut).or_default().push(format!("{what} is left out of plans: {why}"));
+        problems.entry(Problem::LeftOut).or_default().push(format!("{what} is left out of plans: {why}"));
     }
-    let Some(first) = troubles.keys().next().copied() else {
-        let how = if report.demand.is_some() { "cut as pods ask for it" } else { "shared as the policy says" };
-        return Verdict::yes(reason::READY, format!("{} {how}", are(&report.follow)));
+    let Some(first) = problems.keys().next().copied() else {
+        let how = if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy says" };
+        return Verdict::yes(reason::READY, format!("{} {how}", subject(&report.following)));
     };
-    let reason = match (first, report.cannot.first()) {
-        (Trouble::Cannot, Some((_, cannot))) => cannot.reason(),
+    let reason = match (first, report.unsupported.first()) {
+        (Problem::Unsupported, Some((_, cannot))) => cannot.reason(),
         _ => first.reason(),
     };
-    let sentences = troubles.into_values().flat_map(summed).collect::<Vec<_>>();
+    let sentences = problems.into_values().flat_map(joined).collect::<Vec<_>>();
     Verdict::no(reason, shorten(&sentences.join("; "), 2000))
 }
 
-/// Why a policy that is fine has no GPU.
+/// The reason why a valid policy has no GPU.
 fn nothing_to_share(report: &Report) -> Verdict {
-    if !report.silent.is_empty() {
-        let silent = listed(report.silent.iter().cloned().collect());
-        return Verdict::no(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {silent}"));
+    if !report.unreported.is_empty() {
+        let nodes = listed(report.unreported.iter().cloned().collect());
+        return Verdict::no(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {nodes}"));
     }
     if report.without_agent == report.nodes {
         let nodes = listed(report.nodes.iter().cloned().collect());
         return Verdict::no(
             reason::AGENT_NOT_REPORTING,
-            format!("no agent of Cleave runs on the selected nodes: {nodes}"),
+            format!("no Cleave agent runs on the selected nodes: {nodes}"),
         );
     }
-    if !report.lost.is_empty() {
-        let policies = listed(report.lost.keys().cloned().collect());
-        return Verdict::no(reason::OVERRIDDEN, format!("all GPUs that it selects follow other policies: {policies}"));
+    if !report.overridden.is_empty() {
+        let policies = listed(report.overridden.keys().cloned().collect());
+        return Verdict::no(
+            reason::OVERRIDDEN,
+            format!("all GPUs that the policy selects follow other policies: {policies}"),
+        );
     }
     if report.models.is_empty() {
         let nodes = report.nodes.difference(&report.without_agent).cloned().collect();
         return Verdict::no(
             reason::NO_GPU,
-            format!("the selected nodes have no GPU that the driver shows: {}", listed(nodes)),
+            format!("the driver reports no GPU on the selected nodes: {}", listed(nodes)),
         );
     }
-    Verdict::no(reason::NO_GPU_MATCHES, "no GPU of the selected nodes is one that gpus means")
+    Verdict::no(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches gpus")
 }
 
-/// What keeps a GPU from being as its policy says; the order is that in which they are told.
+/// What keeps a GPU from being ready. Ordered by importance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Trouble {
+enum Problem {
     Failed,
     Refused,
-    Cannot,
+    Unsupported,
     UnknownGpu,
     Unhealthy,
-    AgentAway,
+    AgentNotReady,
     LeftOut,
     Waiting,
     Applying,
 }
 
-impl Trouble {
+impl Problem {
     fn reason(self) -> &'static str {
         match self {
             Self::Failed => reason::APPLY_FAILED,
             Self::Refused => reason::APPLY_REFUSED,
-            Self::Cannot => reason::GPU_TOO_SMALL,
+            Self::Unsupported => reason::GPU_TOO_SMALL,
             Self::UnknownGpu => reason::UNKNOWN_GPU,
             Self::Unhealthy => reason::GPU_UNHEALTHY,
-            Self::AgentAway => reason::AGENT_NOT_REPORTING,
+            Self::AgentNotReady => reason::AGENT_NOT_REPORTING,
             Self::LeftOut => reason::LEFT_OUT,
             Self::Waiting => reason::WAITING_FOR_PODS,
             Self::Applying => reason::APPLYING,
@@ -358,56 +367,55 @@ impl Trouble {
     }
 }
 
-/// What keeps the GPUs that follow a policy from being as it says, in sentences.
-fn troubles(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<Trouble, Vec<String>> {
-    let mut troubles: BTreeMap<Trouble, Vec<String>> = BTreeMap::new();
-    for at in &report.follow {
+/// Sentences about the GPUs of a policy that are not ready.
+fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<Problem, Vec<String>> {
+    let mut problems: BTreeMap<Problem, Vec<String>> = BTreeMap::new();
+    for at in &report.following {
         let Some(node) = observed.nodes.get(&at.node) else { continue };
-        if let Some((trouble, sentence)) = trouble(at, node, plan) {
-            troubles.entry(trouble).or_default().push(sentence);
+        if let Some((problem, sentence)) = problem(at, node, plan) {
+            problems.entry(problem).or_default().push(sentence);
         }
     }
-    troubles
+    problems
 }
 
-fn trouble(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Trouble, String)> {
+fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
     let gpu = status.gpus.iter().find(|gpu| gpu.uuid == at.uuid)?;
     if !node.agent.is_some_and(|agent| agent.ready) {
-        return Some((Trouble::AgentAway, format!("the agent of {} is not ready", at.node)));
+        return Some((Problem::AgentNotReady, format!("the agent of {} is not ready", at.node)));
     }
     let step = status.steps.iter().find(|step| step.gpu == at.uuid && step.result != STEP_DONE);
     let current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation)
         && plan.nodes.get(&at.node).is_none_or(|desired| desired == &object.spec);
     if !current {
-        return Some((Trouble::Applying, format!("{} is being told", at.node)));
+        return Some((Problem::Applying, format!("{} has not received its new spec yet", at.node)));
     }
     if status.plan_id != object.spec.plan_id {
         if let Some(step) = step {
-            return Some(step_trouble(at, gpu, step));
+            return Some(step_problem(at, gpu, step));
         }
         let desired = object.spec.gpus.iter().find(|spec| spec.uuid == at.uuid);
-        if !desired.is_none_or(|desired| is_served(&desired.partition, gpu)) {
-            return Some((Trouble::Applying, format!("{} is being cut", name(at))));
+        if !desired.is_none_or(|desired| has_slices_of(&desired.partition, gpu)) {
+            return Some((Problem::Applying, format!("{} is being repartitioned", name(at))));
         }
     }
     if !gpu.health.healthy {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-        return Some((Trouble::Unhealthy, format!("{} is not healthy: {why}", name(at))));
+        return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", name(at))));
     }
-    // One that is being started again is away for a moment; where it is longer the GPU's health
-    // says so.
+    // A daemon that restarts is back within moments. If not, the GPU's health reports it.
     let serves = |state: &str| matches!(state, "Active" | "Starting" | "Restarting" | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
-        return Some((Trouble::Unhealthy, format!("the MPS daemon of {} is in state {}{why}", name(at), daemon.state)));
+        return Some((Problem::Unhealthy, format!("the MPS daemon of {} is in state {}{why}", name(at), daemon.state)));
     }
     None
 }
 
-/// Whether the kubelet is told what a partition says, by resource.
-fn is_served(partition: &Partition, gpu: &GpuStatus) -> bool {
+/// Whether the kubelet has the slices of a partition. Compares totals by resource.
+fn has_slices_of(partition: &Partition, gpu: &GpuStatus) -> bool {
     let mut desired: BTreeMap<&str, u32> = BTreeMap::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
     let mut parts: Vec<(Option<&Whole>, Option<&MpsPartition>, Option<&TimeSlicedPartition>)> =
@@ -434,36 +442,34 @@ fn is_served(partition: &Partition, gpu: &GpuStatus) -> bool {
     desired == served
 }
 
-fn step_trouble(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Trouble, String) {
+fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Problem, String) {
     let why = if step.message.is_empty() { &step.action } else { &step.message };
     match step.result.as_str() {
-        STEP_WAITING => {
+        STEP_WAITING if step.reason == STEP_IN_USE => {
             let pods: BTreeSet<&str> = gpu.allocations.iter().map(|allocation| allocation.pod.as_str()).collect();
-            let named = why.starts_with(IN_USE) || pods.iter().any(|pod| why.contains(pod));
-            if named {
-                // The agent names those alone that hold what would go.
-                (Trouble::Waiting, format!("{} waits: {why}", name(at)))
-            } else if step.message.is_empty() && !pods.is_empty() {
-                let pods = listed(pods.into_iter().map(str::to_owned).collect());
-                (Trouble::Waiting, format!("{} waits: {IN_USE} by {pods}", name(at)))
+            let why = if step.message.is_empty() {
+                format!("in use by {}", listed(pods.into_iter().map(str::to_owned).collect()))
             } else {
-                (Trouble::Applying, format!("{} waits: {why}", name(at)))
-            }
+                step.message.clone()
+            };
+            (Problem::Waiting, format!("{} waits: {why}", name(at)))
         }
-        STEP_REFUSED => (Trouble::Refused, format!("{}: {why}", name(at))),
-        STEP_FAILED => (Trouble::Failed, format!("{}: {why}", name(at))),
-        _ => (Trouble::Applying, format!("{} is being cut: {why}", name(at))),
+        STEP_WAITING => (Problem::Applying, format!("{} waits: {why}", name(at))),
+        STEP_REFUSED => (Problem::Refused, format!("{}: {why}", name(at))),
+        STEP_FAILED => (Problem::Failed, format!("{}: {why}", name(at))),
+        _ => (Problem::Applying, format!("{} is being repartitioned: {why}", name(at))),
     }
 }
 
-/// The GPUs that a policy cannot be followed on, and why.
-fn unservable(report: &Report) -> String {
-    let told: BTreeSet<String> = report.cannot.iter().map(|(at, cannot)| format!("{}: {cannot}", name(at))).collect();
-    listed_by(told.into_iter().collect(), "; ")
+/// The GPUs that do not support their policy, and the reason.
+fn unsupported(report: &Report) -> String {
+    let sentences: BTreeSet<String> =
+        report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", name(at))).collect();
+    listed_by(sentences.into_iter().collect(), "; ")
 }
 
-/// The same sentence of several GPUs once, and no more than [`LISTED`] of a sort.
-fn summed(sentences: Vec<String>) -> Vec<String> {
+/// Joins sentences, each once and at most [`LISTED`].
+fn joined(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
     vec![listed_by(distinct.into_iter().collect(), "; ")]
 }
@@ -483,7 +489,7 @@ fn gpu_list(gpus: &[GpuRef]) -> String {
     }
 }
 
-fn are(gpus: &[GpuRef]) -> String {
+fn subject(gpus: &[GpuRef]) -> String {
     format!("{} {}", gpu_list(gpus), if gpus.len() == 1 { "is" } else { "are" })
 }
 
@@ -498,11 +504,11 @@ fn listed_by(mut names: Vec<String>, between: &str) -> String {
     if more == 0 { shown } else { format!("{shown} and {more} more") }
 }
 
-fn either(names: &[String]) -> String {
+fn alternatives(names: &[String]) -> String {
     listed_by(names.to_vec(), " or ")
 }
 
-/// The text, not longer than `most` bytes.
+/// Shortens a text to at most `most` bytes.
 pub(crate) fn shorten(text: &str, most: usize) -> String {
     if text.len() <= most {
         return text.to_owned();

@@ -1,8 +1,7 @@
-//! A taint on nodes that can serve nobody: all of their GPUs are lost or need a reset, or their
-//! agent is away. Off unless asked for.
+//! Taints nodes that can serve no pod: all of their GPUs are lost or need a reset, or their agent
+//! is not ready. Off by default.
 //!
-//! [`Taints`] is pure and says which nodes get it or lose it; [`write`] does so, by a patch that
-//! touches no other taint.
+//! [`Taints`] decides, purely. [`write`] changes only this taint of a node, by a JSON patch.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -13,43 +12,44 @@ use serde_json::{Value, json};
 
 use crate::read::{Node, Observed};
 
-/// How long an agent may be away: an upgrade takes a second, a node's start longer.
+/// How long an agent may be not ready before its node is tainted. An upgrade takes a second; a
+/// node's start takes longer.
 pub(crate) const AWAY: Duration = Duration::from_secs(60);
-/// New pods stay away, and those that run are left alone.
+/// Keeps new pods away. Running pods stay.
 const EFFECT: &str = "NoSchedule";
 
-/// One node to be written.
+/// A change to one node's taints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Change {
     /// The node.
     pub node: String,
-    /// Why it gets the taint; nothing where it loses it.
+    /// Why the node gets the taint; `None` if the taint is removed.
     pub why: Option<&'static str>,
     /// A JSON patch.
     pub patch: Value,
 }
 
-/// What a node is to a pod that wants GPUs.
+/// Whether a node can serve pods with GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// It may serve, or nothing is known of it.
-    Well,
-    /// It cannot, and why.
-    Ill(&'static str),
-    /// Its agent is away, and has been for this long.
+    /// It can, or it is unknown.
+    Usable,
+    /// It cannot. Holds the reason.
+    Unusable(&'static str),
+    /// Its agent has been not ready for this long.
     Away(Duration),
 }
 
-/// Which nodes' agents are away, and since when.
+/// The nodes whose agent is not ready, and since when.
 #[derive(Debug, Default)]
 pub(crate) struct Taints {
     away: BTreeMap<String, Duration>,
 }
 
 impl Taints {
-    /// Which nodes are to be written, and when to look again though nothing changes. `now` is since
-    /// the process started.
-    pub(crate) fn look(&mut self, observed: &Observed, now: Duration) -> (Vec<Change>, Option<Duration>) {
+    /// Returns the nodes to change, and when to check again even if nothing changes. `now` is the
+    /// time since the process started.
+    pub(crate) fn update(&mut self, observed: &Observed, now: Duration) -> (Vec<Change>, Option<Duration>) {
         self.away.retain(|name, _| observed.nodes.contains_key(name));
         let mut next: Option<Duration> = None;
         let mut changes = Vec::new();
@@ -63,8 +63,8 @@ impl Taints {
                     continue;
                 }
                 (Verdict::Away(_), None) => (Some("its agent is not ready"), add(node)),
-                (Verdict::Ill(why), None) => (Some(why), add(node)),
-                (Verdict::Well, Some(index)) => (None, remove(index)),
+                (Verdict::Unusable(why), None) => (Some(why), add(node)),
+                (Verdict::Usable, Some(index)) => (None, remove(index)),
                 _ => continue,
             };
             changes.push(Change { node: name.clone(), why, patch });
@@ -73,28 +73,28 @@ impl Taints {
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
-        // Of a node whose agent has not told of GPUs yet nobody expects any.
+        // No GPUs are expected before the agent has reported some.
         let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
             self.away.remove(name);
-            return Verdict::Well;
+            return Verdict::Usable;
         };
         if !node.agent.is_some_and(|agent| agent.ready) {
             let since = *self.away.entry(name.to_owned()).or_insert(now);
             return Verdict::Away(now.saturating_sub(since));
         }
         self.away.remove(name);
-        // What is suspect is healthy again by itself, in a minute; what else is in the way is no
-        // GPU's fault.
+        // Suspect GPUs become healthy again within a minute. Other causes, such as an MPS daemon,
+        // are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
-            return Verdict::Ill("all of its GPUs are lost or need a reset");
+            return Verdict::Unusable("all of its GPUs are lost or need a reset");
         }
-        Verdict::Well
+        Verdict::Usable
     }
 }
 
-/// A list of taints is replaced as a whole by other kinds of patches, and with it what others wrote
-/// meanwhile.
+/// Builds a patch that adds the taint. Other kinds of patches replace the whole list and could undo
+/// concurrent changes.
 fn add(node: &Node) -> Value {
     let taint = json!({"key": UNHEALTHY_TAINT, "effect": EFFECT});
     let change = if node.taints.is_empty() {
@@ -113,11 +113,11 @@ fn remove(index: usize) -> Value {
     ])
 }
 
-/// Writes one change. Where the node has changed meanwhile the API server refuses it, and the next
-/// pass sees what it is now.
+/// Writes one change. If the node has changed since, the API server refuses it, and the next pass
+/// reads the node again.
 ///
 /// # Errors
-/// What the API server, or the way there, said.
+/// The request failed.
 pub(crate) async fn write(client: &Client, change: &Change) -> Result<(), kube::Error> {
     let request = Request::patch(format!("/api/v1/nodes/{}?fieldManager=cleave-operator", change.node))
         .header(http::header::CONTENT_TYPE, "application/json-patch+json")
@@ -143,7 +143,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// A node with such GPUs, by their health's class.
+    /// A node whose GPUs have these health classes.
     fn node(classes: &[&str]) -> Node {
         let gpu = |class: &&str| GpuStatus {
             health: Health { healthy: class.is_empty(), class: (*class).to_owned(), ..Health::default() },
@@ -167,15 +167,15 @@ mod tests {
         Taint { key: key.into(), value: String::new(), effect: effect.into() }
     }
 
-    fn look(taints: &mut Taints, node: Node, now: u64) -> (Option<bool>, Option<u64>) {
+    fn update(taints: &mut Taints, node: Node, now: u64) -> (Option<bool>, Option<u64>) {
         let observed = Observed { nodes: BTreeMap::from([("n".to_owned(), node)]), ..Observed::default() };
-        let (changes, next) = taints.look(&observed, secs(now));
+        let (changes, next) = taints.update(&observed, secs(now));
         assert!(changes.len() <= 1 && changes.iter().all(|change| change.node == "n"));
         (changes.first().map(|change| change.why.is_some()), next.map(|next| next.as_secs()))
     }
 
     #[test]
-    fn a_node_is_tainted_when_all_of_its_gpus_are_out_and_untainted_when_one_is_back() {
+    fn a_node_is_tainted_while_all_of_its_gpus_are_lost_or_need_a_reset() {
         let ours = || vec![taint("other", EFFECT), taint(UNHEALTHY_TAINT, EFFECT)];
         for (classes, out) in [
             (&["Lost", "NeedsReset"][..], true),
@@ -186,35 +186,35 @@ mod tests {
             (&[], false),
         ] {
             let mut taints = Taints::default();
-            assert_eq!(look(&mut taints, node(classes), 9), (out.then_some(true), None), "{classes:?}");
+            assert_eq!(update(&mut taints, node(classes), 9), (out.then_some(true), None), "{classes:?}");
             let tainted = Node { taints: ours(), ..node(classes) };
-            assert_eq!(look(&mut taints, tainted, 9), ((!out).then_some(false), None), "{classes:?}");
+            assert_eq!(update(&mut taints, tainted, 9), ((!out).then_some(false), None), "{classes:?}");
         }
-        // Healthy or not, it is another part of the node that is in the way.
-        let mut stuck = node(&[""]);
-        if let Some(Ok(object)) = stuck.gpu_node.as_mut().and_then(Arc::get_mut).map(|guard| &mut guard.0)
+        // An MPS daemon that does not serve does not make the GPU lost.
+        let mut unavailable = node(&[""]);
+        if let Some(Ok(object)) = unavailable.gpu_node.as_mut().and_then(Arc::get_mut).map(|guard| &mut guard.0)
             && let Some(status) = &mut object.status
         {
             status.gpus[0].health.healthy = false;
         }
-        assert_eq!(look(&mut Taints::default(), stuck, 9), (None, None));
-        assert_eq!(look(&mut Taints::default(), Node::default(), 9), (None, None), "a node without GPUs");
+        assert_eq!(update(&mut Taints::default(), unavailable, 9), (None, None));
+        assert_eq!(update(&mut Taints::default(), Node::default(), 9), (None, None), "a node without GPUs");
     }
 
     #[test]
-    fn an_agent_that_is_away_for_a_minute_is_one_that_is_gone() {
+    fn a_node_is_tainted_after_its_agent_was_not_ready_for_a_minute() {
         let mut taints = Taints::default();
         let away = || Node { agent: Some(Agent { ready: false }), ..node(&[""]) };
         let none = || Node { agent: None, ..node(&[""]) };
-        assert_eq!(look(&mut taints, away(), 10), (None, Some(60)));
-        assert_eq!(look(&mut taints, none(), 40), (None, Some(30)), "being replaced");
-        assert_eq!(look(&mut taints, node(&[""]), 50), (None, None));
-        assert_eq!(look(&mut taints, away(), 60), (None, Some(60)), "it starts anew");
-        assert_eq!(look(&mut taints, away(), 120), (Some(true), None));
+        assert_eq!(update(&mut taints, away(), 10), (None, Some(60)));
+        assert_eq!(update(&mut taints, none(), 40), (None, Some(30)), "being replaced");
+        assert_eq!(update(&mut taints, node(&[""]), 50), (None, None));
+        assert_eq!(update(&mut taints, away(), 60), (None, Some(60)), "the time restarts");
+        assert_eq!(update(&mut taints, away(), 120), (Some(true), None));
         let tainted = |node: Node| Node { taints: vec![taint(UNHEALTHY_TAINT, EFFECT)], ..node };
-        assert_eq!(look(&mut taints, tainted(away()), 121), (None, None));
-        assert_eq!(look(&mut taints, tainted(node(&[""])), 122), (Some(false), None));
-        assert_eq!(look(&mut taints, tainted(away()), 123), (None, Some(60)), "for so long it stays as it is");
+        assert_eq!(update(&mut taints, tainted(away()), 121), (None, None));
+        assert_eq!(update(&mut taints, tainted(node(&[""])), 122), (Some(false), None));
+        assert_eq!(update(&mut taints, tainted(away()), 123), (None, Some(60)), "the taint stays meanwhile");
     }
 
     #[test]
@@ -231,7 +231,7 @@ mod tests {
         let tainted = Node { taints: vec![taint("other", "NoExecute")], ..node(&["Lost"]) };
         assert_eq!(patched(&tainted, &add(&tainted), json!({"taints": [other]})).unwrap(), json!([other, ours]));
         assert_eq!(patched(&tainted, &remove(1), json!({"taints": [other, ours]})).unwrap(), json!([other]));
-        // Others were faster.
+        // Another writer was faster.
         let another = json!({"key": "another", "effect": "NoSchedule"});
         assert!(patched(&tainted, &remove(1), json!({"taints": [ours, another]})).is_err());
         assert!(patched(&tainted, &remove(1), json!({"taints": [other]})).is_err());

@@ -1,7 +1,7 @@
-//! A policy's fields, parsed once into what cannot be wrong. Pure.
+//! Parses a policy's fields into types that cannot hold an invalid policy. Pure.
 //!
-//! The rules are those of the definition (`cleave_api::sharingpolicy`), told again: an object may
-//! have been stored under an older definition, or one whose rules somebody removed.
+//! The rules are those of the CRD (`cleave_api::sharingpolicy`). They are checked again, because an
+//! object may have been stored under an older CRD, or under one whose rules were removed.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -17,84 +17,85 @@ use cleave_plan::mps::{MAX_CLIENTS, Threads};
 use cleave_plan::units::Mebibytes;
 use jiff::{SignedDuration, Timestamp};
 
-/// The most MIG instances that a layout may name; no GPU has as many.
+/// The most MIG instances that a layout may name. No GPU has more.
 const MAX_INSTANCES: usize = 8;
 
-/// A policy that means something.
+/// A valid policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Policy {
     /// Its name.
     pub name: String,
-    /// When it was created; none counts as the youngest.
+    /// When it was created. A policy without this time counts as the youngest.
     pub created: Option<Timestamp>,
-    /// Labels that a node must have; none selects every node.
+    /// Labels that a node must have. An empty map selects every node.
     pub nodes: BTreeMap<String, String>,
-    /// Which of their GPUs.
+    /// Which GPUs of the selected nodes it applies to.
     pub gpus: GpuSelector,
-    /// What a GPU is made into.
+    /// How a GPU is shared.
     pub share: Share,
-    /// What happens to a pod that leaves its limits.
+    /// What happens to a pod that uses a GPU outside its share.
     pub enforcement: Enforcement,
-    /// How pending pods are gathered.
+    /// How long to wait for further pods, and for a node.
     pub dynamic: Gathering,
 }
 
-/// What a policy makes of a GPU.
+/// How a policy shares a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Share {
-    /// Undivided.
+    /// Not shared.
     Whole,
     /// MPS shares of the whole GPU.
     Mps(MpsShare),
     /// Time-sliced replicas of the whole GPU.
-    TimeSlicing(Turns),
-    /// MIG instances of these profiles.
+    TimeSlicing(ReplicaRules),
+    /// MIG instances in a fixed layout.
     Mig {
-        /// Profile names.
+        /// The profile of each instance.
         layout: Vec<String>,
-        /// What each instance is made into.
+        /// How each instance is shared.
         each: InstanceShare,
     },
-    /// What pending pods want.
+    /// Partitioned as pending pods request it.
     Demand(Demand),
 }
 
-/// What pending pods may have a GPU cut into.
+/// How a GPU that is shared by demand may be partitioned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demand {
-    /// What of the policy says so, in its own words.
+    /// The setting that selects sharing by demand, for messages.
     pub words: &'static str,
-    /// The ways of cutting that are allowed.
+    /// The sharing modes that are allowed.
     pub mode: CutMode,
-    /// What holds for all MPS slices.
+    /// Rules for all MPS slices.
     pub mps: MpsRules,
-    /// Equal shares that a GPU can have; none where only sized slices can be cut.
+    /// The equal shares that a GPU can have; `None` if MPS slices are sized only.
     pub shares: Option<ShareSize>,
-    /// Replicas that a GPU can have.
-    pub turns: Option<Turns>,
-    /// What each MIG instance is made into.
+    /// The replicas that a GPU can have.
+    pub time_slicing: Option<ReplicaRules>,
+    /// How each MIG instance is shared.
     pub each: InstanceShare,
 }
 
-/// What holds for all MPS slices of a GPU, whatever their size.
+/// Rules for all MPS slices of a GPU, whatever their size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsRules {
-    /// How hard the SM limit is.
+    /// How the SM limit is set.
     pub threads: Threads,
-    /// Memory is limited.
+    /// Whether memory is limited.
     pub limited: bool,
-    /// Clients of several uids share a server.
+    /// Whether clients of several UIDs share a server.
     pub multi_user: bool,
-    /// The GPU's compute mode meanwhile.
+    /// The compute mode of the GPU while it serves MPS.
     pub compute_mode: ComputeMode,
-    /// Most processes of one allocation.
+    /// The most processes of one allocation.
     pub max_clients: Option<u32>,
-    /// Each process gets this part of its allocation's memory.
+    /// The number of parts that an allocation's memory limit is divided into. Each process gets one
+    /// part.
     pub memory_parts: u32,
 }
 
 impl Default for MpsRules {
-    /// What a policy that says nothing of MPS means.
+    /// The rules of a policy without a `mps` section.
     fn default() -> Self {
         Self {
             threads: ThreadPolicy::default().into(),
@@ -107,54 +108,54 @@ impl Default for MpsRules {
     }
 }
 
-/// What a policy makes of a MIG instance.
+/// How a policy shares a MIG instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum InstanceShare {
-    /// Undivided.
+    /// Not shared.
     Whole,
     /// MPS shares.
     Mps(MpsShare),
     /// Time-sliced replicas.
-    TimeSlicing(Turns),
+    TimeSlicing(ReplicaRules),
 }
 
 /// Equal MPS shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsShare {
-    /// How many, or how large.
+    /// The number of shares, or their size.
     pub size: ShareSize,
-    /// What holds for each.
+    /// Rules for each share.
     pub rules: MpsRules,
-    /// Another resource name.
+    /// The resource name, if the policy sets one.
     pub resource: Option<String>,
 }
 
-/// How many shares, or how large one is.
+/// The number of shares, or the size of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShareSize {
-    /// 1 to 48.
+    /// The number of shares, from 1 to 48.
     Units(u32),
-    /// At least 1 MiB.
+    /// The size of one share, at least 1 MiB.
     Memory(Mebibytes),
 }
 
 /// Time-sliced replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Turns {
-    /// 1 to [`MAX_REPLICAS`].
+pub struct ReplicaRules {
+    /// The number of replicas, from 1 to [`MAX_REPLICAS`].
     pub replicas: u32,
-    /// How long a turn is.
+    /// The length of a time slice.
     pub interval: Interval,
-    /// Another resource name.
+    /// The resource name, if the policy sets one.
     pub resource: Option<String>,
 }
 
-/// How pending pods are gathered before GPUs are cut anew.
+/// How long to wait for further pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Gathering {
-    /// Plan when no further pod came for this long.
+    /// Plan once no further pod has come for this long.
     pub idle: Option<Duration>,
-    /// Plan after this long at the latest.
+    /// Plan after this long in any case. Also the deadline for a node to change.
     pub timeout: Option<Duration>,
 }
 
@@ -165,58 +166,61 @@ impl MpsShare {
     }
 }
 
-impl Turns {
+impl ReplicaRules {
     /// The extended resource of replicas of a whole GPU.
     pub fn resource(&self) -> &str {
         self.resource.as_deref().unwrap_or(RESOURCE_TIMESLICE)
     }
 }
 
-/// The extended resource of shares or replicas of a MIG instance: as NVIDIA's plugin names it,
-/// unless the policy says otherwise.
+/// The extended resource of shares or replicas of a MIG instance. The default is the name that
+/// NVIDIA's device plugin uses.
 pub fn shared_instance_resource(profile: &str, named: Option<&str>) -> String {
     named.map_or_else(|| format!("{}.shared", mig_resource(profile)), str::to_owned)
 }
 
-/// Why a policy means nothing.
+/// Why a policy is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A number outside its range.
-    #[error("{field} is {value}: it must be from {least} to {most}")]
+    /// A number is outside its range.
+    #[error("{field} is {value}; it must be from {least} to {most}")]
     Range {
         /// The field.
         field: &'static str,
         /// Its value.
         value: u32,
-        /// The least that is allowed.
+        /// The least allowed value.
         least: u32,
-        /// The most that is allowed.
+        /// The greatest allowed value.
         most: u32,
     },
-    /// A text that says nothing.
-    #[error("{field} is {:?}: it must be {expected}", beginning(value))]
+    /// A text is not what the field needs.
+    #[error("{field} is {:?}; it must be {expected}", beginning(value))]
     Text {
         /// The field.
         field: &'static str,
         /// Its value.
         value: String,
-        /// What it should be.
+        /// What the field needs.
         expected: &'static str,
     },
-    /// Fields that do not go together, or one that is missing.
+    /// Fields contradict each other, or one is missing.
     #[error("{0}")]
     Shape(&'static str),
 }
 
-/// What an error repeats of a text, which may have any length where somebody removed the
-/// definition's rules.
+/// The part of a text that an error repeats. A stored text may have any length if the CRD's rules
+/// were removed.
 fn beginning(text: &str) -> String {
     text.chars().take(100).collect()
 }
 
 /// Checks and parses a policy.
+///
+/// # Errors
+/// The first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
-    // No `..`: a new field must be thought of here.
+    // No `..`, so that the compiler points here when a field is added.
     let SharingPolicySpec { node_selector, gpus, mode, mps, time_slicing, mig, dynamic, enforcement, resource_name } =
         spec;
     let nodes = match node_selector {
@@ -238,7 +242,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
     let share = match mode {
         Mode::Whole => Share::Whole,
         Mode::Mps => mps_share(mps.as_ref(), resource)?,
-        Mode::TimeSlicing => Share::TimeSlicing(turns(
+        Mode::TimeSlicing => Share::TimeSlicing(replica_rules(
             time_slicing.as_ref().ok_or(Error::Shape("mode TimeSlicing needs timeSlicing.replicas"))?,
             "timeSlicing.replicas",
             resource,
@@ -249,7 +253,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
     check_resource(resource, &share)?;
     let gathering = dynamic.as_ref().map(gathering).transpose()?.unwrap_or_default();
     if dynamic.is_some() && !matches!(share, Share::Demand(_)) {
-        return Err(Error::Shape("dynamic says when GPUs are cut anew, and nothing is cut anew here"));
+        return Err(Error::Shape("dynamic needs mode Auto, mode Mig without a layout, or mps.sizes: Dynamic"));
     }
     Ok(Policy {
         name: name.to_owned(),
@@ -266,7 +270,7 @@ fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
     let GpuSelector { models, uuids, indices } = selector;
     if models.is_empty() && uuids.is_empty() && indices.is_empty() {
         return Err(Error::Shape(
-            "gpus selects nothing: leave it out to select every GPU, or give models, uuids or indices",
+            "gpus selects nothing: leave it out to select every GPU, or set models, uuids or indices",
         ));
     }
     if let Some(blank) = models.iter().find(|model| model.trim().is_empty()) {
@@ -306,22 +310,22 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<Share, Error> 
             mode: CutMode::Mps,
             mps: mps_rules(mps)?,
             shares: None,
-            turns: None,
+            time_slicing: None,
             each: InstanceShare::Whole,
         })),
         None => Err(Error::Shape("mode Mps needs mps.units, mps.unitMemory or mps.sizes: Dynamic")),
     }
 }
 
-/// The shares that `units` or `unitMemory` describe; none where neither is given.
+/// The shares that `units` or `unitMemory` describe; `None` if neither is set.
 fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, Error> {
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
     if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
-        return Err(Error::Shape("sizes: Dynamic cuts slices as pods ask for them: leave units and unitMemory out"));
+        return Err(Error::Shape("sizes: Dynamic makes slices as pods request them: leave units and unitMemory out"));
     }
     let size = match (units, unit_memory) {
-        (Some(_), Some(_)) => return Err(Error::Shape("give units or unitMemory, not both")),
+        (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),
         (Some(units), None) => ShareSize::Units(in_range("mps.units", *units, 1, MAX_CLIENTS)?),
         (None, Some(memory)) => ShareSize::Memory(whole_mebibytes(memory)?),
         (None, None) => return Ok(None),
@@ -350,13 +354,13 @@ fn client_rule(clients: &Clients) -> Result<(Option<u32>, u32), Error> {
     match (split, max) {
         (false, max) => Ok((*max, 1)),
         (true, Some(max)) => Ok((Some(*max), *max)),
-        (true, None) => Err(Error::Shape("clients.split divides an allocation's memory by clients.max: give max too")),
+        (true, None) => Err(Error::Shape("clients.split divides an allocation's memory by clients.max: set max too")),
     }
 }
 
-fn turns(slicing: &TimeSlicing, field: &'static str, resource: Option<&str>) -> Result<Turns, Error> {
+fn replica_rules(slicing: &TimeSlicing, field: &'static str, resource: Option<&str>) -> Result<ReplicaRules, Error> {
     let TimeSlicing { replicas, interval } = slicing;
-    Ok(Turns {
+    Ok(ReplicaRules {
         replicas: in_range(field, *replicas, 1, MAX_REPLICAS)?,
         interval: *interval,
         resource: resource.map(str::to_owned),
@@ -370,7 +374,7 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> 
             mode: CutMode::Mig,
             mps: MpsRules::default(),
             shares: None,
-            turns: None,
+            time_slicing: None,
             each,
         })
     };
@@ -382,17 +386,17 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> 
                 equal_shares(mps, resource)?.ok_or(Error::Shape("mig.sharing.mps needs units or unitMemory"))?,
             ),
             (None, Some(slicing)) => {
-                InstanceShare::TimeSlicing(turns(slicing, "mig.sharing.timeSlicing.replicas", resource)?)
+                InstanceShare::TimeSlicing(replica_rules(slicing, "mig.sharing.timeSlicing.replicas", resource)?)
             }
-            _ => return Err(Error::Shape("mig.sharing needs mps or timeSlicing, one of the two")),
+            _ => return Err(Error::Shape("mig.sharing needs either mps or timeSlicing")),
         },
     };
     let Some(layout) = layout else { return by_demand(each).map(demand) };
     if layout.is_empty() {
-        return Err(Error::Shape("mig.layout is empty: leave it out to have GPUs cut as pods want, or name a profile"));
+        return Err(Error::Shape("layout is empty: leave it out to partition GPUs as pods request, or name a profile"));
     }
     if layout.len() > MAX_INSTANCES {
-        return Err(Error::Shape("mig.layout names more than 8 profiles: no GPU has as many MIG instances"));
+        return Err(Error::Shape("layout names more than 8 profiles: no GPU can have that many MIG instances"));
     }
     if let Some(wrong) = layout.iter().find(|profile| !is_profile(profile)) {
         return Err(Error::Text {
@@ -404,7 +408,7 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<Share, Error> 
     Ok(Share::Mig { layout: layout.clone(), each })
 }
 
-/// `1g.10gb`, `1g.10gb+me`.
+/// Whether a text is a MIG profile, such as `1g.10gb` or `1g.10gb+me`.
 fn is_profile(text: &str) -> bool {
     let (size, attribute) = match text.split_once(['+', '-']) {
         Some((size, attribute)) => (size, Some(attribute)),
@@ -420,19 +424,20 @@ fn is_profile(text: &str) -> bool {
     known && named
 }
 
-/// Instances that are cut as pods ask for them have one number of shares, whatever their profile: a
-/// request for shares must say what to cut.
+/// Checks the sharing of MIG instances that are created by demand. They need a fixed number of
+/// shares: a request for shares must determine which instance to create.
 fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {
         InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
-            "mig.sharing.mps.unitMemory needs mig.layout: where instances are cut as pods ask for them, give mig.sharing.mps.units",
+            "mig.sharing.mps.unitMemory needs mig.layout: to create instances as pods request them, set mig.sharing.mps.units",
         )),
         each => Ok(each),
     }
 }
 
-/// Mode Auto: sized slices, MIG instances and whole GPUs always; shares and replicas where their
-/// sections say how many. A `mig.layout` is checked and otherwise of no use: pods say what is cut.
+/// The demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed, shares
+/// and replicas only if their sections give a number. A `mig.layout` is checked and then ignored,
+/// because pods determine the instances.
 fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
         Share::Mig { each, .. } | Share::Demand(Demand { each, .. }) => by_demand(each)?,
@@ -443,7 +448,7 @@ fn auto(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> 
         mode: CutMode::Auto,
         mps: mps.map(mps_rules).transpose()?.unwrap_or_default(),
         shares: mps.map(|mps| equal_shares(mps, None)).transpose()?.flatten().map(|share| share.size),
-        turns: slicing.map(|slicing| turns(slicing, "timeSlicing.replicas", None)).transpose()?,
+        time_slicing: slicing.map(|slicing| replica_rules(slicing, "timeSlicing.replicas", None)).transpose()?,
         each,
     })
 }
@@ -463,21 +468,21 @@ fn check_resource(resource: Option<&str>, share: &Share) -> Result<(), Error> {
         );
     }
     if own.strip_suffix("gb").is_some_and(|size| !size.is_empty() && size.bytes().all(|byte| byte.is_ascii_digit())) {
-        return wrong("another name: this one is kept for slices of that many GiB");
+        return wrong("another name: this one is reserved for sized slices");
     }
     match share {
         Share::Mps(_) if matches!(resource, RESOURCE_TIMESLICE | RESOURCE_SHARED) => {
-            wrong("another name: this one is of time-sliced replicas")
+            wrong("another name: this one means time-sliced replicas")
         }
-        Share::TimeSlicing(_) if resource == RESOURCE_MPS => wrong("another name: this one is of MPS shares"),
+        Share::TimeSlicing(_) if resource == RESOURCE_MPS => wrong("another name: this one means MPS shares"),
         Share::Mig { .. } if matches!(resource, RESOURCE_MPS | RESOURCE_TIMESLICE | RESOURCE_SHARED) => {
-            wrong("another name: this one is of shares of whole GPUs")
+            wrong("another name: this one means shares of whole GPUs")
         }
         Share::Mps(_)
         | Share::TimeSlicing(_)
         | Share::Mig { each: InstanceShare::Mps(_) | InstanceShare::TimeSlicing(_), .. } => Ok(()),
         Share::Whole | Share::Demand(_) | Share::Mig { each: InstanceShare::Whole, .. } => Err(Error::Shape(
-            "resourceName renames equal shares or replicas: it is for mode Mps with units or unitMemory, mode TimeSlicing, and mig.sharing",
+            "resourceName needs equal shares or replicas: mode Mps with units or unitMemory, mode TimeSlicing, or mig.sharing",
         )),
     }
 }
@@ -489,7 +494,7 @@ fn gathering(dynamic: &Dynamic) -> Result<Gathering, Error> {
     if let (Some(idle), Some(timeout)) = (idle, timeout)
         && timeout < idle
     {
-        return Err(Error::Shape("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"));
+        return Err(Error::Shape("dynamic.timeout must not be shorter than dynamic.idle"));
     }
     Ok(Gathering { idle, timeout })
 }
@@ -536,18 +541,17 @@ mod tests {
     }
 
     #[test]
-    fn what_the_definition_takes_is_taken() {
+    fn policies_that_the_crd_accepts_are_valid() {
         for (name, text) in fixtures("good") {
             assert_eq!(judge(&text).err(), None, "{name}");
         }
     }
 
-    /// An object stored before a rule existed is refused here by the same rule.
+    /// An object that was stored before a rule existed is refused here by the same rule.
     #[test]
-    fn what_the_definition_refuses_is_refused() {
+    fn policies_that_the_crd_refuses_are_invalid() {
         for (name, text) in fixtures("bad") {
-            // The API server drops unknown fields, or refuses them; what is left of this one is
-            // fine.
+            // The API server drops or refuses unknown fields. The rest of this object is valid.
             if !name.contains("field-unknown") {
                 assert!(judge(&text).is_err(), "{name}");
             }
@@ -555,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_are_parsed_into_their_meaning() {
+    fn fields_are_parsed_into_typed_values() {
         let text = |name: &str| {
             std::fs::read_to_string(format!("{}/../api/tests/fixtures/good/{name}.yaml", env!("CARGO_MANIFEST_DIR")))
                 .unwrap()
@@ -576,9 +580,9 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_the_field_and_what_it_should_be() {
+    fn an_error_names_the_field_and_what_it_needs() {
         let error =
             judge(&fixtures("bad").into_iter().find(|(name, _)| name.contains("units-49")).unwrap().1).unwrap_err();
-        assert_eq!(error, "mps.units is 49: it must be from 1 to 48");
+        assert_eq!(error, "mps.units is 49; it must be from 1 to 48");
     }
 }

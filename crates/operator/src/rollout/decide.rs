@@ -1,5 +1,5 @@
 //! Decides which MPS hosts are replaced now, and on which nodes nothing may be reserved meanwhile.
-//! Pure: the time is given.
+//! Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -10,234 +10,234 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{Host, regarding};
 use super::view::View;
 
-/// How long nothing must use MPS on a node while nothing new is held there, before its host is
-/// replaced: what the watches have not told yet (pods that pass no gate) comes within it.
+/// How long nothing must use MPS on a closed node before its host is replaced. In that time, pods
+/// that bypass the gate become visible in the watches.
 pub(crate) const SETTLE: Duration = Duration::from_secs(2);
-/// How long a host may take from its end until its successor serves.
+/// How long a host may take from its deletion until its successor serves.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
-/// For how long a host must serve before others are replaced: one that starts and ends again and
-/// again serves for moments.
+/// How long a host must serve before others are replaced. A host that crashes in a loop serves only
+/// for moments.
 pub(crate) const STEADY: Duration = Duration::from_secs(10);
-/// How often is looked at most: the gate looks at each change of a pod.
+/// The least time between two updates. The gate calls more often, on each change of a pod.
 pub(crate) const PERIOD: Duration = Duration::from_secs(1);
-/// How long is waited where the API server refuses to have a pod deleted.
+/// How long replacement pauses after the API server refused to delete a pod.
 const REFUSED: Duration = Duration::from_secs(60);
-/// Of so many hosts one is replaced at once, when one of the newest revision has shown that it
-/// serves.
-const ONE_OF: usize = 10;
-/// Nodes that a message names.
+/// At most one host in this number is replaced at a time, once one of the newest revision has
+/// served.
+const BATCH_DIVISOR: usize = 10;
+/// The most nodes that a message names.
 const NAMED: usize = 4;
 
 /// A host whose pod is to be deleted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Replacement {
-    /// The node.
+    /// The name of the node.
     pub node: String,
-    /// What is there.
+    /// The host on the node.
     pub host: Host,
 }
 
 impl Replacement {
-    /// The `DaemonSet`, for events.
+    /// The `DaemonSet`, for Events.
     pub(crate) fn regarding(&self) -> ObjectReference {
         regarding(&self.host)
     }
 }
 
-/// What is to be done now.
+/// The actions to take now, and the state of the rollout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Step {
-    /// Pods to delete.
+    /// Hosts whose pods to delete.
     pub replace: Vec<Replacement>,
-    /// Why no more are, if that is so, and that was not so before; and of which `DaemonSet`.
+    /// Why replacement stopped and which `DaemonSet` it concerns, if that is new.
     pub news: Option<(String, ObjectReference)>,
-    /// No more are.
+    /// Whether replacement is stopped.
     pub stopped: bool,
-    /// Nodes whose host is outdated and stays for now, and why.
+    /// Nodes whose outdated host stays for now, and the reason.
     pub waiting: BTreeMap<String, String>,
-    /// Hosts of older revisions.
+    /// The number of outdated hosts.
     pub outdated: usize,
-    /// When to look again though nothing changes, from now.
+    /// How long until the next update, even if nothing changes.
     pub next: Option<Duration>,
 }
 
 /// A node whose host does not serve.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Away {
+struct Outage {
     since: Duration,
     why: String,
-    /// The host itself is down, and not one of its daemons.
+    /// Whether the host itself is down, and not only one of its daemons.
     down: bool,
-    /// For too long.
+    /// Whether it has been down for longer than [`PATIENCE`].
     late: bool,
-    /// Since when it serves again, which has to last.
+    /// Since when it serves again. It must serve for [`STEADY`] before it counts as well.
     serving: Option<Duration>,
 }
 
-/// What is remembered from one look to the next. Times are since the process started.
+/// The state of the rollout between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
-    /// Nodes where nothing is held any more: which host is to go, and since when.
-    closing: BTreeMap<String, (String, Duration)>,
-    /// Hosts that were deleted, by node, until another serves.
-    asked: BTreeMap<String, String>,
-    away: BTreeMap<String, Away>,
-    /// The API server refused; until when nothing is tried.
+    /// Closed nodes, on which nothing is reserved: the UID of the host to replace, and since when.
+    closed: BTreeMap<String, (String, Duration)>,
+    /// The UIDs of deleted hosts, by node, until a successor serves.
+    deleted: BTreeMap<String, String>,
+    outages: BTreeMap<String, Outage>,
+    /// Until when replacement pauses, after the API server refused a deletion.
     paused: Option<Duration>,
-    /// What was told last.
-    told: Option<String>,
+    /// Why replacement is stopped, as last reported.
+    reported: Option<String>,
 }
 
 impl Rollout {
-    /// Whether nothing may be held for pods that want MPS on a node.
+    /// Whether no MPS shares may be reserved on a node.
     pub(crate) fn withholds(&self, node: &str) -> bool {
-        self.closing.contains_key(node) || self.away.get(node).is_some_and(|away| away.down && !away.late)
+        self.closed.contains_key(node) || self.outages.get(node).is_some_and(|outage| outage.down && !outage.late)
     }
 
-    /// What to add for a pod that waits and could go to these nodes; empty where nothing that it
-    /// asks for is withheld.
-    pub(crate) fn in_words(&self, asks: &[Ask], nodes: &[&str]) -> String {
+    /// Returns what to add to the message of a waiting pod that could use these nodes. Empty if no
+    /// requested resource is withheld.
+    pub(crate) fn describe_withheld(&self, asks: &[Ask], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
         let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(NAMED).collect();
         if withheld.is_empty() {
             return String::new();
         }
-        format!("; the MPS host of {} is being replaced, or not ready", withheld.join(", "))
+        format!("; the MPS host of {} is being replaced or is not ready", withheld.join(", "))
     }
 
-    /// Looks at the nodes.
-    pub(crate) fn look(&mut self, nodes: &BTreeMap<String, View>, up: Duration) -> Step {
-        self.see(nodes, up);
+    /// Updates the state from the nodes. Returns the actions to take now.
+    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, View>, up: Duration) -> Step {
+        self.update_outages(nodes, up);
         let mut step = Step::default();
         let stopped = self.stopped(nodes);
         step.stopped = stopped.is_some();
-        if stopped != self.told {
+        if stopped != self.reported {
             let set = nodes.values().find_map(|view| view.host.as_ref()).map(regarding);
             step.news = stopped.clone().zip(set);
-            self.told = stopped;
+            self.reported = stopped;
         }
         self.choose(nodes, up, step.stopped);
-        for (name, (_, since)) in &self.closing {
+        for (name, (_, since)) in &self.closed {
             let due = since.saturating_add(SETTLE);
             let host = nodes.get(name).and_then(|view| view.host.clone());
             match host.filter(|_| due <= up) {
                 Some(host) => step.replace.push(Replacement { node: name.clone(), host }),
-                None => step.look_at(due, up),
+                None => step.check_by(due, up),
             }
         }
-        for away in self.away.values() {
-            match away.serving {
-                Some(serving) => step.look_at(serving.saturating_add(STEADY), up),
-                None if away.late => {}
-                None => step.look_at(away.since.saturating_add(PATIENCE), up),
+        for outage in self.outages.values() {
+            match outage.serving {
+                Some(serving) => step.check_by(serving.saturating_add(STEADY), up),
+                None if outage.late => {}
+                None => step.check_by(outage.since.saturating_add(PATIENCE), up),
             }
         }
-        let is_outdated = |view: &&View| view.host.as_ref().is_some_and(|host| host.outdated && !host.leaving);
+        let is_outdated = |view: &&View| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
         step.outdated = nodes.values().filter(is_outdated).count();
         if let Some(until) = self.paused.filter(|until| step.outdated > 0 && *until > up) {
-            step.look_at(until, up);
+            step.check_by(until, up);
         }
-        for (name, view) in nodes.iter().filter(|(name, view)| is_outdated(view) && !self.closing.contains_key(*name)) {
-            let why = view.busy.clone().unwrap_or_else(|| "others are replaced first".to_owned());
+        for (name, view) in nodes.iter().filter(|(name, view)| is_outdated(view) && !self.closed.contains_key(*name)) {
+            let why = view.busy.clone().unwrap_or_else(|| "other hosts are replaced first".to_owned());
             step.waiting.insert(name.clone(), why);
         }
         step
     }
 
-    /// A pod was deleted.
+    /// Records that a pod was deleted.
     pub(crate) fn replaced(&mut self, replacement: &Replacement, up: Duration) {
         let Replacement { node, host } = replacement;
-        self.closing.remove(node);
-        self.asked.insert(node.clone(), host.uid.clone());
-        let why = format!("{} is to end", host.pod);
-        self.away.insert(node.clone(), Away { since: up, why, down: true, late: false, serving: None });
+        self.closed.remove(node);
+        self.deleted.insert(node.clone(), host.uid.clone());
+        let why = format!("{} is being deleted", host.pod);
+        self.outages.insert(node.clone(), Outage { since: up, why, down: true, late: false, serving: None });
     }
 
-    /// A pod is not to be deleted after all, or is gone: the next look sees what is there.
-    pub(crate) fn given_up(&mut self, node: &str) {
-        self.closing.remove(node);
+    /// Records that a pod is not deleted after all, or is gone.
+    pub(crate) fn cancel(&mut self, node: &str) {
+        self.closed.remove(node);
     }
 
-    /// The API server did not have a pod deleted. Nothing is kept from pods meanwhile.
+    /// Records that the API server refused a deletion. The node is open to pods during the pause.
     pub(crate) fn refused(&mut self, node: &str, up: Duration) {
-        self.closing.remove(node);
+        self.closed.remove(node);
         self.paused = Some(up.saturating_add(REFUSED));
     }
 
-    /// Takes in what serves and what does not.
-    fn see(&mut self, nodes: &BTreeMap<String, View>, up: Duration) {
-        self.away.retain(|name, _| nodes.contains_key(name));
+    /// Updates which hosts serve.
+    fn update_outages(&mut self, nodes: &BTreeMap<String, View>, up: Duration) {
+        self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
-            let since = self.away.get(name).map_or(up, |away| away.since);
-            if let Some((why, down)) = view.lacks(self.asked.get(name).map(String::as_str)) {
+            let since = self.outages.get(name).map_or(up, |outage| outage.since);
+            if let Some((why, down)) = view.outage(self.deleted.get(name).map(String::as_str)) {
                 let late = up.saturating_sub(since) >= PATIENCE;
-                self.away.insert(name.clone(), Away { since, why, down, late, serving: None });
-            } else if let Some(away) = self.away.get_mut(name) {
-                let serving = *away.serving.get_or_insert(up);
-                away.down = false;
+                self.outages.insert(name.clone(), Outage { since, why, down, late, serving: None });
+            } else if let Some(outage) = self.outages.get_mut(name) {
+                let serving = *outage.serving.get_or_insert(up);
+                outage.down = false;
                 if up.saturating_sub(serving) >= STEADY || view.host.as_ref().is_some_and(|host| host.outdated) {
-                    self.away.remove(name);
+                    self.outages.remove(name);
                 }
             }
         }
-        let away = &self.away;
-        self.asked.retain(|name, _| away.get(name).is_some_and(|away| !away.late));
-        self.closing.retain(|name, (uid, _)| {
+        let outages = &self.outages;
+        self.deleted.retain(|name, _| outages.get(name).is_some_and(|outage| !outage.late));
+        self.closed.retain(|name, (uid, _)| {
             let host = nodes.get(name).filter(|view| view.busy.is_none()).and_then(|view| view.host.as_ref());
-            host.is_some_and(|host| host.outdated && !host.leaving && host.uid == *uid)
+            host.is_some_and(|host| host.outdated && !host.terminating && host.uid == *uid)
         });
         self.paused = self.paused.filter(|until| *until > up);
     }
 
-    /// Why no more hosts are replaced, in words.
+    /// Returns why replacement is stopped, if it is.
     fn stopped(&self, nodes: &BTreeMap<String, View>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
-        let late: Vec<_> = self.away.iter().filter(|(name, away)| away.late && counts(name)).collect();
+        let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
         let named: Vec<String> =
-            late.iter().take(NAMED).map(|(name, away)| format!("node {name}: {}", away.why)).collect();
+            late.iter().take(NAMED).map(|(name, outage)| format!("node {name}: {}", outage.why)).collect();
         let more = late.len().saturating_sub(NAMED);
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
         let seconds = PATIENCE.as_secs();
         (!named.is_empty()).then(|| {
             format!(
-                "no more MPS hosts are replaced: {}{more}; not serving for {seconds} s. It goes on when they serve, or when their DaemonSet is changed",
+                "stopped replacing MPS hosts: {}{more}; not serving for {seconds} s. Replacement continues when they serve or their DaemonSet changes",
                 named.join("; ")
             )
         })
     }
 
-    /// Closes nodes, as many as may go at once.
+    /// Closes as many nodes as may be replaced at a time.
     fn choose(&mut self, nodes: &BTreeMap<String, View>, up: Duration, stopped: bool) {
         if stopped || self.paused.is_some() {
-            self.closing.clear();
+            self.closed.clear();
             return;
         }
         let hosts = || nodes.iter().filter_map(|(name, view)| Some((name, view, view.host.as_ref()?)));
-        let proven = hosts().any(|(name, _, host)| !host.outdated && !self.away.contains_key(name));
-        let at_once = if proven { (hosts().count() / ONE_OF).max(1) } else { 1 };
+        let proven = hosts().any(|(name, _, host)| !host.outdated && !self.outages.contains_key(name));
+        let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
-        let going = self.away.keys().filter(|name| self.asked.contains_key(*name) || !excused(name)).count();
-        // One that was well may have ended meanwhile.
-        while !self.closing.is_empty() && going.saturating_add(self.closing.len()) > at_once {
-            self.closing.pop_last();
+        let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
+        // A host that served before may be down by now.
+        while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
+            self.closed.pop_last();
         }
         let mut next: Vec<_> = hosts()
             .filter(|(name, view, host)| {
-                host.outdated && !host.leaving && view.busy.is_none() && !self.closing.contains_key(*name)
+                host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
-            .filter(|(name, _, _)| !self.away.contains_key(*name))
-            // Those last that did not serve before: that they do not afterwards says little of the
-            // release.
+            .filter(|(name, _, _)| !self.outages.contains_key(*name))
+            // Hosts that did not serve before come last. If they do not serve afterwards, that says
+            // little about the release.
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
-        let room = at_once.saturating_sub(going.saturating_add(self.closing.len()));
-        self.closing.extend(next.into_iter().take(room).map(|(_, name, uid)| (name, (uid, up))));
+        let room = at_once.saturating_sub(replacing.saturating_add(self.closed.len()));
+        self.closed.extend(next.into_iter().take(room).map(|(_, name, uid)| (name, (uid, up))));
     }
 }
 
 impl Step {
-    fn look_at(&mut self, at: Duration, up: Duration) {
+    fn check_by(&mut self, at: Duration, up: Duration) {
         let from_now = at.saturating_sub(up);
         self.next = Some(self.next.map_or(from_now, |next| next.min(from_now)));
     }

@@ -13,41 +13,42 @@ use serde::Deserialize;
 use crate::pods::full_name;
 use crate::read::{self, AgentPod, AgentStore};
 
-/// The label by which a `DaemonSet`'s controller says of which revision a pod is;
-/// `ControllerRevision`s have it too.
+/// The label that names the revision of a `DaemonSet`'s pod. `ControllerRevision`s have it too.
 pub(super) const HASH: &str = "controller-revision-hash";
 
-/// What is kept of a `DaemonSet`'s revision: not the template that it was.
+/// The kept part of a `DaemonSet`'s revision. Its template is dropped.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "ControllerRevision")]
 pub struct Revision {
     /// Labels and owner.
     pub metadata: ObjectMeta,
-    /// The newest has the highest, also when that is an old template again.
+    /// Its number. The newest revision has the highest number, even if an old template was
+    /// restored.
     #[serde(default)]
     pub revision: i64,
 }
 
-/// MPS hosts as the watches last told of them.
+/// MPS hosts and revisions, as the watches last reported them.
 #[derive(Debug, Clone, Default)]
 pub struct Hosts {
-    /// Their pods.
+    /// The pods of MPS hosts.
     pub pods: Vec<Arc<AgentPod>>,
-    /// Revisions of their `DaemonSet`, and of the agents'.
+    /// Revisions of their `DaemonSet` and of the agents'.
     pub revisions: Vec<Arc<Revision>>,
 }
 
-/// What keeps [`Hosts`] up to date.
+/// The stores that [`Hosts`] are read from.
 #[derive(Clone)]
 pub(crate) struct Watched {
     pub(crate) pods: AgentStore,
     pub(crate) revisions: Store<Revision>,
-    /// The namespace that they are in.
+    /// The namespace of the pods and revisions.
     pub(crate) namespace: String,
 }
 
 impl Watched {
-    /// Nothing before both lists were had: the gate does not wait for them.
+    /// Returns the stored objects; `None` until both watches have listed them. The gate does not
+    /// wait for them.
     pub(crate) fn state(&self) -> Option<Hosts> {
         let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
             && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));
@@ -60,7 +61,7 @@ impl Watched {
 pub(crate) struct Newest(BTreeMap<String, (i64, String)>);
 
 impl Newest {
-    /// Of revisions. One that nobody owns, or without the label, says nothing.
+    /// Finds the newest revisions. Revisions without an owner or the label are ignored.
     pub(crate) fn of<'a>(revisions: impl IntoIterator<Item = &'a Revision>) -> Self {
         let mut newest: BTreeMap<String, (i64, String)> = BTreeMap::new();
         for Revision { metadata, revision } in revisions {
@@ -73,13 +74,13 @@ impl Newest {
         Self(newest)
     }
 
-    /// Whether a pod of this `DaemonSet` and revision is to be replaced. Of a `DaemonSet` that
-    /// nothing is known of none is.
+    /// Whether a pod of this `DaemonSet` and revision is outdated. No pod of an unknown `DaemonSet`
+    /// is.
     pub(crate) fn is_outdated(&self, set: &str, hash: &str) -> bool {
         self.0.get(set).is_some_and(|(_, newest)| newest != hash)
     }
 
-    /// The same of a pod.
+    /// Whether a pod is outdated.
     pub(crate) fn is_outdated_pod(&self, pod: &AgentPod) -> bool {
         let set = controller(&pod.metadata).map_or("", |owner| &owner.uid);
         self.is_outdated(set, hash(&pod.metadata).unwrap_or_default())
@@ -101,16 +102,16 @@ pub struct Host {
     pub pod: String,
     /// The pod's UID.
     pub uid: String,
-    /// The revision that it is of.
+    /// The revision of the pod.
     pub hash: String,
     /// Name and UID of its `DaemonSet`.
     pub set: (String, String),
-    /// Its `DaemonSet` has a newer revision.
+    /// Whether its `DaemonSet` has a newer revision.
     pub outdated: bool,
-    /// It is ready.
+    /// Whether it is ready.
     pub ready: bool,
-    /// It is being deleted.
-    pub leaving: bool,
+    /// Whether it is being deleted.
+    pub terminating: bool,
 }
 
 impl Host {
@@ -122,20 +123,20 @@ impl Host {
             uid: pod.metadata.uid.clone().unwrap_or_default(),
             outdated: newest.is_outdated_pod(pod),
             ready: read::is_ready(pod),
-            leaving: pod.metadata.deletion_timestamp.is_some(),
+            terminating: pod.metadata.deletion_timestamp.is_some(),
             hash,
             set,
         }
     }
 }
 
-/// MPS hosts by node. Where one goes and another is there, the other.
+/// MPS hosts by node. If one of a node's hosts is being deleted, the other.
 pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {
         let Some(node) = pod.spec.node_name.as_deref() else { continue };
         let host = Host::of(pod, newest);
-        if found.get(node).is_none_or(|known| (known.leaving, &known.pod) > (host.leaving, &host.pod)) {
+        if found.get(node).is_none_or(|known| (known.terminating, &known.pod) > (host.terminating, &host.pod)) {
             found.insert(node, host);
         }
     }

@@ -1,4 +1,4 @@
-//! Deletes the pod of an MPS host, so that its `DaemonSet` creates the next.
+//! Deletes the pod of an MPS host, so that its `DaemonSet` creates a new one.
 use http::Request;
 use kube::api::ListParams;
 use kube::{Api, Client};
@@ -7,44 +7,45 @@ use super::decide::Replacement;
 use super::hosts::{Host, Newest, Revision, Watched};
 use crate::write::WRITE;
 
-/// How a deletion ended.
+/// The result of a deletion.
 #[derive(Debug)]
 pub(crate) enum Deleted {
-    /// It ends.
+    /// The pod terminates.
     Done,
-    /// It is gone, or another pod has its name, or it is not outdated any more.
-    NotAnyMore,
-    /// Anything else.
+    /// The pod is gone, a new pod has its name, or it is not outdated any more.
+    Gone,
+    /// The request failed.
     Failed(kube::Error),
-    /// No answer in time.
-    Silence,
+    /// The API server did not answer in time.
+    Timeout,
 }
 
 impl Deleted {
-    /// As metrics name it.
+    /// The value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
             Self::Done => "replaced",
-            Self::NotAnyMore => "gone",
-            Self::Failed(_) | Self::Silence => "failed",
+            Self::Gone => "gone",
+            Self::Failed(_) | Self::Timeout => "failed",
         }
     }
 }
 
-/// Deletes the pod of a host, if that is the one that was seen and is outdated.
+/// Deletes the pod of a host if it still has this UID and is outdated.
 pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Replacement) -> Deleted {
     match tokio::time::timeout(WRITE, delete(client, watched, &replacement.host)).await {
         Ok(Ok(true)) => Deleted::Done,
-        Ok(Ok(false)) => Deleted::NotAnyMore,
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Deleted::NotAnyMore,
+        Ok(Ok(false)) => Deleted::Gone,
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Deleted::Gone,
         Ok(Err(error)) => Deleted::Failed(error),
-        Err(_) => Deleted::Silence,
+        Err(_) => Deleted::Timeout,
     }
 }
 
 async fn delete(client: &Client, watched: &Watched, host: &Host) -> Result<bool, kube::Error> {
-    // The watch of revisions may lag behind that of pods, and a pod of a revision that it has not
-    // told yet is a new one. A list is not older than what was read before.
+    // The watch of revisions may lag behind the watch of pods. A pod of a revision that the watch
+    // has not returned yet would seem outdated. A list is at least as new as what the watches
+    // returned.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
     let listed = revisions.list(&ListParams::default()).await?;
     if !Newest::of(&listed.items).is_outdated(&host.set.1, &host.hash) {

@@ -6,9 +6,9 @@
 //!
 //! | step | module | what |
 //! |---|---|---|
-//! | decide | `judge` | findings and pods → conditions to write, pods to evict |
+//! | decide | `decide` | findings and pods → conditions to write, pods to evict |
 //! | apply, report | `run` | the writes, Events and metrics |
-mod judge;
+mod decide;
 mod run;
 
 pub(crate) use run::{Parts, Tenants};

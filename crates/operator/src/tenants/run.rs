@@ -10,10 +10,10 @@ use kube::runtime::events::Recorder;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use super::judge::{AGAIN, Expulsion, Judge};
+use super::decide::{Eviction, FindingTracker, RETRY};
 use crate::events;
 use crate::evict::{Evicted, evict};
-use crate::leader::Claim;
+use crate::leader::LeaseGuard;
 use crate::metrics::{Metrics, Outcome};
 use crate::pod_condition::write;
 use crate::read::Stores;
@@ -26,7 +26,7 @@ const GATHER: Duration = Duration::from_millis(200);
 pub(crate) struct Parts {
     pub(crate) client: Client,
     pub(crate) stores: Stores,
-    pub(crate) claim: Claim,
+    pub(crate) claim: LeaseGuard,
     pub(crate) metrics: Metrics,
     pub(crate) recorder: Recorder,
     pub(crate) dirty: Arc<Notify>,
@@ -36,7 +36,7 @@ pub(crate) struct Parts {
 /// The task.
 pub(crate) struct Tenants {
     parts: Parts,
-    judge: Judge,
+    tracker: FindingTracker,
     /// Pods that were told that a disruption budget protects them, by UID.
     protected: BTreeSet<String>,
     started: Instant,
@@ -44,7 +44,7 @@ pub(crate) struct Tenants {
 
 impl Tenants {
     pub(crate) fn new(parts: Parts) -> Self {
-        Self { parts, judge: Judge::default(), protected: BTreeSet::new(), started: Instant::now() }
+        Self { parts, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
     /// Looks whenever something has changed, until `stop`.
@@ -62,7 +62,7 @@ impl Tenants {
             tokio::select! {
                 () = stop.cancelled() => return Ok(()),
                 () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,
-                () = turned.turned() => {}
+                () = turned.changed() => {}
                 () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
             }
             pause = self.look().await;
@@ -72,37 +72,38 @@ impl Tenants {
     /// Looks once, and says when to look again.
     async fn look(&mut self) -> Option<Duration> {
         if !self.parts.claim.is_current() {
-            self.judge.reset();
+            self.tracker.reset();
             return None;
         }
         let (nodes, pods) = (self.parts.stores.gpu_nodes.state(), self.parts.stores.pods.state());
-        let turn = self.judge.look(&nodes, &pods, self.started.elapsed());
-        let mut next = turn.next;
-        for told in &turn.tell {
+        let actions = self.tracker.decide(&nodes, &pods, self.started.elapsed());
+        let mut next = actions.next;
+        for update in &actions.conditions {
             if !self.parts.claim.is_current() {
                 return next;
             }
-            let done = write(&self.parts.client, (&told.pod, &told.uid), &told.condition, told.turned).await;
+            let done =
+                write(&self.parts.client, (&update.pod, &update.uid), &update.condition, update.status_changed).await;
             self.parts.metrics.judged.get_or_create(&Outcome { result: if done { "ok" } else { "failed" } }).inc();
             if done {
-                self.judge.wrote(told, self.started.elapsed());
+                self.tracker.wrote(update, self.started.elapsed());
             } else {
-                next = Some(next.map_or(AGAIN, |next| next.min(AGAIN)));
+                next = Some(next.map_or(RETRY, |next| next.min(RETRY)));
             }
         }
-        for expulsion in &turn.expel {
+        for eviction in &actions.evictions {
             if !self.parts.claim.is_current() {
                 return next;
             }
-            self.expel(expulsion).await;
+            self.evict(eviction).await;
         }
         self.protected
-            .retain(|uid| turn.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_ref() == Some(uid)));
+            .retain(|uid| actions.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_ref() == Some(uid)));
         next
     }
 
-    async fn expel(&mut self, expulsion: &Expulsion) {
-        let Expulsion { pod, uid, node, message } = expulsion;
+    async fn evict(&mut self, eviction: &Eviction) {
+        let Eviction { pod, uid, node, message } = eviction;
         let evicted = evict(&self.parts.client, pod, uid).await;
         self.parts.metrics.expelled.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         let event = match evicted {
@@ -134,7 +135,7 @@ mod tests {
     use serde_json::{Value, json};
     use tower_test::mock::Handle;
 
-    use super::super::judge::Told;
+    use super::super::decide::ConditionUpdate;
     use super::*;
     use crate::pods::PodCondition;
 
@@ -157,25 +158,25 @@ mod tests {
         (format!("{} {}", parts.method, parts.uri), kind.unwrap_or_default(), body)
     }
 
-    async fn write_told(client: &Client, told: &Told) -> bool {
-        write(client, (&told.pod, &told.uid), &told.condition, told.turned).await
+    async fn write_update(client: &Client, update: &ConditionUpdate) -> bool {
+        write(client, (&update.pod, &update.uid), &update.condition, update.status_changed).await
     }
 
-    fn told(turned: bool) -> Told {
+    fn update(status_changed: bool) -> ConditionUpdate {
         let condition = PodCondition {
             type_: CONDITION_WITHIN_SHARE.into(),
             status: "False".into(),
             reason: "OutsideMps".into(),
             message: "why".into(),
         };
-        Told { pod: "team/p".into(), uid: "u".into(), condition, turned }
+        ConditionUpdate { pod: "team/p".into(), uid: "u".into(), condition, status_changed }
     }
 
     #[tokio::test]
     async fn a_condition_is_written_to_the_status_of_that_pod_alone_beside_the_others() {
         let (client, mut server) = client();
-        let told_now = told(true);
-        let (done, (line, kind, body)) = tokio::join!(write_told(&client, &told_now), answer(&mut server, 200));
+        let first = update(true);
+        let (done, (line, kind, body)) = tokio::join!(write_update(&client, &first), answer(&mut server, 200));
         assert!(done);
         assert_eq!(line, "PATCH /api/v1/namespaces/team/pods/p/status?fieldManager=cleave-operator");
         assert_eq!(kind, "application/strategic-merge-patch+json");
@@ -186,8 +187,8 @@ mod tests {
             (&json!("cleave.dev/WithinShare"), &json!("False"), &json!("OutsideMps"))
         );
         assert!(entry["lastTransitionTime"].as_str().unwrap().ends_with('Z'));
-        let told_again = told(false);
-        let (_, (_, _, body)) = tokio::join!(write_told(&client, &told_again), answer(&mut server, 200));
+        let second = update(false);
+        let (_, (_, _, body)) = tokio::join!(write_update(&client, &second), answer(&mut server, 200));
         assert_eq!(body["status"]["conditions"][0].get("lastTransitionTime"), None, "the time is of the status");
     }
 
@@ -195,8 +196,8 @@ mod tests {
     async fn what_cannot_be_written_is_tried_again_and_what_is_gone_is_not() {
         let (client, mut server) = client();
         for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
-            let told = told(true);
-            let (result, _) = tokio::join!(write_told(&client, &told), answer(&mut server, code));
+            let condition = update(true);
+            let (result, _) = tokio::join!(write_update(&client, &condition), answer(&mut server, code));
             assert_eq!(result, done, "{code}");
         }
     }

@@ -6,7 +6,7 @@ use cleave_operator::pods::PodObject;
 use cleave_operator::policies::apply;
 use cleave_operator::policies::demand::{self, Outcome};
 use cleave_operator::policies::plan::{self, Invalid};
-use cleave_operator::policies::snapshot::Memory;
+use cleave_operator::policies::snapshot::History;
 use cleave_operator::policies::validate::{MpsShare, Share, ShareSize, validate};
 use cleave_operator::read::{AgentPod, NodeObject, Observed};
 use kube::core::DeserializeGuard;
@@ -68,7 +68,7 @@ pub(super) const POLICY: Target = Target {
                 Some(Invalid::Refused(error)) => assert_tells(&error.to_string()),
                 None => {}
             }
-            report.cannot.iter().for_each(|(_, cannot)| assert_tells(&cannot.to_string()));
+            report.unsupported.iter().for_each(|(_, cannot)| assert_tells(&cannot.to_string()));
         }
         let Ok(policy) = policy.0 else { return Seen::Refused };
         let again = serde_json::from_slice::<SharingPolicySpec>(&fixtures::json(&policy.spec)).ok();
@@ -117,7 +117,7 @@ pub(super) fn read(cluster: &Value) -> Option<Observed> {
 /// What the operator would do. Its plan breaks no rule, and what it writes is what it reads.
 pub(super) fn planned(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
-    let outcome: Outcome = demand::overlay(&mut plan, observed, &mut Memory::default(), std::time::Duration::ZERO);
+    let outcome: Outcome = demand::overlay(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
     let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
     let changes = apply::changes(&plan, observed);
@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn the_samples_are_of_a_cluster_in_which_everything_is_shared_in_every_way() {
         let run = planned(&read(&fixtures::cluster()).unwrap());
-        assert!(run.plan.policies.values().all(|report| report.invalid.is_none() && report.silent.is_empty()));
+        assert!(run.plan.policies.values().all(|report| report.invalid.is_none() && report.unreported.is_empty()));
         assert_eq!(run.changes.len(), 2);
         let placed = run.outcome.planned.map_or(0, |planned| planned.plan.placements.len());
         assert!(placed >= 2, "{placed} pods have a place");

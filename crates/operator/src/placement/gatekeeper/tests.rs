@@ -324,7 +324,7 @@ fn a_pod_for_which_gpus_are_cut_waits_for_that() {
     let mut keeper = Gatekeeper::default();
     let told = |reason| BTreeMap::from([("team/a".to_owned(), Waiting { reason, message: "cut for it".into() })]);
     for second in [0, 10] {
-        let turn = keeper.look(&world.told(), &told(Reason::Cutting), at(second));
+        let turn = keeper.look(&world.told(), &told(Reason::Repartitioning), at(second));
         assert_eq!((opened(&turn), turn.waiting["team/a"].message.as_str()), (vec![], "cut for it"));
     }
     keeper.look(&world.told(), &told(Reason::Malformed), at(11));
@@ -788,7 +788,7 @@ fn nothing_is_held_where_an_mps_host_is_replaced_from_the_look_on_that_finds_the
     let turn = look(&mut keeper, &world, 0);
     assert_eq!((opened(&turn), replaced(&turn)), (vec![], vec![]));
     let message = &turn.waiting["team/a"].message;
-    assert!(message.ends_with("; the MPS host of n1 is being replaced, or not ready"), "{message}");
+    assert!(message.ends_with("; the MPS host of n1 is being replaced or is not ready"), "{message}");
     assert_eq!(turn.next, Some(Duration::from_secs(2)));
     let turn = look(&mut keeper, &world, 2);
     assert_eq!((opened(&turn), replaced(&turn)), (vec![], vec!["n1"]));
@@ -816,10 +816,10 @@ fn an_mps_host_stays_while_room_is_held_for_a_pod_or_a_pod_is_there_and_others_g
         assert!(!keeper.rollout.withholds("n1"), "{turn:?}");
         turn.rollout.unwrap().waiting["n1"].clone()
     };
-    assert_eq!(stays(&mut keeper, &world, 1), "room is held for team/a");
+    assert_eq!(stays(&mut keeper, &world, 1), "team/a has a reservation");
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
-    assert_eq!(stays(&mut keeper, &world, 10), "room is held for team/a", "its node has not told of it");
-    assert_eq!(stays(&mut Gatekeeper::default(), &world, 11), "room is held for team/a", "nor to who leads next");
+    assert_eq!(stays(&mut keeper, &world, 10), "team/a has a reservation", "its node has not told of it");
+    assert_eq!(stays(&mut Gatekeeper::default(), &world, 11), "team/a has a reservation", "nor to who leads next");
     world.change(
         |world| &mut world.gpu_nodes,
         "n1",
@@ -829,7 +829,7 @@ fn an_mps_host_stays_while_room_is_held_for_a_pod_or_a_pod_is_there_and_others_g
             gpu["allocations"] = json!([{"pod": "team/a", "container": "main", "resource": MPS, "device": "n1-GPU-0", "ids": ["0", "1"]}]);
         },
     );
-    assert_eq!(stays(&mut keeper, &world, 20), "team/a holds 2 of nvidia.com/gpu-mps");
+    assert_eq!(stays(&mut keeper, &world, 20), "team/a has 2 nvidia.com/gpu-mps");
     world = world.pod("b", 8);
     assert_eq!(opened(&look(&mut keeper, &world, 30)), [("team/b", "held")]);
     // All are gone.

@@ -1,5 +1,5 @@
 //! Decides which findings of agents become conditions of pods, and which pods are evicted. Pure:
-//! the time is given.
+//! callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,126 +13,129 @@ use kube::core::DeserializeGuard;
 
 use crate::pods::{PodCondition, PodObject, full_name};
 
-/// After how long an eviction that a disruption budget did not let, or that came to nothing, is
-/// tried again.
-pub(crate) const AGAIN: Duration = Duration::from_secs(5);
-/// How long what was written is believed before the watch tells it.
-const BELIEVED: Duration = Duration::from_secs(10);
-/// Longest message of a condition.
-const LONGEST: usize = 1000;
+/// How long until an eviction is retried that a disruption budget refused or that had no effect.
+pub(crate) const RETRY: Duration = Duration::from_secs(5);
+/// How long a written condition counts although the watch has not returned it.
+const WATCH_LAG: Duration = Duration::from_secs(10);
+/// The most characters in the message of a condition.
+const MAX_MESSAGE: usize = 1000;
 
-/// A condition that is to be written.
+/// A condition to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Told {
+pub(crate) struct ConditionUpdate {
     /// `namespace/name`.
     pub pod: String,
     /// Its UID.
     pub uid: String,
-    /// What it says.
+    /// The new condition.
     pub condition: PodCondition,
-    /// Its status is another than before, and not its reason or message alone.
-    pub turned: bool,
+    /// Whether its status changes, and not only its reason or message.
+    pub status_changed: bool,
 }
 
-/// A pod that is to leave.
+/// A pod to evict.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Expulsion {
+pub(crate) struct Eviction {
     /// `namespace/name`.
     pub pod: String,
     /// Its UID.
     pub uid: String,
-    /// Its node.
+    /// The name of its node.
     pub node: String,
-    /// Why, in words.
+    /// The message of the finding.
     pub message: String,
 }
 
-/// What is to be done now.
+/// The actions to take now.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Turn {
+pub(crate) struct Actions {
     /// Conditions to write.
-    pub tell: Vec<Told>,
+    pub conditions: Vec<ConditionUpdate>,
     /// Pods to evict.
-    pub expel: Vec<Expulsion>,
-    /// When to look again though nothing changes, from now.
+    pub evictions: Vec<Eviction>,
+    /// How long until the next decision, even if nothing changes.
     pub next: Option<Duration>,
 }
 
-/// What was done, for as long as the watches do not tell it.
+/// What was written and evicted, until the watches return it.
 #[derive(Debug, Default)]
-pub(crate) struct Judge {
-    /// Conditions by pod UID, and when they were written.
+pub(crate) struct FindingTracker {
+    /// Written conditions and when they were written, by pod UID.
     written: BTreeMap<String, (PodCondition, Duration)>,
-    /// When pods were last told to leave, by UID.
-    expelled: BTreeMap<String, Duration>,
+    /// When each pod was last evicted, by UID.
+    evicted: BTreeMap<String, Duration>,
 }
 
-impl Judge {
-    /// Forgets everything: another process leads, or has led.
+impl FindingTracker {
+    /// Forgets everything, because another process leads or has led.
     pub(crate) fn reset(&mut self) {
         *self = Self::default();
     }
 
-    /// A condition was written.
-    pub(crate) fn wrote(&mut self, told: &Told, now: Duration) {
-        self.written.insert(told.uid.clone(), (told.condition.clone(), now));
+    /// Records that a condition was written.
+    pub(crate) fn wrote(&mut self, update: &ConditionUpdate, now: Duration) {
+        self.written.insert(update.uid.clone(), (update.condition.clone(), now));
     }
 
-    /// Looks at what agents found, and at the pods.
-    pub(crate) fn look(
+    /// Decides from the findings of all agents and all pods.
+    pub(crate) fn decide(
         &mut self,
         nodes: &[Arc<DeserializeGuard<GpuNode>>],
         pods: &[Arc<PodObject>],
         now: Duration,
-    ) -> Turn {
+    ) -> Actions {
         let found = found(nodes);
-        let mut turn = Turn::default();
-        let mut there = BTreeSet::new();
+        let mut actions = Actions::default();
+        let mut present = BTreeSet::new();
         for pod in pods {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let findings = pod.node().and_then(|node| found.get(&(node, uid))).map_or(&[][..], Vec::as_slice);
             let has = pod.status.conditions.iter().find(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
-            // Most pods: nothing was ever found of them.
+            // This is the case for most pods: no agent ever reported them.
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }
             if uid.is_empty() || matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
                 continue;
             }
-            there.insert(uid.to_owned());
+            present.insert(uid.to_owned());
             let condition = condition(findings);
-            let written = self.written.get(uid).filter(|(_, at)| now.saturating_sub(*at) < BELIEVED);
+            let written = self.written.get(uid).filter(|(_, at)| now.saturating_sub(*at) < WATCH_LAG);
             let known = written.map_or(has, |(condition, _)| Some(condition));
             if known.map_or(!findings.is_empty(), |known| *known != condition) {
-                let turned = known.is_none_or(|known| known.status != condition.status);
-                turn.tell.push(Told { pod: full_name(&pod.metadata), uid: uid.to_owned(), condition, turned });
+                let status_changed = known.is_none_or(|known| known.status != condition.status);
+                actions.conditions.push(ConditionUpdate {
+                    pod: full_name(&pod.metadata),
+                    uid: uid.to_owned(),
+                    condition,
+                    status_changed,
+                });
             }
             let (Some(node), Some(why)) = (pod.node(), findings.iter().find(|(_, evict)| *evict)) else { continue };
             if pod.metadata.deletion_timestamp.is_some() {
                 continue;
             }
-            let wait =
-                self.expelled.get(uid).map_or(Duration::ZERO, |at| AGAIN.saturating_sub(now.saturating_sub(*at)));
+            let wait = self.evicted.get(uid).map_or(Duration::ZERO, |at| RETRY.saturating_sub(now.saturating_sub(*at)));
             let next = if wait.is_zero() {
-                self.expelled.insert(uid.to_owned(), now);
+                self.evicted.insert(uid.to_owned(), now);
                 let (pod, message) = (full_name(&pod.metadata), why.0.message.clone());
-                turn.expel.push(Expulsion { pod, uid: uid.to_owned(), node: node.to_owned(), message });
-                AGAIN
+                actions.evictions.push(Eviction { pod, uid: uid.to_owned(), node: node.to_owned(), message });
+                RETRY
             } else {
                 wait
             };
-            turn.next = Some(turn.next.map_or(next, |other| other.min(next)));
+            actions.next = Some(actions.next.map_or(next, |other| other.min(next)));
         }
-        self.written.retain(|uid, _| there.contains(uid));
-        self.expelled.retain(|uid, _| there.contains(uid));
-        turn
+        self.written.retain(|uid, _| present.contains(uid));
+        self.evicted.retain(|uid, _| present.contains(uid));
+        actions
     }
 }
 
-/// A finding, and whether the policy of its GPU evicts who does that.
+/// A finding, and whether the policy of its GPU evicts the pod for it.
 type Found<'a> = (&'a FindingStatus, bool);
 
-/// What was found, by node and UID of the pod.
+/// Findings, by node and pod UID.
 fn found(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec<Found<'_>>> {
     let mut found: BTreeMap<(&str, &str), Vec<Found<'_>>> = BTreeMap::new();
     for node in nodes {
@@ -147,7 +150,7 @@ fn found(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec
     found
 }
 
-/// What a pod's condition says; of no findings that it keeps to its shares.
+/// The condition for these findings. Without findings, the pod keeps within its share.
 fn condition(findings: &[Found<'_>]) -> PodCondition {
     let within = findings.is_empty();
     let messages: Vec<&str> = findings.iter().map(|(finding, _)| finding.message.as_str()).collect();
@@ -155,7 +158,7 @@ fn condition(findings: &[Found<'_>]) -> PodCondition {
         type_: CONDITION_WITHIN_SHARE.to_owned(),
         status: if within { "True" } else { "False" }.to_owned(),
         reason: findings.first().map_or(WITHIN_SHARE, |(finding, _)| finding.kind.as_str()).to_owned(),
-        message: messages.join("; ").chars().take(LONGEST).collect(),
+        message: messages.join("; ").chars().take(MAX_MESSAGE).collect(),
     }
 }
 
@@ -176,8 +179,8 @@ pub(crate) mod tests {
 
     fn finding(uid: &str, kind: &str) -> Value {
         json!({"kind": kind, "gpu": "GPU-a", "device": "GPU-a", "uid": uid, "message": format!("{kind}: why"),
-            // Not believed: the pod is known by its UID.
-            "namespace": "kube-system", "pod": "somebody-else"})
+            // These two are ignored. The UID identifies the pod.
+            "namespace": "kube-system", "pod": "other"})
     }
 
     fn pod(uid: &str, node: &str, conditions: &Value) -> Arc<PodObject> {
@@ -194,85 +197,92 @@ pub(crate) mod tests {
         Duration::from_secs(second)
     }
 
-    fn told(turn: &Turn) -> Vec<(&str, &str, &str)> {
-        turn.tell
+    fn updates(actions: &Actions) -> Vec<(&str, &str, &str)> {
+        actions
+            .conditions
             .iter()
-            .map(|told| (told.pod.as_str(), told.condition.status.as_str(), told.condition.reason.as_str()))
+            .map(|update| (update.pod.as_str(), update.condition.status.as_str(), update.condition.reason.as_str()))
             .collect()
     }
 
     #[test]
-    fn a_pod_is_told_what_was_found_of_it_and_when_it_is_over() {
-        let mut judge = Judge::default();
+    fn a_condition_reports_findings_and_their_end() {
+        let mut tracker = FindingTracker::default();
         let ready = json!([{"type": "Ready", "status": "True"}]);
         let pods = [pod("a", "n1", &ready), pod("b", "n1", &ready)];
         let found = [node("n1", "Report", &json!([finding("a", "MemoryExceeded"), finding("a", "OutsideMps")]))];
-        let turn = judge.look(&found, &pods, at(0));
-        assert_eq!(told(&turn), [("team/a", "False", "MemoryExceeded")]);
-        assert_eq!(turn.tell[0].condition.message, "MemoryExceeded: why; OutsideMps: why");
-        assert!(turn.tell[0].turned && turn.expel.is_empty(), "it is only told");
-        judge.wrote(&turn.tell[0], at(0));
-        assert_eq!(judge.look(&found, &pods, at(1)), Turn::default(), "the watch is behind");
+        let actions = tracker.decide(&found, &pods, at(0));
+        assert_eq!(updates(&actions), [("team/a", "False", "MemoryExceeded")]);
+        assert_eq!(actions.conditions[0].condition.message, "MemoryExceeded: why; OutsideMps: why");
+        assert!(actions.conditions[0].status_changed && actions.evictions.is_empty(), "it is only reported");
+        tracker.wrote(&actions.conditions[0], at(0));
+        assert_eq!(tracker.decide(&found, &pods, at(1)), Actions::default(), "the watch lags");
         let condition = json!([{"type": "cleave.dev/WithinShare", "status": "False", "reason": "MemoryExceeded",
             "message": "MemoryExceeded: why; OutsideMps: why"}]);
         let pods = [pod("a", "n1", &condition)];
-        assert_eq!(judge.look(&found, &pods, at(60)), Turn::default(), "it is told");
+        assert_eq!(tracker.decide(&found, &pods, at(60)), Actions::default(), "it is already reported");
         let less = [node("n1", "Report", &json!([finding("a", "OutsideMps")]))];
-        let turn = judge.look(&less, &pods, at(61));
-        assert_eq!((told(&turn), turn.tell[0].turned), (vec![("team/a", "False", "OutsideMps")], false));
-        // Another process leads since: what was written is on the pod.
-        let over = Judge::default().look(&[node("n1", "Report", &json!([]))], &pods, at(70));
-        assert_eq!((told(&over), over.tell[0].turned), (vec![("team/a", "True", "WithinShare")], true));
+        let actions = tracker.decide(&less, &pods, at(61));
+        assert_eq!(
+            (updates(&actions), actions.conditions[0].status_changed),
+            (vec![("team/a", "False", "OutsideMps")], false)
+        );
+        // A new leader reads what was written from the pod.
+        let over = FindingTracker::default().decide(&[node("n1", "Report", &json!([]))], &pods, at(70));
+        assert_eq!(
+            (updates(&over), over.conditions[0].status_changed),
+            (vec![("team/a", "True", "WithinShare")], true)
+        );
     }
 
     #[test]
-    fn an_agent_speaks_for_the_pods_of_its_own_node_alone_and_by_their_uid() {
-        let pods = [pod("a", "n1", &json!([])), pod("b", "n2", &json!([])), pod("somebody-else", "n1", &json!([]))];
-        let lies =
+    fn an_agent_can_report_only_pods_of_its_own_node_by_uid() {
+        let pods = [pod("a", "n1", &json!([])), pod("b", "n2", &json!([])), pod("other", "n1", &json!([]))];
+        let findings =
             [node("n1", "Evict", &json!([finding("b", "NoShare"), finding("", "NoShare"), finding("x", "NoShare")]))];
-        assert_eq!(Judge::default().look(&lies, &pods, at(0)), Turn::default());
+        assert_eq!(FindingTracker::default().decide(&findings, &pods, at(0)), Actions::default());
         let unbound = [pod("b", "", &json!([]))];
         assert_eq!(
-            Judge::default().look(&[node("", "Evict", &json!([finding("b", "NoShare")]))], &unbound, at(0)),
-            Turn::default()
+            FindingTracker::default().decide(&[node("", "Evict", &json!([finding("b", "NoShare")]))], &unbound, at(0)),
+            Actions::default()
         );
     }
 
     #[test]
-    fn a_pod_is_evicted_where_the_policy_says_so_and_again_until_it_leaves() {
-        let mut judge = Judge::default();
+    fn evictions_by_policy_are_retried_until_the_pod_terminates() {
+        let mut tracker = FindingTracker::default();
         let found = [node("n1", "Evict", &json!([finding("a", "MemoryExceeded")]))];
         let pods = [pod("a", "n1", &json!([]))];
-        let turn = judge.look(&found, &pods, at(0));
-        assert_eq!((told(&turn).len(), turn.expel.len(), turn.next), (1, 1, Some(AGAIN)));
+        let actions = tracker.decide(&found, &pods, at(0));
+        assert_eq!((updates(&actions).len(), actions.evictions.len(), actions.next), (1, 1, Some(RETRY)));
         assert_eq!(
-            (turn.expel[0].pod.as_str(), turn.expel[0].uid.as_str(), turn.expel[0].node.as_str()),
+            (actions.evictions[0].pod.as_str(), actions.evictions[0].uid.as_str(), actions.evictions[0].node.as_str()),
             ("team/a", "a", "n1")
         );
-        let soon = judge.look(&found, &pods, at(1));
-        assert_eq!((soon.expel.len(), soon.next), (0, AGAIN.checked_sub(at(1))), "not in a storm");
-        assert_eq!(judge.look(&found, &pods, AGAIN).expel.len(), 1, "a disruption budget may have let none");
-        let mut leaving = (*pods[0]).clone();
-        leaving.metadata.deletion_timestamp =
+        let soon = tracker.decide(&found, &pods, at(1));
+        assert_eq!((soon.evictions.len(), soon.next), (0, RETRY.checked_sub(at(1))), "no retry yet");
+        assert_eq!(tracker.decide(&found, &pods, RETRY).evictions.len(), 1, "a disruption budget may have refused");
+        let mut terminating = (*pods[0]).clone();
+        terminating.metadata.deletion_timestamp =
             Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(jiff::Timestamp::UNIX_EPOCH));
-        assert!(judge.look(&found, &[Arc::new(leaving)], at(60)).expel.is_empty(), "it leaves");
+        assert!(tracker.decide(&found, &[Arc::new(terminating)], at(60)).evictions.is_empty(), "it terminates");
         let other = [node(
             "n1",
             "Evict",
             &json!([{"kind": "MemoryExceeded", "gpu": "GPU-b", "device": "GPU-b", "uid": "a", "message": ""}]),
         )];
-        assert!(judge.look(&other, &pods, at(90)).expel.is_empty(), "the policy of another GPU");
+        assert!(tracker.decide(&other, &pods, at(90)).evictions.is_empty(), "another GPU has no policy that evicts");
     }
 
     #[test]
-    fn a_malformed_node_or_an_ended_pod_is_nobodys_matter() {
+    fn malformed_nodes_and_ended_pods_are_ignored() {
         let malformed: DeserializeGuard<GpuNode> =
             serde_json::from_value(json!({"metadata": {"name": "n1"}, "spec": {"gpus": 7}})).unwrap();
         let pods = [pod("a", "n1", &json!([]))];
-        assert_eq!(Judge::default().look(&[Arc::new(malformed)], &pods, at(0)), Turn::default());
+        assert_eq!(FindingTracker::default().decide(&[Arc::new(malformed)], &pods, at(0)), Actions::default());
         let mut ended = (*pods[0]).clone();
         ended.status.phase = "Failed".into();
         let found = [node("n1", "Evict", &json!([finding("a", "MemoryExceeded")]))];
-        assert_eq!(Judge::default().look(&found, &[Arc::new(ended)], at(0)), Turn::default());
+        assert_eq!(FindingTracker::default().decide(&found, &[Arc::new(ended)], at(0)), Actions::default());
     }
 }

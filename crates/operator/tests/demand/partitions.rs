@@ -1,0 +1,170 @@
+//! GPUs get the partitions that pending pods request.
+use std::collections::BTreeSet;
+
+use cleave_operator::policies::demand::Reason;
+
+use crate::world::{HALF, SMALL, TEN, TWENTY, WHOLE, World, assert_waits};
+
+#[test]
+fn instances_of_mixed_profiles_are_created_for_pods() {
+    let mut world = World::new("mode: Mig").node("n1", 1);
+    world.pod("small", SMALL, 1);
+    world.pod("half", HALF, 1);
+    let (plan, outcome) = world.pass();
+    assert_eq!(world.written(), ["n1"]);
+    assert_waits(&outcome, "small", Reason::Repartitioning, "1 nvidia.com/mig-1g.5gb");
+    let (_, _, wanted) = world.ready(&plan);
+    assert_eq!(wanted, 2);
+    let profiles: BTreeSet<String> = world.mig("n1", 0).into_iter().map(|instance| instance.profile).collect();
+    assert_eq!(profiles, BTreeSet::from(["1g.5gb".to_owned(), "3g.20gb".to_owned()]));
+    world.settle();
+    assert!(world.is_bound("small") && world.is_bound("half"));
+    // Another instance leaves those in use where they are. `list` panics if one of them is gone.
+    let before = world.mig("n1", 0);
+    world.pod("another", SMALL, 1);
+    world.settle();
+    assert!(world.is_bound("another"));
+    let after = world.mig("n1", 0);
+    assert!(before.iter().all(|instance| after.contains(instance)), "{before:?}\n{after:?}");
+}
+
+#[test]
+fn sized_slices_come_and_go_and_an_idle_gpu_changes_its_mode() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    for pod in ["a", "b", "c", "d"] {
+        world.pod(pod, TEN, 1);
+    }
+    world.settle();
+    assert_eq!(world.count("n1", 0, TEN), 4);
+    world.pod("large", TWENTY, 1);
+    world.settle();
+    assert!(!world.is_bound("large"), "the GPU is full");
+    world.end("b");
+    world.end("d");
+    world.settle();
+    assert!(world.is_bound("large"));
+    assert_eq!((world.count("n1", 0, TEN), world.count("n1", 0, TWENTY)), (2, 1));
+    for pod in ["a", "c", "large"] {
+        world.end(pod);
+    }
+    world.settle();
+    assert_eq!(world.count("n1", 0, TEN), 2, "free slices stay until their room is needed");
+    world.pod("mig", SMALL, 1);
+    world.settle();
+    assert!(world.is_bound("mig"), "an idle GPU changes from MPS to MIG");
+    world.end("mig");
+    world.pod("whole", WHOLE, 1);
+    world.settle();
+    assert!(world.is_bound("whole"), "and back to a whole GPU");
+    assert!(world.partition("n1", 0).whole.is_some());
+}
+
+#[test]
+fn pods_that_free_slices_can_serve_change_nothing() {
+    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]")
+        .policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4")
+        .node("n1", 3);
+    world.pod("shares", "nvidia.com/gpu-mps", 2);
+    world.pod("whole", WHOLE, 1);
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written(), [] as [&str; 0]);
+    assert_waits(&outcome, "shares", Reason::Scheduler, "GPU 0");
+    assert_waits(&outcome, "whole", Reason::Scheduler, "GPU");
+}
+
+#[test]
+fn only_the_node_that_changes_is_written() {
+    let mut world = World::new("mode: Auto").node("n1", 2).node("n2", 2).node("n3", 2);
+    let before = world.object("n1").spec.plan_id.clone();
+    world.pod("one", TEN, 1);
+    world.pass();
+    assert_eq!(world.changes.len(), 1);
+    let node = world.changes[0].node.clone();
+    assert_ne!(world.object(&node).spec.plan_id, "");
+    world.apply();
+    world.bind();
+    world.end("one");
+    world.pod("whole", WHOLE, 2);
+    world.pod("whole2", WHOLE, 2);
+    world.pod("whole3", WHOLE, 2);
+    world.settle();
+    assert_eq!(world.object("n1").spec.plan_id.len(), before.len());
+    assert!(world.is_bound("whole3"), "the partitioned GPU was idle");
+}
+
+#[test]
+fn instances_are_created_for_shares_inside_them() {
+    let mut world =
+        World::new("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: 4\n      threads: Strict").node("n1", 1);
+    let shared = "nvidia.com/mig-3g.20gb.shared";
+    world.pod("three", shared, 3);
+    world.pod("one", shared, 1);
+    world.pod("more", shared, 2);
+    world.settle();
+    assert!(world.is_bound("three") && world.is_bound("one") && world.is_bound("more"));
+    let instances = world.mig("n1", 0);
+    assert_eq!(instances.len(), 2);
+    let mps = instances[0].partition.mps.as_ref().unwrap();
+    assert_eq!((mps.slices[0].count, &mps.slices[0].threads[..]), (4, &[25, 50, 75, 100][..]));
+}
+
+#[test]
+fn shares_and_replicas_have_the_numbers_of_the_policy() {
+    let policy = "mode: Auto\nmps:\n  units: 10\n  threads: Strict\ntimeSlicing:\n  replicas: 3";
+    let mut world = World::new(policy).node("n1", 2);
+    world.pod("shares", "nvidia.com/gpu-mps", 4);
+    world.pod("replica", "nvidia.com/gpu-timeslice", 1);
+    world.settle();
+    assert!(world.is_bound("shares") && world.is_bound("replica"));
+    let partitions = [world.partition("n1", 0), world.partition("n1", 1)];
+    let mps = partitions.iter().find_map(|partition| partition.mps.as_ref()).unwrap();
+    assert_eq!(mps.slices[0].threads, [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]);
+    assert_eq!(mps.slices[0].memory_mib.last(), Some(&(40_960 - 128)));
+    let time_sliced = partitions.iter().find_map(|partition| partition.time_slicing.as_ref()).unwrap();
+    assert_eq!(time_sliced.replicas, 3);
+}
+
+#[test]
+fn an_edited_policy_applies_to_idle_gpus_only() {
+    let mut world = World::new("mode: Auto\nmps:\n  threads: Strict").node("n1", 2);
+    world.pod("one", TWENTY, 1);
+    world.settle();
+    let at = (0..2).find(|&index| world.partition("n1", index).mps.is_some()).unwrap();
+    world = world.policy("p", "mode: Auto\nmps:\n  threads: Uncapped");
+    world.settle();
+    assert_eq!(world.mps("n1", at).slices[0].threads, [50, 100], "a pod uses it");
+    world.end("one");
+    world.settle();
+    assert!(world.mps("n1", at).slices[0].threads.is_empty());
+}
+
+#[test]
+fn slices_that_another_policy_is_about_to_make_count() {
+    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
+    // Both policies were created at once: the spec of the second one's GPU is not written yet.
+    world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");
+    world.pod("shares", "nvidia.com/gpu-mps", 2);
+    let (_, outcome) = world.pass();
+    assert_waits(&outcome, "shares", Reason::Scheduler, "GPU 0");
+    assert!(world.partition("n1", 1).whole.is_some());
+    world.settle();
+    assert!(world.is_bound("shares") && world.partition("n1", 1).whole.is_some());
+}
+
+#[test]
+fn shares_of_an_instance_in_use_stay_when_the_policy_is_edited() {
+    let sharing =
+        |units: u32| format!("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: {units}\n      threads: Strict");
+    let mut world = World::new(&sharing(4)).node("n1", 1);
+    let shared = "nvidia.com/mig-3g.20gb.shared";
+    world.pod("two", shared, 2);
+    world.settle();
+    world = world.policy("p", &sharing(2));
+    world.settle();
+    let instance = world.mig("n1", 0).remove(0);
+    assert_eq!(instance.partition.mps.unwrap().slices[0].count, 4, "a pod uses two of its shares");
+    world.end("two");
+    world.pod("next", shared, 1);
+    world.settle();
+    assert!(world.is_bound("next"));
+}

@@ -1,0 +1,246 @@
+//! Changes take time, fail or are overtaken, and the kubelet lists devices late.
+use std::time::Duration;
+
+use cleave_api::gpunode::{AllocationStatus, StepStatus};
+use cleave_operator::policies::demand::Reason;
+
+use crate::world::{SMALL, TEN, WHOLE, World, assert_waits, list, serve};
+
+#[test]
+fn a_node_gets_no_second_change_while_it_changes() {
+    let mut world = World::new("mode: Auto").node("n1", 2);
+    world.pod("first", TEN, 1);
+    world.pass();
+    let written = world.object("n1").spec.clone();
+    // The node has not read its spec. A pod that another of its GPUs could serve waits, and no
+    // second change is started.
+    world.pod("second", SMALL, 1);
+    world.now += Duration::from_secs(1);
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written(), [] as [&str; 0]);
+    assert_eq!(world.object("n1").spec, written);
+    assert_waits(&outcome, "first", Reason::Repartitioning, "nvidia.com/gpu-10gb");
+    assert_waits(&outcome, "second", Reason::NodeChanging, "");
+    // The node has read its spec and is changing.
+    let generation = world.object("n1").metadata.generation.unwrap();
+    world.status("n1").observed_generation = generation;
+    world.pass();
+    assert_eq!(world.written(), [] as [&str; 0]);
+    world.apply();
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written(), ["n1"]);
+    assert_waits(&outcome, "second", Reason::Repartitioning, "");
+    world.settle();
+    assert!(world.is_bound("first") && world.is_bound("second"));
+}
+
+#[test]
+fn a_written_spec_counts_before_the_watch_returns_it() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    world.pod("first", TEN, 1);
+    let old = world.object("n1").clone();
+    world.pass();
+    let change = world.changes[0].clone();
+    *world.object("n1") = old;
+    world.history.wrote("n1", Some(2), &change.spec, world.now);
+    world.pod("second", SMALL, 1);
+    world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "the node is still changing");
+    world.now += Duration::from_secs(11);
+    world.pass();
+    assert_eq!(world.written(), ["n1"], "another writer has restored the old spec");
+}
+
+#[test]
+fn a_failed_change_is_undone_and_retried_after_a_pause() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    world.pod("mig", SMALL, 1);
+    world.pass();
+    let fail = |world: &mut World| {
+        let generation = world.object("n1").metadata.generation.unwrap();
+        let status = world.status("n1");
+        status.observed_generation = generation;
+        let uuid = status.gpus[0].uuid.clone();
+        let step = |result: &str, message: &str| StepStatus {
+            gpu: uuid.clone(),
+            action: "create 1g.5gb at 0".into(),
+            result: result.into(),
+            message: message.into(),
+            ..StepStatus::default()
+        };
+        status.steps = vec![step("Done", ""), step("Failed", "NVML: Insufficient Resources")];
+    };
+    fail(&mut world);
+    let (plan, outcome) = world.pass();
+    assert!(world.partition("n1", 0).whole.is_some(), "the present partition is restored");
+    assert!(
+        outcome.excluded_gpus.values().any(|why| why.contains("Insufficient Resources")),
+        "{:?}",
+        outcome.excluded_gpus
+    );
+    assert_waits(&outcome, "mig", Reason::NoRoom, "");
+    assert!(world.ready(&plan).1.contains("GPU 0 of n1 is left out of plans: failed to repartition it: NVML"));
+    world.apply();
+    world.now += Duration::from_secs(4);
+    world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "it pauses for a while");
+    // Meanwhile, a pod can use its present slices.
+    world.pod("whole", WHOLE, 1);
+    let (_, outcome) = world.pass();
+    assert_waits(&outcome, "whole", Reason::Scheduler, "GPU");
+    world.end("whole");
+    world.now += Duration::from_secs(1);
+    world.pass();
+    assert_eq!(world.written(), ["n1"], "it retries");
+    fail(&mut world);
+    world.pass();
+    world.apply();
+    world.now += Duration::from_secs(9);
+    world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "the pause doubles");
+    world.now += Duration::from_secs(1);
+    world.settle();
+    assert!(world.is_bound("mig"));
+}
+
+#[test]
+fn a_change_that_misses_its_deadline_is_undone() {
+    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    world.pod("mig", SMALL, 1);
+    world.pass();
+    let slow = world.written()[0].to_owned();
+    let generation = world.object(&slow).metadata.generation.unwrap();
+    let status = world.status(&slow);
+    status.observed_generation = generation;
+    status.steps = vec![StepStatus {
+        gpu: status.gpus[0].uuid.clone(),
+        action: "turn MIG mode on".into(),
+        result: "Waiting".into(),
+        message: "MIG mode changes with the next reset of this GPU".into(),
+        ..StepStatus::default()
+    }];
+    world.pass();
+    world.now += Duration::from_secs(30);
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written().len(), 2, "one GPU gets its partition back, and the other a new one");
+    assert!(
+        outcome.excluded_gpus.values().any(|why| why.contains("within 30 s: MIG mode changes with the next reset"))
+    );
+    assert!(world.partition(&slow, 0).whole.is_some());
+}
+
+#[test]
+fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
+    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);
+    world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mig\nmig:\n  layout: [3g.20gb]");
+    world.pass();
+    let generation = world.object("n1").metadata.generation.unwrap();
+    let status = world.status("n1");
+    status.observed_generation = generation;
+    status.steps = vec![StepStatus {
+        gpu: status.gpus[0].uuid.clone(),
+        result: "Waiting".into(),
+        message: "MIG mode changes with the next reset of this GPU".into(),
+        ..StepStatus::default()
+    }];
+    world.pod("one", TEN, 1);
+    world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "the node is changing");
+    world.now += Duration::from_secs(30);
+    world.pass();
+    assert_eq!(world.written(), ["n1"]);
+    let generation = world.object("n1").metadata.generation.unwrap();
+    world.status("n1").observed_generation = generation;
+    let partition = world.partition("n1", 1);
+    serve(&mut world.status("n1").gpus[1], &partition);
+    world.pod("two", SMALL, 1);
+    world.now += Duration::from_secs(1);
+    let (_, outcome) = world.pass();
+    assert!(outcome.changing.is_empty(), "the late GPU does not delay the node again");
+}
+
+#[test]
+fn a_plan_overtaken_by_a_pod_is_replaced() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    world.pod("one", TEN, 1);
+    world.settle();
+    world.end("one");
+    world.pod("mig", SMALL, 1);
+    world.pass();
+    // Before the node reads its spec, a pod gets the slice that was free.
+    world.pod("late", TEN, 1);
+    world.pods.get_mut("team/late").unwrap().spec.node_name = Some("n1".to_owned());
+    let partition = world.partition("n1", 0);
+    assert!(partition.mig.is_some());
+    world.allocations.push((
+        "team/late".into(),
+        "n1".into(),
+        AllocationStatus {
+            pod: "team/late".into(),
+            resource: TEN.into(),
+            device: "GPU-n1-0".into(),
+            ids: vec!["GPU-n1-0::0".into()],
+            ..AllocationStatus::default()
+        },
+    ));
+    let allocations = world.allocations.clone();
+    let generation = world.object("n1").metadata.generation.unwrap();
+    let status = world.status("n1");
+    status.gpus.iter_mut().for_each(|gpu| list(gpu, &allocations));
+    status.observed_generation = generation;
+    status.steps = vec![StepStatus {
+        gpu: "GPU-n1-0".into(),
+        result: "Waiting".into(),
+        reason: "InUse".into(),
+        message: "in use by team/late".into(),
+        ..StepStatus::default()
+    }];
+    let (_, outcome) = world.pass();
+    assert_eq!(world.count("n1", 0, TEN), 1, "the slices in use stay");
+    assert_waits(&outcome, "mig", Reason::NoRoom, "in use");
+    world.settle();
+    world.end("late");
+    world.settle();
+    assert!(world.is_bound("mig"));
+}
+
+#[test]
+fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
+    let mut world = World::new("mode: Auto").node("n1", 1);
+    world.pod("one", TEN, 1);
+    world.pass();
+    world.apply();
+    // The scheduler has bound the pod, and the kubelet does not list its devices yet.
+    world.pods.get_mut("team/one").unwrap().spec.node_name = Some("n1".to_owned());
+    world.pod("whole", WHOLE, 1);
+    world.pod("mig", SMALL, 1);
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "its slice would be removed");
+    assert_waits(&outcome, "whole", Reason::NoRoom, "");
+    // No other pod gets that slice.
+    world.pod("two", TEN, 1);
+    let (_, outcome) = world.pass();
+    assert_ne!(outcome.waiting["team/two"].reason, Reason::Scheduler);
+    // Once it is listed, the rest of the GPU can be repartitioned around it.
+    world.allocate("team/one", "n1", TEN);
+    world.settle();
+    assert!(world.is_bound("two") && !world.is_bound("whole") && !world.is_bound("mig"));
+}
+
+#[test]
+fn a_bound_pod_uses_a_whole_gpu_before_the_kubelet_lists_it() {
+    let mut world = World::new("mode: Auto").node("n1", 2);
+    world.pod("whole", WHOLE, 1);
+    world.pass();
+    world.pods.get_mut("team/whole").unwrap().spec.node_name = Some("n1".to_owned());
+    world.pod("one", TEN, 1);
+    world.pod("whole2", WHOLE, 1);
+    let (_, outcome) = world.pass();
+    assert_eq!(world.written(), [] as [&str; 0], "it is unknown which GPU the pod uses");
+    assert_waits(&outcome, "whole2", Reason::Scheduler, "GPU");
+    world.allocate("team/whole", "n1", WHOLE);
+    world.end("whole2");
+    world.settle();
+    assert!(world.is_bound("one"));
+    assert!(world.partition("n1", 0).whole.is_some());
+}
