@@ -114,7 +114,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         let (passes, gate, tenants) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),
             task::run(gate, context.clone(), gate_wake),
-            task::run(tenants, context.clone(), tenants_wake),
+            task::run(tenants, context, tenants_wake),
         );
         // Nothing is written from here on: the lease may go.
         released.cancel();

@@ -52,8 +52,8 @@ pub(super) struct Volumes {
     pub(super) unbound: bool,
 }
 
-/// Namespace, labels, rules and volumes of a pod: what decides which nodes these checks allow.
-/// Pods with the same key get the same answer.
+/// Namespace, labels, rules and volumes of a pod: what decides which nodes these checks allow. Pods
+/// with the same key get the same answer.
 pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules, Volumes);
 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();

@@ -24,8 +24,7 @@ pub(super) fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
 }
 
 /// The true state of a simulated cluster, in objects of the API. Each change of an object raises
-/// its
-/// `resourceVersion`.
+/// its `resourceVersion`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct World {
     pub(super) version: u64,
