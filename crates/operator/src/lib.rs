@@ -39,6 +39,7 @@ pub mod policies;
 pub mod read;
 mod rollout;
 mod run;
+mod task;
 mod tenants;
 mod watches;
 mod write;

@@ -1,180 +1,156 @@
-//! The passes: read the cluster, plan every GPU by the policies and the pods, write, and report.
+//! The controller of GPUs: reads the cluster, plans every GPU by the policies and the pods, writes,
+//! and reports.
 //!
-//! The steps are in [`crate::policies`]. This task decides when they run, and makes their writes
-//! while this process holds the lease.
+//! The steps are in [`crate::policies`]. One pass runs all of them. It writes only while this
+//! process holds the lease.
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
 use cleave_api::gpunode::StepStatus;
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
-use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::core::DeserializeGuard;
-use kube::runtime::events::Recorder;
-use kube::{Api, Client, Resource as _, ResourceExt};
+use kube::{Api, Resource as _, ResourceExt};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use crate::events::{self, EventPublisher};
-use crate::leader::LeaseGuard;
-use crate::metrics::{self, Kind, Metrics, Outcome, Write};
+use crate::metrics::{self, Kind, Outcome, Write};
 use crate::policies::demand::{self, Reason, Waiting};
 use crate::policies::pace::{Pace, QuietPeriod};
 use crate::policies::snapshot::History;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
 use crate::policies::taint::{self, Taints};
 use crate::policies::{apply, plan, status};
-use crate::read::{Observed, Stores};
+use crate::read::Observed;
+use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakes;
 use crate::write::{publish, within};
 
-/// How often is planned while pods wait for room: what other pods give back (CPU, memory) is not
-/// told on its own.
+/// How often a pass runs while pods wait for room. CPU and memory that other pods free do not start
+/// a pass.
 const WAITING: Duration = Duration::from_secs(5);
-/// After how long a pass that failed is repeated, at first and at most.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// How long after a failed pass the next one runs. Each further failure doubles the time.
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+/// The longest time after a failed pass.
+const LONGEST_RETRY: Duration = Duration::from_secs(30);
 
-/// What the task is made of.
+/// What the controller needs.
 pub(crate) struct Parts {
-    pub(crate) client: Client,
-    pub(crate) stores: Stores,
-    pub(crate) claim: LeaseGuard,
-    pub(crate) metrics: Metrics,
-    pub(crate) recorder: Recorder,
+    pub(crate) context: Context,
     pub(crate) wakes: Wakes,
-    /// Set once all objects are listed.
-    pub(crate) listed: Arc<AtomicBool>,
-    /// What pods wait for, for the gate.
+    /// What pods wait for. The gate reads it.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
     /// Whether nodes that can serve no pod get a taint.
     pub(crate) taint: bool,
-    pub(crate) stop: CancellationToken,
 }
 
-/// The task that reads, plans and writes.
+/// The controller of GPUs.
 pub(crate) struct Passes {
-    parts: Parts,
+    context: Context,
+    wakes: Wakes,
+    demand: watch::Sender<Arc<BTreeMap<String, Waiting>>>,
     written: WrittenStatuses,
     started: Instant,
     history: History,
     quiet: QuietPeriod,
+    pace: Pace,
     publisher: EventPublisher,
-    /// Steps of each node as last counted.
+    /// Steps of each node as last is_interchangeable.
     steps: BTreeMap<String, Vec<StepStatus>>,
-    /// Which nodes are out of service, where these are to be tainted.
+    /// Which nodes are out of service. `None` if nodes get no taints.
     taints: Option<Taints>,
-    /// When to look again though nothing changes.
+    /// When the next pass runs if nothing changes.
     next: Option<Duration>,
+    /// When the next pass runs because this one failed.
+    retry: Option<Duration>,
 }
 
-/// Writes of a pass failed; each was told where it happened.
+/// At least one write of a pass failed. Each failure was logged where it happened.
 #[derive(Debug)]
 struct Failed;
 
+impl Controller for Passes {
+    fn gather(&mut self) -> Duration {
+        self.pace.wait(self.started.elapsed())
+    }
+
+    async fn reconcile(&mut self, trigger: Trigger) -> Option<Duration> {
+        self.retry = match self.pass(trigger.seen).await {
+            Ok(()) => None,
+            Err(Failed) => Some(self.retry.map_or(FIRST_RETRY, |pause| (pause * 2).min(LONGEST_RETRY))),
+        };
+        self.pace.planned(self.now(), trigger.more);
+        self.retry.into_iter().chain(self.next).min()
+    }
+}
+
 impl Passes {
     pub(crate) fn new(parts: Parts) -> Self {
-        let taints = parts.taint.then(Taints::default);
+        let Parts { context, wakes, demand, taint } = parts;
         Self {
-            parts,
+            context,
+            wakes,
+            demand,
             written: WrittenStatuses::new(),
             started: Instant::now(),
             history: History::default(),
             quiet: QuietPeriod::default(),
+            pace: Pace::default(),
             publisher: EventPublisher::default(),
             steps: BTreeMap::new(),
-            taints,
+            taints: taint.then(Taints::default),
             next: None,
+            retry: None,
         }
     }
 
-    pub(crate) async fn run(mut self) -> Result<()> {
-        let stop = self.parts.stop.clone();
-        // A pass ends before the process does: what it writes is whole, and it asks for the claim
-        // before each write.
-        tokio::select! {
-            () = stop.cancelled() => return Ok(()),
-            ready = self.wait_for_lists() => ready?,
-        }
-        let mut turned = self.parts.claim.clone();
-        let mut retry: Option<Duration> = None;
-        let mut pace = Pace::default();
-        loop {
-            let pause = retry.into_iter().chain(self.next).min();
-            let mut more = false;
-            let mut seen = None;
-            // Cancel-safe: `notified` keeps its permit when dropped, `turned` reads a watch
-            // channel, the others are a token and a timer.
-            tokio::select! {
-                () = stop.cancelled() => return Ok(()),
-                () = self.parts.wakes.passes.notified() => {
-                    seen = Some(Instant::now());
-                    tokio::time::sleep(pace.wait(self.now())).await;
-                    // What came meanwhile is in this pass.
-                    more = self.parts.wakes.passes.notified().now_or_never().is_some();
-                }
-                () = turned.changed() => {}
-                () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
-            }
-            retry = match self.pass(seen.unwrap_or_else(Instant::now)).await {
-                Ok(()) => None,
-                Err(Failed) => Some(retry.map_or(RETRY.0, |pause| (pause * 2).min(RETRY.1))),
-            };
-            pace.planned(self.now(), more);
-        }
-    }
-
-    /// Since the process started.
+    /// Time since the process started.
     fn now(&self) -> Duration {
         self.started.elapsed()
     }
 
-    async fn wait_for_lists(&self) -> Result<()> {
-        self.parts.stores.wait_until_ready().await.context("listing the cluster's objects")?;
-        self.parts.listed.store(true, Ordering::Release);
-        tracing::info!("all objects are listed");
-        Ok(())
-    }
-
-    /// Reads, plans and writes once; does nothing where another leads. `seen` is when the first
-    /// change was told.
+    /// Reads, plans and writes once. Does nothing while another process leads. `seen` is when the
+    /// first change was seen.
     async fn pass(&mut self, seen: Instant) -> Result<(), Failed> {
         self.next = None;
-        if !self.parts.claim.is_current() {
+        if !self.context.claim.is_current() {
             return Ok(());
         }
         let now = self.now();
-        let mut observed = self.parts.stores.observe();
+        let mut observed = self.context.stores.observe();
         self.count_steps(&observed);
         self.history.restore_writes(&mut observed, now);
         let mut plan = plan::plan(&observed);
-        self.parts.wakes.pods_decide(!plan.demand.is_empty());
+        self.wakes.pods_decide(!plan.demand.is_empty());
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.measure(&observed, &plan);
         let nodes = self.apply(&plan, &observed, seen).await;
         if let Some(outcome) = &outcome {
-            self.parts.demand.send_if_modified(|told| {
-                let news = **told != outcome.waiting;
-                if news {
-                    *told = Arc::new(outcome.waiting.clone());
+            let modified = self.demand.send_if_modified(|waiting| {
+                let modified = **waiting != outcome.waiting;
+                if modified {
+                    *waiting = Arc::new(outcome.waiting.clone());
                 }
-                news
+                modified
             });
-            self.tell_of(outcome, &observed).await;
+            if modified {
+                self.wakes.gate.notify_one();
+            }
+            self.report_demand(outcome, &observed).await;
         }
-        let policies = self.tell(&plan, &observed).await;
+        let policies = self.report_policies(&plan, &observed).await;
         let tainted = self.taint(&observed).await;
         let all = nodes && policies && tainted;
         let result = if all { "ok" } else { "failed" };
-        self.parts.metrics.passes.get_or_create(&Outcome { result }).inc();
+        self.context.metrics.passes.get_or_create(&Outcome { result }).inc();
         if all { Ok(()) } else { Err(Failed) }
     }
 
-    /// Plans the GPUs that pods decide about; nothing while pods are gathered.
+    /// Plans the GPUs that are partitioned on demand. `None` while the operator waits for more
+    /// pods.
     fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> Option<demand::Outcome> {
         let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.gathering);
         let idle = rules().filter_map(|rule| rule.idle).min();
@@ -188,30 +164,30 @@ impl Passes {
         let outcome = demand::overlay(plan, observed, &mut self.history, now);
         let took = started.elapsed();
         let planned = outcome.planned.as_ref()?;
-        self.parts.metrics.plan_seconds.observe(took.as_secs_f64());
+        self.context.metrics.plan_seconds.observe(took.as_secs_f64());
         let result = match (outcome.violations.as_slice(), planned.plan.changed) {
             ([], true) => "changed",
             ([], false) => "unchanged",
             (some, _) => {
                 let violations: Vec<String> = some.iter().take(8).map(ToString::to_string).collect();
-                tracing::error!(violations = violations.join("; "), "the plan breaks rules and is not acted on");
+                tracing::error!(violations = violations.join("; "), "discarded a plan that violates its rules");
                 "refused"
             }
         };
-        self.parts.metrics.plans.get_or_create(&Outcome { result }).inc();
+        self.context.metrics.plans.get_or_create(&Outcome { result }).inc();
         for reason in Reason::ALL {
             let count = outcome.waiting.values().filter(|waiting| waiting.reason == reason).count();
             let label = metrics::Reason { reason: reason.as_str() };
-            self.parts.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
+            self.context.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
-        self.parts.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
-        self.parts.metrics.left_out.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
+        self.context.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
+        self.context.metrics.left_out.set(i64::try_from(outcome.excluded_nodes.len()).unwrap_or(i64::MAX));
         if !outcome.repartitioned.is_empty() || !outcome.violations.is_empty() {
             tracing::info!(
                 pods = outcome.waiting.len(),
                 gpus = outcome.repartitioned.len(),
                 milliseconds = took.as_millis(),
-                "planned for pods"
+                "planned GPUs for waiting pods"
             );
         }
         self.next = outcome.next;
@@ -221,7 +197,7 @@ impl Passes {
         Some(outcome)
     }
 
-    /// What nodes did, once each.
+    /// Counts the steps that nodes have reported since the last pass.
     fn count_steps(&mut self, observed: &Observed) {
         self.steps.retain(|name, _| observed.nodes.contains_key(name));
         for (name, node) in &observed.nodes {
@@ -230,7 +206,7 @@ impl Passes {
             if before == Some(&status.steps) {
                 continue;
             }
-            // What a process that starts finds was counted by the one before.
+            // The steps that exist when a process starts were is_interchangeable by the process before.
             if let Some(before) = before {
                 for step in status.steps.iter().filter(|step| !before.contains(step)) {
                     let result = match step.result.as_str() {
@@ -239,34 +215,33 @@ impl Passes {
                         STEP_REFUSED => "refused",
                         _ => "waiting",
                     };
-                    self.parts.metrics.steps.get_or_create(&Outcome { result }).inc();
+                    self.context.metrics.steps.get_or_create(&Outcome { result }).inc();
                 }
             }
             self.steps.insert(name.clone(), status.steps.clone());
         }
     }
 
-    /// Tells pods and nodes what came of the plan. Events are a courtesy: one that cannot be
-    /// written is not tried again.
-    async fn tell_of(&mut self, outcome: &demand::Outcome, observed: &Observed) {
+    /// Publishes Events about the plan on pods and nodes. A failed Event is not retried.
+    async fn report_demand(&mut self, outcome: &demand::Outcome, observed: &Observed) {
         for (regarding, event) in self.publisher.events(outcome, observed, self.now()) {
-            if !self.parts.claim.is_current() {
+            if !self.context.claim.is_current() {
                 return;
             }
-            publish(&self.parts.recorder, &event, &regarding).await;
+            publish(&self.context.recorder, &event, &regarding).await;
         }
         if self.publisher.is_waiting() {
             self.next = Some(self.next.map_or(events::LOOK_AGAIN, |next| next.min(events::LOOK_AGAIN)));
         }
     }
 
-    /// Writes the nodes that differ; false where one could not be written.
+    /// Writes the `GpuNode` specs that differ. Returns false if a write failed.
     async fn apply(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
-        let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.parts.client.clone());
+        let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.context.client.clone());
         let mut all = true;
-        let mut told = false;
+        let mut written_any = false;
         for change in apply::changes(plan, observed) {
-            if !self.parts.claim.is_current() {
+            if !self.context.claim.is_current() {
                 return false;
             }
             let written = within(apply::write(&api, &change)).await;
@@ -278,12 +253,16 @@ impl Passes {
                         gpus = change.spec.gpus.len(),
                         created = change.create,
                         milliseconds = seen.elapsed().as_millis(),
-                        "planned"
+                        "applied GpuNode spec"
                     );
                     true
                 }
                 Err(error) => {
-                    tracing::warn!(node = change.node, error = &error as &dyn std::error::Error, "not planned");
+                    tracing::warn!(
+                        node = change.node,
+                        error = &error as &dyn std::error::Error,
+                        "failed to apply GpuNode spec"
+                    );
                     false
                 }
             });
@@ -295,31 +274,35 @@ impl Passes {
                     &change.spec,
                     self.now(),
                 );
-                told = true;
+                written_any = true;
             }
             self.count("GpuNode", done, &mut all);
         }
-        if told {
-            self.parts.metrics.reaction_seconds.observe(seen.elapsed().as_secs_f64());
+        if written_any {
+            self.context.metrics.reaction_seconds.observe(seen.elapsed().as_secs_f64());
         }
         all
     }
 
-    /// Writes the statuses that differ, and tells of what turned; false where one could not be
-    /// written.
-    async fn tell(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
-        let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.parts.client.clone());
+    /// Writes the policy statuses that differ, and publishes Events about conditions that changed.
+    /// Returns false if a write failed.
+    async fn report_policies(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
+        let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.context.client.clone());
         let mut all = true;
         self.written.retain(|policy, _| observed.policies.contains_key(policy));
         for update in status::updates(plan, observed, &self.written, Timestamp::now()) {
-            if !self.parts.claim.is_current() {
+            if !self.context.claim.is_current() {
                 return false;
             }
             let written = within(status::write(&api, &update)).await;
             let done = written.is_some_and(|written| match written {
                 Ok(()) => true,
                 Err(error) => {
-                    tracing::warn!(policy = update.policy, error = &error as &dyn std::error::Error, "status not told");
+                    tracing::warn!(
+                        policy = update.policy,
+                        error = &error as &dyn std::error::Error,
+                        "failed to update policy status"
+                    );
                     false
                 }
             });
@@ -333,8 +316,7 @@ impl Passes {
         all
     }
 
-    /// Taints the nodes that can serve nobody, where that is asked for; false where one could not
-    /// be written.
+    /// Taints the nodes that can serve no pod, if that is enabled. Returns false if a write failed.
     async fn taint(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
@@ -342,18 +324,18 @@ impl Passes {
         self.next = self.next.into_iter().chain(next).min();
         let mut all = true;
         for change in changes {
-            if !self.parts.claim.is_current() {
+            if !self.context.claim.is_current() {
                 return false;
             }
             let taint::Change { node, why, .. } = &change;
-            let done = match within(taint::write(&self.parts.client, &change)).await {
+            let done = match within(taint::write(&self.context.client, &change)).await {
                 Some(Ok(())) => {
-                    tracing::info!(node, why, tainted = why.is_some(), "the node's taint was written");
+                    tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
                     true
                 }
-                // It has changed since it was looked at.
+                // The node has changed since it was read.
                 Some(Err(kube::Error::Api(status))) if matches!(status.code, 409 | 422) => {
-                    tracing::debug!(node, message = status.message, "the node's taint is looked at again");
+                    tracing::debug!(node, message = status.message, "the node changed; its taint is updated later");
                     false
                 }
                 Some(Err(error)) => {
@@ -361,7 +343,7 @@ impl Passes {
                         node,
                         why,
                         error = &error as &dyn std::error::Error,
-                        "the node's taint was not written"
+                        "failed to update the node's taint"
                     );
                     false
                 }
@@ -372,31 +354,38 @@ impl Passes {
         all
     }
 
-    /// Events are a courtesy: one that cannot be written is not tried again.
+    /// Publishes Events about a policy's conditions that changed. A failed Event is not retried.
     async fn publish(&self, update: &status::Update, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());
         for event in update.changed.iter().filter_map(status::event) {
-            tracing::info!(policy = policy.name_any(), reason = event.reason, note = event.note, "policy turned");
-            publish(&self.parts.recorder, &event, &regarding).await;
+            tracing::info!(
+                policy = policy.name_any(),
+                reason = event.reason,
+                note = event.note,
+                "policy condition changed"
+            );
+            publish(&self.context.recorder, &event, &regarding).await;
         }
     }
 
+    /// Counts a write, and clears `all` if it failed.
     fn count(&self, kind: &'static str, done: bool, all: &mut bool) {
         let result = if done { "ok" } else { "failed" };
-        self.parts.metrics.writes.get_or_create(&Write { kind, result }).inc();
+        self.context.metrics.writes.get_or_create(&Write { kind, result }).inc();
         *all &= done;
     }
 
+    /// Updates the gauges of policies and nodes.
     fn measure(&self, observed: &Observed, plan: &plan::Plan) {
         let size = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let malformed_policies = observed.policies.values().filter(|policy| policy.is_err()).count();
         let nodes = observed.nodes.values();
         let malformed_nodes = nodes.filter(|node| node.has_object() && node.object().is_none()).count();
-        self.parts.metrics.malformed.get_or_create(&Kind { kind: "SharingPolicy" }).set(size(malformed_policies));
-        self.parts.metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(size(malformed_nodes));
+        self.context.metrics.malformed.get_or_create(&Kind { kind: "SharingPolicy" }).set(size(malformed_policies));
+        self.context.metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(size(malformed_nodes));
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
-        self.parts.metrics.policies.set(size(in_force));
-        self.parts.metrics.nodes.set(size(plan.nodes.len()));
+        self.context.metrics.policies.set(size(in_force));
+        self.context.metrics.nodes.set(size(plan.nodes.len()));
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context as _, Result, anyhow};
 use k8s_openapi::api::core::v1::Namespace;
 use kube::core::PartialObjectMeta;
 use kube::runtime::events::{Recorder, Reporter};
@@ -25,7 +25,8 @@ use crate::leader::Elector;
 use crate::metrics::Metrics;
 use crate::passes::{self, Passes};
 use crate::placement::{self, Gate};
-use crate::tenants::{self, Tenants};
+use crate::task::{self, Context};
+use crate::tenants::Tenants;
 use crate::watches::{Wakes, Watches};
 
 /// The operator's tasks. Each returns its name and how it ended.
@@ -88,33 +89,24 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
-    let at_gate = placement::Parts {
-        client: client.clone(),
-        stores: stores.clone(),
-        claim: claim.clone(),
-        metrics: metrics.clone(),
-        recorder: recorder.clone(),
-        dirty: Arc::clone(&wakes.gate),
+    let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
+    let (passes_wake, gate_wake, tenants_wake) =
+        (Arc::clone(&wakes.passes), Arc::clone(&wakes.gate), Arc::clone(&wakes.tenants));
+    let gate = Gate::new(placement::Parts {
+        context: context.clone(),
+        wake: Arc::clone(&wakes.gate),
         demand: gated,
         hosts,
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),
-        stop: stop.clone(),
-    };
-    let tenants = tenants::Parts {
-        client: client.clone(),
-        stores: stores.clone(),
-        claim: claim.clone(),
-        metrics: metrics.clone(),
-        recorder: recorder.clone(),
-        dirty: Arc::clone(&wakes.tenants),
-        stop: stop.clone(),
-    };
-    let taint = args.taint_unhealthy;
-    let passes =
-        passes::Parts { client, stores, claim, metrics, recorder, wakes, listed, demand, taint, stop: stop.clone() };
+    });
+    let tenants = Tenants::new(context.clone());
+    let passes = Passes::new(passes::Parts { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
     tasks.spawn(async move {
-        let (passes, gate, tenants) =
-            tokio::join!(Passes::new(passes).run(), Gate::new(at_gate).run(), Tenants::new(tenants).run());
+        let (passes, gate, tenants) = tokio::join!(
+            task::run(passes, context.clone(), passes_wake),
+            task::run(gate, context.clone(), gate_wake),
+            task::run(tenants, context, tenants_wake),
+        );
         // Nothing writes from here on, so the lease may be released.
         released.cancel();
         ("passes", passes.and(gate).and(tenants))

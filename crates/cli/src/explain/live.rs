@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use cleave_operator::dry::Objects;
-use cleave_operator::placement::{Cluster, Gatekeeper, Now, Why};
+use cleave_operator::placement::{Cluster, Gatekeeper, Now, ReleaseReason};
 use cleave_operator::pods::{PodObject, full_name};
 use cleave_operator::policies::demand::Waiting;
 use cleave_operator::read::Observed;
@@ -73,7 +73,7 @@ impl Live {
 #[derive(Debug, Default)]
 pub(super) struct Decisions {
     /// The pods that are released, and why.
-    pub(super) released: BTreeMap<String, Why>,
+    pub(super) released: BTreeMap<String, ReleaseReason>,
     /// What the other pods wait for, for their owners.
     pub(super) waiting: BTreeMap<String, String>,
 }
@@ -89,11 +89,11 @@ pub(super) fn decide(
 ) -> Decisions {
     let mut decisions = Decisions::default();
     loop {
-        let turn = keeper.look(cluster, demand, Now { up, epoch });
-        let more = turn.more && !turn.openings.is_empty();
-        decisions.released.extend(turn.openings.into_iter().map(|opening| (opening.pod, opening.why)));
+        let actions = keeper.reconcile(cluster, demand, Now { up, epoch });
+        let more = actions.more && !actions.releases.is_empty();
+        decisions.released.extend(actions.releases.into_iter().map(|release| (release.pod, release.reason)));
         if !more {
-            decisions.waiting = turn.waiting.into_iter().map(|(pod, waiting)| (pod, waiting.message)).collect();
+            decisions.waiting = actions.waiting.into_iter().map(|(pod, waiting)| (pod, waiting.message)).collect();
             return decisions;
         }
     }

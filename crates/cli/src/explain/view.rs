@@ -5,7 +5,7 @@ use std::time::Duration;
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::GATE;
 use cleave_operator::dry;
-use cleave_operator::placement::{Gatekeeper, PATIENCE, Why};
+use cleave_operator::placement::{Gatekeeper, ReleaseReason, UNSCHEDULABLE_AFTER};
 use cleave_operator::pods::{PodObject, claimant, full_name};
 use cleave_plan::ledger::{Ask, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
@@ -89,18 +89,20 @@ impl View<'_> {
         if !decisions.released.contains_key(self.name) {
             // The gate is patient with pods that nothing can hold: a policy may just have been
             // applied.
-            decisions = decide(PATIENCE);
+            decisions = decide(UNSCHEDULABLE_AFTER);
         }
         match decisions.released.get(self.name) {
-            Some(Why::Held(placement)) => {
+            Some(ReleaseReason::Reserved(placement)) => {
                 let nodes: Vec<&str> = placement.nodes.keys().map(String::as_str).collect();
                 let nodes = nodes.join(", ");
                 verdict(State::Fits, format!("There is room on {nodes}. The operator will release the pod."))
             }
-            Some(Why::NotOurs) => {
+            Some(ReleaseReason::NotServed) => {
                 verdict(State::NotOurs, "The pod requests nothing that Cleave serves. The operator will release it.")
             }
-            Some(Why::Never(message)) => verdict(State::Never, format!("No GPU can hold the pod: {}.", bare(message))),
+            Some(ReleaseReason::Unschedulable(message)) => {
+                verdict(State::Never, format!("No GPU can hold the pod: {}.", bare(message)))
+            }
             None => {
                 let message = decisions.waiting.get(self.name).map_or("no GPU has room now", String::as_str);
                 verdict(State::Waits, format!("The pod waits: {}.", bare(message)))

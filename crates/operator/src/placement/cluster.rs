@@ -1,4 +1,4 @@
-//! What one look reads: the objects of the watches, and the time.
+//! What one reconcile reads: the objects of the watches, and the time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::policies::demand::Waiting;
 use crate::read::{AgentPod, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
 use crate::rollout::Hosts;
 
-/// The cluster as the watches last told it.
+/// The cluster's objects as the watches last reported them.
 #[derive(Debug, Clone, Default)]
 pub struct Cluster {
-    /// Pods that have not ended, trimmed.
+    /// Pods that have not ended, trimmed by [`PodObject::trim`].
     pub pods: Vec<Arc<PodObject>>,
     /// Nodes.
     pub nodes: Vec<Arc<NodeObject>>,
@@ -23,44 +23,52 @@ pub struct Cluster {
     pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
     /// The agents' pods.
     pub agents: Vec<Arc<AgentPod>>,
-    /// MPS hosts, where they are to be replaced and once they are known.
+    /// MPS hosts. `None` if the operator does not replace them, or has not listed them yet.
     pub hosts: Option<Hosts>,
-    /// Claims of volumes.
+    /// `PersistentVolumeClaim`s.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
-    /// Volumes.
+    /// `PersistentVolume`s.
     pub volumes: Vec<Arc<VolumeObject>>,
-    /// Namespaces, for pods' affinity to pods of namespaces with some labels.
+    /// Namespaces. Pod affinity can select namespaces by label.
     pub namespaces: Vec<Arc<NamespaceObject>>,
 }
 
-/// Now.
+/// The time of one reconcile.
 #[derive(Debug, Clone, Copy)]
 pub struct Now {
-    /// Since the process started.
+    /// Time since the process started.
     pub up: Duration,
-    /// Seconds of the Unix epoch, by a clock that nobody sets while this process leads: what is
-    /// held is not to be lost, or kept, by a jump.
+    /// Seconds of the Unix epoch, by a clock that nobody sets while this process leads. A step of
+    /// the node's clock must not end or prolong reservations.
     pub epoch: u64,
 }
 
-/// What is looked at beside nodes and ledger.
-pub(super) struct Seen<'a> {
+/// The input of one reconcile besides nodes and ledger.
+pub(super) struct Input<'a> {
     pub(super) cluster: &'a Cluster,
+    /// Pods that have not ended and can still run.
     pub(super) living: &'a [&'a PodObject],
-    /// Of these, those that are not settled.
-    pub(super) open: &'a [&'a PodObject],
+    /// Those of `living` that are not settled ([`super::pod_tracker`]).
+    pub(super) unsettled: &'a [&'a PodObject],
+    /// What pods wait for, by the plan of GPUs that are partitioned on demand.
     pub(super) demand: &'a BTreeMap<String, Waiting>,
     pub(super) now: Now,
 }
 
+/// Whether a pod runs or can still run.
 pub(super) fn is_living(pod: &PodObject) -> bool {
     let ended = matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
-    // One that is deleted before it is bound will not come.
+    // A pod that is deleted before it is bound never runs.
     !ended && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
 }
 
-/// A pod as it is planned with; of one that nothing is planned for, what it asks for.
-pub(super) fn planned(pod: &PodObject) -> PlanPod {
+/// Whether a pod has no gate and is neither bound nor deleted.
+pub(super) fn is_released(pod: &PodObject) -> bool {
+    pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
+}
+
+/// The pod in the form that planning uses. A pod without GPU requests has only its requests.
+pub(super) fn plan_pod(pod: &PodObject) -> PlanPod {
     let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
     claimant(pod).map_or_else(plain, |found| found.pod)
 }

@@ -1,4 +1,4 @@
-//! What a `GpuNode` says to the ledger.
+//! Translates a `GpuNode` and the annotations of pods into what the ledger records.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
@@ -12,25 +12,28 @@ use crate::pods::PodObject;
 use crate::policies::partition;
 use crate::rollout::Mps;
 
-/// What its devices have. Units that cannot be given now, and may be later, count as used: those of
-/// a GPU that becomes something else, that are told as unhealthy or cordoned, or of a node whose
-/// agent is not ready, since a pod that comes there fails; shares under MPS where these are
-/// `withheld`, since their MPS host is being replaced.
+/// The devices of a node for the ledger, and the pods on devices that serve no new pods: evicting
+/// those frees nothing.
 ///
-/// And the pods on devices that give nothing now: their leaving frees nothing.
-pub(super) fn of(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (NodeFacts, BTreeSet<String>) {
+/// Units that are unavailable now, and may be available later, count as used:
+///
+/// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
+/// - units that are reported as unhealthy
+/// - all units of a node whose agent is not ready, because a pod that starts there fails
+/// - shares under MPS if they are `withheld`, because the node's MPS host is being replaced
+pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (NodeFacts, BTreeSet<String>) {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
     let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
-    let (mut facts, mut stuck) = (NodeFacts::default(), BTreeSet::new());
+    let (mut facts, mut blocked) = (NodeFacts::default(), BTreeSet::new());
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
-        let wanted = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
-        let becoming = wanted.filter(|spec| !partition::is_reached(&spec.partition, gpu));
-        let given = ready && gpu.health.healthy && becoming.is_none() && !cordons.0.contains_key(&gpu.uuid);
-        let given_of = |resource: &str| given && !(withheld && mps.serves(resource));
+        let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
+        let repartitioned = spec.filter(|spec| !partition::is_reached(&spec.partition, gpu));
+        let available = ready && gpu.health.healthy && repartitioned.is_none() && !cordons.0.contains_key(&gpu.uuid);
+        let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
         for slice in &gpu.slices {
-            let used = if given_of(&slice.resource) {
+            let used = if is_available(&slice.resource) {
                 slice.in_use.saturating_add(slice.unhealthy).min(slice.total)
             } else {
                 slice.total
@@ -42,36 +45,36 @@ pub(super) fn of(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (N
                 used,
             });
         }
-        if let Some(spec) = becoming {
-            facts.devices.extend(promised(gpu, &spec.partition));
+        if let Some(spec) = repartitioned {
+            facts.devices.extend(planned_devices(gpu, &spec.partition));
         }
-        for held in &gpu.allocations {
-            let units = u32::try_from(held.ids.len()).ok().and_then(Units::new);
+        for allocation in &gpu.allocations {
+            let units = u32::try_from(allocation.ids.len()).ok().and_then(Units::new);
             facts.allocations.extend(units.map(|units| Allocation {
-                pod: held.pod.clone(),
-                resource: held.resource.clone(),
-                device: held.device.clone(),
+                pod: allocation.pod.clone(),
+                resource: allocation.resource.clone(),
+                device: allocation.device.clone(),
                 units,
             }));
-            if !given_of(&held.resource) {
-                stuck.insert(held.pod.clone());
+            if !is_available(&allocation.resource) {
+                blocked.insert(allocation.pod.clone());
             }
         }
     }
-    (facts, stuck)
+    (facts, blocked)
 }
 
-/// What a GPU will have: nothing of it is free yet.
-fn promised(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<DeviceFacts> {
+/// The devices that a GPU has after its repartitioning. None of their units is free yet.
+fn planned_devices(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<DeviceFacts> {
     let mut sums: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
     for slice in partition::desired(partition, gpu) {
         let sum = sums.entry((slice.placement, slice.resource)).or_default();
         *sum = sum.saturating_add(slice.count);
     }
     let device = |placement: Option<u32>| match placement {
-        // It has no UUID before it is there.
-        Some(start) => format!("{} at {start}, to be made", gpu.uuid),
-        None => format!("{}, to be cut", gpu.uuid),
+        // A MIG instance has no UUID before it exists.
+        Some(start) => format!("{} (planned MIG instance at {start})", gpu.uuid),
+        None => format!("{} (planned)", gpu.uuid),
     };
     let facts = |((placement, resource), capacity)| DeviceFacts {
         device: device(placement),
@@ -82,8 +85,8 @@ fn promised(gpu: &GpuStatus, partition: &cleave_api::gpunode::Partition) -> Vec<
     sums.into_iter().map(facts).collect()
 }
 
-/// What is noted on a pod, as the ledger has it.
-pub(super) fn noted(pod: &PodObject) -> BTreeMap<String, Vec<Reservation>> {
+/// The reservations in a pod's annotation, by node.
+pub(super) fn annotated_reservations(pod: &PodObject) -> BTreeMap<String, Vec<Reservation>> {
     let reservation = |held: &ReservedUnits| {
         let units = Units::new(held.units)?;
         Some(Reservation { resource: held.resource.clone(), units, device: held.device.clone() })

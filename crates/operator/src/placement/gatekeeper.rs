@@ -1,180 +1,123 @@
-//! Decides, look by look, which pods are released, and remembers what lies between two looks. Pure:
-//! the time is given.
+//! Decides which pods are released, and keeps what the next decision needs. Pure: callers pass in
+//! the time.
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{
-    Ask, Claim, Facts, Fits, Ledger, Moment, NodeFacts, Nomination, Place, Preemption, Reservation,
-};
+use cleave_plan::ledger::{Ask, Fits, Ledger, Moment, Nomination, Place, Preemption, Reservation};
 use kube::ResourceExt;
 
-use super::cluster::{Cluster, Now, Seen, is_living, planned};
+use super::actions::{Actions, Destination, ReleaseReason};
+use super::claims::{self, PodClaims};
+use super::cluster::{Cluster, Input, Now, is_living, is_released};
+use super::mps_hosts;
 use super::nodes::Nodes;
-use super::placing::{Candidate, Placing};
-use super::preempting::Preempting;
-use super::present::Present;
-use super::stranded::{Advice, Rescue, Stranded};
-use super::turn::{Towards, Turn, Why};
-use super::{facts, stranded};
-use crate::pods::{PodObject, is_interchangeable};
+use super::pod_tracker::PodTracker;
+use super::preemption::PreemptionSearch;
+use super::queue::{self, Queue};
+use super::search::{Candidate, PlacementSearch};
+use super::stranded::{self, Advice, Rescue, Stranded};
+use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, Waiting};
-use crate::rollout::{self, Rollout, Step, View};
+use crate::rollout::{self, Rollout, Step};
 
-/// How long room is held for a pod that finds no node after all.
-const HOLD: Duration = Duration::from_secs(300);
-/// How long a pod must be unplaceable before it is released as unschedulable, unless the operator
-/// is told otherwise: a policy, a node or its `GpuNode` may be away for a while.
-pub const PATIENCE: Duration = Duration::from_secs(180);
-/// How long what a bound pod asked for is kept after the pod is gone, if it was never seen with it:
-/// who is deleted without grace may still hold it.
-const LINGER: Duration = Duration::from_secs(5);
-/// How long a pod is believed to be protected by a disruption budget, once an eviction was refused.
+/// Default of how long a pod must be unplaceable before it is released as unschedulable. A policy,
+/// a node or its `GpuNode` may be absent for some time.
+pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
+/// How long a pod counts as protected after a disruption budget refused its eviction.
 const PROTECTED: Duration = Duration::from_secs(30);
-/// How often in a row the API server may refuse a pod's patch, as it does where the pod has changed
-/// meanwhile.
-const REFUSALS: u32 = 3;
-/// How long a pod is left alone after so many refusals. Doubles with each, up to a minute.
-const LEFT_ALONE: Duration = Duration::from_secs(1);
-const LEFT_ALONE_LONGEST: Duration = Duration::from_secs(60);
-/// How often a reservation is renewed: after an hour nobody seems to look at the pod.
-const MOST_RENEWALS: u32 = 11;
-/// What a pod is told that is held back: see [`stranded`].
-const HELD_BACK: &str = "Pods of this controller were re-created again and again because the scheduler did not bind them: the next is released later";
-/// How many pods are let through at once: they are written before the next are looked at.
-const AT_ONCE: usize = 128;
+/// Maximum number of pods released per reconcile. Their patches are written before the next
+/// reconcile.
+const BATCH: usize = 128;
+/// Why a pod waits whose controller's pods were re-created repeatedly: see [`stranded`].
+const DELAYED: &str = "The scheduler repeatedly did not bind pods of this controller, and they were re-created. This pod is released later";
 
-/// Holds the ledger.
+/// Keeps the ledger, and decides which pods are released.
 #[derive(Debug)]
 pub struct Gatekeeper {
-    /// How long a pod must be unplaceable before it is released as unschedulable.
-    patience: Duration,
-    /// None until the first look after a start, or after another process led.
+    unschedulable_after: Duration,
+    /// `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     nodes: Nodes,
-    present: Present,
-    /// UIDs of pods with a claim.
-    uids: BTreeMap<String, String>,
-    /// Pods that were seen with all that they asked for: when they go, and their node no longer
-    /// tells of it, nothing is kept for them.
-    served: BTreeSet<String>,
-    /// UIDs of pods that found no node in time: what is noted on them is believed no more, however
-    /// late the end is that it names.
-    given_up: BTreeMap<String, String>,
-    /// How often the reservation of a pod was renewed, by UID.
-    renewals: BTreeMap<String, u32>,
-    /// Pods that are gone and may hold something, and until when that is believed.
-    lingering: BTreeMap<String, Duration>,
-    /// Pods that a disruption budget protects, and until when that is believed.
+    tracker: PodTracker,
+    claims: PodClaims,
+    queue: Queue,
+    /// Pods that a disruption budget protects, and until when they count as protected.
     protected: BTreeMap<String, Duration>,
-    /// Pods at the gate: UID, since when, and since when nothing could hold them.
-    gated: BTreeMap<String, Gated>,
-    /// Released pods that no node takes.
     stranded: Stranded,
-    /// Which MPS hosts are being replaced.
+    /// The replacement of MPS hosts.
     pub(crate) rollout: Rollout,
-    /// Until when they are not looked at again.
-    rested: Duration,
-}
-
-#[derive(Debug)]
-struct Gated {
-    uid: String,
-    since: Duration,
-    never: Option<Duration>,
-    refused: Option<Refused>,
-}
-
-/// The API server does not take what would let a pod through.
-#[derive(Debug)]
-struct Refused {
-    /// How often in a row.
-    times: u32,
-    /// Until when it is left alone.
-    until: Duration,
-    /// In the API server's words.
-    why: String,
-}
-
-impl Gated {
-    /// For how long nothing could hold it; none where that may pass.
-    fn never_for(&mut self, may_pass: bool, up: Duration) -> Option<Duration> {
-        self.never = if may_pass { None } else { self.never.or(Some(up)) };
-        Some(up.saturating_sub(self.never?))
-    }
+    /// MPS hosts are not examined before this time.
+    next_rollout: Duration,
 }
 
 impl Default for Gatekeeper {
     fn default() -> Self {
-        Self::new(PATIENCE)
+        Self::new(UNSCHEDULABLE_AFTER)
     }
 }
 
 impl Gatekeeper {
-    /// Knows nothing yet. A pod must be unplaceable for `patience` before it is released as
-    /// unschedulable.
-    pub fn new(patience: Duration) -> Self {
+    /// A gatekeeper without a ledger. A pod must be unplaceable for `unschedulable_after` before it
+    /// is released as unschedulable.
+    pub fn new(unschedulable_after: Duration) -> Self {
         Self {
-            patience,
+            unschedulable_after,
             ledger: None,
             nodes: Nodes::default(),
-            present: Present::default(),
-            uids: BTreeMap::new(),
-            served: BTreeSet::new(),
-            given_up: BTreeMap::new(),
-            renewals: BTreeMap::new(),
-            lingering: BTreeMap::new(),
+            tracker: PodTracker::default(),
+            claims: PodClaims::default(),
+            queue: Queue::default(),
             protected: BTreeMap::new(),
-            gated: BTreeMap::new(),
             stranded: Stranded::default(),
             rollout: Rollout::default(),
-            rested: Duration::ZERO,
+            next_rollout: Duration::ZERO,
         }
     }
 
-    /// Forgets everything: another process leads, or has led.
+    /// Forgets everything. Call it while another process leads.
     pub fn reset(&mut self) {
-        *self = Self::new(self.patience);
+        *self = Self::new(self.unschedulable_after);
     }
 
-    /// A pod could not be let through: what was held for it is free.
-    pub fn failed(&mut self, pod: &str) {
-        self.uids.remove(pod);
-        if let Some(ledger) = &mut self.ledger {
-            ledger.release(pod);
-        }
+    /// Records that a pod could not be released. Its reservation ends.
+    pub fn release_failed(&mut self, pod: &str) {
+        self.claims.release(self.ledger.as_mut(), pod);
     }
 
-    /// The API server refused what would let a pod through, in its words. One that it will always
-    /// refuse, for its size say, is to take no room from others at each look, and its owner is to
-    /// know.
-    pub fn refused(&mut self, pod: &str, why: &str, up: Duration) {
-        self.failed(pod);
-        let Some(gated) = self.gated.get_mut(pod) else { return };
-        let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
-        let pause = match times.checked_sub(REFUSALS) {
-            None => Duration::ZERO,
-            Some(more) => LEFT_ALONE.saturating_mul(2_u32.saturating_pow(more)).min(LEFT_ALONE_LONGEST),
-        };
-        let why = why.chars().take(300).collect();
-        gated.refused = Some(Refused { times, until: up.saturating_add(pause), why });
+    /// Records that the API server refused to release a pod, with its message. After some refusals
+    /// the pod is paused.
+    pub fn release_refused(&mut self, pod: &str, message: &str, up: Duration) {
+        self.release_failed(pod);
+        self.queue.refuse(pod, message, up);
     }
 
-    /// A pod could not be evicted: its disruption budget has none left.
+    /// Records that a disruption budget refused a pod's eviction.
     pub fn protect(&mut self, pod: &str, up: Duration) {
         self.protected.insert(pod.to_owned(), up.saturating_add(PROTECTED));
     }
 
-    /// The ledger, once there is one.
+    /// Records that the condition of a stranded pod could not be written.
+    pub(crate) fn advice_failed(&mut self, uid: &str) {
+        self.stranded.advice_failed(uid);
+    }
+
+    /// Records that a stranded pod could not be evicted.
+    pub(crate) fn eviction_failed(&mut self, uid: &str, up: Duration) {
+        self.stranded.eviction_failed(uid, up);
+    }
+
+    /// The ledger, after the first reconcile.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
 
-    /// Looks at the cluster. `demand` is what pods wait for that GPUs are cut for.
-    pub fn look(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Turn {
-        let changed = self.nodes.see(cluster, &self.rollout);
+    /// Decides what to do in this state of the cluster. `demand` is what pods wait for, by the plan
+    /// of GPUs that are partitioned on demand.
+    pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, Waiting>, now: Now) -> Actions {
+        let changed = self.nodes.update(cluster, &self.rollout);
         let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
@@ -188,142 +131,76 @@ impl Gatekeeper {
             }
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
-                self.rebuild(nodes, &living, now)
+                self.claims.rebuild(nodes, &living, now)
             }
         };
-        let (open, left) = self.present.look(&cluster.pods);
-        let candidates = self.see_pods(&mut ledger, &open, left, now);
-        self.expire(&mut ledger, &open, now);
-        // Before anything is held: a node that is found idle here is closed in the same look.
-        let rollout = self.roll_out(cluster, &mut ledger, now.up);
-        let next = ledger.claims().values().filter_map(|claim| match &claim.place {
-            Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
-            Place::Bound(_) => None,
-        });
-        let lingering = self.lingering.values().map(|until| until.saturating_sub(now.up).max(Duration::from_millis(1)));
-        let rolls = match &rollout {
-            Some(step) => step.next,
-            // What has changed since they were looked at last is seen then.
-            None => cluster.hosts.as_ref().map(|_| self.rested.saturating_sub(now.up)),
-        };
-        let mut turn = Turn { next: next.chain(lingering).chain(rolls).min(), rollout, ..Turn::default() };
-        let seen = Seen { cluster, living: &living, open: &open, demand, now };
-        turn.rescue = self.rescue(&ledger, &seen);
-        if let Some(next) = turn.rescue.next {
-            turn.look_in(next);
+        let (unsettled, maybe_gone) = self.tracker.update(&cluster.pods);
+        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_gone, now);
+        self.claims.expire(&mut ledger, &unsettled, now);
+        // This comes before any reservation: a node that is found idle here gets none in the same
+        // reconcile.
+        let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
+        let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
+        let mut actions = Actions { requeue, rollout, ..Actions::default() };
+        let input = Input { cluster, living: &living, unsettled: &unsettled, demand, now };
+        actions.rescue = self.rescue(&ledger, &input);
+        if let Some(requeue) = actions.rescue.requeue {
+            actions.requeue_in(requeue);
         }
-        self.open(&mut ledger, candidates, &seen, &mut turn);
+        self.place(&mut ledger, waiting, &input, &mut actions);
         self.ledger = Some(ledger);
-        turn
+        actions
     }
 
-    /// Ends reservations whose time has come and whose pod the scheduler refuses. Others are kept:
-    /// the scheduler may be slow, or wait for a volume that is being made, and what keeps the nodes
-    /// from the pod may pass. [`stranded`] watches for how long.
-    fn expire(&mut self, ledger: &mut Ledger, open: &[&PodObject], now: Now) {
-        let mut due: BTreeSet<String> = ledger.overdue(Moment(now.epoch)).into_iter().collect();
-        for pod in open.iter().filter(|pod| is_released(pod)) {
-            let name = crate::pods::full_name(&pod.metadata);
-            if !due.remove(&name) {
-                continue;
+    /// Updates claims and queue by the pods that are not settled. Returns the pods at the gate
+    /// without a reservation, in order of priority and age. `maybe_gone` are names of pods that may
+    /// be gone.
+    fn track_pods<'a>(
+        &mut self,
+        ledger: &mut Ledger,
+        unsettled: &[&'a PodObject],
+        maybe_gone: BTreeSet<String>,
+        now: Now,
+    ) -> Vec<(String, &'a PodObject)> {
+        let mut present = BTreeSet::new();
+        let mut settled = Vec::new();
+        let mut waiting = Vec::new();
+        for pod in unsettled {
+            let name = full_name(&pod.metadata);
+            self.claims.release_predecessor(ledger, &name, &pod.uid().unwrap_or_default());
+            if let Some(node) = pod.node() {
+                if self.claims.bind(ledger, &name, pod, node) {
+                    self.tracker.settle(pod);
+                    settled.push(name.clone());
+                }
+            } else if pod.waits_at_gate() {
+                // A pod with a claim was released, but the watch has not reported that yet.
+                if ledger.claim(&name).is_none() {
+                    waiting.push((name.clone(), *pod));
+                }
+            } else {
+                self.claims.restore(ledger, &name, pod, now);
             }
-            let uid = pod.uid().unwrap_or_default();
-            let nominated = pod.status.nominated_node_name.as_deref().is_some_and(|node| !node.is_empty());
-            let renewals = self.renewals.entry(uid.clone()).or_default();
-            if *renewals < MOST_RENEWALS && (nominated || !pod.is_refused_by_scheduler()) {
-                *renewals += 1;
-                ledger.extend(&name, Moment(now.epoch.saturating_add(HOLD.as_secs())));
-                continue;
-            }
-            tracing::warn!(pod = name, "reservation expired before the pod was bound");
-            ledger.release(&name);
-            self.uids.remove(&name);
-            self.given_up.insert(name, uid);
+            present.insert(name);
         }
-        // Of pods that are gone, or that the watch has not told of yet.
-        for pod in due {
-            ledger.release(&pod);
-            self.uids.remove(&pod);
+        self.claims.remove_gone(ledger, &present, maybe_gone, now.up);
+        self.queue.update(&present, &waiting, now.up);
+        for name in &settled {
+            present.remove(name);
         }
+        self.tracker.remember(present);
+        queue::sort(&mut waiting);
+        waiting
     }
 
-    /// What helps released pods that are not bound.
-    fn rescue(&mut self, ledger: &Ledger, seen: &Seen<'_>) -> Rescue {
-        let Self { patience, nodes, present, stranded, renewals, .. } = self;
-        let mut found: Vec<(&PodObject, stranded::Why)> = Vec::new();
-        let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
-        for pod in seen.open.iter().copied().filter(|pod| is_released(pod)) {
-            if let Some(why) = why_unbound(pod, ledger, nodes, present) {
-                found.push((pod, why));
-            } else if pod.placement.is_none() && pod.unschedulable {
-                unschedulable.push(Candidate::released(pod, nodes));
-            }
-        }
-        let mut placing = LazyCell::new(|| Placing::new(seen, nodes, present, ledger));
-        for candidate in unschedulable.iter().filter(|candidate| !candidate.asks.is_empty()) {
-            let possible = placing
-                .find(ledger, candidate)
-                .map_or_else(|verdict| verdict.told(&candidate.asks, seen.demand.get(&candidate.name)).1, |_| true);
-            if possible {
-                found.push((candidate.pod, stranded::Why::Possible));
-            }
-        }
-        let unbound: BTreeSet<&str> = unbound_uids(seen.open);
-        renewals.retain(|uid, _| unbound.contains(uid.as_str()));
-        let mut rescue = stranded.look(found, *patience, seen.now.up);
-        let over = |pod: &&&PodObject| {
-            pod.node().is_some() && pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False")
-        };
-        rescue.advise.extend(seen.open.iter().filter(over).map(|pod| Advice {
-            pod: crate::pods::full_name(&pod.metadata),
-            uid: pod.uid().unwrap_or_default(),
-            message: None,
-        }));
-        rescue
-    }
-
-    /// A pod could not be told that it is stranded.
-    pub(crate) fn not_advised(&mut self, uid: &str) {
-        self.stranded.not_advised(uid);
-    }
-
-    /// A stranded pod could not be evicted.
-    pub(crate) fn not_recreated(&mut self, uid: &str, up: Duration) {
-        self.stranded.not_recreated(uid, up);
-    }
-
-    /// Looks at MPS hosts, where they are to be replaced: which are to go, and on which nodes
-    /// nothing may be held for it.
-    fn roll_out(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
-        let hosts = cluster.hosts.as_ref().filter(|_| self.rested <= up)?;
-        self.rested = up.saturating_add(rollout::PERIOD);
-        let newest = rollout::Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
-        let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
-        for pod in &cluster.agents {
-            if let Some(node) = pod.spec.node_name.as_deref() {
-                *agents.entry(node).or_default() |= newest.is_outdated_pod(pod);
-            }
-        }
-        let mut hosts = rollout::by_node(hosts, &newest);
-        let outdated = hosts.values().any(|host| host.outdated);
-        let serves =
-            |node: &str, resource: &str| self.nodes.0.get(node).is_some_and(|known| known.mps.serves(resource));
-        let mut on_the_way = if outdated { rollout::pending_users(ledger, serves) } else { BTreeMap::new() };
-        let mut views = BTreeMap::new();
-        for (name, known) in self.nodes.0.iter().filter(|(_, known)| known.ours) {
-            let host = hosts.remove(name.as_str());
-            let agent = agents.get(name.as_str());
-            if host.is_some() || agent.is_some() {
-                let user = known.mps.user.clone().or_else(|| on_the_way.remove(name.as_str()));
-                // It brings the image, and knows what hosts of before it say.
-                let first = || (agent == Some(&true)).then(|| "its agent is upgraded first".to_owned());
-                let busy = user.or_else(first);
-                let excused = rollout::is_excused(&known.node);
-                views.insert(name.clone(), View { host, trouble: known.mps.trouble.clone(), busy, excused });
-            }
-        }
+    /// Decides which MPS hosts to replace, if that is enabled and due. Nodes whose host is about to
+    /// be replaced get no reservations.
+    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
+        let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
+        self.next_rollout = up.saturating_add(rollout::PERIOD);
+        let views = mps_hosts::views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
-        for (name, facts) in self.nodes.see(cluster, &self.rollout) {
+        for (name, facts) in self.nodes.update(cluster, &self.rollout) {
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
             }
@@ -331,245 +208,145 @@ impl Gatekeeper {
         Some(step)
     }
 
-    /// The ledger that pods' notes make.
-    fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
-        self.uids.clear();
-        let mut facts = Facts { nodes, ..Facts::default() };
-        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
-            let Some(place) = place(pod, now) else { continue };
-            let name = crate::pods::full_name(&pod.metadata);
-            self.uids.insert(name.clone(), pod.uid().unwrap_or_default());
-            facts.claims.insert(name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
-        }
-        Ledger::rebuild(facts)
+    /// When to reconcile again if nothing changes: at the next end of a reservation or of a
+    /// lingering claim, and for MPS hosts.
+    fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
+        let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
+            Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
+            Place::Bound(_) => None,
+        });
+        let hosts = match rollout {
+            Some(step) => step.next,
+            // Changes since the hosts were last examined are handled then.
+            None => cluster.hosts.as_ref().map(|_| self.next_rollout.saturating_sub(now.up)),
+        };
+        reservations.chain(self.claims.lingering_ends(now.up)).chain(hosts).min()
     }
 
-    /// Takes in pods that are not settled: who is bound, who is gone; returns those that wait at
-    /// our gate. `left` may be gone.
-    fn see_pods<'a>(
+    /// Decides what to do about released pods that are not bound.
+    fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
+        let Self { unschedulable_after, nodes, tracker, stranded, claims, .. } = self;
+        let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
+        let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
+        for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
+            if let Some(reason) = stranded::Reason::find(pod, ledger, nodes, tracker) {
+                found.push((pod, reason));
+            } else if pod.placement.is_none() && pod.unschedulable {
+                unschedulable.push(Candidate::unschedulable(pod, nodes));
+            }
+        }
+        let mut search = LazyCell::new(|| PlacementSearch::new(input, nodes, tracker, ledger));
+        for candidate in unschedulable.iter().filter(|candidate| !candidate.asks.is_empty()) {
+            let possible = match search.find(ledger, candidate) {
+                Ok(_) => true,
+                Err(verdict) => verdict.explain(&candidate.asks, input.demand.get(&candidate.name)).1,
+            };
+            if possible {
+                found.push((candidate.pod, stranded::Reason::Possible));
+            }
+        }
+        claims.forget_renewals(input.unsettled);
+        let mut rescue = stranded.reconcile(found, *unschedulable_after, input.now.up);
+        let is_over = |pod: &&&PodObject| {
+            pod.node().is_some() && pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False")
+        };
+        rescue.advise.extend(input.unsettled.iter().filter(is_over).map(|pod| Advice {
+            pod: full_name(&pod.metadata),
+            uid: pod.uid().unwrap_or_default(),
+            message: None,
+        }));
+        rescue
+    }
+
+    /// Reserves shares for the pods that fit, and explains what the others wait for.
+    fn place(
         &mut self,
         ledger: &mut Ledger,
-        pods: &[&'a PodObject],
-        mut left: BTreeSet<String>,
-        now: Now,
-    ) -> Vec<(String, &'a PodObject)> {
-        let mut there = BTreeSet::new();
-        let mut candidates = Vec::new();
-        let mut settled = Vec::new();
-        for pod in pods {
-            let open = pod.waits_at_gate();
-            let name = crate::pods::full_name(&pod.metadata);
-            let uid = pod.uid().unwrap_or_default();
-            if self.uids.get(&name).is_some_and(|known| *known != uid) {
-                ledger.release(&name);
-                self.uids.remove(&name);
-                self.served.remove(&name);
-            }
-            if let Some(node) = pod.node() {
-                let leaves = pod.metadata.deletion_timestamp.is_some();
-                if leaves && self.served.contains(&name) {
-                    ledger.release(&name);
-                    self.uids.remove(&name);
-                    there.insert(name);
-                    continue;
-                }
-                if ledger.claim(&name).is_none() {
-                    let place = Place::Bound(node.to_owned());
-                    ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
-                    self.uids.insert(name.clone(), uid);
-                } else if !ledger
-                    .claim(&name)
-                    .is_some_and(|claim| matches!(&claim.place, Place::Bound(to) if to == node))
-                {
-                    ledger.bind(&name, node, &pod.asks());
-                    self.uids.insert(name.clone(), uid);
-                }
-                if !self.served.contains(&name) && !ledger.is_unserved(&name) {
-                    self.served.insert(name.clone());
-                }
-                if !leaves && self.served.contains(&name) {
-                    self.present.settle(pod);
-                    settled.push(name.clone());
-                }
-            } else if open {
-                // One with a claim has been let through: the watch has not told it yet.
-                if ledger.claim(&name).is_none() {
-                    candidates.push((name.clone(), *pod));
-                }
-            } else if ledger.claim(&name).is_none()
-                && self.given_up.get(&name) != Some(&uid)
-                && let Some(place @ Place::OneOf { .. }) = place(pod, now)
-            {
-                ledger.adopt(&name, Claim { asks: pod.asks(), place, noted: facts::noted(pod) });
-                self.uids.insert(name.clone(), uid);
-            }
-            there.insert(name);
-        }
-        self.lingering.retain(|name, _| !there.contains(name));
-        left.extend(self.lingering.keys().cloned());
-        left.retain(|name| !there.contains(name));
-        for name in left.iter().filter(|name| ledger.claim(name).is_some()).cloned().collect::<Vec<_>>() {
-            let until = self.lingering.entry(name.clone()).or_insert(now.up.saturating_add(LINGER));
-            if self.served.contains(&name) || !ledger.is_unserved(&name) || *until <= now.up {
-                ledger.release(&name);
-                self.uids.remove(&name);
-                self.lingering.remove(&name);
-            }
-        }
-        for name in &left {
-            self.served.remove(name);
-            self.given_up.remove(name);
-        }
-        let gated = &mut self.gated;
-        gated.retain(|name, _| there.contains(name));
-        for name in &settled {
-            there.remove(name);
-        }
-        self.present.remember(there);
-        for (name, pod) in &candidates {
-            let uid = pod.uid().unwrap_or_default();
-            let new = || Gated { uid: uid.clone(), since: now.up, never: None, refused: None };
-            let entry = gated.entry(name.clone()).or_insert_with(new);
-            if entry.uid != uid {
-                *entry = new();
-            }
-        }
-        candidates.sort_by(|(name, pod), (other_name, other)| {
-            let priority = |pod: &PodObject| pod.spec.priority.unwrap_or(0);
-            let created = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
-            let key = |pod| (std::cmp::Reverse(priority(pod)), created(pod));
-            key(pod).cmp(&key(other)).then_with(|| name.cmp(other_name))
-        });
-        candidates
-    }
-
-    /// Reserves room for those that fit, and says of the others what they wait for.
-    fn open(&mut self, ledger: &mut Ledger, candidates: Vec<(String, &PodObject)>, seen: &Seen<'_>, turn: &mut Turn) {
-        withdraw_unless_waiting(ledger, &candidates);
-        if candidates.is_empty() {
+        waiting: Vec<(String, &PodObject)>,
+        input: &Input<'_>,
+        actions: &mut Actions,
+    ) {
+        withdraw_other_nominations(ledger, &waiting);
+        if waiting.is_empty() {
             return;
         }
-        self.protected.retain(|_, until| *until > seen.now.up);
-        // A budget that allows disruptions again is not reported to the gate.
-        self.protected.values().for_each(|until| turn.look_in(until.saturating_sub(seen.now.up)));
-        let Self { patience, nodes, present, uids, gated, protected, rollout, stranded, .. } = self;
-        let candidates = leave_alone(ledger, gated, candidates, seen.now.up, turn);
-        let candidates: Vec<Candidate<'_>> =
-            candidates.into_iter().map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoids(pod))).collect();
-        let mut placing = Placing::new(seen, nodes, present, ledger);
-        let holders = LazyCell::new(|| nodes.holders(seen.living, protected));
-        let mut preempting = Preempting { holders: &holders, protected, uids, tried: 0 };
-        let mut newly_held: Vec<(String, String)> = Vec::new();
+        let up = input.now.up;
+        self.protected.retain(|_, until| *until > up);
+        // No watch reports that a budget allows disruptions again.
+        self.protected.values().for_each(|until| actions.requeue_in(until.saturating_sub(up)));
+        let Self { unschedulable_after, nodes, tracker, claims, queue, protected, rollout, stranded, .. } = self;
+        let candidates: Vec<Candidate<'_>> = queue
+            .skip_refused(ledger, waiting, up, actions)
+            .into_iter()
+            .map(|(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod)))
+            .collect();
+        let mut search = PlacementSearch::new(input, nodes, tracker, ledger);
+        let holders = LazyCell::new(|| nodes.holders(input.living, protected));
+        let mut preemption = PreemptionSearch { holders: &holders, protected, claims, considered: 0 };
+        let mut reserved: Vec<(String, String)> = Vec::new();
         for candidate in &candidates {
-            if turn.openings.len() >= AT_ONCE {
-                turn.more = true;
+            if actions.releases.len() >= BATCH {
+                actions.more = true;
                 break;
             }
             let Candidate { name, pod, asks, .. } = candidate;
-            let waited = gated.get(name).map_or(Duration::ZERO, |gated| seen.now.up.saturating_sub(gated.since));
+            let waited = queue.waited(name, up);
             if asks.is_empty() {
-                turn.openings.push(candidate.opening(Why::NotOurs, Towards::Anywhere, waited));
+                actions.releases.push(candidate.release(ReleaseReason::NotServed, Destination::Anywhere, waited));
                 continue;
             }
-            if let Some(pause) = stranded.held_back(pod, seen.now.up) {
-                turn.look_in(pause);
+            if let Some(delay) = stranded.delay(pod, up) {
+                actions.requeue_in(delay);
                 drop(ledger.withdraw(name));
-                turn.waiting.insert(name.clone(), Waiting { reason: Reason::NoRoom, message: HELD_BACK.to_owned() });
+                actions.waiting.insert(name.clone(), no_room(DELAYED.to_owned()));
                 continue;
             }
-            let verdict = match placing.find(ledger, candidate) {
+            let verdict = match search.find(ledger, candidate) {
                 Ok(fits) => {
-                    let expires = Moment(seen.now.epoch.saturating_add(HOLD.as_secs()));
+                    let expires = claims::expiry(input.now);
                     if ledger.reserve(name, &fits, expires).is_ok() {
-                        placing.placed(candidate, &fits);
-                        newly_held.push((name.clone(), pod.uid().unwrap_or_default()));
+                        search.reserve(candidate, &fits);
+                        reserved.push((name.clone(), pod.uid().unwrap_or_default()));
                         let hostnames = fits.iter().filter_map(|fit| nodes.hostname(fit.node())).collect();
-                        let why = Why::Held(note(&pod.spec.asks, &fits, expires));
-                        turn.openings.push(candidate.opening(why, Towards::Among(hostnames), waited));
+                        let reason = ReleaseReason::Reserved(placement(&pod.spec.asks, &fits, expires));
+                        actions.releases.push(candidate.release(reason, Destination::Hostnames(hostnames), waited));
                     }
                     continue;
                 }
                 Err(verdict) => verdict,
             };
-            let found = preempting.preempt(ledger, &placing, candidate, &verdict);
+            let preempted = preemption.find(ledger, &search, candidate, &verdict);
             let impossible = verdict.impossible();
-            let (message, may_pass) = verdict.told(asks, seen.demand.get(name));
-            let message = message + &rollout.describe_withheld(asks, &placing.eligible(candidate));
-            let never = gated.get_mut(name).and_then(|gated| gated.never_for(may_pass, seen.now.up));
-            match never {
-                Some(never) if never >= *patience => {
-                    turn.openings.push(candidate.give_up(impossible, message, waited));
+            let (message, may_pass) = verdict.explain(asks, input.demand.get(name));
+            let message = message + &rollout.describe_withheld(asks, &search.eligible(candidate));
+            match queue.unplaceable_for(name, may_pass, up) {
+                Some(unplaceable) if unplaceable >= *unschedulable_after => {
+                    actions.releases.push(candidate.give_up(impossible, message, waited));
                     continue;
                 }
-                Some(never) => turn.look_in(patience.saturating_sub(never)),
+                Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
-            match found {
+            match preempted {
                 Some(Preemption { node, takes, victims }) => {
-                    turn.evictions.extend(preempting.evictions(victims, name));
-                    // Refused only where it has a claim, and then it does not wait.
-                    let _ = ledger.nominate(name, Nomination { priority: candidate.wanted.priority, node, takes });
+                    actions.evictions.extend(preemption.evictions(victims, name));
+                    // The ledger refuses only pods with a claim, and those do not wait.
+                    let _ = ledger.nominate(name, Nomination { priority: candidate.plan_pod.priority, node, takes });
                 }
                 None => drop(ledger.withdraw(name)),
             }
-            turn.waiting.insert(name.clone(), Waiting { reason: Reason::NoRoom, message });
+            actions.waiting.insert(name.clone(), no_room(message));
         }
-        uids.extend(newly_held);
+        reserved.into_iter().for_each(|(name, uid)| claims.add(name, uid));
     }
 }
 
-/// UIDs of released pods that are not bound.
-fn unbound_uids<'a>(open: &[&'a PodObject]) -> BTreeSet<&'a str> {
-    open.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect()
+fn no_room(message: String) -> Waiting {
+    Waiting { reason: Reason::NoRoom, message }
 }
 
-/// Whether a pod has no gate and is not bound, and nobody has deleted it.
-fn is_released(pod: &PodObject) -> bool {
-    pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
-}
-
-/// Why a pod that was released to nodes is not bound and will not be; nothing where the scheduler
-/// may still bind it.
-fn why_unbound(pod: &PodObject, ledger: &Ledger, nodes: &Nodes, present: &Present) -> Option<stranded::Why> {
-    let placement = pod.placement.as_ref()?;
-    let names = || placement.nodes.keys().cloned().collect();
-    let wanted = planned(pod);
-    let nominated = pod.status.nominated_node_name.as_deref();
-    let there: Vec<&String> = placement.nodes.keys().filter(|node| nodes.has(node)).collect();
-    let refusal = |node: &&String| {
-        let reason = nodes.refusal(node, &wanted, present).filter(|_| nominated != Some(node))?;
-        Some(format!("{node}: {reason}"))
-    };
-    let reasons: Vec<String> = there.iter().filter_map(refusal).collect();
-    // What its nodes say comes first: it also holds once the reservation has ended.
-    if there.is_empty() {
-        Some(stranded::Why::Gone(names()))
-    } else if reasons.len() == there.len() {
-        Some(stranded::Why::Refused(reasons.join("; ")))
-    } else if ledger.claim(&crate::pods::full_name(&pod.metadata)).is_none() {
-        Some(stranded::Why::Expired(names()))
-    } else {
-        None
-    }
-}
-
-/// Where a pod is, or may go by what is noted on it.
-fn place(pod: &PodObject, now: Now) -> Option<Place> {
-    if let Some(node) = pod.node() {
-        return Some(Place::Bound(node.to_owned()));
-    }
-    if !pod.spec.scheduling_gates.is_empty() {
-        return None;
-    }
-    let placement = pod.placement.as_ref()?;
-    // Whoever wrote it may have had another clock, and may have renewed it: from now on it is held
-    // for no longer than any other, and what is over is looked at at once.
-    let expires = Moment(placement.until.clamp(now.epoch, now.epoch.saturating_add(HOLD.as_secs())));
-    Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
-}
-
-/// Room that is kept for pods that wait no more is free.
-fn withdraw_unless_waiting(ledger: &mut Ledger, waiting: &[(String, &PodObject)]) {
+/// Ends the nominations of pods that no longer wait.
+fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObject)]) {
     if ledger.nominations().is_empty() {
         return;
     }
@@ -579,29 +356,9 @@ fn withdraw_unless_waiting(ledger: &mut Ledger, waiting: &[(String, &PodObject)]
     over.iter().for_each(|pod| drop(ledger.withdraw(pod)));
 }
 
-/// Takes those out whose patch the API server has refused too often to try again now.
-fn leave_alone<'a>(
-    ledger: &mut Ledger,
-    gated: &BTreeMap<String, Gated>,
-    mut candidates: Vec<(String, &'a PodObject)>,
-    up: Duration,
-    turn: &mut Turn,
-) -> Vec<(String, &'a PodObject)> {
-    candidates.retain(|(name, _)| {
-        let refused = gated.get(name).and_then(|gated| gated.refused.as_ref()).filter(|refused| refused.until > up);
-        let Some(Refused { until, why, .. }) = refused else { return true };
-        turn.look_in(until.saturating_sub(up));
-        drop(ledger.withdraw(name));
-        let message = format!("the API server refuses what would let it through: {why}");
-        turn.waiting.insert(name.clone(), Waiting { reason: Reason::Malformed, message });
-        false
-    });
-    candidates
-}
-
-/// What is noted on the pod: what has to be of one device each, in the order in which it is asked
-/// for.
-fn note(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
+/// The reservation for the pod's annotation. It lists what must be of one device each, in the order
+/// of the pod's requests.
+fn placement(asks: &[Ask], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
         let mut held = Vec::with_capacity(asks.len());

@@ -1,44 +1,53 @@
 //! Releases pods to the scheduler once they have a reservation.
 //!
 //! ```text
-//!  stores ─▶ cluster ─[facts]─▶ ledger ─▶ gatekeeper ─▶ Turn { pods to release, why others wait } ─▶ run: one patch each
+//!  stores ─▶ cluster ─[facts]─▶ ledger ─▶ gatekeeper ─▶ Actions ─▶ run: one patch per pod
 //! ```
 //!
 //! | step | module | what |
 //! |---|---|---|
-//! | read | `cluster`, `facts`, `nodes`, `present`, `surroundings` | the objects, and what the ledger and the scheduler's rules need of them |
-//! | decide | `gatekeeper` | one [`Turn`] for each look, with `placing`, `preempting` and `stranded`, and MPS hosts with `crate::rollout` |
+//! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and what the ledger and the scheduler's rules need of them |
+//! | decide | `gatekeeper` | [`Actions`] of one reconcile |
+//! | | `queue` | order and back-off of the pods at the gate |
+//! | | `search`, `constraints`, `free_resources`, `verdict` | a place for a pod, or why it has none |
+//! | | `preemption`, `stranded` | pods to evict |
+//! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
 //!
 //! A pod that requests shares is created with Cleave's scheduling gate. The ledger reserves shares
-//! of one device for each request. Then one patch limits the pod to the nodes of the reservation,
+//! of one device for each request. Then one patch narrows the pod to the nodes of the reservation,
 //! writes the reservation into an annotation, and removes the gate. The annotation is the only
-//! record: after a restart [`Gatekeeper::look`] rebuilds the ledger from pods, and the node's agent
-//! reads it when the kubelet allocates.
+//! record: after a restart [`Gatekeeper::reconcile`] rebuilds the ledger from pods, and the node's
+//! agent reads it when the kubelet allocates.
 //!
 //! | a gated pod | result |
 //! |---|---|
 //! | fits | It is released to one node, or to a few if the scheduler may have reasons of its own to refuse a node. |
 //! | fits after a pod ends, a GPU is repartitioned, or a temporary obstacle (a cordon, a node's condition) ends | It waits, with the reason in an Event. |
-//! | fits no GPU for [`PATIENCE`], with temporary obstacles ignored | It is released as unschedulable, to nodes with larger GPUs than exist. |
+//! | fits no GPU for [`UNSCHEDULABLE_AFTER`], with temporary obstacles ignored | It is released as unschedulable, to nodes with larger GPUs than exist. |
 //! | requests nothing that Cleave serves | It is released unchanged. |
 //!
 //! `stranded` helps a released pod that no node takes.
+mod actions;
+mod claims;
 mod cluster;
+mod constraints;
 mod facts;
+mod free_resources;
 mod gatekeeper;
+mod mps_hosts;
 mod nodes;
 mod patch;
-mod placing;
-mod preempting;
-mod present;
+mod pod_tracker;
+mod preemption;
+mod queue;
 mod run;
+mod search;
 mod stranded;
-mod surroundings;
-mod turn;
+mod verdict;
 
+pub use actions::{Actions, Eviction, Release, ReleaseReason};
 pub use cluster::{Cluster, Now};
-pub use gatekeeper::{Gatekeeper, PATIENCE};
+pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub(crate) use run::{Gate, Parts};
 pub use stranded::{Advice, Recreation, Rescue};
-pub use turn::{Eviction, Opening, Turn, Why};

@@ -1,4 +1,4 @@
-//! The one patch that lets a pod through.
+//! The one patch that releases a pod.
 use cleave_api::names::{LARGEST_PREFIX, UNSCHEDULABLE_ANNOTATION};
 use cleave_api::placement::ANNOTATION;
 use cleave_plan::affinity::{Present, among, narrow};
@@ -6,26 +6,29 @@ use cleave_plan::ledger::Ask;
 use cleave_plan::snapshot::{NodeSelectorTerm, Operator, Requirement};
 use serde_json::{Value, json};
 
-use super::turn::{Towards, Why};
+use super::actions::{Destination, ReleaseReason};
 use crate::pods::PodObject;
 
-/// Narrows the pod, notes what is held, and takes our gate away, which is the only one: all or
-/// nothing, and only of the pod as it was looked at.
-pub(super) fn open(pod: &PodObject, why: &Why, towards: Towards<'_>) -> Value {
+/// The JSON Patch that narrows the pod, annotates it with its reservation and removes its gate,
+/// which is the only one.
+///
+/// The patch applies as a whole or not at all, and only to the version of the pod that the decision
+/// was based on.
+pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Destination<'_>) -> Value {
     let mut operations =
         vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version})];
-    let requirement = match towards {
-        Towards::Anywhere => None,
-        Towards::Among(hostnames) => among(hostnames),
-        Towards::Larger(asks) => larger(asks),
+    let requirement = match destination {
+        Destination::Anywhere => None,
+        Destination::Hostnames(hostnames) => among(hostnames),
+        Destination::LargerGpus(asks) => larger_gpus(asks),
     };
-    // What matches no node stays so: there is nothing to narrow.
+    // An affinity that matches no node needs no narrowing: it still matches none.
     let narrowed = requirement.map(|requirement| narrow(present(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
-    let annotation = match why {
-        Why::Held(placement) => Some((ANNOTATION, placement.text().unwrap_or_default())),
-        Why::Never(_) => Some((UNSCHEDULABLE_ANNOTATION, "true".to_owned())),
-        Why::NotOurs => None,
+    let annotation = match reason {
+        ReleaseReason::Reserved(placement) => Some((ANNOTATION, placement.text().unwrap_or_default())),
+        ReleaseReason::Unschedulable(_) => Some((UNSCHEDULABLE_ANNOTATION, "true".to_owned())),
+        ReleaseReason::NotServed => None,
     };
     if let Some((name, value)) = annotation {
         operations.push(if pod.annotated {
@@ -38,6 +41,7 @@ pub(super) fn open(pod: &PodObject, why: &Why, towards: Towards<'_>) -> Value {
     Value::Array(operations)
 }
 
+/// The part of a node affinity that the pod already has.
 fn present(pod: &PodObject) -> Present<'_> {
     let Some(affinity) = &pod.spec.affinity else { return Present::Nothing };
     let Some(nodes) = &affinity.node_affinity else { return Present::Affinity };
@@ -47,10 +51,11 @@ fn present(pod: &PodObject) -> Present<'_> {
     }
 }
 
-/// A node whose GPUs are large enough for the largest part of what is asked for, by a label that
-/// only node templates of autoscalers and administrators set. No node is named: whichever has the
-/// label may serve the pod.
-fn larger(asks: &[Ask]) -> Option<Requirement> {
+/// Requires a node whose GPUs are large enough for the largest request.
+///
+/// The label of the requirement is set only by node templates of autoscalers and by administrators.
+/// The requirement names no node, so any node that has the label may serve the pod.
+fn larger_gpus(asks: &[Ask]) -> Option<Requirement> {
     let ask = asks.iter().max_by_key(|ask| ask.units)?;
     let (_, name) = ask.resource.split_once('/')?;
     let below = ask.units.get() - 1;
@@ -61,13 +66,14 @@ fn larger(asks: &[Ask]) -> Option<Requirement> {
     })
 }
 
-/// The terms of a pod that was released as unschedulable, without what may have been added for
-/// that.
-pub(super) fn without_larger(terms: &[NodeSelectorTerm]) -> Vec<NodeSelectorTerm> {
+/// The affinity terms of a pod that was released as unschedulable, without the requirement that its
+/// release added.
+pub(super) fn without_larger_gpus(terms: &[NodeSelectorTerm]) -> Vec<NodeSelectorTerm> {
     let mut terms = terms.to_vec();
     let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);
     terms.iter_mut().for_each(|term| term.match_expressions.retain(|requirement| !added(requirement)));
-    // A term that had nothing else was made for it: the pod required nothing before.
+    // The release added the term if it held only that requirement: the pod had no required
+    // affinity.
     if matches!(terms.as_slice(), [term] if term.match_expressions.is_empty() && term.match_fields.is_empty()) {
         terms.clear();
     }

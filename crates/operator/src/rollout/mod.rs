@@ -29,8 +29,8 @@ mod hosts;
 mod replace;
 mod view;
 
-pub(crate) use decide::Step;
 pub(crate) use decide::{PERIOD, Rollout};
+pub(crate) use decide::{Replacement, Step};
 pub(crate) use hosts::{Hosts, Revision};
 pub(crate) use hosts::{Newest, Watched, by_node};
 pub(crate) use replace::{Deleted, replace};

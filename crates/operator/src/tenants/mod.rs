@@ -11,4 +11,4 @@
 mod decide;
 mod run;
 
-pub(crate) use run::{Parts, Tenants};
+pub(crate) use run::Tenants;

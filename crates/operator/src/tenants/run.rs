@@ -1,118 +1,44 @@
-//! The task that tells pods that left their shares, and evicts them, apart from the passes and the
-//! gate.
+//! The controller that reports pods that left their shares, and evicts them.
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use anyhow::{Context as _, Result};
-use kube::Client;
-use kube::runtime::events::Recorder;
-use tokio::sync::Notify;
-use tokio_util::sync::CancellationToken;
 
 use super::decide::{Eviction, FindingTracker, RETRY};
 use crate::events;
 use crate::evict::{Evicted, evict};
-use crate::leader::LeaseGuard;
-use crate::metrics::{Metrics, Outcome};
+use crate::metrics::Outcome;
 use crate::pod_condition::write;
-use crate::read::Stores;
+use crate::task::{Context, Controller, Trigger};
 use crate::write::publish;
 
 /// How long the first change waits for others.
 const GATHER: Duration = Duration::from_millis(200);
 
-/// What the task is made of.
-pub(crate) struct Parts {
-    pub(crate) client: Client,
-    pub(crate) stores: Stores,
-    pub(crate) claim: LeaseGuard,
-    pub(crate) metrics: Metrics,
-    pub(crate) recorder: Recorder,
-    pub(crate) dirty: Arc<Notify>,
-    pub(crate) stop: CancellationToken,
-}
-
-/// The task.
+/// The controller of tenants.
 pub(crate) struct Tenants {
-    parts: Parts,
+    context: Context,
     tracker: FindingTracker,
-    /// Pods that were told that a disruption budget protects them, by UID.
+    /// UIDs of pods with an Event that a disruption budget protects them.
     protected: BTreeSet<String>,
     started: Instant,
 }
 
 impl Tenants {
-    pub(crate) fn new(parts: Parts) -> Self {
-        Self { parts, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
+    pub(crate) fn new(context: Context) -> Self {
+        Self { context, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
-    /// Looks whenever something has changed, until `stop`.
-    pub(crate) async fn run(mut self) -> Result<()> {
-        let stop = self.parts.stop.clone();
-        tokio::select! {
-            () = stop.cancelled() => return Ok(()),
-            ready = self.parts.stores.wait_until_ready() => ready.context("listing the cluster's objects")?,
-        }
-        let mut turned = self.parts.claim.clone();
-        let mut pause = None;
-        loop {
-            // Cancel-safe: `notified` keeps its permit when dropped, the others are a watch
-            // channel, a token and a timer.
-            tokio::select! {
-                () = stop.cancelled() => return Ok(()),
-                () = self.parts.dirty.notified() => tokio::time::sleep(GATHER).await,
-                () = turned.changed() => {}
-                () = async { tokio::time::sleep(pause.unwrap_or_default()).await }, if pause.is_some() => {}
-            }
-            pause = self.look().await;
-        }
-    }
-
-    /// Looks once, and says when to look again.
-    async fn look(&mut self) -> Option<Duration> {
-        if !self.parts.claim.is_current() {
-            self.tracker.reset();
-            return None;
-        }
-        let (nodes, pods) = (self.parts.stores.gpu_nodes.state(), self.parts.stores.pods.state());
-        let actions = self.tracker.decide(&nodes, &pods, self.started.elapsed());
-        let mut next = actions.next;
-        for update in &actions.conditions {
-            if !self.parts.claim.is_current() {
-                return next;
-            }
-            let done =
-                write(&self.parts.client, (&update.pod, &update.uid), &update.condition, update.status_changed).await;
-            self.parts.metrics.judged.get_or_create(&Outcome { result: if done { "ok" } else { "failed" } }).inc();
-            if done {
-                self.tracker.wrote(update, self.started.elapsed());
-            } else {
-                next = Some(next.map_or(RETRY, |next| next.min(RETRY)));
-            }
-        }
-        for eviction in &actions.evictions {
-            if !self.parts.claim.is_current() {
-                return next;
-            }
-            self.evict(eviction).await;
-        }
-        self.protected
-            .retain(|uid| actions.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_ref() == Some(uid)));
-        next
-    }
-
+    /// Evicts a pod, and reports that. Reports once if a disruption budget protects the pod.
     async fn evict(&mut self, eviction: &Eviction) {
         let Eviction { pod, uid, node, message } = eviction;
-        let evicted = evict(&self.parts.client, pod, uid).await;
-        self.parts.metrics.expelled.get_or_create(&Outcome { result: evicted.as_str() }).inc();
+        let evicted = evict(&self.context.client, pod, uid).await;
+        self.context.metrics.expelled.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         let event = match evicted {
             Evicted::Done => {
-                tracing::info!(pod, node, message, "evicted because it left its share");
+                tracing::info!(pod, node, message, "evicted a pod that left its share");
                 events::expelled(node, message)
             }
             Evicted::Protected(why) => {
-                tracing::info!(pod, node, why, "it left its share, and a disruption budget protects it");
+                tracing::info!(pod, node, why, "a disruption budget protects a pod that left its share");
                 if !self.protected.insert(uid.clone()) {
                     return;
                 }
@@ -120,10 +46,48 @@ impl Tenants {
             }
             Evicted::Gone => return,
             Evicted::Failed(error) => {
-                return tracing::warn!(pod, node, error, "it left its share, and was not evicted");
+                return tracing::warn!(pod, node, error, "failed to evict a pod that left its share");
             }
         };
-        publish(&self.parts.recorder, &event, &events::of_pod(pod, uid)).await;
+        publish(&self.context.recorder, &event, &events::of_pod(pod, uid)).await;
+    }
+}
+
+impl Controller for Tenants {
+    fn gather(&mut self) -> Duration {
+        GATHER
+    }
+
+    async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
+        if !self.context.claim.is_current() {
+            self.tracker.reset();
+            return None;
+        }
+        let (nodes, pods) = (self.context.stores.gpu_nodes.state(), self.context.stores.pods.state());
+        let actions = self.tracker.decide(&nodes, &pods, self.started.elapsed());
+        let mut requeue = actions.next;
+        for update in &actions.conditions {
+            if !self.context.claim.is_current() {
+                return requeue;
+            }
+            let done =
+                write(&self.context.client, (&update.pod, &update.uid), &update.condition, update.status_changed).await;
+            self.context.metrics.judged.get_or_create(&Outcome { result: if done { "ok" } else { "failed" } }).inc();
+            if done {
+                self.tracker.wrote(update, self.started.elapsed());
+            } else {
+                requeue = Some(requeue.map_or(RETRY, |requeue| requeue.min(RETRY)));
+            }
+        }
+        for eviction in &actions.evictions {
+            if !self.context.claim.is_current() {
+                return requeue;
+            }
+            self.evict(eviction).await;
+        }
+        self.protected
+            .retain(|uid| actions.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_ref() == Some(uid)));
+        requeue
     }
 }
 
@@ -131,6 +95,7 @@ impl Tenants {
 mod tests {
     use cleave_api::names::CONDITION_WITHIN_SHARE;
     use http::{Request, Response};
+    use kube::Client;
     use kube::client::Body;
     use serde_json::{Value, json};
     use tower_test::mock::Handle;
@@ -146,7 +111,7 @@ mod tests {
         (Client::new(service, "default"), server)
     }
 
-    /// Answers the next request, and gives it as its line, content type and body.
+    /// Answers the next request. Returns its method and URI, content type and body.
     async fn answer(server: &mut Server, code: u16) -> (String, String, Value) {
         let (request, reply) = server.next_request().await.unwrap();
         let (parts, body) = request.into_parts();
@@ -158,11 +123,11 @@ mod tests {
         (format!("{} {}", parts.method, parts.uri), kind.unwrap_or_default(), body)
     }
 
-    async fn write_update(client: &Client, update: &ConditionUpdate) -> bool {
+    async fn write_condition(client: &Client, update: &ConditionUpdate) -> bool {
         write(client, (&update.pod, &update.uid), &update.condition, update.status_changed).await
     }
 
-    fn update(status_changed: bool) -> ConditionUpdate {
+    fn outside_mps(status_changed: bool) -> ConditionUpdate {
         let condition = PodCondition {
             type_: CONDITION_WITHIN_SHARE.into(),
             status: "False".into(),
@@ -173,10 +138,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_condition_is_written_to_the_status_of_that_pod_alone_beside_the_others() {
+    async fn a_condition_is_merged_into_the_status_of_that_pod_alone() {
         let (client, mut server) = client();
-        let first = update(true);
-        let (done, (line, kind, body)) = tokio::join!(write_update(&client, &first), answer(&mut server, 200));
+        let first = outside_mps(true);
+        let (done, (line, kind, body)) = tokio::join!(write_condition(&client, &first), answer(&mut server, 200));
         assert!(done);
         assert_eq!(line, "PATCH /api/v1/namespaces/team/pods/p/status?fieldManager=cleave-operator");
         assert_eq!(kind, "application/strategic-merge-patch+json");
@@ -187,33 +152,37 @@ mod tests {
             (&json!("cleave.dev/WithinShare"), &json!("False"), &json!("OutsideMps"))
         );
         assert!(entry["lastTransitionTime"].as_str().unwrap().ends_with('Z'));
-        let second = update(false);
-        let (_, (_, _, body)) = tokio::join!(write_update(&client, &second), answer(&mut server, 200));
-        assert_eq!(body["status"]["conditions"][0].get("lastTransitionTime"), None, "the time is of the status");
+        let second = outside_mps(false);
+        let (_, (_, _, body)) = tokio::join!(write_condition(&client, &second), answer(&mut server, 200));
+        assert_eq!(
+            body["status"]["conditions"][0].get("lastTransitionTime"),
+            None,
+            "the time changes only with the status"
+        );
     }
 
     #[tokio::test]
-    async fn what_cannot_be_written_is_tried_again_and_what_is_gone_is_not() {
+    async fn a_failed_write_is_retried_unless_the_pod_is_gone() {
         let (client, mut server) = client();
         for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
-            let condition = update(true);
-            let (result, _) = tokio::join!(write_update(&client, &condition), answer(&mut server, code));
+            let condition = outside_mps(true);
+            let (result, _) = tokio::join!(write_condition(&client, &condition), answer(&mut server, code));
             assert_eq!(result, done, "{code}");
         }
     }
 
     #[tokio::test]
-    async fn an_eviction_of_a_stranded_pod_names_the_version_that_was_looked_at() {
+    async fn an_eviction_of_a_stranded_pod_requires_its_resource_version() {
         let (client, mut server) = client();
         let evict = crate::evict::evict_unchanged(&client, "team/p", "u", "7");
         let (evicted, (line, _, body)) = tokio::join!(evict, answer(&mut server, 409));
         assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
         assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
-        assert_eq!(evicted, Evicted::Gone, "it was bound meanwhile: it stays");
+        assert_eq!(evicted, Evicted::Gone, "a pod that was bound meanwhile is not evicted");
     }
 
     #[tokio::test]
-    async fn an_eviction_is_of_that_pod_alone_and_obeys_budgets() {
+    async fn an_eviction_requires_the_uid_and_respects_budgets() {
         let (client, mut server) = client();
         for (code, result) in [(201, "evicted"), (429, "protected"), (404, "gone"), (409, "gone"), (500, "failed")] {
             let (evicted, (line, _, body)) = tokio::join!(evict(&client, "team/p", "u"), answer(&mut server, code));

@@ -232,7 +232,7 @@ fn a_released_pod_whose_node_is_cordoned_before_it_is_bound_gets_another_chance(
     drop(stopped);
     // Its replacement goes to the other node, unless both are cordoned.
     if let Some(other) = other {
-        told(&scope, "bare", "This pod was released to nodes that no longer take it")?;
+        told(&scope, "bare", "The nodes to which this pod was released no longer accept it")?;
         other.set(false)?;
     }
     wait_until("the replacement runs elsewhere", || {

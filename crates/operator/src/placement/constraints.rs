@@ -1,9 +1,9 @@
-//! What the scheduler looks at beside labels, taints and amounts: other pods, how replicas are
-//! spread, host ports, and where volumes are.
+//! What the scheduler checks besides labels, taints and amounts: rules between pods, the spread of
+//! replicas, host ports, and where volumes are.
 //!
-//! Pods that were released and are not bound yet count where room is reserved for them, those of
-//! this look included. So replicas that must not share a node get nodes of their own although the
-//! scheduler has bound none of them.
+//! Pods that are released but not bound count on every node of their reservation, including those
+//! of this reconcile. So replicas that must not share a node are released to different nodes before
+//! the scheduler has bound any of them.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,25 +17,26 @@ use super::nodes::Nodes;
 use crate::pods::{PodObject, full_name};
 use crate::read::VolumeObject;
 
-/// Pods with where they are or will be, and what their volumes and namespaces say.
-pub(super) struct Surroundings<'a> {
+/// The pods of the cluster with their current or future nodes, and the volumes and namespaces that
+/// their rules refer to.
+pub(super) struct Constraints<'a> {
     cluster: &'a Cluster,
     nodes: &'a Nodes,
     living: &'a [&'a PodObject],
-    /// Bound pods that keep others away.
+    /// Bound pods whose rules keep others away.
     repelling: Vec<&'a PodObject>,
-    /// Their anti-affinity and that of pods with a reservation, each term once with its pod's
-    /// namespace: replicas share theirs.
+    /// Their anti-affinity terms and those of pods with a reservation, each with its pod's
+    /// namespace. Replicas share one term.
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
-    /// Pods that are not bound yet and have a reservation.
+    /// Pods that have a reservation and are not bound.
     reserved: Vec<Reserved<'a>>,
-    /// Claims of volumes that are bound, with the volume's name, by namespace and name.
+    /// Claims by namespace and name, with the name of the volume that each is bound to.
     claims: OnceCell<BTreeMap<(&'a str, &'a str), Option<&'a str>>>,
     volumes: OnceCell<BTreeMap<&'a str, &'a VolumeObject>>,
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
 }
 
-/// A pod that will be on one of these nodes.
+/// A pod that will run on one of these nodes.
 struct Reserved<'a> {
     pod: &'a PodObject,
     nodes: Vec<String>,
@@ -44,28 +45,29 @@ struct Reserved<'a> {
 /// What a pod's volumes require of its node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Volumes {
-    /// Required node affinity of each volume that is there.
+    /// The required node affinity of each bound volume.
     pub(super) terms: Vec<Vec<NodeSelectorTerm>>,
-    /// A claim has no volume yet: where it can be, only the scheduler and the provisioner know.
+    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where such a
+    /// volume can be.
     pub(super) unbound: bool,
 }
 
-/// What of a pod and the others decides where it may run: pods that agree in this are asked once.
-pub(super) type Peculiar<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules, Volumes);
+/// Namespace, labels, rules and volumes of a pod: what decides which nodes these checks allow. Pods
+/// with the same key get the same answer.
+pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules, Volumes);
 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
 
-impl<'a> Surroundings<'a> {
-    /// `open` are those of `living` that are not settled: only among them are pods with a
-    /// reservation.
+impl<'a> Constraints<'a> {
+    /// `unsettled` is the part of `living` that contains all pods with a reservation.
     pub(super) fn new(
         cluster: &'a Cluster,
         nodes: &'a Nodes,
-        (living, open): (&'a [&'a PodObject], &[&'a PodObject]),
+        (living, unsettled): (&'a [&'a PodObject], &[&'a PodObject]),
         ledger: &Ledger,
     ) -> Self {
         let repelling = living.iter().filter(|pod| pod.node().is_some() && pod.spec.rules.repels()).copied();
-        let mut surroundings = Self {
+        let mut constraints = Self {
             cluster,
             nodes,
             living,
@@ -76,29 +78,28 @@ impl<'a> Surroundings<'a> {
             volumes: OnceCell::new(),
             namespaces: OnceCell::new(),
         };
-        for pod in surroundings.repelling.clone() {
-            surroundings.terms.extend(pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term)));
+        for pod in constraints.repelling.clone() {
+            constraints.terms.extend(pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term)));
         }
-        // Who has a claim was released, although the watch may still show its gate.
-        for pod in open.iter().filter(|pod| pod.node().is_none()) {
+        // A pod with a claim was released, although the watch may still show its gate.
+        for pod in unsettled.iter().filter(|pod| pod.node().is_none()) {
             if let Some(claim) = ledger.claim(&full_name(&pod.metadata))
                 && let Place::OneOf { nodes, .. } = &claim.place
             {
-                surroundings.place(pod, nodes.iter().cloned().collect());
+                constraints.add_reserved(pod, nodes.iter().cloned().collect());
             }
         }
-        surroundings
+        constraints
     }
 
-    /// A pod will be on one of these nodes.
-    pub(super) fn place(&mut self, pod: &'a PodObject, nodes: Vec<String>) {
+    /// Adds a pod that will run on one of these nodes.
+    pub(super) fn add_reserved(&mut self, pod: &'a PodObject, nodes: Vec<String>) {
         self.terms.extend(pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term)));
         self.reserved.push(Reserved { pod, nodes });
     }
 
-    /// What of a pod's own and of the others' rules has to be looked at; nothing where nobody has
-    /// any.
-    pub(super) fn peculiar<'p>(&self, pod: &'p PodObject) -> Option<Peculiar<'p>> {
+    /// The key of a pod. `None` if neither its own rules nor those of others restrict it.
+    pub(super) fn key<'p>(&self, pod: &'p PodObject) -> Option<ConstraintKey<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));
         if rules.is_empty() && pod.spec.volume_claims.is_empty() && !repelled() {
@@ -142,15 +143,15 @@ impl<'a> Surroundings<'a> {
         })
     }
 
-    /// Works out where a pod may run by these rules; nothing for one that has too many to be worked
-    /// out.
-    pub(super) fn judge<'p>(&'p self, peculiar: &'p Peculiar<'p>, wanted: &'p PlanPod) -> Option<Judge<'p>> {
-        let (namespace, labels, rules, volumes) = peculiar;
+    /// Evaluates the rules for a pod on all nodes. `None` if the pod has too many rules to
+    /// evaluate.
+    pub(super) fn judge<'p>(&'p self, key: &'p ConstraintKey<'p>, plan_pod: &'p PlanPod) -> Option<Judge<'p>> {
+        let (namespace, labels, rules, volumes) = key;
         if rules.are_too_many() {
             return None;
         }
-        let subject = Subject { namespace, labels, rules, pod: wanted, volumes: &volumes.terms };
-        let all_nodes = self.nodes.0.values().map(|known| &known.node);
+        let subject = Subject { namespace, labels, rules, pod: plan_pod, volumes: &volumes.terms };
+        let all_nodes = self.nodes.0.values().map(|state| &state.node);
         let namespaces = self.namespaces();
         let reserved = || self.reserved.iter().flat_map(Reserved::neighbours);
         let bound = self.living.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
@@ -186,8 +187,11 @@ fn neighbour<'p>(pod: &'p PodObject, node: &'p str) -> Neighbour<'p> {
     }
 }
 
-/// Whether a pod's rules let it run on a node; without rules they do.
-pub(super) fn refused(judge: Option<&Judge<'_>>, node: &PlanNode) -> Result<(), Conflict> {
+/// Checks a node against the rules of a pod. A pod without rules has no conflict.
+///
+/// # Errors
+/// The rule that excludes the node.
+pub(super) fn check(judge: Option<&Judge<'_>>, node: &PlanNode) -> Result<(), Conflict> {
     judge.map_or(Ok(()), |judge| judge.refuse(node))
 }
 

@@ -1,0 +1,207 @@
+//! Keeps the ledger's claims in step with the pods: reservations of released pods, and allocations
+//! of bound pods.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use cleave_plan::ledger::{Claim, Facts, Ledger, Moment, NodeFacts, Place};
+use kube::ResourceExt;
+
+use super::cluster::{Now, is_released};
+use super::facts::annotated_reservations;
+use crate::pods::{PodObject, full_name};
+
+/// How long a reservation lasts before it is renewed or ends.
+pub(super) const RESERVATION: Duration = Duration::from_secs(300);
+/// How often a reservation is renewed. After an hour, no scheduler seems to handle the pod.
+pub(super) const MOST_RENEWALS: u32 = 11;
+/// How long the claim of a deleted pod is kept if its allocation was never reported. A pod that is
+/// deleted without a grace period may still use its shares.
+pub(super) const LINGER: Duration = Duration::from_secs(5);
+
+/// What is known of the pods with claims in the ledger, by pod name.
+#[derive(Debug, Default)]
+pub(super) struct PodClaims {
+    /// UIDs of the pods with a claim.
+    uids: BTreeMap<String, String>,
+    /// Pods whose node reported all their allocations. Their claims end with them.
+    allocated: BTreeSet<String>,
+    /// UIDs of pods whose reservation expired. Their annotation no longer counts, whatever end it
+    /// names.
+    expired: BTreeMap<String, String>,
+    /// How often each reservation was renewed, by the pod's UID.
+    renewals: BTreeMap<String, u32>,
+    /// Pods that are gone but may still use shares, and until when their claims are kept.
+    lingering: BTreeMap<String, Duration>,
+}
+
+impl PodClaims {
+    /// Builds the ledger from the nodes' devices and the annotations of pods.
+    pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
+        self.uids.clear();
+        let mut facts = Facts { nodes, ..Facts::default() };
+        for pod in living.iter().filter(|pod| pod.wants_gpus()) {
+            let Some(place) = place(pod, now) else { continue };
+            let name = full_name(&pod.metadata);
+            self.uids.insert(name.clone(), pod.uid().unwrap_or_default());
+            facts.claims.insert(name, Claim { asks: pod.asks(), place, noted: annotated_reservations(pod) });
+        }
+        Ledger::rebuild(facts)
+    }
+
+    /// The UID of a pod with a claim.
+    pub(super) fn uid(&self, name: &str) -> Option<&str> {
+        self.uids.get(name).map(String::as_str)
+    }
+
+    /// Records the UID of a pod that got a reservation.
+    pub(super) fn add(&mut self, name: String, uid: String) {
+        self.uids.insert(name, uid);
+    }
+
+    /// Ends the claim of a pod.
+    pub(super) fn release(&mut self, ledger: Option<&mut Ledger>, name: &str) {
+        self.uids.remove(name);
+        if let Some(ledger) = ledger {
+            ledger.release(name);
+        }
+    }
+
+    /// Ends the claim of an earlier pod of the same name.
+    pub(super) fn release_predecessor(&mut self, ledger: &mut Ledger, name: &str, uid: &str) {
+        if self.uids.get(name).is_some_and(|known| known != uid) {
+            self.release(Some(ledger), name);
+            self.allocated.remove(name);
+        }
+    }
+
+    /// Records that a pod is bound to a node. Returns whether all its allocations are reported and
+    /// it is not terminating: then it needs no further examination.
+    pub(super) fn bind(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
+        let terminating = pod.metadata.deletion_timestamp.is_some();
+        if terminating && self.allocated.contains(name) {
+            // The node's report now shows what the pod still uses.
+            self.release(Some(ledger), name);
+            return false;
+        }
+        let uid = || pod.uid().unwrap_or_default();
+        match ledger.claim(name).map(|claim| matches!(&claim.place, Place::Bound(to) if to == node)) {
+            None => {
+                self.adopt(ledger, name, uid(), pod, Place::Bound(node.to_owned()));
+            }
+            Some(false) => {
+                ledger.bind(name, node, &pod.asks());
+                self.uids.insert(name.to_owned(), uid());
+            }
+            Some(true) => {}
+        }
+        if !self.allocated.contains(name) && !ledger.is_unserved(name) {
+            self.allocated.insert(name.to_owned());
+        }
+        !terminating && self.allocated.contains(name)
+    }
+
+    /// Restores the reservation of a released pod from its annotation, unless it has expired.
+    pub(super) fn restore(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, now: Now) {
+        let uid = pod.uid().unwrap_or_default();
+        if ledger.claim(name).is_none()
+            && self.expired.get(name) != Some(&uid)
+            && let Some(place @ Place::OneOf { .. }) = place(pod, now)
+        {
+            self.adopt(ledger, name, uid, pod, place);
+        }
+    }
+
+    fn adopt(&mut self, ledger: &mut Ledger, name: &str, uid: String, pod: &PodObject, place: Place) {
+        ledger.adopt(name, Claim { asks: pod.asks(), place, noted: annotated_reservations(pod) });
+        self.uids.insert(name.to_owned(), uid);
+    }
+
+    /// Ends the claims of pods that are gone. `maybe_gone` are candidates; those in `present` are
+    /// not gone. A claim without a reported allocation is kept for [`LINGER`].
+    pub(super) fn remove_gone(
+        &mut self,
+        ledger: &mut Ledger,
+        present: &BTreeSet<String>,
+        mut maybe_gone: BTreeSet<String>,
+        up: Duration,
+    ) {
+        self.lingering.retain(|name, _| !present.contains(name));
+        maybe_gone.extend(self.lingering.keys().cloned());
+        maybe_gone.retain(|name| !present.contains(name));
+        for name in &maybe_gone {
+            if ledger.claim(name).is_none() {
+                continue;
+            }
+            let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(LINGER));
+            if self.allocated.contains(name) || !ledger.is_unserved(name) || until <= up {
+                self.release(Some(ledger), name);
+                self.lingering.remove(name);
+            }
+        }
+        for name in &maybe_gone {
+            self.allocated.remove(name);
+            self.expired.remove(name);
+        }
+    }
+
+    /// Ends reservations whose time is over and whose pod the scheduler refuses.
+    ///
+    /// Other reservations are renewed: the scheduler may be slow or may wait for a volume, and a
+    /// temporary obstacle on the node may end. [`super::stranded`] limits how long that takes.
+    pub(super) fn expire(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
+        let mut due: BTreeSet<String> = ledger.overdue(Moment(now.epoch)).into_iter().collect();
+        for pod in unsettled.iter().filter(|pod| is_released(pod)) {
+            let name = full_name(&pod.metadata);
+            if !due.remove(&name) {
+                continue;
+            }
+            let uid = pod.uid().unwrap_or_default();
+            let nominated = pod.status.nominated_node_name.as_deref().is_some_and(|node| !node.is_empty());
+            let renewals = self.renewals.entry(uid.clone()).or_default();
+            if *renewals < MOST_RENEWALS && (nominated || !pod.is_refused_by_scheduler()) {
+                *renewals += 1;
+                ledger.extend(&name, expiry(now));
+                continue;
+            }
+            tracing::warn!(pod = name, "reservation expired before the pod was bound");
+            self.release(Some(ledger), &name);
+            self.expired.insert(name, uid);
+        }
+        // These pods are gone, or the watch has not reported their release yet.
+        for pod in due {
+            self.release(Some(ledger), &pod);
+        }
+    }
+
+    /// Forgets how often reservations were renewed, except for pods that are still not bound.
+    pub(super) fn forget_renewals(&mut self, unsettled: &[&PodObject]) {
+        let unbound: BTreeSet<&str> =
+            unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
+        self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
+    }
+
+    /// The times from now at which lingering claims end.
+    pub(super) fn lingering_ends(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
+        self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
+    }
+}
+
+/// When a reservation that is made or renewed now ends.
+pub(super) fn expiry(now: Now) -> Moment {
+    Moment(now.epoch.saturating_add(RESERVATION.as_secs()))
+}
+
+/// The node that a pod is bound to, or the nodes of the reservation in its annotation.
+fn place(pod: &PodObject, now: Now) -> Option<Place> {
+    if let Some(node) = pod.node() {
+        return Some(Place::Bound(node.to_owned()));
+    }
+    if !pod.spec.scheduling_gates.is_empty() {
+        return None;
+    }
+    let placement = pod.placement.as_ref()?;
+    // The operator that wrote the annotation may have had another clock, or may have renewed the
+    // reservation. It lasts no longer than a new one, and one that is over is due at once.
+    let expires = Moment(placement.until.clamp(now.epoch, expiry(now).0));
+    Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
+}

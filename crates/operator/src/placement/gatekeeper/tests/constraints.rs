@@ -1,0 +1,103 @@
+//! Pods are released to nodes that their rules and volumes allow.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_plan::affinity::HOSTNAME;
+use serde_json::json;
+
+use super::world::{World, nodes_of, reconcile, released, replica};
+use crate::placement::gatekeeper::Gatekeeper;
+
+const ZONE: &str = "topology.kubernetes.io/zone";
+
+/// A cluster with these nodes and their zones.
+fn zones(nodes: &[(&str, &str)]) -> World {
+    let mut world = World::default();
+    for (name, zone) in nodes {
+        world = world.node(name, &[0]);
+        world.change(|world| &mut world.nodes, name, |node| node["metadata"]["labels"][ZONE] = json!(zone));
+    }
+    world
+}
+
+#[test]
+fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile() {
+    let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+        {"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": HOSTNAME}]}}});
+    let names = ["n1", "n2", "n3", "n4", "n5", "n6"];
+    let mut world = names.iter().fold(World::default(), |world, name| world.node(name, &[0]));
+    for at in 0..7 {
+        world = replica(world, &format!("r{at}"), apart.clone());
+    }
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    let nodes: BTreeSet<String> = nodes_of(&actions).into_iter().flatten().collect();
+    assert_eq!((actions.releases.len(), nodes.len()), (6, 6), "{actions:?}");
+    let message = &actions.waiting["team/r6"].message;
+    assert!(
+        message.contains("6 nodes (n1, n2, n3, ...) are excluded: a pod there matches the pod's anti-affinity"),
+        "{message}"
+    );
+    // The watch reports the released pods, and they still count.
+    actions.releases.iter().for_each(|release| assert!(world.patch(release)));
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), []);
+    assert_eq!(
+        released(&reconcile(&mut Gatekeeper::default(), &world, 2)),
+        [],
+        "the same for an operator that takes over"
+    );
+    // Anti-affinity of one pod also excludes other pods that have no rules.
+    let world = world.pod("plain", 2);
+    let mut alike = world.clone();
+    alike.change(|world| &mut world.pods, "team/plain", |pod| pod["metadata"]["labels"] = json!({"app": "web"}));
+    assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &alike, 3)), []);
+    assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 3)), [("team/plain", "held")]);
+}
+
+#[test]
+fn replicas_are_spread_over_zones_by_their_constraint() {
+    let spread = json!({"topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"app": "web"}}}]});
+    let all = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "c")];
+    let mut world = zones(&all);
+    for at in 0..6 {
+        world = replica(world, &format!("r{at}"), spread.clone());
+    }
+    let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
+    let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
+    for node in nodes_of(&actions).into_iter().flatten() {
+        *counts.entry(all.iter().find(|(name, _)| *name == node).unwrap().1).or_default() += 1;
+    }
+    assert_eq!(counts, BTreeMap::from([("a", 2), ("b", 2), ("c", 2)]));
+}
+
+#[test]
+fn a_pod_is_released_only_to_the_node_of_its_volume() {
+    let mounts = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
+    let nodes = ["n1", "n2", "n3", "n4", "n5", "n6"];
+    let mut world = nodes.iter().fold(World::default(), |world, name| world.node(name, &[0]));
+    world.volume_claims =
+        vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
+    world.volumes =
+        vec![json!({"metadata": {"name": "pv"}, "spec": {"nodeAffinity": {"required": {"nodeSelectorTerms": [
+        {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": ["n6"]}]}]}}}})];
+    let actions = reconcile(&mut Gatekeeper::default(), &world.clone().pod_with("a", 2, mounts.clone()), 0);
+    assert_eq!(nodes_of(&actions), [["n6"]]);
+    // A volume without node affinity allows every node, so the pod is released to one.
+    world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
+    let actions = reconcile(&mut Gatekeeper::default(), &world.pod_with("a", 2, mounts), 0);
+    assert_eq!(nodes_of(&actions)[0].len(), 1);
+}
+
+#[test]
+fn a_released_replica_counts_before_the_watch_reports_its_release() {
+    let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+        {"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": HOSTNAME}]}}});
+    let world = replica(World::default().node("n1", &[0]).node("n2", &[0]), "r0", apart.clone());
+    let mut keeper = Gatekeeper::default();
+    let first = nodes_of(&reconcile(&mut keeper, &world, 0));
+    // The release is written, but the watch still shows the pod at the gate.
+    let world = replica(world, "r1", apart);
+    let second = nodes_of(&reconcile(&mut keeper, &world, 1));
+    assert_eq!(second.len(), 1);
+    assert_ne!(first, second);
+}

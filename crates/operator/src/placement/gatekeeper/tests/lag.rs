@@ -1,0 +1,149 @@
+//! Properties of the gatekeeper that are independent of how far watches lag.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::world::{GPUS, NODES, Reality, World, at, reconcile, reservation};
+use crate::placement::cluster::Cluster;
+use crate::placement::gatekeeper::Gatekeeper;
+
+/// One event in the life of a cluster.
+#[derive(Debug, Clone)]
+enum Step {
+    /// A pod that requests this many shares is created.
+    Create(u32),
+    /// The gatekeeper reconciles. At most this many releases can be written.
+    Reconcile(usize),
+    /// The watch of pods catches up.
+    ReportPods,
+    /// The watch of `GpuNode`s catches up.
+    ReportGpuNodes,
+    /// The agents report allocations.
+    ReportAllocations,
+    /// The scheduler binds a pod.
+    Bind(usize),
+    /// The kubelet allocates the shares of a bound pod.
+    Allocate(usize),
+    /// A pod is deleted without a grace period.
+    Delete(usize),
+    /// The operator restarts.
+    Restart,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (1_u32..=10).prop_map(Step::Create),
+        4 => (0_usize..8).prop_map(Step::Reconcile),
+        3 => Just(Step::ReportPods),
+        2 => Just(Step::ReportGpuNodes),
+        2 => Just(Step::ReportAllocations),
+        4 => any::<usize>().prop_map(Step::Bind),
+        4 => any::<usize>().prop_map(Step::Allocate),
+        2 => any::<usize>().prop_map(Step::Delete),
+        1 => Just(Step::Restart),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    /// A released pod always finds its units on the device that its annotation names. That holds
+    /// however far watches lag, whichever writes fail, and whenever the operator restarts.
+    ///
+    /// And a gatekeeper that examines only changed pods decides the same as one that examines all
+    /// pods each time.
+    #[test]
+    fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
+        let mut world = World::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut reality = Reality::default();
+        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default(), 0_u32);
+        let mut thorough = Gatekeeper::default();
+        for (second, step) in steps.into_iter().enumerate() {
+            let Reality { given, ending } = &mut reality;
+            given.retain(|name, _| ending.get(name).is_none_or(|end| *end > second));
+            match step {
+                Step::Create(units) => {
+                    names += 1;
+                    world = world.pod(&format!("p{names}"), units);
+                }
+                Step::Reconcile(written) => {
+                    let actions = keeper.reconcile(&watched, &BTreeMap::new(), at(second as u64));
+                    let copied = Cluster { pods: watched.pods.iter().map(|pod| Arc::new((**pod).clone())).collect(), ..watched.clone() };
+                    prop_assert_eq!(&actions, &thorough.reconcile(&copied, &BTreeMap::new(), at(second as u64)));
+                    prop_assert_eq!(keeper.ledger(), thorough.ledger());
+                    for (index, release) in actions.releases.iter().enumerate() {
+                        if index >= written || !world.patch(release) {
+                            keeper.release_failed(&release.pod);
+                            thorough.release_failed(&release.pod);
+                        }
+                    }
+                }
+                Step::ReportPods => watched.pods = world.changed_pods(&watched.pods),
+                Step::ReportGpuNodes => watched.gpu_nodes = world.cluster().gpu_nodes,
+                Step::ReportAllocations => reality.report(&mut world),
+                Step::Bind(which) => {
+                    let waiting: Vec<String> = world.pods.iter()
+                        .filter(|(_, pod)| pod["spec"].get("schedulingGates").is_none() && pod["spec"].get("nodeName").is_none())
+                        .map(|(name, _)| name.clone()).collect();
+                    if waiting.is_empty() { continue }
+                    let name = waiting[which % waiting.len()].clone();
+                    let Some(placement) = World::placement(&world.pods[&name]) else { continue };
+                    let node = placement.nodes.keys().next().unwrap().clone();
+                    world.change(|world| &mut world.pods, &name, |pod| pod["spec"]["nodeName"] = json!(node));
+                }
+                Step::Allocate(which) => {
+                    let bound: Vec<String> = world.pods.iter()
+                        .filter(|(name, pod)| pod["spec"].get("nodeName").is_some() && !reality.given.contains_key(*name))
+                        .map(|(name, _)| name.clone()).collect();
+                    if bound.is_empty() { continue }
+                    let name = bound[which % bound.len()].clone();
+                    let pod = &world.pods[&name];
+                    let (units, placement) = (World::units(pod), World::placement(pod).unwrap());
+                    let device = placement.nodes[pod["spec"]["nodeName"].as_str().unwrap()][0].device.clone();
+                    prop_assert!(reality.free(&device) >= units, "{name} wants {units} of {device}: {reality:?}");
+                    reality.given.insert(name, (device, units));
+                }
+                Step::Delete(which) => {
+                    if world.pods.is_empty() { continue }
+                    let name = world.pods.keys().nth(which % world.pods.len()).unwrap().clone();
+                    world.pods.remove(&name);
+                    reality.ending.insert(name, second + 4);
+                }
+                Step::Restart => {
+                    // An operator that starts lists all objects.
+                    keeper.reset();
+                    thorough.reset();
+                    watched = world.cluster();
+                }
+            }
+        }
+    }
+
+    /// When nothing changes any more, the pods that still wait fit no device.
+    #[test]
+    fn a_pod_that_fits_does_not_wait(sizes in proptest::collection::vec(1_u32..=10, 1..20)) {
+        let mut world = World::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        for (index, units) in sizes.iter().enumerate() {
+            world = world.pod(&format!("p{index}"), *units);
+        }
+        let (mut keeper, mut reality) = (Gatekeeper::default(), Reality::default());
+        for second in 0..4 {
+            let actions = reconcile(&mut keeper, &world, second);
+            for release in &actions.releases {
+                prop_assert!(world.patch(release));
+                let placement = reservation(release);
+                let (node, reserved) = placement.nodes.first_key_value().unwrap();
+                world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!(node));
+                reality.given.insert(release.pod.clone(), (reserved[0].device.clone(), reserved[0].units));
+            }
+            reality.report(&mut world);
+        }
+        let most = NODES.iter().flat_map(|node| (0..GPUS).map(move |index| format!("{node}-GPU-{index}")))
+            .map(|gpu| reality.free(&gpu)).max().unwrap();
+        for (name, pod) in &world.pods {
+            prop_assert!(reality.given.contains_key(name) || World::units(pod) > most, "{name} could run: {reality:?}");
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! How long reservations last.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::world::{World, at, reconcile, refuse, released, reservation};
+use crate::placement::claims::{LINGER, RESERVATION};
+use crate::placement::cluster::Now;
+use crate::placement::gatekeeper::Gatekeeper;
+
+#[test]
+fn reserved_shares_are_not_reserved_twice_while_watches_lag() {
+    let world = World::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "held")]);
+    let actions = reconcile(&mut keeper, &world, 1);
+    assert_eq!(released(&actions), [], "the watch has not reported the release of a");
+    assert!(actions.waiting.contains_key("team/b"));
+    keeper.release_failed("team/a");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/a", "held")], "the release failed");
+}
+
+#[test]
+fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_each() {
+    let volume = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
+    let mut world = World::default().node("n1", &[0]).node("n2", &[0]).pod_with("a", 6, volume);
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    assert_eq!(reservation(&actions.releases[0]).nodes.keys().collect::<Vec<_>>(), ["n1", "n2"]);
+    assert!(world.patch(&actions.releases[0]));
+    let mut world = world.pod("b", 6);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), []);
+    world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n2"));
+    let actions = reconcile(&mut keeper, &world, 2);
+    assert_eq!(
+        reservation(&actions.releases[0]).nodes.keys().collect::<Vec<_>>(),
+        ["n1"],
+        "the reservation on the other node ended"
+    );
+}
+
+#[test]
+fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    assert!(world.patch(&actions.releases[0]));
+    refuse(&mut world, "team/a");
+    let world = world.pod("b", 6);
+    let actions = reconcile(&mut keeper, &world, 1);
+    assert_eq!(
+        (released(&actions), actions.requeue),
+        (vec![], Some(RESERVATION.checked_sub(Duration::from_secs(1)).unwrap()))
+    );
+    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "held")]);
+}
+
+#[test]
+fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_others() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let ahead = Now { epoch: at(3_600).epoch, ..at(0) };
+    let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), ahead);
+    assert!(world.patch(&actions.releases[0]));
+    refuse(&mut world, "team/a");
+    let world = world.pod("b", 6);
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    assert_eq!((released(&actions), actions.requeue), (vec![], Some(RESERVATION)));
+    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "held")]);
+    reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
+    assert!(keeper.ledger().unwrap().claim("team/a").is_none(), "the annotation no longer counts");
+}
+
+#[test]
+fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_seconds() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut keeper = Gatekeeper::default();
+    assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
+    world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
+    reconcile(&mut keeper, &world, 1);
+    world.pods.clear();
+    let world = world.pod("b", 6);
+    let actions = reconcile(&mut keeper, &world, 2);
+    assert_eq!((released(&actions), actions.requeue), (vec![], Some(LINGER)));
+    assert_eq!(released(&reconcile(&mut keeper, &world, 2 + LINGER.as_secs())), [("team/b", "held")]);
+}
+
+#[test]
+fn a_new_pod_of_the_same_name_gets_a_reservation_of_its_own() {
+    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut keeper = Gatekeeper::default();
+    assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
+    world.pods.clear();
+    let world = world.pod("a", 8);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/a", "held")]);
+}

@@ -1,0 +1,291 @@
+//! A simulated cluster, and the true allocations in it.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cleave_api::names::GATE;
+use cleave_api::placement::Placement;
+use cleave_plan::affinity::HOSTNAME;
+use kube::ResourceExt;
+use serde_json::{Value, json};
+
+use crate::placement::actions::{Actions, Release, ReleaseReason};
+use crate::placement::cluster::{Cluster, Now};
+use crate::placement::gatekeeper::Gatekeeper;
+use crate::pods::PodObject;
+use crate::rollout::Hosts;
+
+pub(super) const MPS: &str = "nvidia.com/gpu-mps";
+
+/// Parses a JSON value.
+pub(super) fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
+    let text = value.to_string();
+    serde_json::from_value(value).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+/// The true state of a simulated cluster, in objects of the API. Each change of an object raises
+/// its `resourceVersion`.
+#[derive(Debug, Clone, Default)]
+pub(super) struct World {
+    pub(super) version: u64,
+    pub(super) nodes: BTreeMap<String, Value>,
+    pub(super) gpu_nodes: BTreeMap<String, Value>,
+    pub(super) agents: BTreeMap<String, Value>,
+    pub(super) pods: BTreeMap<String, Value>,
+    /// Pods of MPS hosts. `None` if the operator does not replace them.
+    pub(super) hosts: Option<BTreeMap<String, Value>>,
+    pub(super) volume_claims: Vec<Value>,
+    pub(super) volumes: Vec<Value>,
+    pub(super) namespaces: Vec<Value>,
+}
+
+impl World {
+    fn raise(&mut self, mut object: Value) -> Value {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        object
+    }
+
+    /// Adds a node whose GPUs have ten shares each. `used` is how many of each GPU are used by pods
+    /// that are not in the cluster's list.
+    pub(super) fn node(mut self, name: &str, used: &[u32]) -> Self {
+        let node = json!({"metadata": {"name": name, "uid": name, "labels": {HOSTNAME: name}},
+            "status": {"allocatable": {"cpu": "8", "pods": "110", MPS: (used.len() * 10).to_string()}}});
+        let node = self.raise(node);
+        self.nodes.insert(name.into(), node);
+        let gpus: Vec<Value> = used
+            .iter()
+            .enumerate()
+            .map(|(index, used)| {
+                json!({"uuid": format!("{name}-GPU-{index}"), "index": index, "model": "H100", "memoryMib": 81559, "sms": 132, "mode": "Mps",
+                    "health": {"healthy": true}, "allocations": [],
+                    "slices": [{"device": format!("{name}-GPU-{index}"), "resource": MPS, "total": 10, "inUse": used, "unhealthy": 0}]})
+            })
+            .collect();
+        let object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": name}, "spec": {},
+            "status": {"agentVersion": "1", "gpus": gpus}});
+        let object = self.raise(object);
+        self.gpu_nodes.insert(name.into(), object);
+        let agent = json!({"metadata": {"name": format!("agent-{name}")}, "spec": {"nodeName": name},
+            "status": {"conditions": [{"type": "Ready", "status": "True"}]}});
+        let agent = self.raise(agent);
+        self.agents.insert(name.into(), agent);
+        self
+    }
+
+    /// Adds a node's MPS host of the revision with this hash, `old` or `new`.
+    pub(super) fn host(mut self, node: &str, hash: &str) -> Self {
+        let mut host = revision(hash, 0);
+        let named = json!({"name": format!("host-{node}"), "namespace": "system", "uid": format!("{hash}-{node}")});
+        host["metadata"].as_object_mut().unwrap().extend(named.as_object().unwrap().clone());
+        host["spec"] = json!({"nodeName": node});
+        host["status"] = json!({"conditions": [{"type": "Ready", "status": "True"}]});
+        self.hosts.get_or_insert_default().insert(node.into(), host);
+        self
+    }
+
+    /// Adds a pod at the gate that requests shares.
+    pub(super) fn pod(self, name: &str, shares: u32) -> Self {
+        self.pod_with(name, shares, json!({}))
+    }
+
+    /// Adds a pod at the gate that requests shares and has these other fields in its spec.
+    pub(super) fn pod_with(mut self, name: &str, shares: u32, mut spec: Value) -> Self {
+        let mut pod = json!({"metadata": {"name": name, "namespace": "team", "uid": format!("{name}-{}", self.version)},
+            "spec": {"schedulingGates": [{"name": GATE}],
+                "containers": [{"name": "main", "resources": {"limits": {MPS: shares.to_string()}}}]}});
+        pod["spec"].as_object_mut().unwrap().append(spec.as_object_mut().unwrap());
+        let pod = self.raise(pod);
+        self.pods.insert(format!("team/{name}"), pod);
+        self
+    }
+
+    /// Changes an object.
+    pub(super) fn change(
+        &mut self,
+        of: fn(&mut Self) -> &mut BTreeMap<String, Value>,
+        name: &str,
+        how: impl FnOnce(&mut Value),
+    ) {
+        let mut object = of(self)[name].clone();
+        how(&mut object);
+        let object = self.raise(object);
+        of(self).insert(name.into(), object);
+    }
+
+    /// The cluster as watches without lag report it.
+    pub(super) fn cluster(&self) -> Cluster {
+        let pod = |value: &Value| {
+            let mut pod: PodObject = of(value.clone());
+            pod.trim();
+            Arc::new(pod)
+        };
+        Cluster {
+            pods: self.pods.values().map(pod).collect(),
+            nodes: self.nodes.values().map(|node| Arc::new(of(node.clone()))).collect(),
+            gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(of(object.clone()))).collect(),
+            agents: self.agents.values().map(|agent| Arc::new(of(agent.clone()))).collect(),
+            hosts: self.hosts.as_ref().map(|hosts| Hosts {
+                pods: hosts.values().map(|host| Arc::new(of(host.clone()))).collect(),
+                revisions: [("old", 1), ("new", 2)].map(|(hash, number)| Arc::new(of(revision(hash, number)))).into(),
+            }),
+            volume_claims: self.volume_claims.iter().map(|claim| Arc::new(of(claim.clone()))).collect(),
+            volumes: self.volumes.iter().map(|volume| Arc::new(of(volume.clone()))).collect(),
+            namespaces: self.namespaces.iter().map(|namespace| Arc::new(of(namespace.clone()))).collect(),
+        }
+    }
+
+    /// The pods that the watch reports after `before`. It creates a new object only for a pod that
+    /// has changed.
+    pub(super) fn changed_pods(&self, before: &[Arc<PodObject>]) -> Vec<Arc<PodObject>> {
+        let same = |pod: &Arc<PodObject>| {
+            let id = |pod: &PodObject| (pod.name_any(), pod.resource_version());
+            before.iter().find(|known| id(known) == id(pod)).cloned()
+        };
+        self.cluster().pods.into_iter().map(|pod| same(&pod).unwrap_or(pod)).collect()
+    }
+
+    /// Applies a release as the API server does: as a whole or not at all.
+    pub(super) fn patch(&mut self, release: &Release) -> bool {
+        let Some(mut pod) = self.pods.get(&release.pod).cloned() else { return false };
+        for operation in release.patch.as_array().unwrap() {
+            let path = operation["path"].as_str().unwrap();
+            let (parent, last) = path.rsplit_once('/').unwrap();
+            let last = last.replace("~1", "/");
+            match operation["op"].as_str().unwrap() {
+                "test" if pod.pointer(path) != Some(&operation["value"]) => return false,
+                "test" => {}
+                "remove" => drop(pod.pointer_mut(parent).unwrap().as_object_mut().unwrap().remove(&last).unwrap()),
+                _ => match pod.pointer_mut(parent).unwrap_or_else(|| panic!("no {parent}")) {
+                    Value::Array(list) => list.push(operation["value"].clone()),
+                    parent => parent[last.as_str()] = operation["value"].clone(),
+                },
+            }
+        }
+        let pod = self.raise(pod);
+        self.pods.insert(release.pod.clone(), pod);
+        true
+    }
+
+    /// How many shares a pod requests.
+    pub(super) fn units(pod: &Value) -> u32 {
+        pod["spec"]["containers"][0]["resources"]["limits"][MPS].as_str().unwrap().parse().unwrap()
+    }
+
+    /// The reservation in a pod's annotation.
+    pub(super) fn placement(pod: &Value) -> Option<Placement> {
+        Placement::parse(pod["metadata"]["annotations"][cleave_api::placement::ANNOTATION].as_str()?).ok()
+    }
+}
+
+/// A `ControllerRevision` or a pod that the `DaemonSet` of MPS hosts owns.
+pub(super) fn revision(hash: &str, number: i64) -> Value {
+    let owner =
+        json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "set", "controller": true});
+    json!({"metadata": {"labels": {"controller-revision-hash": hash}, "ownerReferences": [owner]}, "revision": number})
+}
+
+/// The nodes whose MPS hosts are replaced.
+pub(super) fn replaced(actions: &Actions) -> Vec<&str> {
+    actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
+}
+
+/// The time after this many seconds.
+pub(super) fn at(seconds: u64) -> Now {
+    Now { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
+}
+
+/// Reconciles after this many seconds, with watches that do not lag.
+pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &World, seconds: u64) -> Actions {
+    keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
+}
+
+/// The released pods, each with the reason as metrics name it.
+pub(super) fn released(actions: &Actions) -> Vec<(&str, &'static str)> {
+    actions.releases.iter().map(|release| (release.pod.as_str(), release.reason.as_str())).collect()
+}
+
+/// The reservation of a released pod.
+pub(super) fn reservation(release: &Release) -> Placement {
+    match &release.reason {
+        ReleaseReason::Reserved(placement) => placement.clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The nodes of the property tests.
+pub(super) const NODES: [&str; 2] = ["n1", "n2"];
+/// GPUs per node.
+pub(super) const GPUS: usize = 2;
+
+/// The true allocations, as the kubelets make them. A pod that is deleted without a grace period
+/// keeps its shares for some time.
+#[derive(Debug, Default)]
+pub(super) struct Reality {
+    /// Device and units by pod.
+    pub(super) given: BTreeMap<String, (String, u32)>,
+    /// When deleted pods free their shares, in steps.
+    pub(super) ending: BTreeMap<String, usize>,
+}
+
+impl Reality {
+    /// How many shares of a device are free.
+    pub(super) fn free(&self, device: &str) -> u32 {
+        10 - self.given.values().filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
+    }
+
+    /// Writes the allocations into the status of the nodes, as agents do.
+    pub(super) fn report(&self, world: &mut World) {
+        for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
+            let gpus: Vec<(String, u32)> = (0..GPUS)
+                .map(|index| format!("{node}-GPU-{index}"))
+                .map(|gpu| (gpu.clone(), 10 - self.free(&gpu)))
+                .collect();
+            world.change(|world| &mut world.gpu_nodes, &node, |object| {
+                for (index, (gpu, used)) in gpus.iter().enumerate() {
+                    let status = &mut object["status"]["gpus"][index];
+                    status["slices"][0]["inUse"] = json!(used);
+                    let of_gpu = self.given.iter().filter(|(_, (device, _))| device == gpu);
+                    status["allocations"] = of_gpu
+                        .map(|(pod, (device, units))| {
+                            let ids: Vec<String> = (0..*units).map(|unit| format!("{device}::{unit}")).collect();
+                            json!({"pod": pod, "container": "main", "resource": MPS, "device": device, "ids": ids, "clients": 0})
+                        })
+                        .collect();
+                }
+            });
+        }
+    }
+}
+
+/// The scheduler reports that it finds no node for a pod.
+pub(super) fn refuse(world: &mut World, pod: &str) {
+    world.change(
+        |world| &mut world.pods,
+        pod,
+        |pod| {
+            pod["status"]["conditions"] =
+                json!([{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]);
+        },
+    );
+}
+
+/// Adds a replica of the controller `web` that requests shares and has these other fields in its
+/// spec.
+pub(super) fn replica(world: World, name: &str, spec: Value) -> World {
+    let mut world = world.pod_with(name, 2, spec);
+    world.change(
+        |world| &mut world.pods,
+        &format!("team/{name}"),
+        |pod| {
+            pod["metadata"]["labels"] = json!({"app": "web"});
+            pod["metadata"]["ownerReferences"] = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web", "uid": "set", "controller": true}]);
+        },
+    );
+    world
+}
+
+/// The nodes to which each pod is released.
+pub(super) fn nodes_of(actions: &Actions) -> Vec<Vec<String>> {
+    actions.releases.iter().map(|release| reservation(release).nodes.into_keys().collect()).collect()
+}

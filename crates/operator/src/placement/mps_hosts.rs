@@ -1,0 +1,37 @@
+//! Describes each node's MPS host for the decision which hosts to replace.
+use std::collections::BTreeMap;
+
+use cleave_plan::ledger::Ledger;
+
+use super::cluster::Cluster;
+use super::nodes::Nodes;
+use crate::rollout::{self, Hosts, View};
+
+/// The nodes that have, or should have, an MPS host.
+pub(super) fn views(cluster: &Cluster, hosts: &Hosts, nodes: &Nodes, ledger: &Ledger) -> BTreeMap<String, View> {
+    let newest = rollout::Newest::of(hosts.revisions.iter().map(AsRef::as_ref));
+    let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
+    for pod in &cluster.agents {
+        if let Some(node) = pod.spec.node_name.as_deref() {
+            *agents.entry(node).or_default() |= newest.is_outdated_pod(pod);
+        }
+    }
+    let mut hosts = rollout::by_node(hosts, &newest);
+    let outdated = hosts.values().any(|host| host.outdated);
+    let serves = |node: &str, resource: &str| nodes.0.get(node).is_some_and(|state| state.mps.serves(resource));
+    let mut pending = if outdated { rollout::pending_users(ledger, serves) } else { BTreeMap::new() };
+    let mut views = BTreeMap::new();
+    for (name, state) in nodes.0.iter().filter(|(_, state)| state.managed) {
+        let host = hosts.remove(name.as_str());
+        let agent = agents.get(name.as_str());
+        if host.is_some() || agent.is_some() {
+            let user = state.mps.user.clone().or_else(|| pending.remove(name.as_str()));
+            // The newest agent also understands hosts of the older revision, but not the reverse.
+            let agent_first = || (agent == Some(&true)).then(|| "its agent is upgraded first".to_owned());
+            let busy = user.or_else(agent_first);
+            let excused = rollout::is_excused(&state.node);
+            views.insert(name.clone(), View { host, trouble: state.mps.trouble.clone(), busy, excused });
+        }
+    }
+    views
+}

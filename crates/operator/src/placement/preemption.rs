@@ -1,0 +1,66 @@
+//! Selects the pods of lower priority to evict for a pod that waits.
+use std::cell::LazyCell;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use cleave_plan::ledger::{Holder, Ledger, Preemption};
+
+use super::actions::Eviction;
+use super::claims::PodClaims;
+use super::search::{Candidate, PlacementSearch};
+use super::verdict::Verdict;
+
+/// Maximum number of preemptors considered per reconcile. Each one scans every device.
+const PREEMPTORS: usize = 8;
+
+/// Searches for pods to evict, within one reconcile.
+pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> {
+    /// Pods with allocations. Computed only if a pod waits.
+    pub(super) holders: &'a LazyCell<BTreeMap<String, Holder>, F>,
+    /// Pods that a disruption budget protects.
+    pub(super) protected: &'a BTreeMap<String, Duration>,
+    pub(super) claims: &'a PodClaims,
+    /// How many preemptors were considered so far.
+    pub(super) considered: usize,
+}
+
+impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
+    /// The evictions that would make room for a waiting pod, if it may preempt others.
+    pub(super) fn find<'a>(
+        &mut self,
+        ledger: &Ledger,
+        search: &PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        verdict: &Verdict,
+    ) -> Option<Preemption> {
+        let Candidate { pod, plan_pod, .. } = candidate;
+        let may_preempt =
+            matches!(verdict, Verdict::Waits(_)) && pod.spec.preemption_policy.as_deref() != Some("Never");
+        let over_others = || self.holders.values().any(|holder| holder.priority < plan_pod.priority);
+        if !may_preempt || self.considered >= PREEMPTORS || !over_others() {
+            return None;
+        }
+        self.considered += 1;
+        let found = ledger.preempt(candidate.asking(), search.nodes_with_room(candidate), self.holders);
+        found.filter(|found| can_evict(found, self.protected))
+    }
+
+    /// The evictions of these victims for the pod `preemptor`.
+    pub(super) fn evictions<'e>(
+        &'e self,
+        victims: Vec<String>,
+        preemptor: &'e str,
+    ) -> impl Iterator<Item = Eviction> + 'e {
+        let eviction = |pod: String| {
+            let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
+            Eviction { pod, uid, preemptor: preemptor.to_owned() }
+        };
+        victims.into_iter().map(eviction)
+    }
+}
+
+/// Whether no victim is protected by a disruption budget. Evicting only the others would free too
+/// little, and an exhausted budget must not be requested at each reconcile.
+fn can_evict(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
+    !preemption.victims.iter().any(|victim| protected.contains_key(victim))
+}

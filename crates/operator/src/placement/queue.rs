@@ -1,0 +1,120 @@
+//! The pods that wait at the gate: since when, and which releases the API server refused.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use cleave_plan::ledger::Ledger;
+use kube::ResourceExt;
+
+use super::actions::Actions;
+use crate::pods::PodObject;
+use crate::policies::demand::{Reason, Waiting};
+
+/// How often in a row the API server may refuse a release before the pod is paused. It also refuses
+/// a pod that has changed meanwhile.
+pub(super) const REFUSALS: u32 = 3;
+/// The first pause after [`REFUSALS`] refusals. Each further refusal doubles it.
+pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// Maximum length of the API server's message that is reported, in characters.
+const LONGEST_MESSAGE: usize = 300;
+
+/// Pods at the gate, by name.
+#[derive(Debug, Default)]
+pub(super) struct Queue(BTreeMap<String, Gated>);
+
+/// A pod at the gate. Times are since the process started.
+#[derive(Debug)]
+struct Gated {
+    uid: String,
+    since: Duration,
+    /// Since when no GPU can hold it.
+    unplaceable_since: Option<Duration>,
+    refused: Option<Refused>,
+}
+
+/// The API server refused to release a pod.
+#[derive(Debug)]
+struct Refused {
+    /// How often in a row.
+    times: u32,
+    /// The end of the pause.
+    until: Duration,
+    /// The API server's message.
+    message: String,
+}
+
+impl Queue {
+    /// Removes the pods that are not `present`, and adds those that wait.
+    pub(super) fn update(&mut self, present: &BTreeSet<String>, waiting: &[(String, &PodObject)], up: Duration) {
+        self.0.retain(|name, _| present.contains(name));
+        for (name, pod) in waiting {
+            let uid = pod.uid().unwrap_or_default();
+            let new = || Gated { uid: uid.clone(), since: up, unplaceable_since: None, refused: None };
+            let entry = self.0.entry(name.clone()).or_insert_with(new);
+            if entry.uid != uid {
+                *entry = new();
+            }
+        }
+    }
+
+    /// How long a pod has waited.
+    pub(super) fn waited(&self, name: &str, up: Duration) -> Duration {
+        self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
+    }
+
+    /// How long no GPU could hold a pod. `None` if it may have a place later.
+    pub(super) fn unplaceable_for(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
+        let gated = self.0.get_mut(name)?;
+        gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };
+        Some(up.saturating_sub(gated.unplaceable_since?))
+    }
+
+    /// Records that the API server refused to release a pod.
+    ///
+    /// It may always refuse the pod, for its size for example. Such a pod must not reserve shares
+    /// at each reconcile, and its owner must learn the reason.
+    pub(super) fn refuse(&mut self, name: &str, message: &str, up: Duration) {
+        let Some(gated) = self.0.get_mut(name) else { return };
+        let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
+        let pause = match times.checked_sub(REFUSALS) {
+            None => Duration::ZERO,
+            Some(more) => FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(more)).min(LONGEST_PAUSE),
+        };
+        let message = message.chars().take(LONGEST_MESSAGE).collect();
+        gated.refused = Some(Refused { times, until: up.saturating_add(pause), message });
+    }
+
+    /// Drops the pods that are paused, and reports why they wait.
+    pub(super) fn skip_refused<'a>(
+        &self,
+        ledger: &mut Ledger,
+        mut waiting: Vec<(String, &'a PodObject)>,
+        up: Duration,
+        actions: &mut Actions,
+    ) -> Vec<(String, &'a PodObject)> {
+        waiting.retain(|(name, _)| {
+            let refused = self.0.get(name).and_then(|gated| gated.refused.as_ref());
+            let Some(Refused { until, message, .. }) = refused.filter(|refused| refused.until > up) else {
+                return true;
+            };
+            actions.requeue_in(until.saturating_sub(up));
+            drop(ledger.withdraw(name));
+            let message = format!("The API server refused the patch that releases this pod: {message}");
+            actions.waiting.insert(name.clone(), Waiting { reason: Reason::Malformed, message });
+            false
+        });
+        waiting
+    }
+}
+
+/// Sorts pods by descending priority, then by age.
+pub(super) fn sort(waiting: &mut [(String, &PodObject)]) {
+    waiting.sort_by(|(name, pod), (other_name, other)| {
+        let priority = |pod: &PodObject| pod.spec.priority.unwrap_or(0);
+        let created = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
+        let key = |pod| (Reverse(priority(pod)), created(pod));
+        key(pod).cmp(&key(other)).then_with(|| name.cmp(other_name))
+    });
+}

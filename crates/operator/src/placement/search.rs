@@ -1,0 +1,189 @@
+//! Searches places for pods at the gate, within one reconcile.
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use cleave_plan::Quantity;
+use cleave_plan::constraints::Judge;
+use cleave_plan::ledger::{Ask, Fits, Ledger, Tightest, Waiting as Asking};
+use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Toleration};
+use kube::ResourceExt;
+
+use super::actions::{Destination, Release, ReleaseReason};
+use super::cluster::{Input, plan_pod};
+use super::constraints::{ConstraintKey, Constraints, check};
+use super::free_resources::FreeResources;
+use super::nodes::{NodeChecks, Nodes, Provider};
+use super::patch;
+use super::pod_tracker::PodTracker;
+use super::verdict::{Impossible, Verdict};
+use crate::pods::PodObject;
+
+/// To how many nodes a pod is released if the operator does not evaluate all of its rules. The
+/// scheduler may refuse some of them.
+const SEVERAL: usize = 4;
+
+/// A pod at the gate.
+pub(super) struct Candidate<'a> {
+    /// `namespace/name`.
+    pub(super) name: String,
+    pub(super) pod: &'a PodObject,
+    pub(super) plan_pod: PlanPod,
+    /// Its requests, sorted, without those that another plugin serves.
+    pub(super) asks: Vec<Ask>,
+    /// Nodes to which the scheduler did not bind pods of its controller. Others are tried first.
+    avoided: Option<&'a BTreeSet<String>>,
+    /// Whether Cleave serves at least one of the requested resources.
+    offered: bool,
+    /// Whether kubelets report all requested resources on nodes where Cleave runs, although Cleave
+    /// does not serve them there.
+    unclear: bool,
+}
+
+impl<'a> Candidate<'a> {
+    pub(super) fn new(name: String, pod: &'a PodObject, nodes: &Nodes, avoided: Option<&'a BTreeSet<String>>) -> Self {
+        let mut asks = pod.asks();
+        asks.retain(|ask| nodes.provider(&ask.resource) != Provider::Another);
+        asks.sort();
+        let unclear = asks.iter().all(|ask| nodes.provider(&ask.resource) == Provider::Unclear);
+        let offered = asks.iter().any(|ask| nodes.provider(&ask.resource) == Provider::Cleave);
+        Self { name, pod, plan_pod: plan_pod(pod), asks, avoided, offered, unclear }
+    }
+
+    /// A pod that was released as unschedulable, with the affinity that it had before its release.
+    pub(super) fn unschedulable(pod: &'a PodObject, nodes: &Nodes) -> Self {
+        let mut candidate = Self::new(crate::pods::full_name(&pod.metadata), pod, nodes, None);
+        candidate.plan_pod.affinity = patch::without_larger_gpus(&candidate.plan_pod.affinity);
+        candidate
+    }
+
+    /// The pod's request to the ledger.
+    pub(super) fn asking(&self) -> Asking<'_> {
+        Asking { pod: &self.name, priority: self.plan_pod.priority, asks: &self.asks }
+    }
+
+    /// Releases the pod.
+    pub(super) fn release(&self, reason: ReleaseReason, destination: Destination<'_>, waited: Duration) -> Release {
+        let uid = self.pod.uid().unwrap_or_default();
+        let patch = patch::release(self.pod, &reason, destination);
+        Release { pod: self.name.clone(), uid, waited, patch, reason }
+    }
+
+    /// Releases the pod without a reservation, because no GPU could hold it for a long time.
+    pub(super) fn give_up(&self, impossible: Option<Impossible>, message: String, waited: Duration) -> Release {
+        if self.unclear {
+            // No kubelet's report is as old as that: another plugin serves the resources on nodes
+            // where Cleave runs.
+            return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
+        }
+        // On a node that offers the resource the pod would fail without a reservation, also on one
+        // that it may not use now. If no node offers it, any node that is added may serve it.
+        let needs_larger = impossible == Some(Impossible::TooLarge) || self.offered;
+        let destination = if needs_larger { Destination::LargerGpus(&self.asks) } else { Destination::Anywhere };
+        self.release(ReleaseReason::Unschedulable(message), destination, waited)
+    }
+
+    fn node_key(&self) -> NodeKey<'_> {
+        (&self.plan_pod.node_selector, self.plan_pod.affinity.as_slice(), self.plan_pod.tolerations.as_slice())
+    }
+}
+
+/// Node selector, affinity and tolerations: what decides which nodes a pod may run on.
+type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
+
+/// Everything that decides whether a pod has a place.
+type SearchKey<'a> = (&'a [Ask], i32, &'a BTreeMap<String, Quantity>, NodeKey<'a>, Option<ConstraintKey<'a>>);
+
+/// Searches places within one reconcile. Remembers which pods have none, because replicas of a
+/// workload have the same answer.
+pub(super) struct PlacementSearch<'a> {
+    nodes: &'a Nodes,
+    free: RefCell<FreeResources<'a>>,
+    constraints: Constraints<'a>,
+    eligible: RefCell<BTreeMap<NodeKey<'a>, Vec<&'a str>>>,
+    without_place: BTreeMap<SearchKey<'a>, Verdict>,
+}
+
+impl<'a> PlacementSearch<'a> {
+    pub(super) fn new(input: &Input<'a>, nodes: &'a Nodes, tracker: &'a PodTracker, ledger: &Ledger) -> Self {
+        Self {
+            nodes,
+            free: RefCell::new(FreeResources::new(nodes, tracker, ledger, input.unsettled)),
+            constraints: Constraints::new(input.cluster, nodes, (input.living, input.unsettled), ledger),
+            eligible: RefCell::default(),
+            without_place: BTreeMap::new(),
+        }
+    }
+
+    /// Finds places for a pod.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
+        let Candidate { name, pod, plan_pod, asks, .. } = candidate;
+        let constraint_key = self.constraints.key(pod);
+        let has_unbound_volume = constraint_key.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
+        let key = (asks.as_slice(), plan_pod.priority, &plan_pod.requests, candidate.node_key(), constraint_key);
+        if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
+            return Err(known.clone());
+        }
+        let judge = key.4.as_ref().and_then(|constraint_key| self.constraints.judge(constraint_key, plan_pod));
+        let most = if pod.spec.particular || has_unbound_volume { SEVERAL } else { 1 };
+        let has_room = |node: &str| self.has_room(node, candidate);
+        let allows = |node: &str| self.allows(node, judge.as_ref());
+        let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
+        // Most pods have a place. Then the search ends before it has checked every node.
+        let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
+        if let Some(fits) = ledger.fit_tightest(candidate.asking(), most, may_use) {
+            return Ok(fits);
+        }
+        let eligible = self.eligible(candidate);
+        let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
+        if candidate.avoided.is_some()
+            && let Ok(fits) =
+                ledger.fit_for(candidate.asking(), with_room().filter(|node| !avoids(node)), most, &Tightest)
+        {
+            return Ok(fits);
+        }
+        let verdict = match ledger.fit_for(candidate.asking(), with_room(), most, &Tightest) {
+            Ok(fits) => return Ok(fits),
+            Err(why) => {
+                let conflict = |node: &PlanNode| check(judge.as_ref(), node);
+                let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
+                self.nodes.diagnose(ledger, candidate.asking(), plan_pod, &checks, &why)
+            }
+        };
+        drop(judge);
+        self.without_place.insert(key, verdict.clone());
+        Err(verdict)
+    }
+
+    /// Records the reservation of a pod, so that later pods of this reconcile take it into account.
+    pub(super) fn reserve(&mut self, candidate: &'a Candidate<'a>, fits: &Fits) {
+        fits.iter().for_each(|fit| self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests));
+        self.constraints.add_reserved(candidate.pod, fits.iter().map(|fit| fit.node().to_owned()).collect());
+    }
+
+    /// Nodes that a pod may run on by selector, affinity and taints.
+    pub(super) fn eligible(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
+        let mut known = self.eligible.borrow_mut();
+        known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible(&candidate.plan_pod)).clone()
+    }
+
+    /// Eligible nodes that other rules allow and that have CPU, memory and a pod slot for the pod.
+    pub(super) fn nodes_with_room(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
+        let key = self.constraints.key(candidate.pod);
+        let judge = key.as_ref().and_then(|key| self.constraints.judge(key, &candidate.plan_pod));
+        let mut nodes = self.eligible(candidate);
+        nodes.retain(|node| self.allows(node, judge.as_ref()) && self.has_room(node, candidate));
+        nodes
+    }
+
+    fn has_room(&self, node: &str, candidate: &Candidate<'_>) -> bool {
+        self.free.borrow_mut().has_room(node, &candidate.plan_pod.requests)
+    }
+
+    fn allows(&self, node: &str, judge: Option<&Judge<'_>>) -> bool {
+        self.nodes.0.get(node).is_some_and(|state| check(judge, &state.node).is_ok())
+    }
+}

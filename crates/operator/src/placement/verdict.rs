@@ -1,0 +1,115 @@
+//! Why a pod at the gate has no place, and whether that can change.
+use cleave_api::names::RESOURCE_MIG_PREFIX;
+use cleave_plan::affinity::HOSTNAME;
+use cleave_plan::device::sized;
+use cleave_plan::ledger::Ask;
+
+use crate::policies::demand::{Reason, Waiting};
+
+/// How many nodes a message names for each reason.
+const NAMED: usize = 3;
+
+/// Why a pod has no place.
+#[derive(Debug, Clone)]
+pub(super) enum Verdict {
+    /// No place now, but there may be one later. Holds the explanation.
+    Waits(String),
+    /// No place, until nodes, GPUs or policies change.
+    Never { message: String, impossible: Impossible },
+}
+
+/// Why no GPU of the cluster can hold a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Impossible {
+    /// The pod may use no node with GPUs.
+    Excluded,
+    /// The nodes that the pod may use do not offer what it requests.
+    NotOffered,
+    /// They offer it, but no GPU is large enough, or no node has enough of them.
+    TooLarge,
+}
+
+impl Verdict {
+    /// Why no GPU can hold the pod. `None` if one can.
+    pub(super) fn impossible(&self) -> Option<Impossible> {
+        match self {
+            Self::Waits(_) => None,
+            Self::Never { impossible, .. } => Some(*impossible),
+        }
+    }
+
+    /// The explanation for the pod's owner, and whether the pod may have a place later. `demand` is
+    /// what the pod waits for if a GPU may be repartitioned for it.
+    pub(super) fn explain(self, asks: &[Ask], demand: Option<&Waiting>) -> (String, bool) {
+        let is_partitioned =
+            |ask: &Ask| sized(&ask.resource).is_some() || ask.resource.starts_with(RESOURCE_MIG_PREFIX);
+        match (self, demand) {
+            // Demand decides which resources exist: what is missing now may be created for the pod.
+            (Self::Never { impossible, .. }, Some(waiting))
+                if waiting.reason != Reason::Malformed
+                    && (impossible == Impossible::NotOffered || asks.iter().any(is_partitioned)) =>
+            {
+                (waiting.message.clone(), true)
+            }
+            (Self::Never { message, .. }, _) => (message, false),
+            (Self::Waits(message), _) => (message, true),
+        }
+    }
+}
+
+/// Why a pod cannot use a node with GPUs, whatever its GPUs have free.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Exclusion {
+    /// The node has no hostname label, by which pods are narrowed to it.
+    NoHostname,
+    /// The node is cordoned.
+    Cordoned,
+    /// The node lacks this label of the pod's node selector: `key=value`.
+    Selector(String),
+    /// The node does not match the pod's required node affinity.
+    Affinity,
+    /// The pod does not tolerate the node's taint with this key.
+    Taint(String),
+    /// A rule between pods, or a volume, excludes the node. Holds the explanation.
+    Conflict(String),
+    /// CPU, memory, pod slots or another resource do not suffice.
+    Full,
+}
+
+impl Exclusion {
+    /// A clause about the nodes that are excluded for this reason: `1 node (n1) is cordoned`.
+    pub(super) fn describe(&self, nodes: &[&str]) -> String {
+        let more = if nodes.len() > NAMED { ", ..." } else { "" };
+        let names = nodes.iter().take(NAMED).copied().collect::<Vec<_>>().join(", ");
+        let (noun, are, have, do_not) =
+            if nodes.len() == 1 { ("node", "is", "has", "does not") } else { ("nodes", "are", "have", "do not") };
+        let subject = format!("{} {noun} ({names}{more})", nodes.len());
+        match self {
+            Self::NoHostname => format!("{subject} {do_not} have the label {HOSTNAME}"),
+            Self::Cordoned => format!("{subject} {are} cordoned"),
+            Self::Selector(label) => format!("{subject} {do_not} have the label {label} that the pod selects"),
+            Self::Affinity => format!("{subject} {do_not} match the pod's node affinity"),
+            Self::Taint(key) => format!("{subject} {have} the taint {key}, which the pod does not tolerate"),
+            Self::Conflict(why) => format!("{subject} {are} excluded: {why}"),
+            Self::Full => format!("{subject} {do_not} have enough CPU, memory or another resource"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_exclusion_names_at_most_three_nodes() {
+        assert_eq!(Exclusion::Cordoned.describe(&["n1"]), "1 node (n1) is cordoned");
+        assert_eq!(
+            Exclusion::Affinity.describe(&["a", "b", "c", "d"]),
+            "4 nodes (a, b, c, ...) do not match the pod's node affinity"
+        );
+        assert_eq!(
+            Exclusion::Taint("k".to_owned()).describe(&["a", "b"]),
+            "2 nodes (a, b) have the taint k, which the pod does not tolerate"
+        );
+    }
+}

@@ -1,0 +1,85 @@
+//! The loop that all controllers share: wait for a change, then reconcile.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use futures::FutureExt as _;
+use kube::Client;
+use kube::runtime::events::Recorder;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::leader::LeaseGuard;
+use crate::metrics::Metrics;
+use crate::read::Stores;
+
+/// What every controller reads and writes with. Clones share everything.
+#[derive(Clone)]
+pub(crate) struct Context {
+    pub(crate) client: Client,
+    pub(crate) stores: Stores,
+    /// Whether this process may write.
+    pub(crate) claim: LeaseGuard,
+    pub(crate) metrics: Metrics,
+    pub(crate) recorder: Recorder,
+    /// Set once all objects are listed.
+    pub(crate) listed: Arc<AtomicBool>,
+    pub(crate) stop: CancellationToken,
+}
+
+/// What caused a reconcile.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Trigger {
+    /// When the first change was seen.
+    pub(crate) seen: Instant,
+    /// Whether more changes followed while the controller gathered.
+    pub(crate) more: bool,
+}
+
+/// A controller that reads the stores and writes to the API server.
+pub(crate) trait Controller {
+    /// How long to gather further changes after the first, so that one reconcile handles a burst.
+    fn gather(&mut self) -> Duration;
+
+    /// Reconciles once. Returns when to do so again if nothing changes.
+    fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
+}
+
+/// Runs a controller until `stop`. It reconciles after each `wake`, when the lease changes hands,
+/// and after the time that it returned.
+///
+/// A reconcile is never interrupted. It must check the claim before each write.
+///
+/// # Errors
+/// The stores ended before all objects were listed.
+pub(crate) async fn run(mut controller: impl Controller, context: Context, wake: Arc<Notify>) -> Result<()> {
+    let Context { stores, mut claim, listed, stop, .. } = context;
+    tokio::select! {
+        () = stop.cancelled() => return Ok(()),
+        ready = stores.wait_until_ready() => ready.context("failed to list the cluster's objects")?,
+    }
+    if !listed.swap(true, Ordering::AcqRel) {
+        tracing::info!("listed all objects");
+    }
+    let mut requeue: Option<Duration> = None;
+    loop {
+        let mut trigger = None;
+        // Cancel-safe: `notified` keeps its permit when dropped, `changed` reads a watch channel,
+        // and the others are a token and a timer.
+        tokio::select! {
+            () = stop.cancelled() => return Ok(()),
+            () = wake.notified() => {
+                let seen = Instant::now();
+                tokio::time::sleep(controller.gather()).await;
+                // The stores already contain what woke the controller meanwhile.
+                let more = wake.notified().now_or_never().is_some();
+                trigger = Some(Trigger { seen, more });
+            }
+            () = claim.changed() => {}
+            () = async { tokio::time::sleep(requeue.unwrap_or_default()).await }, if requeue.is_some() => {}
+        }
+        let trigger = trigger.unwrap_or_else(|| Trigger { seen: Instant::now(), more: false });
+        requeue = controller.reconcile(trigger).await;
+    }
+}
