@@ -11,12 +11,12 @@ pub fn perform(gpus: &dyn Gpus, order: &Order) -> (Outcome, Option<(Gpu, Vec<Pro
         NvmlError::InUse { .. } => Outcome::Busy(chain(&error)),
         error => Outcome::Failed(chain(&error)),
     });
-    let look = || Ok::<_, NvmlError>((gpus.look(gpu)?, gpus.processes(gpu)?));
+    let look = || Ok::<_, NvmlError>((gpus.gpu(gpu)?, gpus.processes(gpu)?));
     (outcome, look().ok())
 }
 
 fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<Outcome, NvmlError> {
-    let gpu = gpus.look(uuid)?;
+    let gpu = gpus.gpu(uuid)?;
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
     let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<Outcome>, NvmlError> {
         let processes = gpus.processes(uuid)?;

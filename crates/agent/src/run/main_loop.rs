@@ -128,7 +128,7 @@ impl Main {
                 self.look.send_replace(());
             }
             Input::Vitals(uuid, vitals, asked) => self.node.vitals(&uuid, vitals, asked),
-            Input::Event(GpuEvent::Look) => self.look.send_replace(()),
+            Input::Event(GpuEvent::Rescan) => self.look.send_replace(()),
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
             Input::Held(answer, asked, on_disk) => {

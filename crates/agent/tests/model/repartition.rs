@@ -161,10 +161,10 @@ impl Gpus for Shared {
     fn census(&self) -> Result<Census, NvmlError> {
         Ok(Census { driver: "580".into(), count: 1 })
     }
-    fn at(&self, _: u32) -> Result<Gpu, NvmlError> {
+    fn gpu_at(&self, _: u32) -> Result<Gpu, NvmlError> {
         Ok(lock(self).describe())
     }
-    fn look(&self, _: &str) -> Result<Gpu, NvmlError> {
+    fn gpu(&self, _: &str) -> Result<Gpu, NvmlError> {
         Ok(lock(self).describe())
     }
     fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
@@ -192,7 +192,7 @@ impl Gpus for Shared {
             let _ = lock(self).destroy_gpu_instance(id);
             return Err(error);
         }
-        let there = self.look(gpu)?.mig.unwrap().instances;
+        let there = self.gpu(gpu)?.mig.unwrap().instances;
         Ok(there.into_iter().find(|instance| instance.gpu_instance == id).unwrap())
     }
     fn destroy_mig_instance(&self, _: &str, gpu_instance: u32) -> Result<(), NvmlError> {

@@ -249,7 +249,7 @@ fn a_missing_gpu_or_driver_gives_no_result() {
     fs::remove_file(node.path("libnvidia_ml.so")).unwrap();
     let output = command(&node, &[]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("there is no NVML library"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("found no NVML library"));
 }
 
 #[test]

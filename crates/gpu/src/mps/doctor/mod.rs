@@ -148,7 +148,7 @@ async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<
     let mut calls = JoinSet::new();
     for index in 0..count {
         let worker = Worker::start(library, format!("nvml-gpu-{index}"))?;
-        calls.spawn(async move { (index, worker.call(NVML_DEADLINE, move |gpus| gpus.at(index)).await) });
+        calls.spawn(async move { (index, worker.call(NVML_DEADLINE, move |gpus| gpus.gpu_at(index)).await) });
     }
     Ok(calls.join_all().await.into_iter().collect())
 }

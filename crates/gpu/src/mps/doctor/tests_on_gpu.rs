@@ -285,10 +285,10 @@ impl Tests<'_> {
         let known = loop {
             let by_mps = protocol::pids(&self.ask(Command::Clients(server)).await?)?.contains(&client.pid);
             let uuid = self.setup.uuid.clone();
-            let tenants = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.tenants(&uuid)).await?;
-            let listed = tenants.processes.iter().any(|process| process.pid == client.pid && process.mps);
+            let found = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.device_processes(&uuid)).await?;
+            let listed = found.processes.iter().any(|process| process.pid == client.pid && process.mps);
             if (by_mps && listed) || Instant::now() > deadline {
-                break (by_mps, tenants.tells_clients.then_some(listed));
+                break (by_mps, found.are_clients_known.then_some(listed));
             }
             sleep(POLL).await;
         };
