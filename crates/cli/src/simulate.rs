@@ -60,7 +60,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     print(&world.simulate(args.output)?)
 }
 
-/// Simulates one YAML document stream and renders the result.
+/// Simulates the objects of a YAML stream and renders the result.
 ///
 /// # Errors
 /// The text is not valid YAML, or an object is malformed.
@@ -115,7 +115,7 @@ impl World {
     }
 
     fn add_text(&mut self, text: &str) -> Result<()> {
-        // YAML 1.1 would read a node named `n` as a boolean.
+        // In YAML 1.1 the name `n` is a boolean.
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;

@@ -24,7 +24,7 @@ use crate::nvml;
 
 /// How often door sockets are checked for removal.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// MPS servers inherit the limit and want 16,384 descriptors. Doors need some for each client.
+/// MPS servers inherit the limit and need 16,384 descriptors. Doors need some for each client.
 const MAX_DESCRIPTORS: u64 = 65_536;
 
 /// Runs until SIGTERM or SIGINT.

@@ -28,7 +28,7 @@ pub enum LogEvent {
     ClientLost(u32),
     /// `CUDA MPS Control binary version: 13000`.
     Version(u32),
-    /// The daemon was asked something. The supervisor itself asks often.
+    /// A connection or an answer of an administrator. The supervisor causes many of these.
     Chatter,
     /// A client connects or exits, or its limits are set.
     Routine,

@@ -1,4 +1,4 @@
-//! Starts and reaps child processes, and holds on to processes by pidfd.
+//! Starts and reaps child processes, and refers to processes by pidfd.
 //!
 //! The MPS server is the daemon's child. When the daemon dies first, this process inherits it as
 //! the subreaper (or pid 1), so it has to reap every process that exits below it. That would take

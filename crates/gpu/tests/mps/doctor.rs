@@ -243,7 +243,7 @@ fn a_missing_gpu_or_driver_gives_no_result() {
     let node = Node::bare(2);
     let output = command(&node, &["--gpu", "7"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; it has 0 (GPU-"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; its GPUs: 0 (GPU-"));
     let (status, report) = ask(&node, &["--gpu", &node.uuid(1)]);
     assert_eq!((status, &report["gpu"]["index"]), (Some(0), &1.into()));
     fs::remove_file(node.path("libnvidia_ml.so")).unwrap();

@@ -65,8 +65,8 @@ impl Check {
 pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let mut findings = daemon(seen);
     findings.extend(limits(seen, gpu));
-    findings.extend(holes(seen, gpu));
-    findings.extend(lives(seen, gpu));
+    findings.extend(known_holes(seen, gpu));
+    findings.extend(clients(seen, gpu));
     findings
 }
 
@@ -88,8 +88,8 @@ fn daemon(seen: &Observations) -> Vec<Finding> {
     };
     let unprivileged = Check {
         name: "privileges",
-        expected: "over control, which programs can reach, nothing can be changed",
-        impact: "whoever reaches the daemon's own socket can reconfigure its neighbours. Pods reach only Cleave's door, which refuses \
+        expected: "programs cannot change settings through the socket `control`",
+        impact: "a program that reaches the daemon's own socket can reconfigure its neighbours. Pods reach only Cleave's door, which refuses \
                  commands; with advisory limits they reach the daemon",
     };
     let log = Check {
@@ -236,30 +236,30 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
 }
 
 fn judge_lowered(lowered: &Lowered, gpu: TestedGpu) -> (bool, String) {
-    let Lowered { set, asked_more, asked_less } = lowered;
-    let raised = Bound { view: *asked_more, ..*set };
-    let good = holds(set, gpu) && holds(&raised, gpu) && holds(asked_less, gpu);
+    let Lowered { set, requested_more, requested_less } = lowered;
+    let raised = Bound { view: *requested_more, ..*set };
+    let good = holds(set, gpu) && holds(&raised, gpu) && holds(requested_less, gpu);
     (
         good,
         format!(
             "{}; requesting more: {}; less: {}",
             describe_bound(set),
-            describe(*asked_more),
-            describe(asked_less.view)
+            describe(*requested_more),
+            describe(requested_less.view)
         ),
     )
 }
 
-fn holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+fn known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let escape = Check {
         name: "escape",
         expected: "known hole: an invalid memory limit in a program's environment removes its limit",
-        impact: "better than known: this driver keeps the limit. Cleave still refuses such pods and watches memory",
+        impact: "better than expected: this driver keeps the limit. Cleave still refuses such pods and watches memory",
     };
     let plain = Check {
         name: "no control",
         expected: "known hole: without a control socket a program runs without MPS, unless the compute mode forbids it",
-        impact: "other than known: such programs may wait or fail, where Cleave expects them to run without MPS",
+        impact: "differs from the known hole: such programs may wait or fail instead of running without MPS",
     };
     vec![
         escape.judge(&seen.escape, |bound| {
@@ -276,7 +276,7 @@ fn holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     ]
 }
 
-fn lives(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let users = Check {
         name: "users",
         expected: "with -multiuser-server several users share a server at once",
@@ -289,7 +289,7 @@ fn lives(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     };
     let by_mps = Check {
         name: "clients",
-        expected: "MPS lists its clients by their process ids",
+        expected: "MPS lists its clients by their process IDs",
         impact: "clients of deleted pods are not terminated through MPS and may break their neighbours",
     };
     let by_nvml = Check {
@@ -386,7 +386,7 @@ mod tests {
             listed_by_nvml: Outcome::Observed(Some(true)),
             bound: Outcome::Observed([HALF, FIFTH]),
             rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
-            lowered: Outcome::Observed(Lowered { set: HALF, asked_more: HALF.view, asked_less: FIFTH }),
+            lowered: Outcome::Observed(Lowered { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
             memory: Outcome::Observed(Memory { limit_mib: 8192, half: Ok(()), all: Err(2) }),
             escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF }),
             users: Outcome::Observed(HALF),
@@ -424,7 +424,7 @@ mod tests {
         assert!(left.iter().all(|finding| finding.verdict == Verdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
         assert_eq!(when(|seen| seen.start = Outcome::Failed("it ends".to_owned())), ["start"]);
-        assert_eq!(when(|seen| seen.users = Outcome::Failed("it says nothing".to_owned())), ["users"]);
+        assert_eq!(when(|seen| seen.users = Outcome::Failed("no output".to_owned())), ["users"]);
     }
 
     #[test]
@@ -483,10 +483,10 @@ mod tests {
             assert_eq!(when(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
             assert_eq!(when(|seen| seen.users = Outcome::Observed(other)), ["users"]);
             assert_eq!(when(|seen| seen.link = Outcome::Observed(other)), ["link"]);
-            let raised = Lowered { set: HALF, asked_more: other.view, asked_less: FIFTH };
+            let raised = Lowered { set: HALF, requested_more: other.view, requested_less: FIFTH };
             assert_eq!(when(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
         }
-        let deaf = Lowered { set: HALF, asked_more: HALF.view, asked_less: Bound { view: HALF.view, ..FIFTH } };
+        let deaf = Lowered { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
         assert_eq!(when(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
         assert_eq!(when(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `facts` | facts about the node and the GPU |
 //! | `preconditions` | whether a daemon may be started without disturbing anybody |
-//! | `setup` | the GPU to test, and what to test it with |
+//! | `setup` | the GPU to test, the daemon and the CUDA program |
 //! | `own_daemon`, `program` | the doctor's daemon, the user's CUDA program |
 //! | `tests_on_gpu` | runs the tests |
 //! | `observed` | what the tests observed (data) |
@@ -41,8 +41,8 @@ use crate::nvml::{Census, Gpu, Library, NvmlError, Search, Worker};
 
 /// Check whether this node's driver behaves as Cleave expects of MPS.
 ///
-/// Starts its own MPS daemon on a GPU that nobody uses. On a GPU that is in use it starts nothing
-/// and reports only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
+/// Starts its own MPS daemon on an idle GPU. On a GPU that is in use it starts nothing and reports
+/// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
 /// 2 if there is no result. Run it as root in the node's pid namespace.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorArgs {
@@ -59,7 +59,7 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "PROGRAM [ARGUMENT…]")]
     client: Option<String>,
 
-    /// Assume that nobody uses the GPU although processes of other pid namespaces are not visible.
+    /// Assume that the GPU is idle although processes of other PID namespaces are not visible.
     #[arg(long)]
     idle: bool,
 
@@ -75,7 +75,7 @@ pub enum DoctorError {
     #[error("NVML failed: {0}")]
     Nvml(#[from] NvmlError),
     /// No such GPU.
-    #[error("no GPU {wanted} on this node; it has {}", if .available.is_empty() { "none" } else { .available })]
+    #[error("no GPU {wanted} on this node; its GPUs: {}", if .available.is_empty() { "none" } else { .available })]
     NoGpu {
         /// The requested index or UUID.
         wanted: String,
@@ -143,7 +143,8 @@ fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
     }
 }
 
-/// Every GPU by index, each asked by a worker of its own: one that hangs delays no other.
+/// Describes every GPU, by index. Each has its own worker, so that a GPU that hangs delays no
+/// other.
 async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {
@@ -185,7 +186,7 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, sees_othe
 
 /// Starts a daemon, runs the tests and stops it.
 async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
-    // Signal handlers first, before there is anything that has to be stopped.
+    // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut seen = Observations::none("the daemon does not answer");
     let mut daemon = match OwnDaemon::start(setup) {
@@ -210,7 +211,7 @@ async fn observe(setup: &Setup, daemon: &mut OwnDaemon, seen: &mut Observations)
         Ok(answer) => {
             if !answer.is_known {
                 *seen = Observations::none(
-                    "the daemon's protocol is unknown, so Cleave uses the driver's own tool for commands",
+                    "the daemon's protocol is unknown, so Cleave sends commands with the driver's own tool",
                 );
             }
             seen.start = Outcome::Observed(answer.after_ms);

@@ -62,14 +62,14 @@ pub(super) struct Bound {
     pub(super) view: GpuView,
 }
 
-/// What programs saw that asked for other limits than the server's.
+/// What programs saw whose environment sets limits other than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lowered {
     pub(super) set: Bound,
     /// With higher limits in its environment.
-    pub(super) asked_more: GpuView,
+    pub(super) requested_more: GpuView,
     /// With these lower limits in its environment.
-    pub(super) asked_less: Bound,
+    pub(super) requested_less: Bound,
 }
 
 /// Result of a CUDA call: the error code of a failure.

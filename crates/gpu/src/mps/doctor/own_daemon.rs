@@ -35,7 +35,7 @@ pub(super) struct DaemonLog {
     last_line: String,
 }
 
-/// Why the daemon does not answer.
+/// Why the daemon did not answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OwnDaemonError {
     #[error("it cannot be started: {0}")]
@@ -46,7 +46,7 @@ pub(super) enum OwnDaemonError {
     Control(#[from] ControlError),
 }
 
-/// What the daemon said first.
+/// The daemon's first answer.
 pub(super) struct FirstAnswer {
     /// Milliseconds after the start.
     pub(super) after_ms: u128,

@@ -22,9 +22,9 @@ use crate::nvml::NvmlError;
 const PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
 /// The usual thread percentage of programs. Fewer SMs than the whole GPU show that they use MPS.
 const PERCENT: u8 = 50;
-/// A lower percentage.
+/// A percentage below the usual limit.
 const LOW_PERCENT: u8 = 20;
-/// A user other than root, who may own nothing.
+/// An unprivileged user.
 const NOBODY: u32 = 65_534;
 /// How long MPS, its log or NVML may take to report that a client connected or exited.
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
@@ -123,7 +123,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
 }
 
 impl Tests<'_> {
-    /// Runs one test, unless somebody else uses the GPU.
+    /// Runs one test, unless another process uses the GPU.
     async fn run<T>(&self, work: impl Future<Output = Result<T, Stop>>) -> Outcome<T> {
         if self.stopped.borrow().is_none() {
             *self.stopped.borrow_mut() = self.other_user().await;
@@ -147,7 +147,7 @@ impl Tests<'_> {
         loop {
             let uuid = self.setup.uuid.clone();
             match self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&uuid)).await {
-                Err(error) => return Some(format!("NVML no longer reports who uses the GPU: {error}")),
+                Err(error) => return Some(format!("NVML no longer reports which processes use the GPU: {error}")),
                 Ok(processes) => {
                     let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
                     // NVML may still list a process of ours that has just exited.
@@ -197,7 +197,7 @@ impl Tests<'_> {
         Ok(self.program()?.view(&self.start_here()).await?)
     }
 
-    /// Starts a program that runs until it is told to continue.
+    /// Starts a program that waits for a line on its standard input.
     async fn running(&self, allocate_mib: Option<u64>) -> Result<Running, Stop> {
         Ok(self.program()?.start(&Start { waits: true, allocate_mib, ..self.start_here() }).await?)
     }
@@ -328,10 +328,10 @@ impl Tests<'_> {
     async fn lowered(&self) -> Result<Lowered, Stop> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
-        let asked_more = self.asking(100, self.setup.memory_mib).await?;
+        let requested_more = self.asking(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.asking(LOW_PERCENT, low).await?;
-        Ok(Lowered { set, asked_more, asked_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
+        Ok(Lowered { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
     }
 
     async fn memory(&self) -> Result<Memory, Stop> {

@@ -19,11 +19,11 @@ use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::seqpacket::{Credentials, Socket};
 use crate::mps::wire::Enforcement;
 
-/// How long a client may take to introduce itself to the door. It delays nobody else.
+/// Time limit for a client to introduce itself to the door. It delays no other client.
 const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
-/// How long a client may take to introduce itself to the server. Nobody else can connect to this
-/// GPU meanwhile. A client takes 1 ms, or 50 ms while the server recreates its contexts; a
-/// throttled container takes some of its periods of 100 ms.
+/// Time limit for a client to introduce itself to the server. No other client can connect to this
+/// GPU meanwhile. A client needs 1 ms, or 50 ms while the server recreates its contexts. In a
+/// CPU-throttled container it needs several periods of 100 ms.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
 /// The deadline is halved after each client of the allocation that stalls, down to this.
 const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);

@@ -20,7 +20,8 @@ const AGENT: &str = "cleave-agent";
 const OPERATOR: &str = "cleave-operator";
 
 /// What all refusals of the annotation say.
-const NOT_YOURS: Expected = Expected::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
+const NOT_YOURS: Expected =
+    Expected::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
 const NOT_YOUR_GATE: Expected = Expected::Refused(&["only the Cleave operator may remove the scheduling gate", GATE]);
 const NO_RIGHT_TO_GPU_NODES: Expected = Expected::Refused(&["cannot patch resource \"gpunodes"]);
 
