@@ -42,8 +42,8 @@ use crate::nvml::{Census, Gpu, Library, NvmlError, Search, Worker};
 /// Check whether this node's driver behaves as Cleave expects of MPS.
 ///
 /// Starts its own MPS daemon on an idle GPU. On a GPU that is in use it starts nothing and reports
-/// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
-/// 2 if there is no result. Run it as root in the node's pid namespace.
+/// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and 2 if there
+/// is no result. Run it as root in the node's PID namespace.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorArgs {
     /// Index or UUID of the GPU. Default: the first GPU.
@@ -60,11 +60,11 @@ pub struct DoctorArgs {
     client: Option<String>,
 
     /// Assume that the GPU is idle although processes of other PID namespaces are not visible.
-    #[arg(long)]
+    #[arg(long, help_heading = "Advanced options")]
     idle: bool,
 
-    // The doctor only reads the run directory, to learn which GPUs Cleave uses.
-    #[command(flatten)]
+    // The doctor only reads the run directory, to detect which GPUs Cleave uses.
+    #[command(flatten, next_help_heading = "Advanced options")]
     paths: PathArgs,
 }
 
