@@ -20,9 +20,9 @@ use super::process::Exit;
 use super::text::shorten;
 use crate::nvml;
 
-/// How long the child process may take.
+/// Time limit of the child process.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// How many bytes of its output are read.
+/// Number of bytes of its output that are read.
 const MAX_OUTPUT: u64 = 64 * 1024;
 const EXTENSION: &str = ".compute-mode";
 

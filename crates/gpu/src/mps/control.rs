@@ -21,7 +21,7 @@ use super::seqpacket::{Credentials, Socket};
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// Stops a daemon. Clients have 3 seconds to exit.
 pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
-/// How long the daemon may take to answer [`QUIT`].
+/// Time limit for the daemon to answer [`QUIT`].
 pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
 /// Longer output answers no command that is used here.
 const MAX_OUTPUT: usize = 256 * 1024;

@@ -76,7 +76,7 @@ pub(crate) struct ControlLock {
     applied: Option<(u32, Limits)>,
 }
 
-/// What the status reports beyond the [`Phase`].
+/// The fields of the status besides the [`Phase`].
 #[derive(Debug, Default)]
 struct Report {
     pid: Option<u32>,

@@ -1,6 +1,6 @@
 //! Parses the lines that an MPS control daemon and its server print. Pure.
 
-/// What a line reports.
+/// The event that a line reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LogEvent {
     /// `NEW SERVER 9: Ready`.
@@ -45,7 +45,7 @@ pub struct LogLine<'a> {
     pub pid: Option<u32>,
     /// The text after the prefix.
     pub text: &'a str,
-    /// What the text reports.
+    /// The event that the text reports.
     pub event: LogEvent,
 }
 

@@ -8,11 +8,11 @@ use tokio::time::timeout;
 
 use super::process::PidFd;
 
-/// How long a search through all processes may take. 10,000 processes take 0.1 s.
+/// Time limit of a search through all processes. 10,000 processes take 0.1 s.
 const SEARCH_DEADLINE: Duration = Duration::from_secs(5);
 /// Stack of the search thread.
 const SEARCH_STACK: usize = 128 * 1024;
-/// How long a killed process may take to exit.
+/// Time limit for a killed process to exit.
 const KILL_DEADLINE: Duration = Duration::from_secs(5);
 /// Number and interval of attempts to read an empty environment again.
 const EMPTY_READS: u32 = 20;

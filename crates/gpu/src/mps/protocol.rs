@@ -122,7 +122,7 @@ pub enum Command {
     },
     /// Stops the daemon.
     Quit {
-        /// How long clients have to exit.
+        /// Time for clients to exit, in seconds.
         seconds: u32,
     },
 }

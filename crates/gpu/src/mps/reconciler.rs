@@ -21,7 +21,7 @@ use super::wire::{Allocation, Desired, Status, VERSION};
 /// Changes within this time are written as one status.
 const STATUS_DELAY: Duration = Duration::from_millis(5);
 
-/// What runs on this node.
+/// The daemons and doors of this node.
 pub(crate) struct Reconciler {
     context: Rc<Context>,
     desired: RefCell<Desired>,

@@ -234,7 +234,7 @@ pub struct Allocation {
     pub max_clients: Option<u32>,
 }
 
-/// What the MPS host observes.
+/// The state that the MPS host reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {

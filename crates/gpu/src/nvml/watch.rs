@@ -13,7 +13,7 @@ use super::error::NvmlError;
 use super::library::Library;
 use super::model::GpuEvent;
 
-/// How often a pausing thread checks whether it should stop.
+/// Interval at which a pausing thread checks whether it should stop.
 const STOP_CHECK: Duration = Duration::from_secs(2);
 /// First and longest pause after an error. Every read of a lost GPU fails at once.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));

@@ -11,7 +11,7 @@ use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Unexpected};
 use crate::mps::wire::{DaemonState, Enforcement};
 
-/// How often exited clients are checked for.
+/// Interval of checks for exited clients.
 const EXIT_POLL: Duration = Duration::from_millis(5);
 
 impl Device {

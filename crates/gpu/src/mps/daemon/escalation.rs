@@ -20,7 +20,7 @@ pub(super) enum Step {
 }
 
 impl Step {
-    /// How long the step may take.
+    /// Time until the next step is due.
     pub(super) fn deadline(self) -> Duration {
         let seconds = match self {
             // Programs that exit by themselves did so within 0.3 s (measured).
@@ -45,7 +45,7 @@ impl Step {
     }
 }
 
-/// How long a server without clients has to recover. Measured: 0.03 s; others measured up to 1.4 s
+/// Time for a server without clients to recover. Measured: 0.03 s; others measured up to 1.4 s
 /// until its contexts were recreated.
 const RECOVERY: Duration = Duration::from_secs(3);
 

@@ -28,7 +28,7 @@ const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
 const FAST_PROBES: u32 = 400;
 /// Interval of attempts to reach a starting daemon.
 const START_POLL: Duration = Duration::from_millis(5);
-/// How long the last lines of a daemon that exited may take to arrive.
+/// Time limit for the last lines of an exited daemon to arrive.
 const LAST_LINES: Duration = Duration::from_millis(200);
 /// Time limit for a killed daemon to exit. The driver may delay it.
 const KILL_DEADLINE: Duration = Duration::from_secs(10);

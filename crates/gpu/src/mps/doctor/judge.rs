@@ -31,7 +31,7 @@ pub(super) struct Finding {
     pub(super) expected: &'static str,
     pub(super) observed: String,
     pub(super) verdict: Verdict,
-    /// What it means for users if the driver differs.
+    /// The effect on users if the driver differs.
     pub(super) impact: &'static str,
 }
 

@@ -28,14 +28,14 @@ fn skipped<T>(why: &str) -> Outcome<T> {
     Outcome::NotTested(why.to_owned())
 }
 
-/// What a program sees of its GPU.
+/// The SMs and free memory that a program sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct GpuView {
     pub(super) sms: u32,
     pub(super) free_mib: u64,
 }
 
-/// What the daemon logged.
+/// The events that the daemon logged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Log {
     pub(super) version: Option<u32>,
@@ -62,7 +62,7 @@ pub(super) struct Bound {
     pub(super) view: GpuView,
 }
 
-/// What programs saw whose environment sets limits other than the server's.
+/// The view of programs whose environment sets limits other than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lowered {
     pub(super) set: Bound,
@@ -115,16 +115,16 @@ pub(super) struct Observations {
     pub(super) rounding: Outcome<Vec<(u8, u32)>>,
     pub(super) lowered: Outcome<Lowered>,
     pub(super) memory: Outcome<Memory>,
-    /// What a program saw whose environment contains an invalid memory limit.
+    /// The view of a program whose environment contains an invalid memory limit.
     pub(super) escape: Outcome<Bound>,
-    /// What another user's program saw while root's was running.
+    /// The view of another user's program while root's program was running.
     pub(super) users: Outcome<Bound>,
-    /// What a program saw whose pipe directory contains only a link to `control`.
+    /// The view of a program whose pipe directory contains only a link to `control`.
     pub(super) link: Outcome<Bound>,
     pub(super) terminated: Outcome<Termination>,
-    /// What the first program of a new server saw under the daemon's defaults.
+    /// The view of the first program of a new server, under the daemon's defaults.
     pub(super) defaults: Outcome<Bound>,
-    /// What a program saw without a `control` socket, or its CUDA error.
+    /// The view of a program without a `control` socket, or its CUDA error.
     pub(super) no_control: Outcome<Result<GpuView, i64>>,
 }
 

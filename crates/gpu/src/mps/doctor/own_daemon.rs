@@ -19,10 +19,10 @@ use crate::mps::log::{LogEvent, log_line};
 use crate::mps::procfs;
 use crate::mps::text::shorten;
 
-/// How often the daemon is polled.
+/// Poll interval of the daemon.
 const POLL: Duration = Duration::from_millis(20);
 
-/// What the daemon has logged.
+/// The events that the daemon has logged.
 #[derive(Debug, Default)]
 pub(super) struct DaemonLog {
     pub(super) version: Option<u32>,

@@ -26,9 +26,9 @@ const PERCENT: u8 = 50;
 const LOW_PERCENT: u8 = 20;
 /// An unprivileged user.
 const NOBODY: u32 = 65_534;
-/// How long MPS, its log or NVML may take to report that a client connected or exited.
+/// Time limit for MPS, its log or NVML to report that a client connected or exited.
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
-/// How often they are polled.
+/// Poll interval of these reports.
 const POLL: Duration = Duration::from_millis(20);
 /// `terminate_client` answers in milliseconds.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
@@ -192,7 +192,7 @@ impl Tests<'_> {
         Start { pipe: self.pipe(), ..Start::default() }
     }
 
-    /// What a program sees that only the server's limits bind.
+    /// The view of a program that sets no limits of its own.
     async fn view(&self) -> Result<GpuView, Stop> {
         Ok(self.program()?.view(&self.start_here()).await?)
     }
