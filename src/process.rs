@@ -35,7 +35,7 @@ pub(crate) struct LogArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum LogFormat {
-    /// Text.
+    /// Human-readable text.
     Text,
     /// One JSON object per line.
     Json,

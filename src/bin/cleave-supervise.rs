@@ -20,7 +20,7 @@ use rustix::process::{Pid, WaitOptions, WaitStatus};
 
 /// First argument of the process between the supervisor and the program. That process sets a parent
 /// death signal, which stays in effect after exec.
-const UNDER: &str = "--under=";
+const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
 const FORWARDED: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
@@ -29,13 +29,13 @@ const FORWARDED: [Signal; 6] =
 const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
 /// `ListAndWatch` stream would close the new one too.
-const SETTLE: Duration = Duration::from_millis(50);
+const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Added to a signal's number for the exit code, as in a shell.
-const BY_SIGNAL: i32 = 128;
+const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {
     let mut args: VecDeque<OsString> = std::env::args_os().skip(1).collect();
-    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(UNDER)).map(str::to_owned);
+    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(CHILD_FLAG)).map(str::to_owned);
     let ended = match under {
         Some(parent) => {
             args.pop_front();
@@ -84,7 +84,7 @@ impl Restarts {
         let (most, within) = RESTARTS;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
-            return code(BY_SIGNAL + signal);
+            return code(SIGNAL_EXIT_CODE + signal);
         }
         self.0.push_back(now);
         Next::Restart
@@ -118,7 +118,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
                 Next::Exit(code) => return Ok(code),
                 Next::Restart => {
                     eprintln!("cleave-supervise: process {} ended with {end:?}; restarting", pid.as_raw_pid());
-                    std::thread::sleep(SETTLE);
+                    std::thread::sleep(RESTART_DELAY);
                     worker = start(program, args)?;
                 }
             }
@@ -135,7 +135,7 @@ fn awaited() -> SigSet {
 fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
     // Not by path: an upgrade may have replaced the file.
-    let child = Command::new("/proc/self/exe").arg(format!("{UNDER}{own}")).arg(program).args(args).spawn();
+    let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 

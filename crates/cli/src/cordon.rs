@@ -18,7 +18,7 @@ use crate::gpu::{GpuArgs, Target, annotation, cordons, find, read, reported};
 /// Number of attempts to write an object that others change at the same time.
 const ATTEMPTS: u32 = 5;
 /// The field manager of the annotations.
-const MANAGER: &str = "cleave";
+const FIELD_MANAGER: &str = "cleave";
 
 /// Examples in the help of `cleave cordon`.
 pub(crate) const EXAMPLES: &str = "\
@@ -32,7 +32,7 @@ pub struct CordonArgs {
     /// The GPU.
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Why, for other administrators. Must not contain commas.
+    /// Reason, shown to other administrators. Must not contain commas.
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     reason: String,
 }
@@ -81,7 +81,7 @@ async fn change(
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
 ) -> Result<(Target, bool)> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
-    let manager = PatchParams { field_manager: Some(MANAGER.into()), ..PatchParams::default() };
+    let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..ATTEMPTS {
         let object = read(client, &args.node).await?;
         let target = find(&object, &args.node, &args.gpu)?;

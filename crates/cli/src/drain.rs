@@ -35,7 +35,7 @@ pub struct DrainArgs {
     /// The GPU.
     #[command(flatten)]
     pub gpu: GpuArgs,
-    /// Why, for other administrators. Must not contain commas.
+    /// Reason, shown to other administrators. Must not contain commas.
     #[arg(long, value_name = "TEXT", default_value = "draining")]
     pub reason: String,
     /// Seconds each pod has to terminate [default: the pod's own grace period].

@@ -100,10 +100,12 @@ impl View<'_> {
             Some(Why::NotOurs) => {
                 verdict(State::NotManaged, "The pod requests nothing that Cleave serves. The operator will release it.")
             }
-            Some(Why::Never(message)) => verdict(State::Never, format!("The pod fits on no GPU: {}.", bare(message))),
+            Some(Why::Never(message)) => {
+                verdict(State::Never, format!("The pod fits on no GPU: {}.", without_full_stop(message)))
+            }
             None => {
                 let message = decisions.waiting.get(self.name).map_or("no GPU has room now", String::as_str);
-                verdict(State::Waiting, format!("The pod waits: {}.", bare(message)))
+                verdict(State::Waiting, format!("The pod waits: {}.", without_full_stop(message)))
             }
         }
     }
@@ -192,6 +194,6 @@ impl View<'_> {
 }
 
 /// A message without its full stop, for use within a sentence.
-fn bare(message: &str) -> &str {
+fn without_full_stop(message: &str) -> &str {
     message.trim_end().trim_end_matches('.')
 }

@@ -29,7 +29,7 @@ pub(crate) struct PathArgs {
     pub(crate) mps_control: PathBuf,
 
     /// Directories of the driver's libraries: `LD_LIBRARY_PATH` of MPS control daemons and CUDA
-    /// programs. Default: this process's own.
+    /// programs. Default: the value in this process.
     #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
     pub(crate) mps_library_path: Option<OsString>,
 

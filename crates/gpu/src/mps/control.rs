@@ -78,7 +78,7 @@ pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duratio
 
 /// Whether the daemon sends the known greeting. If not, neither commands nor doors can be used with
 /// it.
-pub(crate) async fn greets_as_known(pipe: &Path) -> Result<bool, ControlError> {
+pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     within(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
         match expect_hello(&socket).await {

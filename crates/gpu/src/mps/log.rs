@@ -83,7 +83,7 @@ fn event(text: &str) -> LogEvent {
         Some(if context == 0 { LogEvent::Routine } else { LogEvent::ClientLost(client) })
     } else if let Some(version) = between("CUDA MPS Control binary version: ", "") {
         number(version).map(LogEvent::Version)
-    } else if is_chatter(text) {
+    } else if is_routine_line(text) {
         Some(LogEvent::Chatter)
     } else if is_routine(text) {
         Some(LogEvent::Routine)
@@ -101,7 +101,7 @@ fn lost_context(text: &str) -> Option<(u32, u32)> {
     Some((pid.parse().ok()?, context.split('}').next()?.parse().ok()?))
 }
 
-fn is_chatter(text: &str) -> bool {
+fn is_routine_line(text: &str) -> bool {
     ["Accepting connection...", "NEW UI", "UI closed", "User did not send valid credentials", ""].contains(&text)
         || text.starts_with("Cmd:")
         // The daemon also prints its answers.

@@ -22,10 +22,10 @@ impl Default for Search {
 }
 
 /// Usual root directories of a driver: NVIDIA's driver container, GKE nodes, the host itself.
-const ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
+const DRIVER_ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
 
 /// Library directories below a root, in Debian, Red Hat, and driver directories for containers.
-const FOLDERS: [&str; 6] = [
+const LIBRARY_DIRECTORIES: [&str; 6] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
     "usr/lib64",
@@ -43,9 +43,9 @@ impl Search {
         self.driver_root
             .iter()
             .map(PathBuf::as_path)
-            .chain(ROOTS.iter().map(Path::new))
+            .chain(DRIVER_ROOTS.iter().map(Path::new))
             .map(|root| below(&self.host_root, root))
-            .flat_map(|root| FOLDERS.iter().map(move |folder| root.join(folder).join(NAME)))
+            .flat_map(|root| LIBRARY_DIRECTORIES.iter().map(move |directory| root.join(directory).join(NAME)))
             .collect()
     }
 }

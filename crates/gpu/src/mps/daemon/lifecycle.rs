@@ -210,7 +210,7 @@ impl Device {
     async fn first_answer(&self) -> Result<(), DaemonError> {
         let deadline = Instant::now() + DAEMON_START_DEADLINE;
         loop {
-            match control::greets_as_known(&self.pipe).await {
+            match control::has_known_greeting(&self.pipe).await {
                 Ok(known) => {
                     if !known {
                         tracing::warn!(device = self.name, "unknown MPS handshake, limits are advisory");

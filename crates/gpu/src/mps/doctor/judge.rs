@@ -3,7 +3,9 @@ use cleave_plan::mps;
 use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
 
-use super::observed::{Allocated, Asked, Bound, GpuView, Log, Lowered, Observations, Outcome, Termination, TestedGpu};
+use super::observed::{
+    Allocated, Bound, Exchange, GpuView, Log, Lowered, Observations, Outcome, Termination, TestedGpu,
+};
 use crate::mps::protocol::{self, Command, ServerState, Terminated};
 use crate::nvml::ComputeMode;
 
@@ -102,17 +104,22 @@ fn daemon(seen: &Observations) -> Vec<Finding> {
         greeting.judge(&seen.greeting, |&known| {
             (known, if known { "known greeting" } else { "unknown greeting" }.to_owned())
         }),
-        commands.judge(&seen.commands, |asked| {
-            let strange: Vec<String> = asked.iter().filter(|asked| !is_understood(asked)).map(quote).collect();
-            let seen =
-                if strange.is_empty() { format!("{} sent, all answered", asked.len()) } else { strange.join("; ") };
-            (strange.is_empty(), seen)
+        commands.judge(&seen.commands, |exchanges| {
+            let unexpected: Vec<String> =
+                exchanges.iter().filter(|exchange| !has_known_form(exchange)).map(quote).collect();
+            let seen = if unexpected.is_empty() {
+                format!("{} sent, all answered", exchanges.len())
+            } else {
+                unexpected.join("; ")
+            };
+            (unexpected.is_empty(), seen)
         }),
-        unprivileged.judge(&seen.unprivileged, |asked| {
-            let taken: Vec<String> =
-                asked.iter().filter(|asked| !asked.answer.contains("privilege")).map(quote).collect();
-            let seen = if taken.is_empty() { format!("{} commands refused", asked.len()) } else { taken.join("; ") };
-            (taken.is_empty(), seen)
+        unprivileged.judge(&seen.unprivileged, |exchanges| {
+            let accepted: Vec<String> =
+                exchanges.iter().filter(|exchange| !exchange.answer.contains("privilege")).map(quote).collect();
+            let seen =
+                if accepted.is_empty() { format!("{} commands refused", exchanges.len()) } else { accepted.join("; ") };
+            (accepted.is_empty(), seen)
         }),
         log.judge(&seen.log, judge_log),
     ]
@@ -135,12 +142,12 @@ fn judge_log(log: &Log) -> (bool, String) {
     }
 }
 
-fn quote(asked: &Asked) -> String {
-    format!("`{}` answers {:?}", asked.command, asked.answer.trim())
+fn quote(exchange: &Exchange) -> String {
+    format!("`{}` answers {:?}", exchange.command, exchange.answer.trim())
 }
 
 /// Whether an answer has the form that Cleave parses.
-fn is_understood(Asked { command, answer, set }: &Asked) -> bool {
+fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
     match command {
         Command::ServerList | Command::Clients(_) => protocol::pids(answer).is_ok(),
         Command::ServerStatus(_) => protocol::server_state(answer).is_ok_and(|state| state == ServerState::Active),
@@ -349,27 +356,27 @@ mod tests {
     const FIFTH: Bound = Bound { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
     const SERVER: u32 = 17;
 
-    fn asked(command: Command, answer: &str, set: Option<u64>) -> Asked {
-        Asked { command, answer: answer.to_owned(), set }
+    fn exchange(command: Command, answer: &str, set: Option<u64>) -> Exchange {
+        Exchange { command, answer: answer.to_owned(), set }
     }
 
     /// An H200 under driver 580.
     fn measured() -> Observations {
         let commands = vec![
-            asked(Command::SetDefaultThreads(50), "50.0", None),
-            asked(Command::GetDefaultThreads, "50.0", Some(50)),
-            asked(Command::SetDefaultMemory(8192), "", None),
-            asked(Command::GetDefaultMemory, "8G", Some(8192)),
-            asked(Command::StartServer { uid: 0 }, "", None),
-            asked(Command::ServerList, "17", None),
-            asked(Command::ServerStatus(SERVER), "ACTIVE", None),
-            asked(Command::SetThreads { server: SERVER, percent: 20 }, "20.0", None),
-            asked(Command::SetMemory { server: SERVER, mib: Some(8192) }, "", None),
-            asked(Command::GetMemory { server: SERVER }, "8G", Some(8192)),
-            asked(Command::GetMemory { server: SERVER }, "", None),
-            asked(Command::Clients(SERVER), "", None),
+            exchange(Command::SetDefaultThreads(50), "50.0", None),
+            exchange(Command::GetDefaultThreads, "50.0", Some(50)),
+            exchange(Command::SetDefaultMemory(8192), "", None),
+            exchange(Command::GetDefaultMemory, "8G", Some(8192)),
+            exchange(Command::StartServer { uid: 0 }, "", None),
+            exchange(Command::ServerList, "17", None),
+            exchange(Command::ServerStatus(SERVER), "ACTIVE", None),
+            exchange(Command::SetThreads { server: SERVER, percent: 20 }, "20.0", None),
+            exchange(Command::SetMemory { server: SERVER, mib: Some(8192) }, "", None),
+            exchange(Command::GetMemory { server: SERVER }, "8G", Some(8192)),
+            exchange(Command::GetMemory { server: SERVER }, "", None),
+            exchange(Command::Clients(SERVER), "", None),
         ];
-        let refused = asked(Command::SetDefaultThreads(50), "Not enough privilege to execute it", None);
+        let refused = exchange(Command::SetDefaultThreads(50), "Not enough privilege to execute it", None);
         let log = Log {
             version: Some(13000),
             server_ready: true,
@@ -439,15 +446,15 @@ mod tests {
             (Command::SetThreads { server: SERVER, percent: 20 }, "", None),
             (Command::SetMemory { server: SERVER, mib: None }, "Usage: …", None),
         ] {
-            let strange = asked(command, answer, set);
+            let unexpected = exchange(command, answer, set);
             assert_eq!(
-                when(|seen| seen.commands = Outcome::Observed(vec![strange.clone()])),
+                when(|seen| seen.commands = Outcome::Observed(vec![unexpected.clone()])),
                 ["commands"],
-                "{strange:?}"
+                "{unexpected:?}"
             );
         }
-        let taken = asked(Command::SetDefaultThreads(50), "50.0", None);
-        assert_eq!(when(|seen| seen.unprivileged = Outcome::Observed(vec![taken])), ["privileges"]);
+        let accepted = exchange(Command::SetDefaultThreads(50), "50.0", None);
+        assert_eq!(when(|seen| seen.unprivileged = Outcome::Observed(vec![accepted])), ["privileges"]);
     }
 
     #[test]

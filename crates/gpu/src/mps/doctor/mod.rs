@@ -120,9 +120,9 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     };
     let preconditions = preconditions::check(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
-    let sees_others = preconditions.others == Others::Visible;
+    let are_others_visible = preconditions.others == Others::Visible;
     let seen = match (&skip_reason, &facts.control) {
-        (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, sees_others)).await?,
+        (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
         (reason, _) => Observations::none(reason.as_deref().unwrap_or_default()),
     };
     if let Outcome::Observed(log) = &seen.log {
@@ -167,7 +167,7 @@ fn choose(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> 
     Err(DoctorError::NoGpu { wanted, available: available.join(", ") })
 }
 
-fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, sees_others: bool) -> Setup {
+fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {
         uuid: gpu.uuid.clone(),
@@ -180,7 +180,7 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, sees_othe
             device: gpu.uuid.clone(),
         }),
         nvml,
-        sees_others,
+        are_others_visible,
     }
 }
 

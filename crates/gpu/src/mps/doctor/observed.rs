@@ -47,7 +47,7 @@ pub(super) struct Log {
 
 /// A command and its answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Asked {
+pub(super) struct Exchange {
     pub(super) command: Command,
     pub(super) answer: String,
     /// For a command that reads a setting: the percentage or MiB set before.
@@ -100,9 +100,9 @@ pub(super) struct Observations {
     pub(super) start: Outcome<u128>,
     /// Whether its greeting is that of driver 580.
     pub(super) greeting: Outcome<bool>,
-    pub(super) commands: Outcome<Vec<Asked>>,
+    pub(super) commands: Outcome<Vec<Exchange>>,
     /// Administrators' commands over the socket that every user can reach.
-    pub(super) unprivileged: Outcome<Vec<Asked>>,
+    pub(super) unprivileged: Outcome<Vec<Exchange>>,
     pub(super) log: Outcome<Log>,
     /// Whether MPS lists a client by its pid.
     pub(super) listed_by_mps: Outcome<bool>,

@@ -116,7 +116,7 @@ impl OwnDaemon {
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });
             }
-            match control::greets_as_known(&self.pipe()).await {
+            match control::has_known_greeting(&self.pipe()).await {
                 Ok(is_known) => return Ok(FirstAnswer { after_ms: begun.elapsed().as_millis(), is_known }),
                 Err(ControlError::Io(_) | ControlError::Closed) if begun.elapsed() < DAEMON_START_DEADLINE => {
                     sleep(POLL).await;

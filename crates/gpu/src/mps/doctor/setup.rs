@@ -18,5 +18,5 @@ pub(super) struct Setup {
     pub(super) program: Option<Program>,
     pub(super) nvml: Worker,
     /// Whether processes of other containers are visible.
-    pub(super) sees_others: bool,
+    pub(super) are_others_visible: bool,
 }

@@ -92,7 +92,7 @@ impl ServerLink {
     }
 
     /// Hands the client its end. Returns the result that the client reports, if it does in time.
-    async fn hand_over(
+    async fn pass_connection(
         &mut self,
         client: &Socket,
         clients_end: Option<OwnedFd>,
@@ -273,7 +273,7 @@ impl Door {
         let Introduced { server: socket, daemon } = introduced;
         let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
         let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
-        let result = link.hand_over(client, clients_end, deadline).await;
+        let result = link.pass_connection(client, clients_end, deadline).await;
         if result.is_none() {
             link.introduce_for(who);
         }
