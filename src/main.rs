@@ -31,7 +31,7 @@ Components, started by the chart:
 Run `cleave COMMAND --help` for its options. Installed as `kubectl-cleave`,
 the program also runs as `kubectl cleave`.";
 
-/// The commands that log while they run. The log options are hidden from the help of all others.
+/// The commands that log while they run. The help of all others hides the log options.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 
 #[derive(Debug, clap::Subcommand)]
@@ -41,7 +41,7 @@ enum Command {
     /// Plan how GPUs are shared, and write it to each node's GpuNode.
     #[command(hide = true)]
     Operator(cleave_operator::OperatorArgs),
-    /// Serve this node's GPUs to the kubelet as its GpuNode says.
+    /// Serve this node's GPUs to the kubelet, and apply its GpuNode.
     #[command(hide = true)]
     Agent(Box<cleave_agent::AgentArgs>),
     /// Run this node's MPS daemons and enforce the limits of their clients.
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
 fn command() -> clap::Command {
     let log = process::LogArgs::augment_args(clap::Command::new("log"));
     let hidden = Cli::command().mut_args(|arg| arg.hide(true));
-    // clap hands a global option down to each subcommand that does not have it.
+    // clap adds a global option to each subcommand that does not have it.
     COMPONENTS.into_iter().fold(hidden, |command, name| {
         command.mut_subcommand(name, |component| component.args(log.get_arguments().cloned()))
     })

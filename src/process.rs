@@ -35,7 +35,7 @@ pub(crate) struct LogArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum LogFormat {
-    /// Text for people.
+    /// Human-readable text.
     Text,
     /// One JSON object per line.
     Json,
@@ -55,7 +55,7 @@ impl LogArgs {
     }
 }
 
-/// Runs a program on this thread. Programs wait far more than they compute, and each thread costs
+/// Runs a program on this thread. The programs mostly wait, and each further thread would use
 /// memory on every node.
 pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

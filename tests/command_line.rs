@@ -1,4 +1,4 @@
-//! The command line of `cleave`: its help, and which options go together.
+//! The command line of `cleave`: its help and its option conflicts.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -10,7 +10,7 @@ const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 /// The exit code of a malformed command line.
 const USAGE: Option<i32> = Some(2);
 
-/// Runs `cleave` where it finds no cluster.
+/// Runs `cleave` without a reachable cluster.
 fn cleave(args: &[&str], input: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cleave"));
     command.args(args).env("KUBECONFIG", "/no/such/file").env_remove("KUBERNETES_SERVICE_HOST");
@@ -67,7 +67,7 @@ fn every_command_accepts_the_log_options_on_either_side() {
 }
 
 #[test]
-fn plan_takes_cluster_options_with_live_only() {
+fn plan_accepts_cluster_options_only_with_live() {
     for args in [
         ["plan", "--snapshot", "-", "--context", "x"],
         ["plan", "--snapshot", "-", "--cleave-namespace", "x"],

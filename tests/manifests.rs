@@ -1,4 +1,4 @@
-//! Properties of the rendered manifests.
+//! Checks the rendered manifests in `deploy/manifests.yaml`.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ fn selects(policy: &Value, labels: &Value) -> bool {
 }
 
 #[test]
-fn each_workload_has_one_network_policy_that_opens_exactly_its_ports() {
+fn each_workload_has_one_network_policy_that_allows_exactly_its_ports() {
     let all = manifests();
     let workloads: Vec<&Value> = of_kind(&all, "DaemonSet").chain(of_kind(&all, "Deployment")).collect();
     assert_eq!(workloads.len(), 3);
@@ -42,8 +42,8 @@ fn each_workload_has_one_network_policy_that_opens_exactly_its_ports() {
         assert_eq!(opened, ports, "{name}");
         // A rule without peers allows everybody.
         assert!(rules.iter().all(|rule| rule["from"].as_array().is_some_and(|peers| !peers.is_empty())), "{name}");
-        let leaves = spec["egress"].as_array().unwrap();
-        assert!(leaves.iter().all(|rule| rule["ports"].is_array()), "{name}: to any port");
-        assert_eq!(leaves.is_empty(), name == "cleave-mps-host", "{name}");
+        let egress = spec["egress"].as_array().unwrap();
+        assert!(egress.iter().all(|rule| rule["ports"].is_array()), "{name}: a rule without ports allows any port");
+        assert_eq!(egress.is_empty(), name == "cleave-mps-host", "{name}");
     }
 }

@@ -1,4 +1,4 @@
-//! `cleave-supervise` around a shell.
+//! Runs shell programs under `cleave-supervise`.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a panic fails the test")]
 use std::fs;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -6,35 +6,35 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// More than any test takes.
+/// Time limit of each wait. Longer than any test needs.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITS: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
 struct Supervised {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     child: Child,
-    /// Held open, because the program exits when its input closes.
+    /// Kept open, because the program exits when its input closes.
     _stdin: Option<ChildStdin>,
 }
 
 impl Supervised {
     fn start(command: &[&str]) -> Self {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let mut child = Command::new(env!("CARGO_BIN_EXE_cleave-supervise"))
             .args(command)
-            .env("PIDS", folder.path().join("pids"))
+            .env("PIDS", directory.path().join("pids"))
             .stdin(Stdio::piped())
             .spawn()
             .unwrap();
         let stdin = child.stdin.take();
-        Self { folder, child, _stdin: stdin }
+        Self { directory, child, _stdin: stdin }
     }
 
     /// Waits until `count` programs have started. Returns their process IDs.
     fn programs(&self, count: usize) -> Vec<Pid> {
         until(&format!("{count} programs"), || {
-            let text = fs::read_to_string(self.folder.path().join("pids")).unwrap_or_default();
+            let text = fs::read_to_string(self.directory.path().join("pids")).unwrap_or_default();
             let pids: Vec<Pid> = text.lines().map(|line| Pid::from_raw(line.parse().unwrap()).unwrap()).collect();
             (pids.len() >= count && text.ends_with('\n')).then_some(pids)
         })
@@ -53,7 +53,7 @@ impl Drop for Supervised {
     }
 }
 
-/// Polls until the condition holds.
+/// Polls until the condition returns a value.
 fn until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     while Instant::now() < end {
@@ -65,14 +65,14 @@ fn until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     panic!("timed out waiting for {what}")
 }
 
-/// Whether a process is gone, or a zombie that its new parent has yet to reap.
+/// Whether a process has exited. It may be a zombie that its new parent has not reaped yet.
 fn is_gone(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
 
 #[test]
-fn a_killed_program_is_restarted_and_its_own_exit_ends_the_supervisor() {
+fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits() {
     let mut supervised = Supervised::start(&["sh", "-c", WAITS]);
     let first = supervised.programs(1)[0];
     kill_process(first, Signal::KILL).unwrap();
@@ -87,7 +87,7 @@ fn a_killed_program_is_restarted_and_its_own_exit_ends_the_supervisor() {
 }
 
 #[test]
-fn a_program_that_is_killed_repeatedly_is_given_up() {
+fn a_program_that_is_killed_repeatedly_is_no_longer_restarted() {
     let mut supervised = Supervised::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
     assert_eq!(supervised.ended().code(), Some(137));
     assert_eq!(supervised.programs(21).len(), 21, "twenty restarts");

@@ -1,5 +1,5 @@
-//! `cleave agent` as a program of its own, so that the agent does not keep the rest of Cleave in
-//! memory on every node.
+//! `cleave agent` as a separate program. It uses less memory on every node, because it does not
+//! contain the rest of Cleave.
 #[path = "../process.rs"]
 mod process;
 
@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Serve this node's GPUs to the kubelet as its GpuNode says.
+/// Serve this node's GPUs to the kubelet, and apply its GpuNode.
 #[derive(Debug, Parser)]
 #[command(name = "cleave-agent", version)]
 struct Cli {

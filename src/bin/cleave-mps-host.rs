@@ -1,5 +1,5 @@
-//! `cleave mps-host` as a program of its own, so that the MPS host does not keep the rest of Cleave
-//! in memory on every node.
+//! `cleave mps-host` as a separate program. It uses less memory on every node, because it does not
+//! contain the rest of Cleave.
 #[path = "../process.rs"]
 mod process;
 

@@ -1,12 +1,13 @@
 //! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
 //! kills it.
 //!
-//! The agent runs under it. Without it a killed agent ends its container. The kubelet restarts that
-//! with a back-off (1 s, 10 s, 20 s and so on) and meanwhile counts the node's shares as unhealthy,
-//! so that pods that arrive fail for good.
+//! The agent runs under it. Without it, a killed agent ends its container. The kubelet restarts the
+//! container with a back-off (1 s, 10 s, 20 s and so on). Meanwhile the node's shares are
+//! unhealthy, and pods that arrive fail.
 //!
-//! It stays small because it is on every node: no threads, no runtime, no state. It forwards
-//! signals, exits as the program exits, and kills the program if it is killed itself.
+//! It is small because it runs on every node: no threads, no runtime, no state. It forwards
+//! signals, exits with the program's exit code, and takes the program down with it if it is killed
+//! itself.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -17,23 +18,24 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
-/// First argument of the process between the supervisor and the program. That process asks to be
-/// killed with its parent, which stays in effect after exec.
-const UNDER: &str = "--under=";
+/// First argument of the process between the supervisor and the program. That process sets a parent
+/// death signal, which stays in effect after exec.
+const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
 const FORWARDED: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// Maximum number of restarts within a time. After that the kubelet's back-off takes over.
+/// Maximum number of restarts within a time. After that the supervisor exits, and the kubelet
+/// restarts the container with its back-off.
 const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
-/// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old stream
-/// would close the new one with it.
-const SETTLE: Duration = Duration::from_millis(50);
+/// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
+/// `ListAndWatch` stream would close the new one too.
+const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Added to a signal's number for the exit code, as in a shell.
-const BY_SIGNAL: i32 = 128;
+const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {
     let mut args: VecDeque<OsString> = std::env::args_os().skip(1).collect();
-    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(UNDER)).map(str::to_owned);
+    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(CHILD_FLAG)).map(str::to_owned);
     let ended = match under {
         Some(parent) => {
             args.pop_front();
@@ -50,14 +52,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// How the program ended: its exit status, or the signal that killed it.
+/// How the program ended: with an exit status, or by a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Exit(i32),
     Signal(i32),
 }
 
-/// What to do when the program has ended.
+/// The reaction to the end of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
     /// Restart it.
@@ -82,7 +84,7 @@ impl Restarts {
         let (most, within) = RESTARTS;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
-            return code(BY_SIGNAL + signal);
+            return code(SIGNAL_EXIT_CODE + signal);
         }
         self.0.push_back(now);
         Next::Restart
@@ -93,8 +95,8 @@ impl Restarts {
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
     let awaited = awaited();
-    // Blocked signals stay pending until `wait` below takes them. That works for process 1 too, to
-    // which the kernel sends no signal without a handler.
+    // Blocked signals stay pending until `wait` below consumes them. This also works in process 1,
+    // to which the kernel delivers no signal without a handler.
     awaited.thread_block().context("failed to block signals")?;
     let mut worker = start(program, args)?;
     let mut restarts = Restarts::default();
@@ -116,7 +118,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
                 Next::Exit(code) => return Ok(code),
                 Next::Restart => {
                     eprintln!("cleave-supervise: process {} ended with {end:?}; restarting", pid.as_raw_pid());
-                    std::thread::sleep(SETTLE);
+                    std::thread::sleep(RESTART_DELAY);
                     worker = start(program, args)?;
                 }
             }
@@ -133,7 +135,7 @@ fn awaited() -> SigSet {
 fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
     // Not by path: an upgrade may have replaced the file.
-    let child = Command::new("/proc/self/exe").arg(format!("{UNDER}{own}")).arg(program).args(args).spawn();
+    let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 

@@ -24,7 +24,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{/* Labels by which pods are selected: (list . "agent"). */}}
+{{/* Labels that select the pods of a component: (list . "agent"). */}}
 {{- define "cleave.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ include "cleave.name" $root }}
@@ -54,7 +54,7 @@ they are deleted, so with another image in its template it would never be up to 
 {{ $image }}
 {{- end }}
 
-{{/* What an upgrade makes of the MPS hosts: Never, ByHand or WhenIdle. */}}
+{{/* When an upgrade replaces MPS hosts: Never, ByHand or WhenIdle. */}}
 {{- define "cleave.mpsHostUpgrade" -}}
 {{- $upgrade := toString .Values.mpsHost.upgrade -}}
 {{- get (dict "false" "Never" "true" "ByHand") $upgrade | default $upgrade -}}
@@ -72,7 +72,7 @@ they are deleted, so with another image in its template it would never be up to 
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
 {{- end }}
 
-{{/* Environment of the containers that talk to the driver. */}}
+{{/* Environment of the containers that use the driver. */}}
 {{- define "cleave.driverEnv" -}}
 - name: NODE_NAME
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
@@ -90,9 +90,9 @@ they are deleted, so with another image in its template it would never be up to 
 {{- end }}
 {{- end }}
 
-{{/* Mounts of the containers that talk to the driver. */}}
+{{/* Mounts of the containers that use the driver. */}}
 {{- define "cleave.driverMounts" -}}
-# Device nodes come and go with MIG instances: a copy made at the pod's start would not do.
+# Mount the host's /dev: MIG instances add and remove device nodes while the pod runs.
 - name: dev
   mountPath: /dev
   mountPropagation: HostToContainer
@@ -113,15 +113,16 @@ they are deleted, so with another image in its template it would never be up to 
 - name: run
   hostPath: {path: {{ .Values.paths.run }}, type: DirectoryOrCreate}
 {{- with .Values.driver.path }}
-# Without a type: a node without a driver gets an empty directory, and its agent says that there is none.
+# A node without a driver gets an empty directory, and its agent reports that there is no driver.
 - name: driver
   hostPath: {path: {{ . }}, type: DirectoryOrCreate}
 {{- end }}
 {{- end }}
 
 {{/*
-Tolerations of Cleave's pods: (list . GIVEN). They have to get to a node that it has tainted: it is an agent that says that it is well again. Not
-where all is tolerated anyway: a template that changes makes pods of it outdated.
+Tolerations of Cleave's pods: (list . GIVEN). Cleave's pods must run on nodes that the operator has
+tainted, because the agent reports when a node is healthy again. Adds nothing if GIVEN tolerates
+everything: a changed template would make all pods outdated.
 */}}
 {{- define "cleave.tolerations" -}}
 {{- $given := index . 1 | default list -}}
@@ -140,7 +141,7 @@ tolerations:
 {{- end -}}
 {{- end }}
 
-{{/* Where the DaemonSets' pods run. */}}
+{{/* Node selection of both DaemonSets. */}}
 {{- define "cleave.nodes" -}}
 priorityClassName: {{ .Values.nodes.priorityClassName }}
 {{- with .Values.nodes.nodeSelector }}
@@ -154,7 +155,8 @@ affinity:
 affinity:
   nodeAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
-      # Any of them: the first is of GPU feature discovery, the others of node feature discovery, by its settings.
+      # One of these labels: the first is from GPU feature discovery, the others are from node
+      # feature discovery, depending on its settings.
       nodeSelectorTerms:
         {{- range list "nvidia.com/gpu.present" "feature.node.kubernetes.io/pci-10de.present" "feature.node.kubernetes.io/pci-0302_10de.present" "feature.node.kubernetes.io/pci-0300_10de.present" }}
         - matchExpressions:
@@ -167,32 +169,34 @@ affinity:
 {{- end }}
 
 {{/*
-In CEL, whether a container's limits name what Cleave shares: k is the resource's name. The one place where the admission policies have these
-names from; cleave-api's `names` has the same. Literal: a parameter that cannot be had would refuse every pod of the cluster.
+In CEL: whether Cleave shares the resource k. All admission policies use this definition. Keep it
+equal to cleave-api's `names`. The names are literals, because a missing parameter object would
+reject every pod of the cluster.
 */}}
 {{- define "cleave.isShared" -}}
 (k.startsWith('nvidia.com/gpu-') || k.startsWith('nvidia.com/mig-') || k == 'nvidia.com/gpu.shared')
 {{- end }}
 
 {{/*
-In CEL, whether a pod (. is its variable) asks for shares. An extended resource is always in the limits: the API server refuses requests
-without. Nothing in it can fail, and it reads only what every pod has: it decides whom a policy that fails concerns.
+In CEL: whether a pod (. is its variable) requests shares. Limits suffice: the API server rejects
+requests of extended resources without equal limits. The expression must not fail, because it limits
+which pods a failing policy affects.
 */}}
-{{- define "cleave.asksForShares" -}}
+{{- define "cleave.requestsShares" -}}
 ({{ . }}.spec.containers + {{ . }}.spec.?initContainers.orValue([])).exists(c, c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isShared" . }} && string(c.resources.limits[k]) != '0'))
 {{- end }}
 
-{{/* In CEL, whether a pod (. is its variable) waits at our gate. */}}
+{{/* In CEL: whether a pod (. is its variable) has the placement gate. */}}
 {{- define "cleave.isGated" -}}
 {{ . }}.spec.?schedulingGates.orValue([]).exists(g, g.name == '{{ include "cleave.gateName" . }}')
 {{- end }}
 
-{{/* The gate; cleave-api's `names` has the same. */}}
+{{/* Name of the placement gate. Keep it equal to cleave-api's `names`. */}}
 {{- define "cleave.gateName" -}}
 cleave.dev/placement
 {{- end }}
 
-{{/* What puts the gate on pods: policy, webhook or none. */}}
+{{/* What adds the gate to pods: policy, webhook or none. */}}
 {{- define "cleave.gate" -}}
 {{- $gate := .Values.admission.gate | default "none" -}}
 {{- if not .Values.admission.enabled -}}
@@ -206,37 +210,41 @@ webhook
 {{- end -}}
 {{- end }}
 
-{{/* Which pods get the gate, as conditions of the policy and of the webhook. */}}
+{{/* Match conditions of the policy and the webhook that add the gate. */}}
 {{- define "cleave.gateConditions" -}}
-# Pods come here before they are validated: one without containers is to be refused for that, and not because nothing can be said of it.
+# Pods arrive here before validation. The API server has a better message for a pod without
+# containers.
 - name: has-containers
   expression: object.spec.containers != null
-- name: asks-for-shares
+- name: requests-shares
   expression: >-
-    {{ include "cleave.asksForShares" "object" }}
-# The API server asks once more about what it has changed itself: that is gated then, and to mutate it again is what costs most.
+    {{ include "cleave.requestsShares" "object" }}
+# The API server calls again after a change of its own. The pod is gated then, and a second
+# mutation would be expensive.
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}
-# The API server refuses a gate on a pod that has its node already: another policy says so in better words. Mirrors of static pods have one.
+# The API server rejects gates on pods that have a node. Mirrors of static pods have one. Another
+# policy rejects other such pods with a better message.
 - name: has-no-node
   expression: object.spec.?nodeName.orValue('') == ''
 {{- end }}
 
 {{/*
-In CEL, whether k may name shares under MPS, whose programs can break each other; cleave-api's `names` has the same. That a policy makes turns of
-what it names so costs a container of those a second at its end.
+In CEL: whether k can be a resource of MPS shares, whose programs can break each other. Keep it equal
+to cleave-api's `names`. A policy may use such a name for time-slicing; those containers then sleep
+for nothing.
 */}}
 {{- define "cleave.isMps" -}}
 ((k.startsWith('nvidia.com/gpu-') && k != 'nvidia.com/gpu-timeslice') || (k.startsWith('nvidia.com/mig-') && k.endsWith('.shared')))
 {{- end }}
 
-{{/* In CEL, whether container c has shares under MPS, and no hook of its own before its end. */}}
-{{- define "cleave.wantsPreStop" -}}
+{{/* In CEL: whether container c has MPS shares and no preStop hook. */}}
+{{- define "cleave.needsPreStop" -}}
 !c.?lifecycle.?preStop.hasValue() && c.?resources.?limits.orValue({}).exists(k, {{ include "cleave.isMps" . }} && string(c.resources.limits[k]) != '0')
 {{- end }}
 
-{{/* What makes containers with shares sleep before their end: policy, webhook or none. */}}
+{{/* What adds preStop hooks to containers with MPS shares: policy, webhook or none. */}}
 {{- define "cleave.preStop" -}}
 {{- $gate := include "cleave.gate" . -}}
 {{- if or (not .Values.admission.enabled) (eq (int .Values.admission.preStopSeconds) 0) -}}
@@ -250,34 +258,38 @@ none
 {{- end -}}
 {{- end }}
 
-{{/* Which pods that may concern, as conditions of the policy and of the webhook. */}}
+{{/* Match conditions of the policy and the webhook that add preStop hooks. */}}
 {{- define "cleave.preStopConditions" -}}
 - name: has-containers
   expression: object.spec.containers != null
-- name: a-container-wants-it
+- name: a-container-needs-a-hook
   expression: >-
-    object.spec.containers.exists(c, {{ include "cleave.wantsPreStop" . }})
-    || object.spec.?initContainers.orValue([]).exists(c, c.?restartPolicy.orValue('') == 'Always' && {{ include "cleave.wantsPreStop" . }})
-# The API server refuses a sleep that is longer than the grace; one as long would leave nothing of it.
-- name: has-the-time
+    object.spec.containers.exists(c, {{ include "cleave.needsPreStop" . }})
+    || object.spec.?initContainers.orValue([]).exists(c, c.?restartPolicy.orValue('') == 'Always' && {{ include "cleave.needsPreStop" . }})
+# The API server rejects a sleep longer than the grace period. An equal one would leave no time
+# for SIGTERM.
+- name: grace-period-is-longer
   expression: object.spec.?terminationGracePeriodSeconds.orValue(30) > {{ int .Values.admission.preStopSeconds }}
-- name: has-not-declined
+- name: has-not-opted-out
   expression: object.metadata.?annotations[?'cleave.dev/pre-stop'].orValue('') != 'none'
 {{- end }}
 
-{{/* In CEL, the most of k that can be on one device, as text: contexts of an MPS server, or replicas. Of MIG instances several may be meant. */}}
-{{- define "cleave.mostShares" -}}
+{{/*
+In CEL: the maximum number of k on one device, as a string: the contexts of an MPS server, or the
+replicas. Practically unlimited for MIG instances: a container may request several.
+*/}}
+{{- define "cleave.maxShares" -}}
 (k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')
 {{- end }}
 
-{{/* In CEL, whether k is an annotation of ours. What a pod declines is its own matter. */}}
-{{- define "cleave.isOurs" -}}
+{{/* In CEL: whether only the operator may write annotation k. Users may write pre-stop. */}}
+{{- define "cleave.isCleaveAnnotation" -}}
 (k != 'cleave.dev/pre-stop' && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
 {{- end }}
 
 {{/*
-In CEL, whether e is an environment variable that container c must not set. Sidecars without shares may keep GPUs away from themselves, which
-images of CUDA programs ask for by default.
+In CEL: whether container c must not set the environment variable e. Sidecars without shares may opt
+out of GPUs, which CUDA images request by default.
 */}}
 {{- define "cleave.isOverride" -}}
 (e.name.startsWith('CUDA_MPS_') || (e.name == 'NVIDIA_VISIBLE_DEVICES' && (variables.sharing.exists(s, s.name == c.name) || has(e.valueFrom) || !(e.?value.orValue('') in ['', 'void', 'none']))))

@@ -12,12 +12,12 @@ pub fn perform(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu
         NvmlError::InUse { .. } => ChangeOutcome::Busy(error_chain(&error)),
         error => ChangeOutcome::Failed(error_chain(&error)),
     });
-    let observe = || Ok::<_, NvmlError>((gpus.look(gpu)?, gpus.processes(gpu)?));
+    let observe = || Ok::<_, NvmlError>((gpus.gpu(gpu)?, gpus.processes(gpu)?));
     (outcome, observe().ok())
 }
 
 fn attempt(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome, NvmlError> {
-    let gpu = gpus.look(uuid)?;
+    let gpu = gpus.gpu(uuid)?;
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
     let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<ChangeOutcome>, NvmlError> {
         let processes = gpus.processes(uuid)?;

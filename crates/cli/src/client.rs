@@ -16,7 +16,7 @@ pub struct ClusterArgs {
     pub kubeconfig: Option<PathBuf>,
 }
 
-/// Options that say how Cleave is installed in the cluster. The defaults are those of the chart.
+/// Options that describe the Cleave installation. The defaults match the chart's.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InstallArgs {
     /// Namespace that Cleave runs in.
@@ -34,12 +34,12 @@ pub struct InstallArgs {
 }
 
 impl ClusterArgs {
-    /// Finds the API server and the credentials: those of kubectl, or of the pod this runs in.
+    /// Finds the API server and the credentials, from the kubeconfig or the pod's service account.
     ///
-    /// # Errors.
+    /// # Errors
     /// The kubeconfig cannot be read, or does not have the context.
     pub(crate) async fn config(&self) -> Result<Config> {
-        // TLS needs one provider per process. An error means that one is installed already.
+        // TLS needs one provider per process. An error means that one is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
         let config = match &self.kubeconfig {

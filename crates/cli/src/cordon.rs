@@ -1,8 +1,7 @@
-//! `cleave cordon` and `cleave uncordon`: take one GPU out of service, and back.
+//! `cleave cordon` and `cleave uncordon`: stop new pods from using one GPU, and allow it again.
 //!
-//! The state is in annotations of the `GpuNode`, which the operator reads. Each write is
-//! conditional on the version of the object it was computed from, so that concurrent administrators
-//! cannot overwrite each other.
+//! The state is in annotations of the `GpuNode`, which the operator reads. A write fails if the
+//! object changed since it was read, so that concurrent administrators cannot overwrite each other.
 use anyhow::{Context as _, Result, bail};
 use cleave_api::GpuNode;
 use cleave_api::cordon::{Cleared, check_reason};
@@ -16,10 +15,10 @@ use serde_json::json;
 
 use crate::gpu::{GpuArgs, Target, annotation, cordons, find, read, reported};
 
-/// How often a write is attempted when others change the object at the same time.
+/// Number of attempts to write an object that others change at the same time.
 const ATTEMPTS: u32 = 5;
 /// The field manager of the annotations.
-const MANAGER: &str = "cleave";
+const FIELD_MANAGER: &str = "cleave";
 
 /// Examples in the help of `cleave cordon`.
 pub(crate) const EXAMPLES: &str = "\
@@ -33,7 +32,7 @@ pub struct CordonArgs {
     /// The GPU.
     #[command(flatten)]
     gpu: GpuArgs,
-    /// Why, for other administrators. Must not contain commas.
+    /// Reason, shown to other administrators. Must not contain commas.
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     reason: String,
 }
@@ -82,7 +81,7 @@ async fn change(
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
 ) -> Result<(Target, bool)> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
-    let manager = PatchParams { field_manager: Some(MANAGER.into()), ..PatchParams::default() };
+    let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..ATTEMPTS {
         let object = read(client, &args.node).await?;
         let target = find(&object, &args.node, &args.gpu)?;
@@ -129,7 +128,7 @@ fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
         && cleared.0.get(uuid).is_none_or(|before| *before < last)
     {
         cleared.0.insert(uuid.to_owned(), last);
-        // Entries of GPUs that left the node are of no use to anyone.
+        // Entries of removed GPUs have no effect.
         cleared.0.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         annotations.push((CLEARED_ANNOTATION, value(cleared.to_string())));
     }

@@ -35,7 +35,7 @@ pub struct DrainArgs {
     /// The GPU.
     #[command(flatten)]
     pub gpu: GpuArgs,
-    /// Why, for other administrators. Must not contain commas.
+    /// Reason, shown to other administrators. Must not contain commas.
     #[arg(long, value_name = "TEXT", default_value = "draining")]
     pub reason: String,
     /// Seconds each pod has to terminate [default: the pod's own grace period].
@@ -62,8 +62,8 @@ pub enum Outcome {
 pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let config = args.gpu.cluster.config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
-    // A disruption budget refuses with 429. A client that retries would repeat that for minutes,
-    // while other pods could be evicted.
+    // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
+    // would repeat it for minutes, while other pods could be evicted.
     let mut no_retry = config;
     no_retry.default_retry = false;
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
@@ -76,8 +76,8 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 /// Drains a GPU and prints the progress. `evictor` is a client that does not retry requests.
 ///
 /// # Errors
-/// There is no such GPU, a pod needs `--force`, or the API server refused a request. The GPU stays
-/// cordoned.
+/// The GPU does not exist, a pod needs `--force`, or the API server rejected a request. The GPU
+/// stays cordoned.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<Outcome> {
     let started = Instant::now();
     let target = cordon(client, &args.gpu, &args.reason).await?;

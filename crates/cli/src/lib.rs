@@ -13,8 +13,8 @@
 //! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
 //! `output` and `table` print.
 //!
-//! No command makes decisions of its own. Those that predict the operator call its code:
-//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
+//! Commands that predict the operator call the operator's code: [`cleave_operator::dry`] and
+//! [`cleave_operator::placement`].
 mod client;
 pub mod cordon;
 pub mod crds;
@@ -43,16 +43,16 @@ pub enum Command {
     /// Reads every GpuNode and SharingPolicy, and shows what the agents and the operator reported.
     Status(status::StatusArgs),
 
-    /// Explain why a pod waits, or which GPU it has.
+    /// Explain why a pod waits, or show which GPU it has.
     ///
-    /// Asks the operator's code about one pod, and writes nothing. The answer can differ from the
+    /// Runs the operator's code for one pod and writes nothing. The result can differ from the
     /// operator's if the cluster changed in between.
     Explain(explain::ExplainArgs),
 
     /// Show what the operator would do now, and why.
     ///
-    /// Shows how GPUs would be partitioned and where pending pods would run, for the cluster as it
-    /// is (--live) or for a snapshot in a file (--snapshot). Writes nothing.
+    /// Shows how GPUs would be partitioned and where pending pods would run, in the current cluster
+    /// (--live) or in a snapshot file (--snapshot). Writes nothing.
     #[command(after_long_help = plan::EXAMPLES)]
     Plan(plan::PlanArgs),
 
@@ -88,18 +88,18 @@ pub enum Command {
 
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
-    /// Run it on the node as root, with the host's process IDs. It starts an MPS daemon of its own
-    /// on an idle GPU. On a GPU that is in use it only reads.
+    /// Run it on the node as root, in the host's PID namespace. It starts its own MPS daemon on an
+    /// idle GPU. On a GPU that is in use it only reads.
     ///
     /// Exit codes: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
     Doctor(DoctorArgs),
 }
 
 impl Command {
-    /// Runs the command. The exit code is part of the answer; see the help of each command.
+    /// Runs the command. The exit code is part of the result; see the help of each command.
     ///
     /// # Errors
-    /// The command could not do its work.
+    /// The command failed.
     pub async fn run(self) -> anyhow::Result<ExitCode> {
         let done = match self {
             Self::Status(args) => status::run(args).await,
@@ -116,8 +116,7 @@ impl Command {
     }
 }
 
-/// Runs `cleave doctor`. An error has an exit code of its own: it is neither a pass nor a failed
-/// check.
+/// Runs `cleave doctor`. An error has a different exit code than a failed check.
 async fn run_doctor(args: DoctorArgs) -> ExitCode {
     match doctor::run(args).await {
         Ok(true) => ExitCode::SUCCESS,

@@ -8,7 +8,7 @@ use serde::Serialize;
 /// The format of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Output {
-    /// Text for people.
+    /// Human-readable text.
     Text,
     /// One JSON object.
     Json,

@@ -1,4 +1,4 @@
-//! `cleave plan`: how GPUs would be partitioned, where pending pods would run, and why.
+//! `cleave plan`: shows how GPUs would be partitioned, where pending pods would run, and why.
 use std::fmt::Write as _;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,7 @@ Examples:
   cleave plan --live
   cleave plan --snapshot cluster.json -o json";
 
-/// Options of `cleave plan`. Those of the cluster are refused with a snapshot, where they would do
-/// nothing.
+/// Options of `cleave plan`. Cluster options conflict with a snapshot, where they have no effect.
 #[derive(Debug, Clone, clap::Args)]
 #[command(
     group(clap::ArgGroup::new("source").required(true).args(["snapshot", "live"])),
@@ -61,7 +60,7 @@ pub(crate) async fn run(args: PlanArgs) -> Result<()> {
     let policy = Policy { units: args.units, replicas: args.replicas, ..Policy::default() };
     let planned = cleave_plan::plan(&snapshot, &policy);
     let wrong: Vec<String> = cleave_plan::check(&snapshot, &planned.plan).iter().map(ToString::to_string).collect();
-    ensure!(wrong.is_empty(), "the plan breaks rules and must not be used:\n{}", wrong.join("\n"));
+    ensure!(wrong.is_empty(), "the plan violates constraints and must not be used:\n{}", wrong.join("\n"));
     print(&match args.output {
         Output::Json => output::json(&planned_json(&planned)?)?,
         Output::Text => planned_text(&planned),
@@ -87,7 +86,7 @@ fn read(path: &Path) -> Result<Snapshot> {
     serde_json::from_str(&text).with_context(|| format!("{name} is not a snapshot"))
 }
 
-/// Renders what the operator would do, and why.
+/// Renders the changes that the operator would make, and the reasons.
 pub(crate) fn render(run: &DryRun, output: Output) -> Result<String> {
     match output {
         Output::Json => output::json(&dry_run_json(run)?),
@@ -137,7 +136,7 @@ fn dry_run_text(run: &DryRun) -> String {
     text
 }
 
-/// The GPUs that change, and then every pod.
+/// Renders the GPUs that change, and then every pod.
 fn planned_text(planned: &Planned) -> String {
     let plan = &planned.plan;
     let mut text = String::new();

@@ -51,23 +51,23 @@ pub struct SimulateArgs {
 
 /// Runs `cleave simulate`.
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
-    let mut world = World::default();
+    let mut input = Input::default();
     for path in &args.files {
         let name = path.display();
         let text = read(path).with_context(|| format!("failed to read {name}"))?;
-        world.add_text(&text).with_context(|| name.to_string())?;
+        input.add_text(&text).with_context(|| name.to_string())?;
     }
-    print(&world.simulate(args.output)?)
+    print(&input.simulate(args.output)?)
 }
 
-/// Simulates one YAML document stream and renders the result.
+/// Simulates the objects of a YAML stream and renders the result.
 ///
 /// # Errors
 /// The text is not valid YAML, or an object is malformed.
 pub fn simulate(text: &str, output: Output) -> Result<String> {
-    let mut world = World::default();
-    world.add_text(text)?;
-    world.simulate(output)
+    let mut input = Input::default();
+    input.add_text(text)?;
+    input.simulate(output)
 }
 
 fn read(path: &Path) -> std::io::Result<String> {
@@ -81,7 +81,7 @@ fn read(path: &Path) -> std::io::Result<String> {
 /// GPUs that a Node describes.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Gpus {
+struct DescribedGpus {
     model: String,
     memory: Quantity,
     #[serde(default = "one")]
@@ -101,21 +101,21 @@ const MAX_PODS: u64 = 100_000;
 
 /// The objects read so far.
 #[derive(Default)]
-struct World {
+struct Input {
     observed: Observed,
-    nodes: Vec<(NodeObject, Vec<Gpus>)>,
+    nodes: Vec<(NodeObject, Vec<DescribedGpus>)>,
     gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
     pods: Vec<Value>,
     priorities: BTreeMap<String, i32>,
 }
 
-impl World {
+impl Input {
     fn simulate(self, output: Output) -> Result<String> {
         render(&dry::dry_run(&self.observed()?)?, output)
     }
 
     fn add_text(&mut self, text: &str) -> Result<()> {
-        // YAML 1.1 would read a node named `n` as a boolean.
+        // In YAML 1.1 the name `n` is a boolean.
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
@@ -186,7 +186,7 @@ impl World {
             let status = GpuNodeStatus {
                 observed_generation: 1,
                 agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-                gpus: listed(&name, &gpus).with_context(|| format!("Node {name}"))?,
+                gpus: reported_gpus(&name, &gpus).with_context(|| format!("Node {name}"))?,
                 ..GpuNodeStatus::default()
             };
             let mut object = GpuNode::new(&name, GpuNodeSpec::default());
@@ -218,9 +218,9 @@ impl World {
 }
 
 /// The GPUs of a node as its agent would report them.
-fn listed(node: &str, gpus: &[Gpus]) -> Result<Vec<GpuStatus>> {
+fn reported_gpus(node: &str, gpus: &[DescribedGpus]) -> Result<Vec<GpuStatus>> {
     let mut all = Vec::new();
-    for Gpus { model, memory, count, sms } in gpus {
+    for DescribedGpus { model, memory, count, sms } in gpus {
         let memory_mib = memory
             .as_mebibytes()
             .filter(|&memory| memory > 0)

@@ -42,17 +42,17 @@ fn output_matches_the_committed_files() {
 }
 
 #[test]
-fn each_pod_has_the_state_it_is_in() {
+fn each_pod_has_its_state() {
     for (name, state) in [
         ("a", State::Bound),
-        ("soon", State::Held),
+        ("soon", State::Reserved),
         ("two", State::Fits),
-        ("five", State::Waits),
+        ("five", State::Waiting),
         ("twelve", State::Never),
         ("replica", State::Never),
         ("picky", State::Never),
         ("queued", State::OtherGate),
-        ("plain", State::NotOurs),
+        ("plain", State::NotManaged),
         ("done", State::Ended),
     ] {
         assert_eq!(of(name).verdict.state, state, "{name}");
@@ -61,7 +61,7 @@ fn each_pod_has_the_state_it_is_in() {
 }
 
 #[test]
-fn help_names_the_pods_to_delete_from_one_gpu() {
+fn help_names_the_pods_to_remove_from_one_gpu() {
     let help = of("five").help;
     // Two GPUs have 3 shares free each. The reservation of another pod is not available.
     assert_eq!(help[0], "The pod would fit on GPU 0 on node1 without these pods: demo/a (lower priority).");
@@ -71,12 +71,12 @@ fn help_names_the_pods_to_delete_from_one_gpu() {
 #[test]
 fn gated_pods_reserve_nothing() {
     // demo/two fits on node1, but has no reservation yet.
-    let reserved = |name: &str| of(name).nodes[0].gpus.iter().map(|gpu| gpu.devices[0].held).collect::<Vec<u32>>();
+    let reserved = |name: &str| of(name).nodes[0].gpus.iter().map(|gpu| gpu.devices[0].reserved).collect::<Vec<u32>>();
     assert_eq!((reserved("five"), reserved("two"), reserved("soon")), (vec![0, 4], vec![0, 4], vec![0, 4]));
 }
 
 #[test]
-fn the_table_shows_the_nodes_closest_to_holding_the_pod() {
+fn the_table_shows_the_nodes_on_which_the_pod_fits_best() {
     let mut explanation = of("five");
     let far = explanation.nodes[0].clone();
     explanation.nodes.extend((0..40).map(|number| NodeView { name: format!("z{number:02}"), ..far.clone() }));
@@ -84,5 +84,5 @@ fn the_table_shows_the_nodes_closest_to_holding_the_pod() {
     let text = render(&explanation);
     assert!(text.contains(&explanation.nodes[30].name), "{text}");
     assert!(text.contains("\n28 more nodes with GPUs have no more room than these"), "{text}");
-    assert!(!text.contains("node2   0"), "a node that refuses the pod is further away: {text}");
+    assert!(!text.contains("node2   0"), "a node that refuses the pod is not shown: {text}");
 }

@@ -128,7 +128,7 @@ impl Main {
                 self.poll.send_replace(());
             }
             Input::Vitals(uuid, vitals, asked) => self.node.vitals(&uuid, vitals, asked),
-            Input::Event(GpuEvent::Look) => self.poll.send_replace(()),
+            Input::Event(GpuEvent::Rescan) => self.poll.send_replace(()),
             Input::Object(object) => self.node.object(object),
             Input::Mps(view) => self.node.mps(view),
             Input::PodResources(answer, asked, kubelet_checkpoint) => {

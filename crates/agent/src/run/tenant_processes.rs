@@ -136,7 +136,7 @@ fn sample_processes(
     let mut sample = ProcessSample::default();
     let mut refused = None;
     for device in devices {
-        let tenants = match gpus.tenants(device) {
+        let tenants = match gpus.device_processes(device) {
             Ok(tenants) => tenants,
             Err(error) => {
                 tracing::debug!(
@@ -154,7 +154,7 @@ fn sample_processes(
                 Ok(Some(of)) => seen.push(SampledProcess {
                     id: ProcessId { pid: process.pid, start: of.start },
                     bytes: process.memory,
-                    mps: tenants.tells_clients.then_some(process.mps),
+                    mps: tenants.are_clients_known.then_some(process.mps),
                     parent: of.parent,
                     owner: of.owner,
                 }),
@@ -190,7 +190,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    use cleave_gpu::nvml::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process, Tenants};
+    use cleave_gpu::nvml::{Census, ComputeMode, DeviceProcesses, Gpu, MigActivation, MigInstance, Process};
 
     use super::*;
     use crate::tenants::snapshot::SharedDevice;
@@ -202,22 +202,22 @@ mod tests {
         fn census(&self) -> Result<Census, NvmlError> {
             Err(NvmlError::NoDriver)
         }
-        fn at(&self, index: u32) -> Result<Gpu, NvmlError> {
+        fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
             Err(NvmlError::NotFound(index.to_string()))
         }
-        fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
             Err(NvmlError::NotFound(uuid.into()))
         }
         fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
-            self.tenants(uuid).map(|tenants| tenants.processes)
+            self.device_processes(uuid).map(|found| found.processes)
         }
-        fn tenants(&self, device: &str) -> Result<Tenants, NvmlError> {
+        fn device_processes(&self, device: &str) -> Result<DeviceProcesses, NvmlError> {
             match device {
                 "GPU-b" => self.0.lock().unwrap().recv().map_err(|_| NvmlError::Lost { call: "tenants" })?,
                 "MIG-lost" => return Err(NvmlError::Lost { call: "tenants" }),
                 _ => {}
             }
-            Ok(Tenants { tells_clients: true, ..Tenants::default() })
+            Ok(DeviceProcesses { are_clients_known: true, ..DeviceProcesses::default() })
         }
         fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
             Ok(mode)

@@ -1,4 +1,4 @@
-//! What would let a waiting pod run.
+//! Suggests changes that would help a waiting pod to run.
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,29 +7,29 @@ use cleave_operator::pods::full_name;
 use cleave_operator::read::Node;
 use cleave_plan::ledger::{Holder, Moment, NoFit, Preemption, Tightest, Waiting};
 
-use super::nodes::unable;
+use super::nodes::unavailable;
 use super::report::NodeView;
 use super::view::View;
 
-/// Maximum number of nodes that one line names.
-const MOST_NAMED: usize = 5;
+/// Maximum number of nodes in one sentence.
+const MAX_NAMED: usize = 5;
 
 impl View<'_> {
-    /// What would let the pod run, one sentence each.
+    /// The suggestions, one sentence each.
     pub(super) fn help(&self, nodes: &[NodeView]) -> Vec<String> {
         if self.asks.is_empty() {
             return Vec::new();
         }
-        let open: BTreeSet<&str> =
+        let usable: BTreeSet<&str> =
             nodes.iter().filter(|node| node.refusal.is_none()).map(|node| node.name.as_str()).collect();
-        let mut help: Vec<String> = self.departures(&open).into_iter().collect();
-        let closed = self.closed(nodes);
-        help.extend(closed.iter().map(|(refusal, nodes)| closed_line(refusal, nodes)));
-        if open.is_empty() && !closed.is_empty() {
+        let mut help: Vec<String> = self.removals(&usable).into_iter().collect();
+        let refusing = self.refusing(nodes);
+        help.extend(refusing.iter().map(|(refusal, nodes)| refusal_line(refusal, nodes)));
+        if usable.is_empty() && !refusing.is_empty() {
             return help;
         }
-        help.extend(self.missing_resources(nodes, &open));
-        if matches!(self.ledger.fit(self.asks, open.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
+        help.extend(self.missing_resources(nodes, &usable));
+        if matches!(self.ledger.fit(self.asks, usable.iter().copied(), 1, &Tightest), Err(NoFit::TooMany)) {
             let advice = "The containers together request more than any node has, even an empty one. Use a node with \
                           more GPUs, or fewer containers per pod.";
             help.push(advice.to_owned());
@@ -37,37 +37,37 @@ impl View<'_> {
         help
     }
 
-    /// The nodes that have room but refuse the pod, by the reason.
-    fn closed<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
-        let mut closed: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    /// The nodes that have room but refuse the pod, by reason.
+    fn refusing<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
+        let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
             if let Some(refusal) = &node.refusal
                 && self.ledger.fit(self.asks, [node.name.as_str()], 1, &Tightest).is_ok()
             {
-                closed.entry(refusal).or_default().push(&node.name);
+                refusing.entry(refusal).or_default().push(&node.name);
             }
         }
-        closed
+        refusing
     }
 
-    /// Which pods would have to go, of any priority: a person can delete them, and some end on
-    /// their own.
-    fn departures(&self, open: &BTreeSet<&str>) -> Option<String> {
+    /// The pods to remove so that the pod fits, whatever their priority: users can delete them, and
+    /// some end by themselves.
+    fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
         let lowered = |holder: &Holder| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
         let lower = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
         let waiting = Waiting { pod: self.name, priority: i32::MAX, asks: self.asks };
-        let found = self.ledger.preempt(waiting, open.iter().copied(), &lower)?;
+        let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
         let gpus: BTreeSet<String> = found.takes.iter().map(|take| self.gpu_of(&found.node, &take.device)).collect();
         let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");
-        Some(self.departures_line(&found, &gpus, &holders))
+        Some(self.removals_line(&found, &gpus, &holders))
     }
 
-    fn departures_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder>) -> String {
+    fn removals_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder>) -> String {
         let node = &found.node;
         if found.victims.is_empty() {
             let fits = self.ledger.fit(self.asks, [node.as_str()], 1, &Tightest).is_ok();
-            let when = if fits { "has room now" } else { "will have room when pods that are being deleted are gone" };
+            let when = if fits { "has room now" } else { "will have room once terminating pods are gone" };
             return format!("{gpus} on {node} {when}.");
         }
         let priority = self.pod.spec.priority.unwrap_or(0);
@@ -84,23 +84,23 @@ impl View<'_> {
         format!("The pod would fit on {gpus} on {node} without these pods: {}.", victims.join(", "))
     }
 
-    /// The pods on nodes whose departure frees something. A pod on a cordoned or unhealthy GPU
-    /// frees nothing.
+    /// The pods on nodes whose removal frees slices. Removing a pod from a cordoned or unhealthy
+    /// GPU does not help.
     fn holders(&self) -> BTreeMap<String, Holder> {
-        let is_unable = |node: &str, gpu: &GpuStatus| {
+        let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
-            unable(gpu, &cordons.unwrap_or_default()).is_some()
+            unavailable(gpu, &cordons.unwrap_or_default()).is_some()
         };
-        let useless: BTreeSet<(&str, &str)> = self
+        let unusable: BTreeSet<(&str, &str)> = self
             .gpus()
-            .filter(|(node, gpu)| is_unable(node, gpu))
-            .flat_map(|(node, gpu)| gpu.allocations.iter().map(move |held| (node, held.pod.as_str())))
+            .filter(|(node, gpu)| is_unavailable(node, gpu))
+            .flat_map(|(node, gpu)| gpu.allocations.iter().map(move |allocation| (node, allocation.pod.as_str())))
             .collect();
         let mut holders = BTreeMap::new();
         for pod in &self.live.cluster.pods {
             let Some(node) = pod.node() else { continue };
             let name = full_name(&pod.metadata);
-            if useless.contains(&(node, name.as_str())) {
+            if unusable.contains(&(node, name.as_str())) {
                 continue;
             }
             let started = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
@@ -115,18 +115,18 @@ impl View<'_> {
         holders
     }
 
-    /// Requested resources that no open node offers, or not as many of one GPU.
-    fn missing_resources(&self, nodes: &[NodeView], open: &BTreeSet<&str>) -> Vec<String> {
+    /// Requested resources that no usable node offers, or not in this amount on one GPU.
+    fn missing_resources(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
         let resources: BTreeSet<&str> = self.asks.iter().map(|ask| ask.resource.as_str()).collect();
-        resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, open)).collect()
+        resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, usable)).collect()
     }
 
-    fn missing_resource(&self, resource: &str, nodes: &[NodeView], open: &BTreeSet<&str>) -> Option<String> {
+    fn missing_resource(&self, resource: &str, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Option<String> {
         let totals = |node: &NodeView| -> Vec<u32> {
             let devices = node.gpus.iter().flat_map(|gpu| &gpu.devices);
             devices.filter(|device| device.resource == resource).map(|device| device.total).collect()
         };
-        let here = nodes.iter().filter(|node| open.contains(node.name.as_str())).flat_map(totals);
+        let here = nodes.iter().filter(|node| usable.contains(node.name.as_str())).flat_map(totals);
         let Some(largest) = here.max() else {
             let elsewhere = nodes.iter().any(|node| !totals(node).is_empty());
             return Some(if elsewhere {
@@ -147,7 +147,7 @@ impl View<'_> {
         })
     }
 
-    /// A device as people name it.
+    /// The name of a device for messages.
     fn gpu_of(&self, node: &str, device: &str) -> String {
         let has = |gpu: &GpuStatus| gpu.uuid == device || gpu.slices.iter().any(|slice| slice.device == device);
         let found = self.gpus().find(|(on, gpu)| *on == node && has(gpu));
@@ -155,10 +155,10 @@ impl View<'_> {
     }
 }
 
-/// Names the nodes that have room but refuse the pod for this reason.
-fn closed_line(refusal: &str, nodes: &[&str]) -> String {
-    let named = nodes.iter().take(MOST_NAMED).copied().collect::<Vec<_>>().join(", ");
-    let more = nodes.len().saturating_sub(MOST_NAMED);
+/// A sentence about the nodes that have room but refuse the pod for this reason.
+fn refusal_line(refusal: &str, nodes: &[&str]) -> String {
+    let named = nodes.iter().take(MAX_NAMED).copied().collect::<Vec<_>>().join(", ");
+    let more = nodes.len().saturating_sub(MAX_NAMED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     let have = if nodes.len() == 1 { "has" } else { "have" };
     format!("{named}{more} {have} room, but: {refusal}.")

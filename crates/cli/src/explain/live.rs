@@ -1,4 +1,4 @@
-//! The cluster at the time of the question.
+//! Reads the cluster for one explanation.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -14,12 +14,12 @@ use kube::{Api, Client};
 
 use crate::client::InstallArgs;
 
-/// The cluster at one time, as the two parts of the operator see it.
+/// The cluster at one time, as input of the operator's two parts.
 #[derive(Debug, Default)]
 pub struct Live {
-    /// The view of the placement gate.
+    /// The input of the placement gate.
     pub(super) cluster: Cluster,
-    /// The view of planning.
+    /// The input of planning.
     pub(super) observed: Observed,
     /// Seconds since the Unix epoch.
     pub(super) now: u64,
@@ -29,13 +29,13 @@ impl Live {
     /// Lists the objects of a cluster, and the pod `namespace/name` even if it has ended.
     ///
     /// # Errors
-    /// The API server refused a list.
+    /// The API server rejected a request.
     pub(super) async fn observe(client: &Client, install: &InstallArgs, pod: &str) -> Result<Self> {
         let mut objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
         if !objects.pods.iter().any(|one| full_name(&one.metadata) == pod)
             && let Some((namespace, name)) = pod.split_once('/')
         {
-            // The list has no pods that ended.
+            // `Objects::list` omits pods that have ended.
             let named = ListParams::default().fields(&format!("metadata.name={name}"));
             let ended = Api::<PodObject>::namespaced(client.clone(), namespace).list(&named).await;
             objects.pods.extend(ended.with_context(|| format!("failed to read pod {pod}"))?.items);
@@ -44,7 +44,7 @@ impl Live {
         Ok(Self::new(objects, now))
     }
 
-    /// Builds both views from the objects. `now` is in seconds since the Unix epoch.
+    /// Builds both inputs from the objects. `now` is in seconds since the Unix epoch.
     pub fn new(mut objects: Objects, now: u64) -> Self {
         objects.pods.iter_mut().for_each(PodObject::trim);
         let observed = objects.observed();
@@ -53,8 +53,8 @@ impl Live {
             nodes: objects.nodes.into_iter().map(Arc::new).collect(),
             gpu_nodes: objects.gpu_nodes.into_iter().map(Arc::new).collect(),
             agents: objects.agents.into_iter().map(Arc::new).collect(),
-            // Only the operator knows which MPS hosts it replaces. It says so in Events of the pods
-            // that wait for one.
+            // Only the operator knows which MPS hosts it replaces. It reports that in Events of the
+            // pods that wait for one.
             hosts: None,
             ..Cluster::default()
         };
@@ -74,11 +74,11 @@ impl Live {
 pub(super) struct Decisions {
     /// The pods that are released, and why.
     pub(super) released: BTreeMap<String, ReleaseReason>,
-    /// What the other pods wait for, for their owners.
+    /// What the other pods wait for, as a message to their owners.
     pub(super) waiting: BTreeMap<String, String>,
 }
 
-/// Runs the placement gate until it releases no more pods, as the operator does within moments.
+/// Runs the placement gate until it releases no more pods, as the operator does within seconds.
 /// `up` is how long the operator has been running.
 pub(super) fn decide(
     keeper: &mut Gatekeeper,

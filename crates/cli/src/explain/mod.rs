@@ -1,8 +1,7 @@
-//! `cleave explain pod`: what a pod requests, what each GPU has, why the pod waits, and what would
-//! let it run.
+//! `cleave explain pod`: explains why a pod waits or where it runs, and what would help.
 //!
-//! It reads what the operator reads and calls the operator's code on it. It writes nothing. The
-//! answer differs from the operator's if the cluster changed in between.
+//! It reads the objects that the operator reads, and calls the operator's code. It writes nothing.
+//! The result differs from the operator's if the cluster changed in between.
 //!
 //! ```text
 //!  cluster ──[live]──▶ Live ──[view]──▶ verdict, allocations ─┐
@@ -29,18 +28,18 @@ pub use view::explain;
 /// Options of `cleave explain`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ExplainArgs {
-    /// What to explain.
+    /// The object to explain.
     #[command(subcommand)]
     what: What,
 }
 
-/// What can be explained.
+/// The kinds of objects that can be explained.
 #[derive(Debug, Clone, clap::Subcommand)]
 enum What {
-    /// Explain why a pod waits, or which GPU it has.
+    /// Explain why a pod waits, or show which GPU it has.
     ///
-    /// Shows what the pod requests, what each GPU has free, why the pod waits, and what would let
-    /// it run.
+    /// Shows the pod's requests, the free slices of each GPU, why the pod waits, and what would
+    /// help.
     #[command(after_long_help = EXAMPLES)]
     Pod(PodArgs),
 }
@@ -66,7 +65,7 @@ struct PodArgs {
     /// The cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Cleave in the cluster.
+    /// The Cleave installation.
     #[command(flatten)]
     install: InstallArgs,
 }
@@ -96,7 +95,7 @@ fn pod_name(pod: &str, namespace: Option<&str>, default: &str) -> Result<String>
     if let (Some(prefix), Some(namespace)) = (prefix, namespace)
         && prefix != namespace
     {
-        bail!("{pod} is not in namespace {namespace}. Name the namespace once.");
+        bail!("{pod} is not in namespace {namespace}. Specify the namespace once.");
     }
     let namespace = prefix.or(namespace).unwrap_or(default);
     if namespace.is_empty() || name.is_empty() || name.contains('/') {
@@ -118,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_malformed_pod_name_is_refused() {
+    fn a_malformed_pod_name_is_rejected() {
         for (pod, namespace) in [("team/p", Some("other")), ("", None), ("team/", None), ("/p", None), ("a/b/c", None)]
         {
             assert!(pod_name(pod, namespace, "mine").is_err(), "{pod} {namespace:?}");

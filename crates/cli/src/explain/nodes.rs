@@ -1,4 +1,4 @@
-//! What each node and GPU has for one pod.
+//! The nodes and GPUs, from the view of one pod.
 use std::collections::BTreeMap;
 
 use cleave_api::cordon::Cordons;
@@ -11,7 +11,7 @@ use cleave_plan::ledger::DeviceUsage;
 use cleave_plan::scheduling::refusal;
 use cleave_plan::snapshot::Node as PlanNode;
 
-use super::report::{DeviceView, Given, GpuView, NodeView, State};
+use super::report::{Assignment, DeviceView, GpuView, NodeView, State};
 use super::view::View;
 
 /// Free amounts by resource, in thousandths.
@@ -19,7 +19,7 @@ type Free<'a> = BTreeMap<&'a str, u64>;
 
 impl View<'_> {
     /// The nodes on which Cleave manages GPUs.
-    pub(super) fn nodes(&self, holds: &[Given], state: State) -> Vec<NodeView> {
+    pub(super) fn nodes(&self, assignments: &[Assignment], state: State) -> Vec<NodeView> {
         let wanted = self.wanted();
         let free = self.free();
         let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
@@ -30,19 +30,19 @@ impl View<'_> {
                     .or_else(|| shortage(free.get(name.as_str()), &wanted.requests))
                     .or_else(|| not_serving(node)),
             };
-            NodeView { name: name.clone(), refusal, gpus: self.gpu_views(name, node, holds, state) }
+            NodeView { name: name.clone(), refusal, gpus: self.gpu_views(name, node, assignments, state) }
         })
         .collect()
     }
 
-    fn gpu_views(&self, name: &str, node: &Node, holds: &[Given], state: State) -> Vec<GpuView> {
+    fn gpu_views(&self, name: &str, node: &Node, assignments: &[Assignment], state: State) -> Vec<GpuView> {
         let cordons = node.cordons();
         let rooms = self.ledger.devices(name);
         let specs = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
         let view = |gpu: &GpuStatus| {
-            let unable = unable(gpu, &cordons);
-            let here = || holds.iter().filter(|held| held.node == name);
-            let device = |room| self.device_view(room, unable.as_deref(), here(), state);
+            let unavailable = unavailable(gpu, &cordons);
+            let here = || assignments.iter().filter(|assignment| assignment.node == name);
+            let device = |room| self.device_view(room, unavailable.as_deref(), here(), state);
             let devices = rooms.iter().filter(|room| is_part_of(room, gpu)).map(device).collect();
             let spec = specs.iter().find(|spec| spec.uuid == gpu.uuid);
             GpuView {
@@ -51,7 +51,7 @@ impl View<'_> {
                 model: gpu.model.clone(),
                 mode: gpu.mode.clone(),
                 policy: spec.and_then(|spec| spec.policy.clone()),
-                unable,
+                unavailable,
                 devices,
             }
         };
@@ -61,16 +61,16 @@ impl View<'_> {
     fn device_view<'h>(
         &self,
         room: &DeviceUsage,
-        unable: Option<&str>,
-        holds: impl Iterator<Item = &'h Given>,
+        unavailable: Option<&str>,
+        assignments: impl Iterator<Item = &'h Assignment>,
         state: State,
     ) -> DeviceView {
         let largest = self.asks.iter().filter(|ask| ask.resource == room.resource).map(|ask| ask.units.get()).max();
-        let own = holds.filter(|held| held.device == room.device && held.resource == room.resource);
-        let own: u32 = own.map(|held| held.units).sum();
-        let note = match (largest, unable) {
+        let own = assignments.filter(|own| own.device == room.device && own.resource == room.resource);
+        let own: u32 = own.map(|own| own.units).sum();
+        let note = match (largest, unavailable) {
             (Some(_), _) if own > 0 => format!("{own} for this pod"),
-            (_, Some(unable)) => unable.to_owned(),
+            (_, Some(unavailable)) => unavailable.to_owned(),
             (None, _) => "not requested".to_owned(),
             _ if !state.needs_room() => String::new(),
             (Some(most), _) if most > room.capacity => format!("too small for {most}"),
@@ -82,14 +82,14 @@ impl View<'_> {
             resource: room.resource.clone(),
             total: room.capacity,
             used: room.used,
-            held: room.reserved,
+            reserved: room.reserved,
             free: room.free,
             note,
         }
     }
 
-    /// What each node has free of resources that Cleave does not serve. The pod's own use counts as
-    /// free.
+    /// The free amounts, by node, of resources that Cleave does not serve. The pod's own use counts
+    /// as free.
     fn free(&self) -> BTreeMap<&str, Free<'_>> {
         let mut free: BTreeMap<&str, Free> = BTreeMap::new();
         for (name, node) in &self.live.observed.nodes {
@@ -111,8 +111,8 @@ impl View<'_> {
     }
 }
 
-/// Why no pod can get anything of a GPU now.
-pub(super) fn unable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
+/// Why no pod can use a GPU now. `None` if pods can.
+pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
     if let Some(reason) = cordons.0.get(&gpu.uuid) {
         return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });
     }
@@ -123,14 +123,14 @@ pub(super) fn unable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
 /// Why Cleave serves no GPUs on a node.
 fn not_serving(node: &Node) -> Option<String> {
     match node.agent {
-        None => Some("the Cleave agent does not run on it".to_owned()),
+        None => Some("no Cleave agent runs on it".to_owned()),
         Some(agent) if !agent.ready => Some("its agent is not ready".to_owned()),
         Some(_) if node.reported().is_none() => Some("its agent has not reported its GPUs".to_owned()),
         Some(_) => None,
     }
 }
 
-/// A node as planning sees it, without its GPUs.
+/// The input of planning for a node, without its GPUs.
 fn plan_node(name: &str, node: &Node) -> PlanNode {
     PlanNode {
         name: name.to_owned(),
@@ -142,7 +142,7 @@ fn plan_node(name: &str, node: &Node) -> PlanNode {
     }
 }
 
-/// The first resource besides GPUs of which a node has too little.
+/// The first resource besides GPUs that a node lacks.
 fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
@@ -155,7 +155,7 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
     })
 }
 
-/// Whether a device is the GPU, a part of it now, or one that it is to be partitioned into.
+/// Whether a device is the GPU, a part of it, or a part that it will be partitioned into.
 fn is_part_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
     room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
 }

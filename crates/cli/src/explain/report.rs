@@ -1,7 +1,7 @@
 //! The content of `cleave explain pod`. The fields are those of `--output json`.
 use serde::Serialize;
 
-/// What a pod requests and gets, and why.
+/// The requests of a pod, its state, and the reasons.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Explanation {
@@ -12,16 +12,16 @@ pub struct Explanation {
     /// Scheduling gates that the pod still has.
     pub gates: Vec<String>,
     /// What the pod requests. Each part must come from one device.
-    pub asks: Vec<Part>,
+    pub requests: Vec<Part>,
     /// The state of the pod.
     pub verdict: Verdict,
     /// Allocations, or the reservation of a pod that does not run yet.
-    pub holds: Vec<Given>,
+    pub assignments: Vec<Assignment>,
     /// Nodes on which Cleave manages GPUs.
     pub nodes: Vec<NodeView>,
     /// Number of other nodes.
     pub other_nodes: usize,
-    /// What would let the pod run, one sentence each.
+    /// Changes that would help the pod to run, one sentence each.
     pub help: Vec<String>,
 }
 
@@ -48,20 +48,20 @@ pub struct Verdict {
 pub enum State {
     /// The pod is on a node.
     Bound,
-    /// The pod has a reservation, and waits for the scheduler.
-    Held,
+    /// The pod has a reservation and waits for the scheduler.
+    Reserved,
     /// The pod fits, and the operator will release it.
     Fits,
     /// The pod waits until a GPU has room.
-    Waits,
-    /// No GPU of the cluster can ever hold the pod.
+    Waiting,
+    /// The pod fits on no GPU of the cluster, even if all other pods end.
     Never,
-    /// Another scheduling gate keeps the pod.
+    /// The pod waits for another scheduling gate.
     OtherGate,
     /// The pod waits for the scheduler without a reservation.
     Scheduler,
     /// The pod requests nothing that Cleave serves.
-    NotOurs,
+    NotManaged,
     /// The pod has ended, or is being deleted.
     Ended,
 }
@@ -74,13 +74,13 @@ impl State {
 
     /// Whether something has to change before the pod can run.
     pub(super) const fn needs_help(self) -> bool {
-        matches!(self, Self::Waits | Self::Never | Self::Scheduler)
+        matches!(self, Self::Waiting | Self::Never | Self::Scheduler)
     }
 }
 
 /// An amount of one device that is allocated to the pod, or reserved for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Given {
+pub struct Assignment {
     /// The node.
     pub node: String,
     /// Index of the GPU, if the node reports it.
@@ -97,20 +97,20 @@ pub struct Given {
     pub container: Option<String>,
 }
 
-/// A node as the pod sees it.
+/// A node, from the view of the pod.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeView {
     /// Name of the node.
     pub name: String,
-    /// Why the pod cannot use the node, whatever its GPUs have free. `None` if it can.
+    /// Why the pod cannot use the node, apart from free GPUs. `None` if it can.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refusal: Option<String>,
     /// GPUs of the node.
     pub gpus: Vec<GpuView>,
 }
 
-/// A GPU as the pod sees it.
+/// A GPU, from the view of the pod.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuView {
@@ -120,19 +120,19 @@ pub struct GpuView {
     pub uuid: String,
     /// Product name.
     pub model: String,
-    /// Sharing mode now.
+    /// Current sharing mode.
     pub mode: String,
     /// The policy that applies to it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// Why no pod can get anything of it now. `None` if pods can.
+    /// Why no pod can use the GPU now. `None` if pods can.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub unable: Option<String>,
-    /// What it offers.
+    pub unavailable: Option<String>,
+    /// Its devices, with their resources.
     pub devices: Vec<DeviceView>,
 }
 
-/// What a GPU or MIG device offers of one resource.
+/// One resource of a GPU or MIG device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceView {
@@ -142,12 +142,12 @@ pub struct DeviceView {
     pub resource: String,
     /// The total amount.
     pub total: u32,
-    /// The amount that pods use, or that no pod can get now.
+    /// The amount that pods use, or that is unavailable now.
     pub used: u32,
     /// The amount reserved for pods that do not run yet.
-    pub held: u32,
+    pub reserved: u32,
     /// The amount that is left.
     pub free: u32,
-    /// What that means for this pod.
+    /// What this means for the pod.
     pub note: String,
 }

@@ -1,4 +1,4 @@
-//! An explanation as text.
+//! Renders an explanation as text.
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 
@@ -7,18 +7,18 @@ use crate::status::NO_GPU_NODES;
 use crate::table::Table;
 
 /// Maximum number of nodes in the table.
-const MOST_SHOWN: usize = 16;
+const MAX_NODES: usize = 16;
 
 /// Renders an explanation as text.
 pub fn render(explanation: &Explanation) -> String {
     let mut text = summary(explanation);
-    if !explanation.holds.is_empty() {
+    if !explanation.assignments.is_empty() {
         text.push('\n');
-        text.push_str(&holds_table(explanation));
+        text.push_str(&assignment_table(explanation));
     }
     text.push('\n');
     text.push_str(&node_table(explanation));
-    let hidden = explanation.nodes.len().saturating_sub(MOST_SHOWN);
+    let hidden = explanation.nodes.len().saturating_sub(MAX_NODES);
     if hidden > 0 {
         let _ = writeln!(text, "{hidden} more nodes with GPUs have no more room than these. Use -o json to see all.");
     }
@@ -37,17 +37,18 @@ pub fn render(explanation: &Explanation) -> String {
 }
 
 fn summary(explanation: &Explanation) -> String {
-    let asks: Vec<String> = explanation.asks.iter().map(|part| format!("{} {}", part.units, part.resource)).collect();
-    let requests = match asks.len() {
+    let requests: Vec<String> =
+        explanation.requests.iter().map(|part| format!("{} {}", part.units, part.resource)).collect();
+    let summary = match requests.len() {
         0 => "nothing that Cleave serves".to_owned(),
-        1 => asks.join(", ") + " of one GPU",
-        _ => asks.join(", ") + ", each of one GPU",
+        1 => requests.join(", ") + " of one GPU",
+        _ => requests.join(", ") + ", each of one GPU",
     };
     let gates = if explanation.gates.is_empty() { "none".to_owned() } else { explanation.gates.join(", ") };
     let mut text = String::new();
     for (heading, value) in [
         ("Pod:", &explanation.pod),
-        ("Requests:", &requests),
+        ("Requests:", &summary),
         ("Priority:", &explanation.priority.to_string()),
         ("Gates:", &gates),
         ("Verdict:", &explanation.verdict.message),
@@ -58,26 +59,27 @@ fn summary(explanation: &Explanation) -> String {
 }
 
 /// Allocations and reservations.
-fn holds_table(explanation: &Explanation) -> String {
+fn assignment_table(explanation: &Explanation) -> String {
     let mut table = Table::new(&["AMOUNT", "RESOURCE", "NODE", "GPU", "DEVICE", "CONTAINER"]);
-    for held in &explanation.holds {
-        let (units, gpu) = (held.units.to_string(), held.gpu.map(|gpu| gpu.to_string()).unwrap_or_default());
-        let container = held.container.as_deref().unwrap_or("(reserved)");
-        table.row(&[&units, &held.resource, &held.node, &gpu, &held.device, container]);
+    for assignment in &explanation.assignments {
+        let (units, gpu) =
+            (assignment.units.to_string(), assignment.gpu.map(|gpu| gpu.to_string()).unwrap_or_default());
+        let container = assignment.container.as_deref().unwrap_or("(reserved)");
+        table.row(&[&units, &assignment.resource, &assignment.node, &gpu, &assignment.device, container]);
     }
     table.render()
 }
 
-/// The nodes closest to holding the pod, at most as many as are shown, by name.
-fn closest(explanation: &Explanation) -> Vec<&NodeView> {
-    let requested = |device: &&DeviceView| explanation.asks.iter().any(|part| part.resource == device.resource);
+/// The nodes on which the pod fits best, at most [`MAX_NODES`], by name.
+fn best_nodes(explanation: &Explanation) -> Vec<&NodeView> {
+    let requested = |device: &&DeviceView| explanation.requests.iter().any(|part| part.resource == device.resource);
     let free = |node: &NodeView| {
         node.gpus.iter().flat_map(|gpu| &gpu.devices).filter(requested).map(|device| device.free).max()
     };
-    let own = |node: &NodeView| explanation.holds.iter().any(|held| held.node == node.name);
+    let own = |node: &NodeView| explanation.assignments.iter().any(|assignment| assignment.node == node.name);
     let mut nodes: Vec<&NodeView> = explanation.nodes.iter().collect();
     nodes.sort_by_key(|node| (!own(node), node.refusal.is_some(), Reverse(free(node))));
-    nodes.truncate(MOST_SHOWN);
+    nodes.truncate(MAX_NODES);
     nodes.sort_by(|a, b| a.name.cmp(&b.name));
     nodes
 }
@@ -87,7 +89,7 @@ fn node_table(explanation: &Explanation) -> String {
         return NO_GPU_NODES.to_owned();
     }
     let mut table = Table::new(&["NODE", "GPU", "MODE", "RESOURCE", "TOTAL", "USED", "RESERVED", "FREE", "NOTE"]);
-    for node in closest(explanation) {
+    for node in best_nodes(explanation) {
         if let Some(refusal) = &node.refusal {
             table.row(&[&node.name, "", "", "", "", "", "", "", refusal]);
         }
@@ -98,15 +100,15 @@ fn node_table(explanation: &Explanation) -> String {
     table.render()
 }
 
-/// Adds a row for each resource of a GPU, or one if it offers none.
+/// Adds a row for each resource of a GPU, or one row if it has none.
 fn add_gpu(table: &mut Table, node: &str, gpu: &GpuView) {
     let index = gpu.index.to_string();
     if gpu.devices.is_empty() {
-        let note = gpu.unable.as_deref().unwrap_or("offers nothing");
+        let note = gpu.unavailable.as_deref().unwrap_or("no resources");
         table.row(&[node, &index, &gpu.mode, "", "", "", "", "", note]);
     }
     for device in &gpu.devices {
-        let numbers = [device.total, device.used, device.held, device.free].map(|number| number.to_string());
+        let numbers = [device.total, device.used, device.reserved, device.free].map(|number| number.to_string());
         let [total, used, reserved, free] = &numbers;
         table.row(&[node, &index, &gpu.mode, &device.resource, total, used, reserved, free, &device.note]);
     }

@@ -11,17 +11,17 @@ use cleave_plan::ledger::{Ask, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
 
 use super::live::{Live, decide};
-use super::report::{Explanation, Given, Part, State, Verdict};
+use super::report::{Assignment, Explanation, Part, State, Verdict};
 
-/// The cluster as one pod sees it.
+/// The cluster, from the view of one pod.
 pub(super) struct View<'a> {
     pub(super) live: &'a Live,
-    /// What is allocated and reserved. Pods that still have the placement gate have nothing in it.
+    /// Allocations and reservations, without those of pods that still have the placement gate.
     pub(super) ledger: &'a Ledger,
     pub(super) pod: &'a PodObject,
     /// `namespace/name` of the pod.
     pub(super) name: &'a str,
-    /// What the pod requests of single devices.
+    /// The requests of the pod. Each must come from one device.
     pub(super) asks: &'a [Ask],
 }
 
@@ -35,15 +35,15 @@ pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
     let ledger = others.ledger().unwrap_or(&empty);
     let view = View { live, ledger, pod, name, asks: &asks };
     let verdict = view.verdict();
-    let holds = view.holds();
-    let nodes = view.nodes(&holds, verdict.state);
+    let assignments = view.assignments();
+    let nodes = view.nodes(&assignments, verdict.state);
     let help = if verdict.state.needs_help() { view.help(&nodes) } else { Vec::new() };
     Some(Explanation {
         pod: name.to_owned(),
         priority: pod.spec.priority.unwrap_or(0),
         gates: pod.spec.scheduling_gates.iter().map(|gate| gate.name.clone()).collect(),
-        asks: asks.iter().map(|ask| Part { resource: ask.resource.clone(), units: ask.units.get() }).collect(),
-        holds,
+        requests: asks.iter().map(|ask| Part { resource: ask.resource.clone(), units: ask.units.get() }).collect(),
+        assignments,
         verdict,
         other_nodes: live.cluster.nodes.len().saturating_sub(nodes.len()),
         nodes,
@@ -67,7 +67,7 @@ impl View<'_> {
             return verdict(State::Bound, format!("The pod is on node {node}.{deleted}"));
         }
         if deleted {
-            return verdict(State::Ended, "The pod is being deleted. It was on no node.");
+            return verdict(State::Ended, "The pod is being deleted. It has no node.");
         }
         let gates = pod.spec.scheduling_gates.iter().map(|gate| gate.name.as_str());
         let others: Vec<&str> = gates.filter(|&gate| gate != GATE).collect();
@@ -80,15 +80,15 @@ impl View<'_> {
         if pod.spec.scheduling_gates.is_empty() { self.released_verdict() } else { self.gated_verdict() }
     }
 
-    /// The verdict on a pod that only the placement gate keeps.
+    /// The verdict on a pod whose only gate is the placement gate.
     fn gated_verdict(&self) -> Verdict {
         let demand = dry::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
         let mut keeper = Gatekeeper::default();
         let mut decide = |up| decide(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
-            // The gate is patient with pods that nothing can hold: a policy may just have been
-            // applied.
+            // The gate waits for some time before it releases a pod that fits nowhere: a policy may
+            // just have been applied.
             decisions = decide(UNSCHEDULABLE_AFTER);
         }
         match decisions.released.get(self.name) {
@@ -98,14 +98,14 @@ impl View<'_> {
                 verdict(State::Fits, format!("There is room on {nodes}. The operator will release the pod."))
             }
             Some(ReleaseReason::NotServed) => {
-                verdict(State::NotOurs, "The pod requests nothing that Cleave serves. The operator will release it.")
+                verdict(State::NotManaged, "The pod requests nothing that Cleave serves. The operator will release it.")
             }
             Some(ReleaseReason::Unschedulable(message)) => {
-                verdict(State::Never, format!("No GPU can hold the pod: {}.", bare(message)))
+                verdict(State::Never, format!("The pod fits on no GPU: {}.", without_full_stop(message)))
             }
             None => {
                 let message = decisions.waiting.get(self.name).map_or("no GPU has room now", String::as_str);
-                verdict(State::Waits, format!("The pod waits: {}.", bare(message)))
+                verdict(State::Waiting, format!("The pod waits: {}.", without_full_stop(message)))
             }
         }
     }
@@ -118,13 +118,13 @@ impl View<'_> {
                 let (nodes, left) = (nodes.join(", "), placement.until - self.live.now);
                 let message =
                     format!("The pod has a reservation on {nodes} for another {left} s and waits for the scheduler.");
-                verdict(State::Held, message)
+                verdict(State::Reserved, message)
             }
             Some(_) => verdict(
                 State::Scheduler,
-                "The reservation expired before the scheduler bound the pod. The scheduler still tries, without a reservation.",
+                "The reservation expired before the scheduler bound the pod. The scheduler continues without a reservation.",
             ),
-            None if self.asks.is_empty() => verdict(State::NotOurs, "The pod requests nothing that Cleave serves."),
+            None if self.asks.is_empty() => verdict(State::NotManaged, "The pod requests nothing that Cleave serves."),
             None => verdict(
                 State::Scheduler,
                 "The pod waits for the scheduler. It has no placement gate and no reservation.",
@@ -137,37 +137,38 @@ impl View<'_> {
     }
 
     /// The allocations of the pod, or its reservation.
-    fn holds(&self) -> Vec<Given> {
+    fn assignments(&self) -> Vec<Assignment> {
         let allocations = self.allocations();
         if allocations.is_empty() && !self.has_ended() { self.reservation() } else { allocations }
     }
 
-    fn allocations(&self) -> Vec<Given> {
-        let allocations = self.gpus().flat_map(|(node, gpu)| gpu.allocations.iter().map(move |held| (node, gpu, held)));
-        let own = allocations.filter(|(_, _, held)| held.pod == self.name);
-        own.map(|(node, gpu, held)| Given {
+    fn allocations(&self) -> Vec<Assignment> {
+        let allocations =
+            self.gpus().flat_map(|(node, gpu)| gpu.allocations.iter().map(move |allocation| (node, gpu, allocation)));
+        let own = allocations.filter(|(_, _, allocation)| allocation.pod == self.name);
+        own.map(|(node, gpu, allocation)| Assignment {
             node: node.to_owned(),
             gpu: Some(gpu.index),
-            device: held.device.clone(),
-            resource: held.resource.clone(),
-            units: u32::try_from(held.ids.len()).unwrap_or(u32::MAX),
-            container: Some(held.container.clone()),
+            device: allocation.device.clone(),
+            resource: allocation.resource.clone(),
+            units: u32::try_from(allocation.ids.len()).unwrap_or(u32::MAX),
+            container: Some(allocation.container.clone()),
         })
         .collect()
     }
 
-    fn reservation(&self) -> Vec<Given> {
+    fn reservation(&self) -> Vec<Assignment> {
         let mut indices: BTreeMap<(&str, &str), u32> = BTreeMap::new();
         for (node, gpu) in self.gpus() {
             indices.insert((node, &gpu.uuid), gpu.index);
             indices.extend(gpu.slices.iter().map(|slice| ((node, slice.device.as_str()), gpu.index)));
         }
-        let mut holds = Vec::new();
-        let Some(placement) = self.pod.placement.as_ref() else { return holds };
+        let mut assignments = Vec::new();
+        let Some(placement) = self.pod.placement.as_ref() else { return assignments };
         // A reservation ends when it expires, or on all nodes but the one that the pod is bound to.
         let valid = |node: &str| self.pod.node().map_or(placement.until > self.live.now, |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
-            holds.extend(reserved.iter().map(|reserved| Given {
+            assignments.extend(reserved.iter().map(|reserved| Assignment {
                 node: node.clone(),
                 gpu: indices.get(&(node.as_str(), reserved.device.as_str())).copied(),
                 device: reserved.device.clone(),
@@ -176,7 +177,7 @@ impl View<'_> {
                 container: None,
             }));
         }
-        holds
+        assignments
     }
 
     /// The GPUs that agents report, with their nodes.
@@ -185,7 +186,7 @@ impl View<'_> {
         nodes.flat_map(|(name, node)| node.reported().unwrap_or_default().iter().map(move |gpu| (name.as_str(), gpu)))
     }
 
-    /// The pod as planning sees it.
+    /// The input of planning for the pod.
     pub(super) fn wanted(&self) -> PlanPod {
         let plain = || PlanPod { requests: self.pod.spec.requests.clone(), ..PlanPod::default() };
         claimant(self.pod).map_or_else(plain, |claimant| claimant.pod)
@@ -193,6 +194,6 @@ impl View<'_> {
 }
 
 /// A message without its full stop, for use within a sentence.
-fn bare(message: &str) -> &str {
+fn without_full_stop(message: &str) -> &str {
     message.trim_end().trim_end_matches('.')
 }

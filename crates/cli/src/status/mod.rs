@@ -1,7 +1,6 @@
-//! `cleave status`: nodes, GPUs, policies, and the pods that use them.
+//! `cleave status`: shows nodes, GPUs, policies, and the pods that use them.
 //!
-//! It reads `GpuNode`s and `SharingPolicy`s only: what the agents and the operator reported is all
-//! it shows.
+//! It reads only `GpuNode`s and `SharingPolicy`s, which the agents and the operator write.
 pub mod report;
 mod text;
 
@@ -27,7 +26,7 @@ pub struct StatusArgs {
     /// Output format.
     #[arg(short, long, value_enum, default_value_t = Format::Table)]
     output: Format,
-    /// Show this node only.
+    /// Show only this node.
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
     /// The cluster.

@@ -32,7 +32,7 @@ pub struct Node {
     pub agent_version: String,
     /// Whether the agent serves the node's GPUs.
     pub ready: Verdict,
-    /// Whether the GPUs are partitioned as the spec says.
+    /// Whether the GPUs are partitioned according to the spec.
     pub applied: Verdict,
     /// Whether all GPUs are healthy. `None` from agents that do not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -46,9 +46,9 @@ pub struct Node {
 pub struct Verdict {
     /// `True`, `False` or `Unknown`.
     pub status: String,
-    /// Why, in one word.
+    /// The reason, in one word.
     pub reason: String,
-    /// Why, for people.
+    /// The reason, as a sentence.
     pub message: String,
 }
 
@@ -66,7 +66,7 @@ pub struct Gpu {
     pub memory_mib: u64,
     /// Number of streaming multiprocessors.
     pub sms: u32,
-    /// Sharing mode now.
+    /// Current sharing mode.
     pub mode: String,
     /// The policy that applies to it.
     pub policy: Option<String>,
@@ -82,25 +82,25 @@ pub struct Gpu {
     /// The reason of its cordon, possibly empty. `None` if it is not cordoned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cordoned: Option<String>,
-    /// What it offers, by resource.
+    /// Its slices, by resource.
     pub slices: Vec<Slices>,
     /// Its MPS daemons.
     pub mps: Vec<Daemon>,
 }
 
-/// What a GPU offers of one resource. `free` is neither in use nor unhealthy.
+/// The slices of a GPU with the same resource. `free` slices are neither in use nor unhealthy.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Slices {
     /// Name of the resource.
     pub resource: String,
-    /// How many there are.
+    /// Number of slices.
     pub total: u32,
-    /// How many pods use.
+    /// Number of slices that pods use.
     pub in_use: u32,
-    /// How many a pod can get.
+    /// Number of slices that pods can get.
     pub free: u32,
-    /// How many are unhealthy.
+    /// Number of unhealthy slices.
     pub unhealthy: u32,
 }
 
@@ -113,9 +113,9 @@ pub struct Daemon {
     pub state: String,
     /// Process ID, while it runs.
     pub pid: Option<u32>,
-    /// How its doors enforce limits.
+    /// Whether its doors enforce limits.
     pub door: String,
-    /// How often it was restarted.
+    /// Number of restarts.
     pub restarts: u32,
     /// Why it is not active.
     pub message: String,
@@ -127,23 +127,23 @@ pub struct Daemon {
 pub struct Policy {
     /// Name of the policy.
     pub name: String,
-    /// Sharing mode that it asks for; empty if it is malformed.
+    /// Sharing mode of the policy. Empty if the policy is malformed.
     pub mode: String,
-    /// GPUs that follow it.
+    /// Number of GPUs that it applies to.
     pub gpus: u32,
-    /// Nodes of these GPUs.
+    /// Number of nodes with these GPUs.
     pub nodes: u32,
-    /// Devices that these GPUs offer.
+    /// Number of slices of these GPUs.
     pub total: u32,
-    /// Devices that pods use.
+    /// Number of these slices that pods use.
     pub in_use: u32,
-    /// Whether its GPUs are as it says.
+    /// Whether its GPUs are partitioned according to the policy.
     pub ready: Verdict,
-    /// Which other policies took GPUs that it selects.
+    /// The conflict with other policies that select the same GPUs.
     pub conflict: Option<String>,
 }
 
-/// What one container uses of one device.
+/// The slices of one device that one container uses.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allocation {
@@ -159,26 +159,25 @@ pub struct Allocation {
     pub device: String,
     /// Name of the resource.
     pub resource: String,
-    /// How many of the resource.
+    /// Number of slices.
     pub shares: usize,
-    /// The limit of threads in percent.
+    /// Active thread percentage.
     pub threads: Option<u8>,
-    /// The limit of SMs.
+    /// Limit of SMs.
     pub sms: Option<u32>,
-    /// The limit of memory.
+    /// Limit of memory.
     pub memory_mib: Option<u64>,
-    /// How much of the memory limit one program can allocate, next to its CUDA context. `None` if
-    /// that is not known.
+    /// The part of the memory limit that one program can allocate: the limit without the CUDA
+    /// context. `None` if the size of the context is unknown.
     pub usable_mib: Option<u64>,
-    /// Number of MPS clients now.
+    /// Current number of MPS clients.
     pub clients: u32,
-    /// IDs of the devices that the kubelet allocated.
+    /// Device IDs that the kubelet allocated.
     pub ids: Vec<String>,
 }
 
 impl Report {
-    /// Builds the report from the objects, of the node `only` or of all. A malformed object is
-    /// reported as such.
+    /// Builds the report of the node `only` or of all nodes. Reports malformed objects as such.
     pub fn new(
         nodes: Vec<DeserializeGuard<GpuNode>>,
         policies: Vec<DeserializeGuard<SharingPolicy>>,
@@ -205,7 +204,7 @@ impl Report {
             }
         };
         for gpu in object.status.iter().flat_map(|status| &status.gpus) {
-            self.allocations.extend(gpu.allocations.iter().map(|held| Allocation::new(&name, gpu, held)));
+            self.allocations.extend(gpu.allocations.iter().map(|allocation| Allocation::new(&name, gpu, allocation)));
         }
         self.nodes.push(Node::new(name, object));
     }
@@ -348,21 +347,24 @@ impl Policy {
 }
 
 impl Allocation {
-    fn new(node: &str, gpu: &GpuStatus, held: &AllocationStatus) -> Self {
+    fn new(node: &str, gpu: &GpuStatus, allocation: &AllocationStatus) -> Self {
         Self {
-            pod: held.pod.clone(),
-            container: held.container.clone(),
+            pod: allocation.pod.clone(),
+            container: allocation.container.clone(),
             node: node.to_owned(),
             gpu: gpu.index,
-            device: held.device.clone(),
-            resource: held.resource.clone(),
-            shares: held.ids.len(),
-            threads: held.threads,
-            sms: held.sms,
-            memory_mib: held.memory_mib,
-            usable_mib: held.memory_mib.zip(held.context_mib).map(|(limit, context)| limit.saturating_sub(context)),
-            clients: held.clients,
-            ids: held.ids.clone(),
+            device: allocation.device.clone(),
+            resource: allocation.resource.clone(),
+            shares: allocation.ids.len(),
+            threads: allocation.threads,
+            sms: allocation.sms,
+            memory_mib: allocation.memory_mib,
+            usable_mib: allocation
+                .memory_mib
+                .zip(allocation.context_mib)
+                .map(|(limit, context)| limit.saturating_sub(context)),
+            clients: allocation.clients,
+            ids: allocation.ids.clone(),
         }
     }
 }

@@ -2,11 +2,10 @@
 use super::report::{Allocation, Gpu, Report, Verdict};
 use crate::table::Table;
 
-/// Shown where no agent runs.
+/// Printed if there are no `GpuNode`s.
 pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for each node that runs an agent.\n";
 
-/// Renders tables of GPUs, policies and allocations, and below them what needs attention. `wide`
-/// adds columns.
+/// Renders tables of GPUs, policies and allocations, followed by problems. `wide` adds columns.
 pub fn render(report: &Report, wide: bool) -> String {
     let tables = [gpu_table(report, wide), policy_table(report, wide), allocation_table(report, wide)];
     let mut text = tables.join("\n");
@@ -37,7 +36,7 @@ fn gpu_table(report: &Report, wide: bool) -> String {
     table.render()
 }
 
-/// Adds a row for each resource of a GPU, or one if it has none.
+/// Adds a row for each resource of a GPU, or one row if it has none.
 fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
     let health = health(gpu);
     let (index, memory, sms) = (gpu.index.to_string(), gpu.memory_mib.to_string(), gpu.sms.to_string());
@@ -54,7 +53,7 @@ fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
     }
 }
 
-/// The health of a GPU in one word, and whether it is cordoned.
+/// The health of a GPU, and whether it is cordoned.
 fn health(gpu: &Gpu) -> String {
     let health = match (gpu.healthy, gpu.reason.is_empty()) {
         (true, _) => "Healthy",
@@ -91,26 +90,27 @@ fn allocation_table(report: &Report, wide: bool) -> String {
     table.render()
 }
 
-fn add_allocation(table: &mut Table, held: &Allocation) {
+fn add_allocation(table: &mut Table, allocation: &Allocation) {
     let optional = |number: Option<u64>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
-    let (gpu, shares, clients) = (held.gpu.to_string(), held.shares.to_string(), held.clients.to_string());
-    let (sms, memory) = (optional(held.sms.map(u64::from)), optional(held.memory_mib));
-    let (usable, threads) = (optional(held.usable_mib), optional(held.threads.map(u64::from)));
-    let prefix = format!("{}::", held.device);
-    let ids: Vec<&str> = held.ids.iter().map(|id| id.strip_prefix(&prefix).unwrap_or(id)).collect();
+    let (gpu, shares, clients) =
+        (allocation.gpu.to_string(), allocation.shares.to_string(), allocation.clients.to_string());
+    let (sms, memory) = (optional(allocation.sms.map(u64::from)), optional(allocation.memory_mib));
+    let (usable, threads) = (optional(allocation.usable_mib), optional(allocation.threads.map(u64::from)));
+    let prefix = format!("{}::", allocation.device);
+    let ids: Vec<&str> = allocation.ids.iter().map(|id| id.strip_prefix(&prefix).unwrap_or(id)).collect();
     table.wide_row(
-        &[&held.pod, &held.node, &gpu, &held.resource, &shares, &sms, &memory, &clients],
-        &[&usable, &held.container, &threads, &held.device, &ids.join(",")],
+        &[&allocation.pod, &allocation.node, &gpu, &allocation.resource, &shares, &sms, &memory, &clients],
+        &[&usable, &allocation.container, &threads, &allocation.device, &ids.join(",")],
     );
 }
 
-/// What needs attention, one line each.
+/// The problems, one line each.
 fn remarks(report: &Report) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {
         let not_true = |verdict: &&Verdict| verdict.status != "True";
-        // GpusHealthy has a message also while it is True: a GPU that should be reset at some
-        // point.
+        // GpusHealthy can have a message even if it is True: a GPU needs a reset at a convenient
+        // time.
         for verdict in [&node.ready, &node.applied].into_iter().filter(not_true).chain(&node.gpus_healthy) {
             let remark = format!("node {}: {}: {}", node.name, verdict.reason, verdict.message);
             if !verdict.message.is_empty() && !remarks.contains(&remark) {

@@ -15,7 +15,7 @@ pub struct HostArgs {
     pub(crate) paths: PathArgs,
 }
 
-// Where a node has what MPS needs. Not a doc comment: clap would use it as the command's help.
+// Paths on the node. Not a doc comment: clap would use it as the command's help.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PathArgs {
     /// Directory that the agent and the MPS host share. The node and both pods need it at the same
@@ -29,7 +29,7 @@ pub(crate) struct PathArgs {
     pub(crate) mps_control: PathBuf,
 
     /// Directories of the driver's libraries: `LD_LIBRARY_PATH` of MPS control daemons and CUDA
-    /// programs. Default: this process's own.
+    /// programs. Default: the value in this process.
     #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
     pub(crate) mps_library_path: Option<OsString>,
 
@@ -40,8 +40,8 @@ pub(crate) struct PathArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 pub(crate) enum HostCommand {
-    /// Sets a GPU's compute mode and prints the former one. The MPS host runs this in a process of
-    /// its own, to keep NVML out of its memory.
+    /// Set a GPU's compute mode and print the former one. The MPS host runs this in a child process
+    /// to keep NVML out of its own memory.
     #[command(hide = true)]
     ComputeMode {
         /// UUID of the GPU.

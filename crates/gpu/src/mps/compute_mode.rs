@@ -20,9 +20,9 @@ use super::process::Exit;
 use super::text::shorten;
 use crate::nvml;
 
-/// How long the child process may take.
+/// Time limit of the child process.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// How many bytes of its output are read.
+/// Number of bytes of its output that are read.
 const MAX_OUTPUT: u64 = 64 * 1024;
 const EXTENSION: &str = ".compute-mode";
 
@@ -114,7 +114,7 @@ impl Record {
 /// use the device is the MPS server.
 pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
-    // A record that an earlier MPS host left holds the mode to restore.
+    // A record of an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
         // Before the change, in case this process dies in between. It is nearly always the default.
@@ -140,7 +140,7 @@ pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), Compu
     record.remove()
 }
 
-/// Devices with a recorded mode, which is yet to be restored.
+/// Devices whose recorded mode has to be restored.
 pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
     let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(EXTENSION).map(str::to_owned);

@@ -1,8 +1,8 @@
-//! Talks to one MPS control daemon: commands over `control_privileged`, client handshakes over
-//! `control`.
+//! Communicates with one MPS control daemon: commands over `control_privileged`, client handshakes
+//! over `control`.
 //!
 //! The daemon serves one connection at a time and waits for it without a deadline. So each function
-//! sends everything it has at once and depends on nobody else in between.
+//! sends all its packets at once and waits for no other process in between.
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,12 +16,12 @@ use super::process::{Children, Exit};
 use super::protocol::{self, Command, Kind, Reply, Unexpected};
 use super::seqpacket::{Credentials, Socket};
 
-/// The daemon answers in well under a millisecond, also while its server is in FAULT. Without an
-/// answer for this long it hangs.
+/// Time after which a daemon without an answer is treated as hung. It answers in well under a
+/// millisecond, also while its server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// Stops a daemon. Clients have 3 seconds to exit.
 pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
-/// How long the daemon may take to answer [`QUIT`].
+/// Time limit for the daemon to answer [`QUIT`].
 pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
 /// Longer output answers no command that is used here.
 const MAX_OUTPUT: usize = 256 * 1024;
@@ -78,7 +78,7 @@ pub(crate) async fn ask_over(socket: &Path, command: &Command, deadline: Duratio
 
 /// Whether the daemon sends the known greeting. If not, neither commands nor doors can be used with
 /// it.
-pub(crate) async fn greets_as_known(pipe: &Path) -> Result<bool, ControlError> {
+pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     within(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
         match expect_hello(&socket).await {
@@ -128,7 +128,7 @@ pub(crate) struct PendingHandshake(Socket);
 impl PendingHandshake {
     /// Sends the result, a `CUresult`.
     pub(crate) async fn finish(self, result: &[u8]) {
-        // The probe notices a daemon that is gone.
+        // The next probe detects a daemon that is gone.
         let _ = timeout(ANSWER_DEADLINE, self.0.send(result)).await;
     }
 }

@@ -1,8 +1,8 @@
 //! One device and the MPS control daemon that serves it.
 //!
-//! A [`Device`] outlives its daemons: doors hold it and wait for [`Phase::is_open`]. Whoever talks
-//! to the daemon about a client holds its [`ControlLock`], because a server's limits are those that
-//! were set last.
+//! A [`Device`] outlives its daemons: doors keep it and wait for [`Phase::is_open`]. Setting limits
+//! and introducing a client needs the [`ControlLock`] throughout: a server applies the limits that
+//! were set last to the next client.
 //!
 //! ```text
 //! lifecycle ─▶ probe ─▶ recovery ─▶ server ─▶ Device ─▶ clients, fault ─▶ escalation
@@ -39,10 +39,10 @@ use super::control::{self, ANSWER_DEADLINE, ControlError};
 use super::protocol::Command;
 use super::wire::{Daemon, DaemonState, DaemonStatus, Enforcement};
 
-/// A daemon answers within a second after its start; a busy node may take longer.
+/// Time limit for a daemon's first answer. It takes less than a second unless the node is busy.
 pub(super) const DAEMON_START_DEADLINE: Duration = Duration::from_secs(15);
-/// How long a server may take until it is ready. Without a persistence daemon the driver
-/// initializes the GPU first.
+/// Time limit for a server to become ready. Without a persistence daemon the driver initializes the
+/// GPU first.
 pub(super) const SERVER_START_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The state of a device that doors depend on.
@@ -76,7 +76,7 @@ pub(crate) struct ControlLock {
     applied: Option<(u32, Limits)>,
 }
 
-/// What the status reports beyond the [`Phase`].
+/// The fields of the status besides the [`Phase`].
 #[derive(Debug, Default)]
 struct Report {
     pid: Option<u32>,
@@ -94,7 +94,7 @@ pub(crate) struct Device {
     desired: watch::Sender<Option<Daemon>>,
     phase: watch::Sender<Phase>,
     control: Mutex<ControlLock>,
-    /// Asks for a probe before the next one is due.
+    /// Requests a probe before the next one is due.
     probe_soon: Notify,
     report: RefCell<Report>,
     clients: RefCell<Clients>,
@@ -146,7 +146,7 @@ impl Device {
         self.phase.subscribe()
     }
 
-    /// Asks for a probe of the daemon now.
+    /// Requests a probe of the daemon now.
     pub(crate) fn probe_soon(&self) {
         self.probe_soon.notify_one();
     }

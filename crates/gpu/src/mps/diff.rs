@@ -1,18 +1,18 @@
 //! Changes between two desired states. Pure.
 use super::wire::Desired;
 
-/// What to do, in this order: removals before additions.
+/// Changes to apply, in this order: removals before additions.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Changes {
-    /// Allocations whose door to close.
+    /// Close the doors of these allocations.
     pub(crate) close: Vec<String>,
-    /// Devices whose daemon to stop.
+    /// Stop the daemons of these devices.
     pub(crate) stop: Vec<String>,
-    /// Devices whose daemon to start, or to restart with other settings.
+    /// Start the daemons of these devices, or restart them with new settings.
     pub(crate) run: Vec<String>,
-    /// Allocations whose door to open.
+    /// Open the doors of these allocations.
     pub(crate) open: Vec<String>,
-    /// Allocations whose open door has new limits, for clients that connect from now on.
+    /// Change the limits of the open doors of these allocations, for clients that connect later.
     pub(crate) limit: Vec<String>,
 }
 

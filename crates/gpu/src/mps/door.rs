@@ -1,17 +1,16 @@
 //! The door of an allocation: the control socket that its containers see.
 //!
-//! A client connects here. The door first receives everything that the client has to say about
-//! itself, which may take any time. Then, under the device's [`ControlLock`], it sets the server's
-//! limits to the allocation's, introduces the client to the daemon, and hands the client its
-//! connection to the server. It keeps the lock until the server has accepted the client or
-//! certainly will not, for two reasons: limits bind at that moment, and the daemon and its server
-//! handle one client at a time without a deadline. So the daemon never waits for a client.
+//! A client connects here. The door first receives the client's whole introduction, however long
+//! that takes, so that the daemon never waits for a client. Then, under the device's
+//! [`ControlLock`], it sets the server's limits to the allocation's, introduces the client to the
+//! daemon, and passes the client its connection to the server. It keeps the lock until the server
+//! has accepted the client or certainly will not. Limits bind at that moment, and the daemon and
+//! its server handle one client at a time without a deadline.
 //!
-//! Nor does the server. Driver 580's server waits forever if a client leaves before it has
-//! introduced itself, and nobody can do that in its place on a socket that was shut down. Any
-//! holder of a socket can shut it down for all holders. So the server's socket stays here, and the
-//! client receives one end of a connection to the door, which relays both ways. Whatever the client
-//! does to its end, the door can still introduce it.
+//! The server must not wait for a client either. Driver 580's server waits forever if a client
+//! leaves before it has introduced itself. The door could introduce it, but not on a socket that
+//! the client has shut down, and a shutdown affects all holders of a socket. So the server's socket
+//! stays here. The client receives one end of a connection to the door, which relays both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;
@@ -56,16 +55,16 @@ pub(crate) struct Door {
     admitted: Cell<u64>,
     refused: Cell<u64>,
     waiting: Cell<u32>,
-    /// Device and inode of the socket: somebody may remove it from the file system.
+    /// Device and inode of the socket, to detect that it was removed from the file system.
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,
-    /// One client of an allocation at a time waits for the device's control lock. So allocations
-    /// take turns, however many clients each sends.
+    /// One client of an allocation at a time waits for the device's control lock, so that
+    /// allocations take turns.
     turn: Mutex<()>,
     /// Clients in a row that did not complete their handshake.
     stalled: Cell<u32>,
-    /// Tells a listener that another has replaced it.
+    /// Signals a listener that a new one replaces it.
     replaced: RefCell<CancellationToken>,
     closed: CancellationToken,
 }

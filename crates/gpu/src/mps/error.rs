@@ -86,7 +86,7 @@ fn after_colon(line: &str) -> String {
     if line.is_empty() { String::new() } else { format!(": {line}") }
 }
 
-/// What a daemon last reported about a server that was to start.
+/// The last state that a daemon reported of a starting server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LastSeen {
     NoServer,

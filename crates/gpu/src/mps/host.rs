@@ -22,9 +22,9 @@ use super::socket;
 use super::wire::Paths;
 use crate::nvml;
 
-/// How often door sockets are checked for removal.
+/// Interval of checks whether door sockets were removed.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// MPS servers inherit the limit and want 16,384 descriptors. Doors need some for each client.
+/// MPS servers inherit the limit and need 16,384 descriptors. Doors need some for each client.
 const MAX_DESCRIPTORS: u64 = 65_536;
 
 /// Runs until SIGTERM or SIGINT.

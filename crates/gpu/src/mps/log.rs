@@ -1,6 +1,6 @@
 //! Parses the lines that an MPS control daemon and its server print. Pure.
 
-/// What a line reports.
+/// The event that a line reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LogEvent {
     /// `NEW SERVER 9: Ready`.
@@ -28,7 +28,7 @@ pub enum LogEvent {
     ClientLost(u32),
     /// `CUDA MPS Control binary version: 13000`.
     Version(u32),
-    /// The daemon was asked something. The supervisor itself asks often.
+    /// A connection or an answer of an administrator. The supervisor causes many of these.
     Chatter,
     /// A client connects or exits, or its limits are set.
     Routine,
@@ -45,7 +45,7 @@ pub struct LogLine<'a> {
     pub pid: Option<u32>,
     /// The text after the prefix.
     pub text: &'a str,
-    /// What the text reports.
+    /// The event that the text reports.
     pub event: LogEvent,
 }
 
@@ -83,7 +83,7 @@ fn event(text: &str) -> LogEvent {
         Some(if context == 0 { LogEvent::Routine } else { LogEvent::ClientLost(client) })
     } else if let Some(version) = between("CUDA MPS Control binary version: ", "") {
         number(version).map(LogEvent::Version)
-    } else if is_chatter(text) {
+    } else if is_routine_line(text) {
         Some(LogEvent::Chatter)
     } else if is_routine(text) {
         Some(LogEvent::Routine)
@@ -101,7 +101,7 @@ fn lost_context(text: &str) -> Option<(u32, u32)> {
     Some((pid.parse().ok()?, context.split('}').next()?.parse().ok()?))
 }
 
-fn is_chatter(text: &str) -> bool {
+fn is_routine_line(text: &str) -> bool {
     ["Accepting connection...", "NEW UI", "UI closed", "User did not send valid credentials", ""].contains(&text)
         || text.starts_with("Cmd:")
         // The daemon also prints its answers.

@@ -1,4 +1,4 @@
-//! Starts and reaps child processes, and holds on to processes by pidfd.
+//! Starts and reaps child processes, and refers to processes by pidfd.
 //!
 //! The MPS server is the daemon's child. When the daemon dies first, this process inherits it as
 //! the subreaper (or pid 1), so it has to reap every process that exits below it. That would take
@@ -97,7 +97,7 @@ impl Children {
         drop(typed);
         command.stdin(stdin).stdout(writer.try_clone()?).stderr(writer);
         let child = command.spawn();
-        // The command holds copies of the writer. Without this the pipe would never reach its end.
+        // The command contains copies of the writer. Drop it, or the pipe never reaches its end.
         command.stdout(Stdio::null()).stderr(Stdio::null());
         // No await since the start, so the reaper cannot have run yet.
         let pid = child?.id();

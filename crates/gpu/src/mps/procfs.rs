@@ -8,13 +8,13 @@ use tokio::time::timeout;
 
 use super::process::PidFd;
 
-/// How long a search through all processes may take. 10,000 processes take 0.1 s.
+/// Time limit of a search through all processes. 10,000 processes take 0.1 s.
 const SEARCH_DEADLINE: Duration = Duration::from_secs(5);
 /// Stack of the search thread.
 const SEARCH_STACK: usize = 128 * 1024;
-/// How long a killed process may take to exit.
+/// Time limit for a killed process to exit.
 const KILL_DEADLINE: Duration = Duration::from_secs(5);
-/// How often, and at which interval, an empty environment is read again.
+/// Number and interval of attempts to read an empty environment again.
 const EMPTY_READS: u32 = 20;
 const EMPTY_READ_PAUSE: Duration = Duration::from_millis(5);
 
@@ -25,7 +25,7 @@ pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
     on_own_thread(move || search(&of)).await.unwrap_or_default()
 }
 
-/// Finds MPS daemons and servers that may serve a GPU, whoever started them. `None` if the search
+/// Finds all MPS daemons and servers that may serve a GPU. `None` if the search
 /// failed.
 pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
@@ -91,7 +91,7 @@ fn may_serve(environment: &[u8], uuid: &str) -> bool {
 fn search(pipe: &Path) -> Vec<(u32, PidFd)> {
     pids()
         .filter(|&pid| is_of_pipe(pid, pipe))
-        // Check again once held: the pid may have been reused in between.
+        // Check again with the pidfd open: the pid may have been reused in between.
         .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
         .filter(|&(pid, _)| is_of_pipe(pid, pipe))
         .collect()
@@ -120,7 +120,7 @@ pub(crate) async fn clear(pipe: &Path) -> usize {
     left.len()
 }
 
-/// Whether a process is stopped by a signal or a debugger. It answers nobody until it is continued.
+/// Whether a process is stopped by a signal or a debugger. It answers only after it is continued.
 pub(crate) fn is_stopped(pid: u32) -> bool {
     matches!(state(pid), Some('T' | 't'))
 }

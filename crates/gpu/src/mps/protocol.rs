@@ -70,7 +70,7 @@ impl Kind {
 pub enum Command {
     /// Lists the pids of the servers.
     ServerList,
-    /// Asks for the state of the server with this pid.
+    /// Requests the state of the server with this pid.
     ServerStatus(u32),
     /// Starts a server.
     StartServer {
@@ -122,7 +122,7 @@ pub enum Command {
     },
     /// Stops the daemon.
     Quit {
-        /// How long clients have to exit.
+        /// Time for clients to exit, in seconds.
         seconds: u32,
     },
 }
@@ -180,7 +180,7 @@ impl Reply {
     }
 }
 
-/// The daemon gave an answer that its command never gives.
+/// An answer of the daemon that does not belong to the command.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the MPS control daemon gave an unexpected answer: {0:?}")]
 pub struct Unexpected(String);
@@ -223,7 +223,7 @@ pub fn server_state(output: &str) -> Result<ServerState, Unexpected> {
     }
 }
 
-/// Whether the answer to a command says that its server does not exist.
+/// Whether the answer to a command reports that its server does not exist.
 pub(crate) fn is_not_found(output: &str) -> bool {
     output.contains("not found")
 }
@@ -273,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_are_framed_as_the_command_line_tool_frames_them() {
+    fn commands_have_the_packets_of_the_command_line_tool() {
         let [length, text, end] = commands(&Command::ServerList);
         assert_eq!(length, [0x11, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(text, b"get_server_list\n\0");

@@ -1,4 +1,4 @@
-//! Runs the daemons and doors that the agent desires, and reports how they are.
+//! Runs the daemons and doors that the agent desires, and reports their state.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;
@@ -21,7 +21,7 @@ use super::wire::{Allocation, Desired, Status, VERSION};
 /// Changes within this time are written as one status.
 const STATUS_DELAY: Duration = Duration::from_millis(5);
 
-/// What runs on this node.
+/// The daemons and doors of this node.
 pub(crate) struct Reconciler {
     context: Rc<Context>,
     desired: RefCell<Desired>,
@@ -34,7 +34,8 @@ pub(crate) struct Reconciler {
     door_errors: RefCell<BTreeMap<String, io::Error>>,
 }
 
-/// A device and the task that supervises its daemon. The task is taken out to wait for its end.
+/// A device and the task that supervises its daemon. [`Reconciler::stop`] takes the task out to
+/// wait for it.
 struct Supervised {
     device: Rc<Device>,
     task: Option<JoinHandle<()>>,
@@ -159,7 +160,7 @@ impl Reconciler {
         }
     }
 
-    /// Restores door sockets that somebody removed, and drops devices without a daemon or door.
+    /// Restores removed door sockets, and drops devices without a daemon or door.
     pub(crate) fn maintain(&self) {
         for door in self.doors.borrow().values() {
             door.restore_socket();

@@ -19,9 +19,9 @@ use tokio::io::unix::AsyncFd;
 
 use super::protocol::MAX_PACKET;
 
-/// How often [`Socket::closed`] polls.
+/// Poll interval of [`Socket::closed`].
 const CLOSED_POLL: Duration = Duration::from_secs(1);
-/// How long [`Socket::connect`] pauses while the listener's queue is full.
+/// Pause of [`Socket::connect`] while the listener's queue is full.
 const CONNECT_RETRY: Duration = Duration::from_millis(5);
 /// The longest path that a socket address can hold.
 pub(crate) const MAX_PATH: usize = 107;

@@ -22,7 +22,7 @@ const MAX_CONNECTIONS: usize = 64;
 const MAX_REQUEST: u64 = 64 * 1024;
 /// A connection without a request for this long is closed.
 const IDLE: Duration = Duration::from_secs(300);
-/// How long the peer may take to accept a reply.
+/// Time limit for the peer to accept a reply.
 const REPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// Pause after a failed `accept`.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -83,7 +83,7 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
         text.push(b'\n');
         timeout(REPLY_DEADLINE, writer.write_all(&text)).await.map_err(|_| io::ErrorKind::TimedOut)??;
         if !is_complete {
-            // The rest is the remainder of a line that is too long.
+            // The line is too long. Its remainder must not be parsed as another request.
             return Ok(());
         }
     }

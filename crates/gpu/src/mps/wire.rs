@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 
 use super::text::shorten;
 
-/// The version of these files. A reader refuses a higher one and says so.
+/// The version of these files. A reader rejects a higher version and reports that.
 pub const VERSION: u32 = 1;
 
 /// Every daemon and every allocation that should exist on this node.
@@ -234,7 +234,7 @@ pub struct Allocation {
     pub max_clients: Option<u32>,
 }
 
-/// What the MPS host observes.
+/// The state that the MPS host reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {
@@ -285,7 +285,7 @@ pub struct Fault {
     /// The one client that was killed while its kernels ran just before the fault. Without one, the
     /// client that the server's log names, which may be a neighbour of the real culprit.
     pub culprit: Option<Client>,
-    /// The culprit made no error itself: it was killed while its kernels ran.
+    /// The culprit caused no GPU error itself: it was killed while its kernels ran.
     pub killed: bool,
     /// The clients at that time, including the culprit.
     pub affected: Vec<Client>,
@@ -304,7 +304,7 @@ pub enum DaemonState {
     Active,
     /// The server is in FAULT until the clients that it broke have exited.
     Fault,
-    /// The daemon or its server died or hung. Doors hold their clients until it is back.
+    /// The daemon or its server died or hung. Clients wait at their doors until it is back.
     Restarting,
     /// It failed repeatedly and is retried at a growing, capped interval.
     BackOff,
@@ -348,11 +348,11 @@ pub struct AllocationStatus {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "camelCase", rename_all_fields = "camelCase")]
 pub enum Request {
-    /// Answer once the allocation's door is open and its daemon is Active.
+    /// Answers once the allocation's door is open and its daemon is Active.
     Await {
         /// The allocation's id.
         allocation: String,
-        /// Answer with an error after this time.
+        /// Answers with an error after this time.
         timeout_ms: u64,
     },
     /// `terminate_client` for one client. The MPS host applies its own deadline.

@@ -1,17 +1,17 @@
-//! Where the NVML library may be.
+//! Finds the NVML library.
 use std::path::{Path, PathBuf};
 
-/// The library's name, also for the dynamic loader's own search.
+/// File name of the library, also for the dynamic loader's search.
 pub(super) const NAME: &str = "libnvidia-ml.so.1";
 
 /// Where to look for the library.
 #[derive(Debug, Clone)]
 pub struct Search {
-    /// The library itself: nothing else is tried.
+    /// The library file. If set, no other file is tried.
     pub library: Option<PathBuf>,
-    /// Where this process sees the host's root file system.
+    /// Mount point of the host's root file system in this process.
     pub host_root: PathBuf,
-    /// Host directory of the driver's files.
+    /// Directory of the driver's files on the host.
     pub driver_root: Option<PathBuf>,
 }
 
@@ -21,12 +21,11 @@ impl Default for Search {
     }
 }
 
-/// Host roots of a driver: that of NVIDIA's driver container, of GKE's nodes, and the host's own.
-const ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
+/// Usual root directories of a driver: NVIDIA's driver container, GKE nodes, the host itself.
+const DRIVER_ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
 
-/// Library folders below a root: Debian's, Red Hat's, and those of the driver directories that are
-/// mounted into containers.
-const FOLDERS: [&str; 6] = [
+/// Library directories below a root, in Debian, Red Hat, and driver directories for containers.
+const LIBRARY_DIRECTORIES: [&str; 6] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
     "usr/lib64",
@@ -36,7 +35,7 @@ const FOLDERS: [&str; 6] = [
 ];
 
 impl Search {
-    /// Files to try in order. Empty where only the loader's own search is left.
+    /// Files to try, in this order.
     pub(super) fn candidates(&self) -> Vec<PathBuf> {
         if let Some(library) = &self.library {
             return vec![library.clone()];
@@ -44,14 +43,14 @@ impl Search {
         self.driver_root
             .iter()
             .map(PathBuf::as_path)
-            .chain(ROOTS.iter().map(Path::new))
+            .chain(DRIVER_ROOTS.iter().map(Path::new))
             .map(|root| below(&self.host_root, root))
-            .flat_map(|root| FOLDERS.iter().map(move |folder| root.join(folder).join(NAME)))
+            .flat_map(|root| LIBRARY_DIRECTORIES.iter().map(move |directory| root.join(directory).join(NAME)))
             .collect()
     }
 }
 
-/// `path` of the host as this process sees it.
+/// The path in this process of `path` on the host.
 fn below(host_root: &Path, path: &Path) -> PathBuf {
     host_root.join(path.strip_prefix("/").unwrap_or(path))
 }
@@ -61,13 +60,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_named_library_is_the_only_candidate() {
+    fn a_given_library_is_the_only_candidate() {
         let search = Search { library: Some("/x/libnvidia_ml.so".into()), ..Search::default() };
         assert_eq!(search.candidates(), [PathBuf::from("/x/libnvidia_ml.so")]);
     }
 
     #[test]
-    fn the_driver_root_comes_first_and_everything_is_below_the_host_root() {
+    fn the_driver_root_comes_first_and_all_candidates_are_below_the_host_root() {
         let search = Search { host_root: "/host".into(), driver_root: Some("/opt/driver".into()), ..Search::default() };
         let candidates = search.candidates();
         assert_eq!(candidates[0], PathBuf::from("/host/opt/driver/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"));

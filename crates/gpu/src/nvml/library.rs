@@ -1,371 +1,88 @@
-//! NVML itself, by nvml-wrapper.
-use std::collections::BTreeMap;
-use std::ffi::OsStr;
-use std::fs;
+//! One NVML session for all threads of a process.
+use std::fmt;
 use std::ops::ControlFlow;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use cleave_plan::units::{Mebibytes, Sms};
-use nvml_wrapper::Device;
-use nvml_wrapper::bitmasks::InitFlags;
-use nvml_wrapper::enum_wrappers::device::{ComputeMode as WrappedMode, EccCounter, MemoryError};
-use nvml_wrapper::enums::device::{SampleValue, UsedGpuMemory};
-use nvml_wrapper::error::{NvmlError as Code, nvml_try};
-use nvml_wrapper::struct_wrappers::device::ProcessInfo;
-use nvml_wrapper::structs::device::FieldId;
-use nvml_wrapper_sys::bindings::field_id;
+use super::error::NvmlError;
+use super::find::Search;
+use super::gpus::Gpus;
+use super::model::GpuEvent;
+use super::session::Nvml;
 
-use super::{
-    Census, ComputeMode, Gpu, GpuEvent, Gpus, Mig, MigActivation, MigInstance, NvmlError, Process, Recovery, Search,
-    Tenants, Vitals, events, find, sys,
-};
+type Open = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 
-/// The NVML library, loaded and started.
-#[derive(Debug)]
-pub struct Nvml {
-    pub(super) inner: nvml_wrapper::Nvml,
-    /// Index of each GPU that was described, by UUID.
-    places: Mutex<BTreeMap<String, u32>>,
+/// The NVML library. The first call loads it; an error that only a reload can fix makes the next
+/// call load it again. Clones share one session: NVML allows concurrent calls.
+#[derive(Clone)]
+pub struct Library(Arc<Shared>);
+
+struct Shared {
+    open: Open,
+    /// Locked while the library is loaded: at most one thread hangs in `nvmlInit`, the others wait
+    /// for it. Never locked during any other call.
+    session: Mutex<Option<Arc<dyn Gpus>>>,
 }
 
-impl Nvml {
-    /// Loads the library and starts it. A driver without a GPU is no error.
-    pub fn open(search: &Search) -> Result<Self, NvmlError> {
-        let candidates = search.candidates();
-        let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());
-        let Some(path) = found.or_else(|| search.library.is_none().then_some(OsStr::new(find::NAME))) else {
-            return Err(NvmlError::NoLibrary(
-                candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "),
-            ));
-        };
-        match nvml_wrapper::Nvml::builder().lib_path(path).flags(InitFlags::NO_GPUS).init() {
-            Ok(inner) => Ok(Self { inner, places: Mutex::default() }),
-            Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
-                "{} in the places where drivers put it, and by the loader's own search",
-                find::NAME
-            ))),
-            Err(code) => Err(NvmlError::of("nvmlInitWithFlags", code)),
-        }
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Library").finish_non_exhaustive()
+    }
+}
+
+impl Library {
+    /// The library file that `search` finds.
+    pub fn find(search: Search) -> Self {
+        Self::new(move || Ok(Arc::new(Nvml::open(&search)?)))
     }
 
-    /// A GPU or MIG device. A GPU that was described before is found by its index: NVML finds a
-    /// UUID by asking GPUs in turn, of which another one may hang.
-    fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
-        let place = self.places.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
-        if let Some(index) = place {
-            match self.by_index(index) {
-                Ok(device) if device.uuid().is_ok_and(|there| there == uuid) => return Ok(device),
-                // NVML numbers its GPUs otherwise by now.
-                Ok(_) | Err(NvmlError::NotFound(_)) => {}
-                Err(error) => return Err(error),
-            }
+    /// A library that `open` loads. `open` runs on the thread that makes the call.
+    pub fn new(open: impl Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(Shared { open: Box::new(open), session: Mutex::new(None) }))
+    }
+
+    /// Makes a call on this thread. The thread hangs if the driver does.
+    pub(super) fn with<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
+        let gpus = self.session()?;
+        let result = call(gpus.as_ref());
+        if result.as_ref().is_err_and(NvmlError::requires_reload) {
+            self.close(&gpus);
         }
-        self.inner.device_by_uuid(uuid).map_err(|code| match code {
-            Code::NotFound | Code::InvalidArg => NvmlError::NotFound(uuid.to_owned()),
-            code => NvmlError::of("nvmlDeviceGetHandleByUUID", code),
+        result
+    }
+
+    /// Calls [`Gpus::listen`] on this thread. Returns `Ok` when another thread has closed the
+    /// session, so that the next call listens in the new one.
+    pub(super) fn listen(
+        &self,
+        index: u32,
+        report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
+    ) -> Result<(), NvmlError> {
+        self.with(|gpus| {
+            gpus.listen(index, &mut |event| {
+                report(event)?;
+                if self.is_current(gpus) { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+            })
         })
     }
 
-    pub(super) fn by_index(&self, index: u32) -> Result<Device<'_>, NvmlError> {
-        self.inner.device_by_index(index).map_err(|code| match code {
-            Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU {index}")),
-            code => NvmlError::of("nvmlDeviceGetHandleByIndex", code),
-        })
-    }
-
-    fn describe(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
-        let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
-        let capability = device
-            .cuda_compute_capability()
-            .map_err(|code| NvmlError::of("nvmlDeviceGetCudaComputeCapability", code))?;
-        let compute_capability = (capability.major.unsigned_abs(), capability.minor.unsigned_abs());
-        let pci = device
-            .pci_info()
-            .map(|info| sysfs_bus_id(&info.bus_id))
-            .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
-        let mig = mig(&self.inner, device)?;
-        let cores = optional("nvmlDeviceGetNumGpuCores", device.num_cores())?;
-        let sms = match cores {
-            Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
-            // The largest profile has every SM that MIG can hand out.
-            None => mig.iter().flat_map(|mig| &mig.profiles).map(|profile| profile.sms).max().unwrap_or_default(),
-        };
-        Ok(Gpu {
-            index,
-            minor: optional("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
-            model: device.name().map_err(|code| NvmlError::of("nvmlDeviceGetName", code))?,
-            memory: Mebibytes::from_bytes(cuda_memory(&self.inner, device)?),
-            sms,
-            numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
-            pci,
-            compute_capability,
-            mig,
-            uuid,
-        })
-    }
-}
-
-impl Gpus for Nvml {
-    fn census(&self) -> Result<Census, NvmlError> {
-        let driver =
-            self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
-        let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
-        Ok(Census { driver, count })
-    }
-
-    fn at(&self, index: u32) -> Result<Gpu, NvmlError> {
-        let gpu = self.describe(&self.by_index(index)?, index)?;
-        self.places.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
-        Ok(gpu)
-    }
-
-    fn listen(&self, index: u32, tell: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
-        events::listen(self, index, tell)
-    }
-
-    fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {
-        let device = self.device(uuid)?;
-        let index = device.index().map_err(|code| NvmlError::of("nvmlDeviceGetIndex", code))?;
-        self.describe(&device, index)
-    }
-
-    fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
-        self.tenants(uuid).map(|tenants| tenants.processes)
-    }
-
-    fn tenants(&self, uuid: &str) -> Result<Tenants, NvmlError> {
-        let device = self.device(uuid)?;
-        let all = device
-            .running_compute_processes()
-            .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
-        let clients = optional("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
-        let tells_clients = clients.is_some();
-        Ok(Tenants { processes: merge(&all, &clients.unwrap_or_default()), tells_clients })
-    }
-
-    fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
-        let device = self.device(uuid)?;
-        let uncorrected = vital(
-            "nvmlDeviceGetTotalEccErrors",
-            device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile),
-        )?;
-        let pages = vital("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
-        let rows = sys::remapped_rows(&self.inner, &device)?;
-        let pending = pages.into_iter().chain(rows.map(|rows| rows.pending)).reduce(|a, b| a || b);
-        Ok(Vitals {
-            uncorrected,
-            remap_pending: pending,
-            remap_failed: rows.map(|rows| rows.failed),
-            recovery: recovery(&device)?,
-        })
-    }
-
-    fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
-        let version = self
-            .inner
-            .sys_cuda_driver_version()
-            .map_err(|code| NvmlError::of("nvmlSystemGetCudaDriverVersion", code))?;
-        let version = version.unsigned_abs();
-        Ok((version / 1000, version % 1000 / 10))
-    }
-
-    fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, NvmlError> {
-        let mode = self.device(uuid)?.compute_mode();
-        Ok(match mode.map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
-            WrappedMode::Default => ComputeMode::Default,
-            WrappedMode::ExclusiveProcess | WrappedMode::ExclusiveThread => ComputeMode::ExclusiveProcess,
-            WrappedMode::Prohibited => ComputeMode::Prohibited,
-        })
-    }
-
-    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-        let mut device = self.device(uuid)?;
-        let before = self.compute_mode(uuid)?;
-        if before != mode {
-            let mode = match mode {
-                ComputeMode::Default => WrappedMode::Default,
-                ComputeMode::ExclusiveProcess => WrappedMode::ExclusiveProcess,
-                ComputeMode::Prohibited => WrappedMode::Prohibited,
-            };
-            device.set_compute_mode(mode).map_err(|code| NvmlError::of("nvmlDeviceSetComputeMode", code))?;
-        }
-        Ok(before)
-    }
-
-    fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError> {
-        const CALL: &str = "nvmlDeviceSetMigMode";
-        let status = self.device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::of(CALL, code))?;
-        match nvml_try(status) {
-            Ok(()) => Ok(MigActivation::Now),
-            Err(Code::ResetRequired) => Ok(MigActivation::AfterReset),
-            Err(Code::InUse) => Ok(MigActivation::InUse),
-            Err(code) => Err(NvmlError::of(CALL, code)),
+    fn session(&self) -> Result<Arc<dyn Gpus>, NvmlError> {
+        let mut session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*session {
+            Some(gpus) => Ok(Arc::clone(gpus)),
+            None => Ok(Arc::clone(session.insert((self.0.open)()?))),
         }
     }
 
-    fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError> {
-        let device = self.device(gpu)?;
-        let profiles = sys::profiles(&self.inner, &device)?;
-        let Some(profile) = profiles.iter().find(|known| known.name == profile) else {
-            return Err(NvmlError::NotFound(format!("MIG profile {profile} on {gpu}")));
-        };
-        let gpu_instance = sys::create_instance(&self.inner, &device, profile, start)?;
-        let instances = sys::instances(&self.inner, &device, &profiles)?;
-        instances
-            .into_iter()
-            .find(|instance| instance.gpu_instance == gpu_instance)
-            .ok_or_else(|| NvmlError::NotFound(format!("GPU instance {gpu_instance} on {gpu}, just made,")))
-    }
-
-    fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError> {
-        sys::destroy_instance(&self.inner, &self.device(gpu)?, gpu_instance)
-    }
-}
-
-/// None where this GPU cannot do it.
-fn optional<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
-    match result.map_err(|code| NvmlError::of(call, code)) {
-        Ok(value) => Ok(Some(value)),
-        Err(NvmlError::NotSupported { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// None where this GPU or driver does not say it, for whatever reason but that it is lost: nothing
-/// depends on it alone.
-pub(super) fn vital<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
-    match result.map_err(|code| NvmlError::of(call, code)) {
-        Ok(value) => Ok(Some(value)),
-        Err(error @ (NvmlError::Lost { .. } | NvmlError::NoDriver)) => Err(error),
-        Err(_) => Ok(None),
-    }
-}
-
-/// What the driver wants done; none of a driver from before it said so, and of one that says
-/// something that is not known.
-fn recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
-    const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
-    let values = vital("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
-    let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
-    let action = match value {
-        Some(SampleValue::U32(action)) => Some(u64::from(action)),
-        Some(SampleValue::U64(action)) => Some(action),
-        Some(SampleValue::I64(action)) => u64::try_from(action).ok(),
-        Some(SampleValue::F64(_)) | None => None,
-    };
-    Ok(action.and_then(wanted))
-}
-
-/// `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`; 6 and 7 are of drivers after 580.
-const fn wanted(action: u64) -> Option<Recovery> {
-    match action {
-        0 => Some(Recovery::Nothing),
-        1 | 6 => Some(Recovery::Reset),
-        2 | 7 => Some(Recovery::Reboot),
-        3 | 4 => Some(Recovery::Drain),
-        _ => None,
-    }
-}
-
-fn mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
-    let Some(mode) = optional("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
-    let enabled = mode.current == 1;
-    let profiles = sys::profiles(nvml, device)?;
-    let instances = if enabled { sys::instances(nvml, device, &profiles)? } else { Vec::new() };
-    Ok(Some(Mig { enabled, pending: (mode.pending != mode.current).then_some(mode.pending == 1), profiles, instances }))
-}
-
-/// Bytes that CUDA calls the total: on an H200 143,155 MiB of NVML's 143,771.
-fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
-    match optional("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
-        Some(info) => Ok(info.total.saturating_sub(info.reserved)),
-        // Drivers before 510 count what they keep as used.
-        None => sys::memory_total_v1(nvml, device),
-    }
-}
-
-/// CUDA cores of one SM, by compute capability (CUDA C++ Programming Guide, "Compute
-/// Capabilities").
-const fn cores_per_sm(capability: (u32, u32)) -> u32 {
-    match capability {
-        (6 | 8, 0) | (7, _) => 64,
-        _ => 128,
-    }
-}
-
-/// NVML writes `00000000:3B:00.0`, sysfs `0000:3b:00.0`.
-fn sysfs_bus_id(id: &str) -> String {
-    let id = id.to_ascii_lowercase();
-    let Some((domain, rest)) = id.split_once(':') else { return id };
-    match u32::from_str_radix(domain, 16) {
-        Ok(domain) => format!("{domain:04x}:{rest}"),
-        Err(_) => id,
-    }
-}
-
-fn numa_node(pci: &str) -> Option<u32> {
-    // -1 is a machine without NUMA, and does not parse.
-    fs::read_to_string(format!("/sys/bus/pci/devices/{pci}/numa_node")).ok()?.trim().parse().ok()
-}
-
-/// NVML lists an MPS client in both lists; its memory is the larger, should they differ.
-fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
-    let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
-    for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {
-        let memory = match info.used_gpu_memory {
-            UsedGpuMemory::Used(bytes) => Some(bytes),
-            UsedGpuMemory::Unavailable => None,
-        };
-        let entry = processes.entry((info.pid, info.gpu_instance_id)).or_insert(Process {
-            pid: info.pid,
-            memory,
-            mps,
-            gpu_instance: info.gpu_instance_id,
-        });
-        entry.memory = entry.memory.max(memory);
-        entry.mps |= mps;
-    }
-    processes.into_values().collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sms_follow_from_cores_on_the_gpus_that_are_known() {
-        // T4, A100, A30, A10, L4, H100 SXM.
-        for (cores, capability, sms) in [
-            (2560, (7, 5), 40),
-            (6912, (8, 0), 108),
-            (3584, (8, 0), 56),
-            (9216, (8, 6), 72),
-            (7424, (8, 9), 58),
-            (16896, (9, 0), 132),
-        ] {
-            assert_eq!(cores / cores_per_sm(capability), sms, "{capability:?}");
+    /// Makes the next call load the library again. Calls in progress keep the old session.
+    fn close(&self, gpus: &Arc<dyn Gpus>) {
+        let mut session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
+        if session.as_ref().is_some_and(|current| Arc::ptr_eq(current, gpus)) {
+            *session = None;
         }
     }
 
-    #[test]
-    fn bus_ids_are_written_as_sysfs_writes_them() {
-        assert_eq!(sysfs_bus_id("00000000:3B:00.0"), "0000:3b:00.0");
-        assert_eq!(sysfs_bus_id("00010000:3B:00.0"), "10000:3b:00.0");
-        assert_eq!(sysfs_bus_id("0000:3b:00.0"), "0000:3b:00.0");
-        assert_eq!(sysfs_bus_id("nonsense"), "nonsense");
-    }
-
-    #[test]
-    fn a_process_in_both_lists_is_one_client() {
-        let info =
-            |pid, bytes| ProcessInfo { pid, used_gpu_memory: bytes, gpu_instance_id: None, compute_instance_id: None };
-        let merged = merge(
-            &[info(7, UsedGpuMemory::Used(5)), info(3, UsedGpuMemory::Unavailable)],
-            &[info(7, UsedGpuMemory::Used(9)), info(8, UsedGpuMemory::Used(1))],
-        );
-        let process = |pid, memory, mps| Process { pid, memory, mps, gpu_instance: None };
-        assert_eq!(merged, [process(3, None, false), process(7, Some(9), true), process(8, Some(1), true)]);
-        let inside = |gpu_instance_id| ProcessInfo { gpu_instance_id, ..info(7, UsedGpuMemory::Used(5)) };
-        assert_eq!(merge(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it holds both instances");
+    fn is_current(&self, gpus: &dyn Gpus) -> bool {
+        let session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
+        session.as_ref().is_some_and(|current| std::ptr::addr_eq(Arc::as_ptr(current), gpus))
     }
 }

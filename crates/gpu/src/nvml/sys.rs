@@ -1,9 +1,9 @@
-//! The calls that nvml-wrapper does not wrap: MIG instances, events with the instance that they are
-//! of, the first memory call.
+//! The calls that nvml-wrapper does not wrap: MIG instances, events with their GPU instance, the
+//! first version of the memory call, remapped rows.
 //!
-//! All of the product's unsafe code. Each function passes NVML only pointers to its own live,
-//! zeroed values and buffers, with their true lengths, and handles that NVML gave for the same,
-//! still started library: both come from the same `Nvml`, which the `Device` borrows.
+//! This is all of the product's unsafe code. Each function passes NVML only pointers to its own
+//! live, zeroed values and buffers, with their true lengths, and handles that NVML returned for the
+//! same, still initialized library. `Device` borrows `Nvml`, so the library outlives the handle.
 #![allow(unsafe_code, reason = "NVML has a C interface, and nvml-wrapper leaves these calls to nvml-wrapper-sys")]
 use std::ffi::{CStr, c_uint};
 use std::mem;
@@ -18,28 +18,27 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE,
 };
 
-use super::library::vital;
-use super::{MigInstance, MigProfile, NvmlError};
+use super::error::{NvmlError, if_known};
+use super::model::{MigInstance, MigProfile};
 
-/// No GPU has more slices, or instances of one profile, than this; a driver that says so is not
-/// believed.
-const MOST: c_uint = 64;
+/// Upper limit for counts that NVML returns. No GPU has more slices or instances of one profile.
+const MAX_COUNT: c_uint = 64;
 
 fn handle(device: &Device<'_>) -> nvmlDevice_t {
     // SAFETY: the handle is used while the device, and with it the library, is borrowed.
     unsafe { device.handle() }
 }
 
-/// A value that tells handles of GPUs apart, for comparing alone.
+/// A value that identifies a GPU's handle. Use it only to compare.
 pub(super) fn identity(device: &Device<'_>) -> usize {
     handle(device) as usize
 }
 
-/// Total memory in bytes, by the call that every driver has.
+/// Total memory in bytes, from the call that every driver has.
 pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
     const CALL: &str = "nvmlDeviceGetMemoryInfo";
     let call = nvml_sym(nvml.lib().nvmlDeviceGetMemoryInfo.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     let (status, memory) = unsafe {
         let mut memory: nvmlMemory_t = mem::zeroed();
         (call(handle(device), &raw mut memory), memory)
@@ -48,36 +47,36 @@ pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, N
     Ok(memory.total)
 }
 
-/// What the driver says of remapped rows.
+/// The state of a GPU's remapped rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RemappedRows {
-    /// Some are to be remapped at the next reset.
+    /// The next reset will remap rows.
     pub(super) pending: bool,
-    /// Some could not be.
+    /// A row could not be remapped.
     pub(super) failed: bool,
 }
 
-/// Remapped rows of a GPU that can remap; nvml-wrapper has no such call.
+/// Remapped rows of a GPU. `None` if the GPU cannot remap rows.
 pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<RemappedRows>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetRemappedRows";
     let Ok(call) = nvml_sym(nvml.lib().nvmlDeviceGetRemappedRows.as_ref()) else { return Ok(None) };
     let [mut corrected, mut uncorrected, mut pending, mut failed]: [c_uint; 4] = [0; 4];
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     let status =
         unsafe { call(handle(device), &raw mut corrected, &raw mut uncorrected, &raw mut pending, &raw mut failed) };
-    let said = vital(CALL, nvml_try(status))?;
-    Ok(said.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
+    let answered = if_known(CALL, nvml_try(status))?;
+    Ok(answered.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
 }
 
-/// The MIG profiles of a GPU with their placements, in NVML's order.
+/// The MIG profiles of a GPU and their placements, in NVML's order.
 pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfile>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetGpuInstanceProfileInfoV";
     let lib = nvml.lib();
-    // Missing in a driver from before MIG profiles had names.
+    // Drivers in which MIG profiles have no names lack this call.
     let Ok(call) = nvml_sym(lib.nvmlDeviceGetGpuInstanceProfileInfoV.as_ref()) else { return Ok(Vec::new()) };
     let mut profiles = Vec::new();
     for number in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
-        // SAFETY: see the module.
+        // SAFETY: see the module documentation.
         let (status, info) = unsafe {
             let mut info: nvmlGpuInstanceProfileInfo_v2_t = mem::zeroed();
             info.version = struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2);
@@ -85,8 +84,7 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
         };
         match nvml_try(status) {
             Ok(()) => {}
-            // This GPU has no such profile; a driver that is older than the number does not know
-            // it.
+            // This GPU has no such profile, or the driver is too old to know its number.
             Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
             Err(code) => return Err(NvmlError::of(CALL, code)),
         }
@@ -104,15 +102,15 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
     Ok(profiles)
 }
 
-/// `MIG 1g.10gb` without its first word.
+/// The name of a profile without its prefix `MIG`.
 fn profile_name(raw: &[std::ffi::c_char]) -> String {
-    // The C character's signedness depends on the architecture; the bytes are the same.
+    // The signedness of C's `char` depends on the architecture; the bytes are the same.
     let bytes: Vec<u8> = raw.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
     let name = CStr::from_bytes_until_nul(&bytes).map(CStr::to_string_lossy).unwrap_or_default();
     name.strip_prefix("MIG ").unwrap_or(&name).to_owned()
 }
 
-/// `NVML_STRUCT_VERSION` of `nvml.h`: the size, and the version in the highest byte.
+/// `NVML_STRUCT_VERSION` of `nvml.h`: the size in the lower three bytes, the version in the fourth.
 fn struct_version<T>(version: c_uint) -> c_uint {
     // Every NVML structure is far below 16 MiB.
     c_uint::try_from(mem::size_of::<T>()).unwrap_or(0) | (version << 24)
@@ -123,13 +121,13 @@ fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvml
     let call = nvml_sym(nvml.lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())
         .map_err(|code| NvmlError::of(CALL, code))?;
     let mut count: c_uint = 0;
-    // SAFETY: a null buffer asks for the number.
+    // SAFETY: with a null buffer NVML returns the number.
     let status = unsafe { call(handle(device), profile, std::ptr::null_mut(), &raw mut count) };
     if status != nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE {
         nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
     }
-    count = count.min(MOST);
-    // SAFETY: a placement is two integers, for which zero is a value.
+    count = count.min(MAX_COUNT);
+    // SAFETY: a placement is two integers; zero is a valid value of both.
     let mut placements: Vec<nvmlGpuInstancePlacement_t> = vec![unsafe { mem::zeroed() }; count as usize];
     if count > 0 {
         // SAFETY: the buffer holds `count` placements.
@@ -141,7 +139,7 @@ fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvml
     Ok(placements)
 }
 
-/// The GPU instances of a GPU in MIG mode, by start.
+/// The GPU instances of a GPU in MIG mode, sorted by start.
 pub(super) fn instances(
     nvml: &Nvml,
     device: &Device<'_>,
@@ -155,10 +153,9 @@ pub(super) fn instances(
     let devices = mig_devices(nvml, device)?;
     let mut found = Vec::new();
     for profile in profiles {
-        let mut handles: [nvmlGpuInstance_t; MOST as usize] = [std::ptr::null_mut(); MOST as usize];
-        let mut count = MOST;
-        // SAFETY: the buffer is larger than any profile's number of instances, which is what NVML
-        // asks for.
+        let mut handles: [nvmlGpuInstance_t; MAX_COUNT as usize] = [std::ptr::null_mut(); MAX_COUNT as usize];
+        let mut count = MAX_COUNT;
+        // SAFETY: NVML requires a buffer for all instances of a profile; this one is larger.
         let status = unsafe { list(handle(device), profile.id, handles.as_mut_ptr(), &raw mut count) };
         match nvml_try(status) {
             Ok(()) => {}
@@ -166,13 +163,13 @@ pub(super) fn instances(
             Err(code) => return Err(NvmlError::of("nvmlDeviceGetGpuInstances", code)),
         }
         for &instance in handles.iter().take(count as usize) {
-            // SAFETY: see the module.
+            // SAFETY: see the module documentation.
             let (status, got) = unsafe {
                 let mut got: nvmlGpuInstanceInfo_t = mem::zeroed();
                 (info(instance, &raw mut got), got)
             };
             nvml_try(status).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
-            // Drivers may list an instance under each profile of the same shape.
+            // Drivers may list an instance under every profile of the same shape.
             if got.profileId != profile.id {
                 continue;
             }
@@ -196,29 +193,29 @@ struct MigDevice {
     compute_instance: u32,
 }
 
-/// The MIG devices of a GPU: its compute instances, as CUDA sees them, by instance.
+/// The MIG devices of a GPU, which are its compute instances, sorted by instance.
 fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlError> {
     let lib = nvml.lib();
     let gpu_instance_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceId.as_ref())
         .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
     let compute_instance_id = nvml_sym(lib.nvmlDeviceGetComputeInstanceId.as_ref())
         .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
-    let most =
-        device.mig_device_count().map_err(|code| NvmlError::of("nvmlDeviceGetMaxMigDeviceCount", code))?.min(MOST);
+    let count =
+        device.mig_device_count().map_err(|code| NvmlError::of("nvmlDeviceGetMaxMigDeviceCount", code))?.min(MAX_COUNT);
     let mut devices = Vec::new();
-    for index in 0..most {
+    for index in 0..count {
         let mig = match device.mig_device_by_index(index) {
             Ok(mig) => mig,
-            // Indices may have holes.
+            // There may be gaps between indices.
             Err(Code::NotFound | Code::InvalidArg) => continue,
             Err(code) => return Err(NvmlError::of("nvmlDeviceGetMigDeviceHandleByIndex", code)),
         };
         let uuid = mig.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
         let (mut gpu_instance, mut compute_instance) = (0, 0);
-        // SAFETY: see the module.
+        // SAFETY: see the module documentation.
         nvml_try(unsafe { gpu_instance_id(handle(&mig), &raw mut gpu_instance) })
             .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
-        // SAFETY: see the module.
+        // SAFETY: see the module documentation.
         nvml_try(unsafe { compute_instance_id(handle(&mig), &raw mut compute_instance) })
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
         devices.push(MigDevice { uuid, gpu_instance, compute_instance });
@@ -227,8 +224,8 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
     Ok(devices)
 }
 
-/// Makes a GPU instance at exactly `start` and one compute instance over all of it, and gives the
-/// GPU instance's id.
+/// Creates a GPU instance at exactly `start` and one compute instance over all of it. Returns the
+/// GPU instance's ID.
 pub(super) fn create_instance(
     nvml: &Nvml,
     device: &Device<'_>,
@@ -245,10 +242,10 @@ pub(super) fn create_instance(
         nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceDestroy", code))?;
     let placement = nvmlGpuInstancePlacement_t { start, size: profile.size };
     let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     nvml_try(unsafe { create(handle(device), profile.id, &raw const placement, &raw mut instance) })
         .map_err(|code| NvmlError::of(CALL, code))?;
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     let (status, got) = unsafe {
         let mut got: nvmlGpuInstanceInfo_t = mem::zeroed();
         (info(instance, &raw mut got), got)
@@ -257,17 +254,17 @@ pub(super) fn create_instance(
         .map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))
         .and_then(|()| create_compute_instance(nvml, instance, profile.slices));
     if let Err(error) = made {
-        // SAFETY: the instance was made above, and nothing else knows it.
+        // SAFETY: the instance was created above, and no other code has its handle.
         let rollback = unsafe { destroy(instance) };
         if let Err(code) = nvml_try(rollback) {
-            tracing::error!(%code, gpu_instance = got.id, "a GPU instance without a compute instance is left behind");
+            tracing::error!(%code, gpu_instance = got.id, "failed to destroy GPU instance without compute instance");
         }
         return Err(error);
     }
     Ok(got.id)
 }
 
-/// Makes the compute instance that takes all `slices` of a GPU instance.
+/// Creates the compute instance that uses all `slices` of a GPU instance.
 fn create_compute_instance(nvml: &Nvml, instance: nvmlGpuInstance_t, slices: u32) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";
     let lib = nvml.lib();
@@ -275,25 +272,25 @@ fn create_compute_instance(nvml: &Nvml, instance: nvmlGpuInstance_t, slices: u32
         .map_err(|code| NvmlError::of(CALL, code))?;
     let create =
         nvml_sym(lib.nvmlGpuInstanceCreateComputeInstance.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
-    let mut whole = None;
+    let mut full = None;
     for number in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
-        // SAFETY: see the module; 0 is the only engine profile.
+        // SAFETY: see the module documentation; 0 is the only engine profile.
         let (status, got) = unsafe {
             let mut got: nvmlComputeInstanceProfileInfo_t = mem::zeroed();
             (info(instance, number, 0, &raw mut got), got)
         };
         if nvml_try(status).is_ok() && got.sliceCount == slices && got.instanceCount > 0 {
-            whole = Some(got.id);
+            full = Some(got.id);
             break;
         }
     }
-    let Some(profile) = whole else { return Err(NvmlError::NotSupported { call: CALL }) };
+    let Some(profile) = full else { return Err(NvmlError::NotSupported { call: CALL }) };
     let mut compute: nvmlComputeInstance_t = std::ptr::null_mut();
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     nvml_try(unsafe { create(instance, profile, &raw mut compute) }).map_err(|code| NvmlError::of(CALL, code))
 }
 
-/// Destroys a GPU instance, its compute instances first.
+/// Destroys the compute instances of a GPU instance, then the GPU instance.
 pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u32) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlGpuInstanceDestroy";
     let lib = nvml.lib();
@@ -305,13 +302,13 @@ pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u
         nvml_sym(lib.nvmlComputeInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
     let destroy = nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
     let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     nvml_try(unsafe { by_id(handle(device), gpu_instance, &raw mut instance) }).map_err(|code| match code {
         Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU instance {gpu_instance}")),
         code => NvmlError::of(CALL, code),
     })?;
     for number in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
-        // SAFETY: see the module.
+        // SAFETY: see the module documentation.
         let (status, profile) = unsafe {
             let mut got: nvmlComputeInstanceProfileInfo_t = mem::zeroed();
             (info(instance, number, 0, &raw mut got), got)
@@ -319,30 +316,30 @@ pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u
         if nvml_try(status).is_err() {
             continue;
         }
-        let mut handles: [nvmlComputeInstance_t; MOST as usize] = [std::ptr::null_mut(); MOST as usize];
-        let mut count = MOST;
+        let mut handles: [nvmlComputeInstance_t; MAX_COUNT as usize] = [std::ptr::null_mut(); MAX_COUNT as usize];
+        let mut count = MAX_COUNT;
         // SAFETY: the buffer is larger than any profile's number of instances.
         if nvml_try(unsafe { list(instance, profile.id, handles.as_mut_ptr(), &raw mut count) }).is_err() {
             continue;
         }
         for &compute in handles.iter().take(count as usize) {
-            // SAFETY: listed just now.
+            // SAFETY: NVML just returned this handle.
             nvml_try(unsafe { destroy_compute(compute) })
                 .map_err(|code| NvmlError::of("nvmlComputeInstanceDestroy", code))?;
         }
     }
-    // SAFETY: see the module.
+    // SAFETY: see the module documentation.
     nvml_try(unsafe { destroy(instance) }).map_err(|code| NvmlError::of(CALL, code))
 }
 
-/// An event as NVML gives it.
+/// An event as NVML returns it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RawEvent {
     /// [`identity`] of the GPU.
     pub(super) device: usize,
-    /// One of NVML's event type bits.
+    /// NVML's event type bits.
     pub(super) kind: u64,
-    /// The XID, of a critical XID.
+    /// The number of the XID, if this is a critical XID.
     pub(super) data: u64,
     /// GPU instance, under MIG.
     pub(super) gpu_instance: Option<u32>,
@@ -351,19 +348,21 @@ pub(super) struct RawEvent {
 /// NVML's event type bit of a critical XID.
 pub(super) const XID: u64 = nvmlEventTypeXidCriticalError as u64;
 
-/// Adds the critical XIDs of a GPU to a set; nvml-wrapper's `register_events` loses the set where
-/// one GPU fails.
+/// Adds the critical XIDs of a GPU to an event set. nvml-wrapper's `register_events` drops the set
+/// if it fails.
 pub(super) fn register(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlDeviceRegisterEvents";
     let call = nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
-    // SAFETY: the set is borrowed and neither freed nor copied here; see the module.
+    // SAFETY: the set is borrowed and neither freed nor copied here; see the module
+    // documentation.
     nvml_try(unsafe { call(handle(device), XID, set.handle()) }).map_err(|code| NvmlError::of(CALL, code))
 }
 
-/// Waits for an event; nvml-wrapper's `wait` drops the instance.
+/// Waits for an event. nvml-wrapper's `wait` omits the GPU instance.
 pub(super) fn wait(nvml: &Nvml, set: &EventSet<'_>, timeout_ms: u32) -> Result<RawEvent, Code> {
     let call = nvml_sym(nvml.lib().nvmlEventSetWait_v2.as_ref())?;
-    // SAFETY: the set is borrowed and neither freed nor copied here; see the module.
+    // SAFETY: the set is borrowed and neither freed nor copied here; see the module
+    // documentation.
     let (status, data) = unsafe {
         let mut data: nvmlEventData_t = mem::zeroed();
         (call(set.handle(), &raw mut data, timeout_ms), data)
@@ -382,7 +381,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn profile_names_lose_their_prefix_and_their_padding() {
+    fn profile_names_have_neither_prefix_nor_padding() {
         let raw = |text: &str| {
             let mut name = [0; 96];
             for (slot, byte) in name.iter_mut().zip(text.bytes()) {
@@ -392,11 +391,11 @@ mod tests {
         };
         assert_eq!(profile_name(&raw("MIG 1g.10gb+me")), "1g.10gb+me");
         assert_eq!(profile_name(&raw("2g.20gb")), "2g.20gb");
-        assert_eq!(profile_name(&[b'x'.cast_signed(); 96]), "", "a name without an end is none");
+        assert_eq!(profile_name(&[b'x'.cast_signed(); 96]), "", "an unterminated name is empty");
     }
 
     #[test]
-    fn structure_versions_are_as_the_header_makes_them() {
+    fn structure_versions_match_the_header() {
         assert_eq!(struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2) >> 24, 2);
         assert_eq!(struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2) & 0xff_ffff, 152);
     }

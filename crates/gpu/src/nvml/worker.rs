@@ -1,4 +1,4 @@
-//! A thread for calls that may hang in the driver, so that they hold nothing else.
+//! A thread for calls that may hang in the driver, so that they block nothing else.
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -6,15 +6,17 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use super::{Gpus, Library, NvmlError};
+use super::error::NvmlError;
+use super::gpus::Gpus;
+use super::library::Library;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A handle to the thread. The thread ends when the last handle is dropped and its call has
+/// A handle to the thread. The thread stops when the last handle is dropped and its call has
 /// returned.
 ///
-/// A call that hangs takes this worker and no other: give each GPU, and each purpose, one of its
-/// own. No call is begun while an earlier one hangs, so there is never more than one thread stuck.
+/// A call that hangs blocks this worker and no other, so use one worker per GPU and purpose. While
+/// a call hangs, further calls fail at once: a worker never blocks more than one thread.
 #[derive(Debug, Clone)]
 pub struct Worker {
     library: Library,
@@ -24,43 +26,42 @@ pub struct Worker {
 
 #[derive(Debug, Default)]
 struct Progress {
-    /// Number of calls asked for.
-    asked: u64,
+    /// Number of calls queued.
+    queued: u64,
     /// Number of calls that have returned.
     returned: u64,
-    /// The deadline that a call missed which has not returned.
-    stuck: Option<Duration>,
+    /// The deadline that the current call has missed.
+    missed: Option<Duration>,
 }
 
 impl Worker {
-    /// Starts a thread of this name, of which the kernel keeps the first 15 bytes. The first call
+    /// Starts a thread with this name. The kernel truncates the name to 15 bytes. The first call
     /// loads the library.
     pub fn start(library: &Library, name: impl Into<String>) -> std::io::Result<Self> {
         let (jobs, queue) = channel();
-        // NVML's initialisation is not frugal with its stack: the default size, of which only
-        // touched pages count.
+        // NVML uses much stack. Keep the default size: untouched pages cost nothing.
         thread::Builder::new().name(name.into()).spawn(move || serve(&queue))?;
         Ok(Self { library: library.clone(), jobs, progress: Arc::default() })
     }
 
-    /// Calls `call` on the thread.
+    /// Runs `call` on the thread.
     ///
     /// # Errors
-    /// What the call gives, or [`NvmlError::Hung`] after `deadline`, and at once while an earlier
-    /// call hangs.
+    /// Errors of the call; [`NvmlError::Hung`] after `deadline`, or at once while an earlier call
+    /// hangs.
     pub async fn call<T: Send + 'static>(
         &self,
         deadline: Duration,
         call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError> + Send + 'static,
     ) -> Result<T, NvmlError> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let number = {
             let mut progress = self.progress();
-            if let Some(missed) = progress.stuck {
+            if let Some(missed) = progress.missed {
                 return Err(NvmlError::Hung(missed));
             }
-            progress.asked += 1;
-            progress.asked
+            progress.queued += 1;
+            progress.queued
         };
         let (answer, answered) = oneshot::channel();
         let (library, progress) = (self.library.clone(), Arc::clone(&self.progress));
@@ -68,9 +69,9 @@ impl Worker {
             let result = library.with(call);
             let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
             progress.returned = number;
-            progress.stuck = None;
+            progress.missed = None;
             drop(progress);
-            // A caller that gave up is not told.
+            // The caller may have given up.
             let _ = answer.send(result);
         });
         if self.jobs.send(job).is_err() {
@@ -78,13 +79,13 @@ impl Worker {
         }
         match tokio::time::timeout(deadline, answered).await {
             Ok(Ok(result)) => result,
-            // The thread ended in the call: it panicked.
-            Ok(Err(_)) => Err(NvmlError::Hung(begun.elapsed())),
+            // The call panicked.
+            Ok(Err(_)) => Err(NvmlError::Hung(started.elapsed())),
             Err(_) => {
                 let mut progress = self.progress();
-                // It may have returned since.
+                // The call may have returned meanwhile.
                 if progress.returned < number {
-                    progress.stuck = Some(deadline);
+                    progress.missed = Some(deadline);
                 }
                 Err(NvmlError::Hung(deadline))
             }
@@ -106,7 +107,7 @@ fn serve(queue: &Receiver<Job>) {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use super::super::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process};
+    use super::super::model::{Census, ComputeMode, Gpu, MigActivation, MigInstance, Process};
     use super::*;
 
     struct NoGpus;
@@ -115,10 +116,10 @@ mod tests {
         fn census(&self) -> Result<Census, NvmlError> {
             Ok(Census { driver: "1".into(), count: 0 })
         }
-        fn at(&self, index: u32) -> Result<Gpu, NvmlError> {
+        fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
             Err(NvmlError::NotFound(index.to_string()))
         }
-        fn look(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
             Err(NvmlError::NotFound(uuid.into()))
         }
         fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
@@ -145,14 +146,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_that_hangs_costs_its_worker_a_deadline_and_other_workers_nothing_and_ends_with_the_hang() {
+    async fn a_hanging_call_fails_at_its_deadline_and_blocks_only_its_own_worker_until_it_returns() {
         let library = library();
         let [worker, other] = ["one", "other"].map(|name| Worker::start(&library, name).unwrap());
-        let (release, held) = channel::<()>();
+        let (release, blocked) = channel::<()>();
         let deadline = Duration::from_millis(1);
         let hanging = worker
             .call(deadline, move |_| {
-                let _ = held.recv();
+                let _ = blocked.recv();
                 Ok(())
             })
             .await;
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_library_is_opened_once_for_all_and_again_after_the_driver_went_and_never_before_it_is_wanted() {
+    async fn the_library_is_opened_by_the_first_call_and_again_after_the_driver_was_lost() {
         let opened = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&opened);
         let library = Library::new(move || match count.fetch_add(1, Ordering::SeqCst) {

@@ -11,7 +11,7 @@ use sim_machine::Effect;
 
 use super::node::{Node, daemon, host_program, until};
 
-/// A doctor for a node. Its temporary files are in the node's directory.
+/// The command of a doctor for a node. Its temporary files are in the node's directory.
 fn command(node: &Node, arguments: &[&str]) -> Command {
     fs::create_dir_all(temporary(node)).unwrap();
     fs::set_permissions(temporary(node), fs::Permissions::from_mode(0o755)).unwrap();
@@ -47,12 +47,13 @@ fn report(output: &Output) -> (Option<i32>, Value) {
     (output.status.code(), serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}\n{error}")))
 }
 
-fn ask(node: &Node, arguments: &[&str]) -> (Option<i32>, Value) {
+/// Runs a doctor with JSON output.
+fn run(node: &Node, arguments: &[&str]) -> (Option<i32>, Value) {
     report(&command(node, &[&["--json"], arguments].concat()).output().unwrap())
 }
 
-fn ask_with_client(node: &Node) -> (Option<i32>, Value) {
-    ask(node, &["--client", &client(node)])
+fn run_with_client(node: &Node) -> (Option<i32>, Value) {
+    run(node, &["--client", &client(node)])
 }
 
 /// Verdicts by check.
@@ -61,12 +62,14 @@ fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
     findings.map(|finding| (finding["check"].as_str().unwrap(), finding["verdict"].as_str().unwrap())).collect()
 }
 
-fn which<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
+/// The checks with a verdict.
+fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
 }
 
-fn seen<'a>(report: &'a Value, check: &str) -> &'a str {
+/// What the doctor observed in a check.
+fn observed<'a>(report: &'a Value, check: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap().iter();
     findings
         .filter(|finding| finding["check"] == check)
@@ -94,12 +97,14 @@ fn inject(node: &Node, call: &str, code: i32) {
 }
 
 #[test]
-fn the_stand_in_driver_is_as_expected_and_the_doctor_leaves_nothing() {
-    let node = Node::bare(1);
-    let (status, report) = ask_with_client(&node);
-    assert_eq!(which(&report, "differs"), [] as [&str; 0], "{report:#}");
-    let not_tested: Vec<&str> =
-        which(&report, "notTested").into_iter().filter(|check| !(*check == "nvml" && is_in_a_namespace())).collect();
+fn the_simulated_driver_behaves_as_expected_and_the_doctor_cleans_up() {
+    let node = Node::without_host(1);
+    let (status, report) = run_with_client(&node);
+    assert_eq!(checks_with(&report, "differs"), [] as [&str; 0], "{report:#}");
+    let not_tested: Vec<&str> = checks_with(&report, "notTested")
+        .into_iter()
+        .filter(|check| !(*check == "nvml" && is_in_a_namespace()))
+        .collect();
     assert_eq!(not_tested, ["48 clients", "fault"], "{report:#}");
     assert_eq!((status, &report["asExpected"]), (Some(0), &Value::Bool(true)));
     assert_eq!((&report["driver"], &report["controlVersion"]), (&"580.159.04".into(), &13000.into()));
@@ -113,23 +118,23 @@ fn is_in_a_namespace() -> bool {
 
 #[test]
 fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
-    let node = Node::bare(1);
-    let (status, report) = ask(&node, &[]);
+    let node = Node::without_host(1);
+    let (status, report) = run(&node, &[]);
     assert_eq!(status, Some(0));
-    assert_eq!(which(&report, "asExpected"), ["start", "door", "commands", "privileges", "log"]);
-    assert_eq!(seen(&report, "limits"), "needs a CUDA program (--client)");
-    let (status, report) = ask(&node, &["--client", "/nonexistent/program"]);
-    assert_eq!((status, which(&report, "differs")), (Some(0), Vec::new()));
-    assert!(seen(&report, "limits").contains("cannot be started"), "{report:#}");
+    assert_eq!(checks_with(&report, "asExpected"), ["start", "door", "commands", "privileges", "log"]);
+    assert_eq!(observed(&report, "limits"), "needs a CUDA program (--client)");
+    let (status, report) = run(&node, &["--client", "/nonexistent/program"]);
+    assert_eq!((status, checks_with(&report, "differs")), (Some(0), Vec::new()));
+    assert!(observed(&report, "limits").contains("cannot be started"), "{report:#}");
 }
 
 #[test]
 fn an_unknown_handshake_differs_and_stops_the_tests() {
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     inject(&node, "mps:handshake", 1);
-    let (status, report) = ask_with_client(&node);
-    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["door"]));
-    assert!(seen(&report, "limits").contains("unknown"), "{report:#}");
+    let (status, report) = run_with_client(&node);
+    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["door"]));
+    assert!(observed(&report, "limits").contains("unknown"), "{report:#}");
     let text = command(&node, &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
     assert!(text.contains("door        DIFFERS") && text.contains("- door: limits are advisory"), "{text}");
@@ -138,26 +143,26 @@ fn an_unknown_handshake_differs_and_stops_the_tests() {
 
 #[test]
 fn commands_that_fail_differ() {
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     inject(&node, "mps:command:terminate_client", 201);
-    let (status, report) = ask_with_client(&node);
-    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["terminate"]));
-    assert!(seen(&report, "terminate").contains("continues; its neighbour: continues"), "{report:#}");
+    let (status, report) = run_with_client(&node);
+    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["terminate"]));
+    assert!(observed(&report, "terminate").contains("continues; its neighbour: continues"), "{report:#}");
 
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     inject(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
-    let (_, report) = ask_with_client(&node);
-    assert_eq!(which(&report, "differs"), ["commands", "defaults"]);
+    let (_, report) = run_with_client(&node);
+    assert_eq!(checks_with(&report, "differs"), ["commands", "defaults"]);
 }
 
 #[test]
 fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     inject(&node, "mps:start", 3);
-    let (status, report) = ask_with_client(&node);
-    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["start"]));
-    assert!(seen(&report, "start").starts_with("it exited (exit status: 3)"), "{report:#}");
-    assert_eq!(seen(&report, "limits"), "the daemon does not answer");
+    let (status, report) = run_with_client(&node);
+    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["start"]));
+    assert!(observed(&report, "start").starts_with("it exited (exit status: 3)"), "{report:#}");
+    assert_eq!(observed(&report, "limits"), "the daemon does not answer");
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
@@ -171,24 +176,24 @@ fn scripted(node: &Node, script: &str) -> String {
 
 #[test]
 fn a_driver_that_ignores_the_environment_differs() {
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     let script = scripted(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
-    let (status, report) = ask(&node, &["--client", &script]);
-    assert_eq!((status, which(&report, "differs")), (Some(1), vec!["lower", "escape"]));
-    assert!(seen(&report, "escape").starts_with("limit 8192 MiB, 7921 MiB"), "{report:#}");
+    let (status, report) = run(&node, &["--client", &script]);
+    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["lower", "escape"]));
+    assert!(observed(&report, "escape").starts_with("limit 8192 MiB, 7921 MiB"), "{report:#}");
 }
 
 #[test]
 fn nothing_is_started_on_a_gpu_in_use() {
     let mut node = Node::with_host(1);
     let before = node.daemon(0);
-    let (status, report) = ask_with_client(&node);
-    assert_eq!((status, which(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
+    let (status, report) = run_with_client(&node);
+    assert_eq!((status, checks_with(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
     assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
     // The daemon is running, but the desired file is gone.
     fs::remove_file(node.paths.desired()).unwrap();
-    let (_, report) = ask_with_client(&node);
+    let (_, report) = run_with_client(&node);
     assert!(
         report["skipReason"].as_str().unwrap().contains("an MPS daemon that may serve the GPU is already running"),
         "{report:#}"
@@ -196,11 +201,11 @@ fn nothing_is_started_on_a_gpu_in_use() {
     assert_eq!(node.daemon(0), before);
 
     // A program without MPS.
-    node = Node::bare(1);
-    node.want("aa", 0, None, None);
+    node = Node::without_host(1);
+    node.desire_allocation("aa", 0, None, None);
     let plain = node.client("aa", &["--hold", "forever"]);
     until("it has a context", || !node.machine.processes().unwrap().is_empty());
-    let (status, report) = ask_with_client(&node);
+    let (status, report) = run_with_client(&node);
     assert_eq!((status, report["skipReason"].as_str()), (Some(0), Some("the GPU is in use")));
     drop(plain);
 }
@@ -211,24 +216,24 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
         eprintln!("skipped: other processes are not visible in this pid namespace");
         return;
     }
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     let flag = node.path("came").display().to_string();
     let other = format!(
         "[ -e {flag} ] || {{ CUDA_MPS_PIPE_DIRECTORY=/nonexistent {} --hold forever >/dev/null </dev/null & echo $! >{flag}; }}",
         client(&node)
     );
-    let (status, report) = ask(&node, &["--client", &scripted(&node, &other)]);
+    let (status, report) = run(&node, &["--client", &scripted(&node, &other)]);
     let pid: i32 = fs::read_to_string(&flag).unwrap().trim().parse().unwrap();
     rustix::process::kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     assert_eq!(status, Some(0), "{report:#}");
-    assert!(seen(&report, "limits").contains(&format!("process {pid} uses the GPU")), "{report:#}");
-    assert!(seen(&report, "terminate").contains(&format!("process {pid} uses the GPU")), "{report:#}");
+    assert!(observed(&report, "limits").contains(&format!("process {pid} uses the GPU")), "{report:#}");
+    assert!(observed(&report, "terminate").contains(&format!("process {pid} uses the GPU")), "{report:#}");
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }
 
 #[test]
 fn a_doctor_that_receives_a_signal_stops_its_daemon() {
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     node.inject("mps:command:start_server", None, Effect::Hang(None), None);
     let mut doctor: Child = command(&node, &["--client", &client(&node)]).stdout(Stdio::piped()).spawn().unwrap();
     until("the daemon runs", || leftovers(&node).len() >= 2);
@@ -240,23 +245,23 @@ fn a_doctor_that_receives_a_signal_stops_its_daemon() {
 
 #[test]
 fn a_missing_gpu_or_driver_gives_no_result() {
-    let node = Node::bare(2);
+    let node = Node::without_host(2);
     let output = command(&node, &["--gpu", "7"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; it has 0 (GPU-"));
-    let (status, report) = ask(&node, &["--gpu", &node.uuid(1)]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; its GPUs: 0 (GPU-"));
+    let (status, report) = run(&node, &["--gpu", &node.uuid(1)]);
     assert_eq!((status, &report["gpu"]["index"]), (Some(0), &1.into()));
     fs::remove_file(node.path("libnvidia_ml.so")).unwrap();
     let output = command(&node, &[]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("there is no NVML library"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("found no NVML library"));
 }
 
 #[test]
 fn a_daemon_of_another_gpu_does_not_matter() {
-    let mut node = Node::bare(2);
-    node.want_daemon(1, daemon());
+    let mut node = Node::without_host(2);
+    node.desire_daemon(1, daemon());
     node.write();
-    let (_, report) = ask(&node, &[]);
+    let (_, report) = run(&node, &[]);
     assert_eq!(report["skipReason"], Value::Null, "{report:#}");
 }

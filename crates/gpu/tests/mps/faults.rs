@@ -9,7 +9,7 @@ use sim_machine::Effect;
 use sim_mps::handshake::{self, Subject};
 use sim_mps::wire::{self as words, FromContext, ToContext};
 
-use crate::node::{Client, Node, kill, seen};
+use crate::node::{Client, Node, kill, limits_in};
 use crate::{A, B, two_tenants};
 
 /// Arguments of a client that runs a kernel and then makes an illegal access.
@@ -25,14 +25,16 @@ fn sorted<const N: usize>(mut clients: [Reported; N]) -> Vec<Reported> {
 }
 
 fn running(node: &Node, allocation: &str, arguments: &[&str]) -> Client {
-    up(node.client(allocation, arguments))
+    wait_until_running(node.client(allocation, arguments))
 }
 
-fn up(mut client: Client) -> Client {
+/// Waits until a client has a context.
+fn wait_until_running(mut client: Client) -> Client {
     assert_eq!(client.line()["viaMps"], true);
     client
 }
 
+/// Starts a client that runs kernels.
 fn busy(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
     let mut client = running(node, allocation, &["--busy", "forever", "--kernel-ms", kernel_ms]);
     assert_eq!(client.line()["launched"], true);
@@ -40,7 +42,7 @@ fn busy(node: &Node, allocation: &str, kernel_ms: &str) -> Client {
 }
 
 /// Waits until a GPU's fault is over and the GPU serves.
-fn over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
+fn wait_until_over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
     let uuid = node.uuid(gpu);
     let is = |daemon: &DaemonStatus| daemon.fault.as_ref().is_some_and(|fault| fault.over);
     let mut status = node.until("the fault is over", |status| {
@@ -61,7 +63,7 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     assert_eq!(before.fault, None);
     let mut exits = running(&node, B, &["--hold", "forever"]);
     let mut lingers = running(&node, B, &["--hold", "forever", "--linger", "forever"]);
-    let mut deaf = up(node.deaf_client(A, &["--hold", "forever", "--linger", "forever"]));
+    let mut deaf = wait_until_running(node.client_ignoring_sigterm(A, &["--hold", "forever", "--linger", "forever"]));
     let mut culprit = running(&node, A, &FAULT);
     let expected = sorted([reported(&culprit, A), reported(&deaf, A), reported(&exits, B), reported(&lingers, B)]);
     let uuid = node.uuid(0);
@@ -75,7 +77,7 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
     assert_eq!(by_signal(lingers.wait()), Some(15));
     assert_eq!(by_signal(deaf.wait()), Some(9));
-    let (fault, after) = over(&node, 0);
+    let (fault, after) = wait_until_over(&node, 0);
     let mut affected = fault.affected.clone();
     affected.sort_by_key(|client| client.pid);
     assert_eq!(affected, expected);
@@ -84,8 +86,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     ended.sort_by_key(|client| client.pid);
     assert_eq!(ended, sorted([reported(&deaf, A), reported(&lingers, B)]));
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
-    assert_eq!(node.saw(A), (26, Some(8192)));
-    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
     // The next fault has its own number.
     running(&node, B, &FAULT).wait();
     node.until("the next fault is reported", |status| {
@@ -96,8 +98,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
 #[test]
 fn a_server_that_does_not_recover_is_replaced() {
     let mut node = Node::with_host(2);
-    node.want(A, 0, Some(20), Some(8192));
-    node.want(B, 1, Some(50), Some(20480));
+    node.desire_allocation(A, 0, Some(20), Some(8192));
+    node.desire_allocation(B, 1, Some(50), Some(20480));
     node.apply();
     let (before, other) = (node.daemon(0), node.daemon(1));
     node.inject("mps:heal", Some(0), Effect::Code(1), None);
@@ -107,12 +109,12 @@ fn a_server_that_does_not_recover_is_replaced() {
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
     node.until("the fault is over", |status| {
-        meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
+        meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
     });
     assert!(meanwhile > 0);
-    assert_eq!(seen(&waits.line()), (26, Some(8192)));
-    let (fault, after) = over(&node, 0);
+    assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
+    let (fault, after) = wait_until_over(&node, 0);
     assert_eq!((after.pid, after.restarts, fault.ended), (before.pid, 0, vec![]));
     assert_ne!(after.server_pid, before.server_pid);
     let still = node.daemon(1);
@@ -132,18 +134,18 @@ fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
         node.inject(call, Some(0), Effect::Code(1), None);
     }
     running(&node, A, &FAULT).wait();
-    let (fault, after) = over(&node, 0);
+    let (fault, after) = wait_until_over(&node, 0);
     assert_eq!((fault.number, after.restarts), (1, 1));
     assert_ne!(after.pid, before.pid);
     assert!(after.message.contains("FAULT") && after.message.contains("signal 9"), "{}", after.message);
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
 #[test]
 fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     let mut node = Node::with_host(2);
-    node.want(A, 0, Some(20), Some(8192));
-    node.want(B, 1, Some(50), Some(20480));
+    node.desire_allocation(A, 0, Some(20), Some(8192));
+    node.desire_allocation(B, 1, Some(50), Some(20480));
     node.apply();
     let before = node.daemon(0);
     let _lingers = running(&node, A, &["--hold", "forever", "--linger", "forever"]);
@@ -152,13 +154,13 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
     node.until("another daemon serves", |status| {
-        meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
+        meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
     assert!(meanwhile > 0);
-    assert_eq!(over(&node, 0).0.number, 1);
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(wait_until_over(&node, 0).0.number, 1);
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     assert_eq!(node.daemon(1).restarts, 0);
 }
 
@@ -176,16 +178,16 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
         node.until("the number of clients is as expected", |status| status.daemons[&uuid].clients.len() == count);
     };
     // Clean exits: by itself, at a signal that it handles, and through MPS.
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let mut handles = running(&node, A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);
     assert_eq!(handles.wait().code(), Some(0));
     let mut ended = busy(&node, A, "1000");
-    assert_eq!(node.ask_host(&Request::Terminate { device: uuid.clone(), pid: ended.pid() }), Reply::Done);
+    assert_eq!(node.request(&Request::Terminate { device: uuid.clone(), pid: ended.pid() }), Reply::Done);
     ended.signal(Signal::KILL);
     ended.wait();
     has_clients(0);
-    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
     assert_eq!((node.daemon(0).server_pid, replacements(&node)), (before, 0), "{}", node.log());
     // One client is killed while another runs.
     let mut stays = running(&node, B, &["--hold", "forever", "--handle-sigterm"]);
@@ -193,7 +195,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     killed.signal(Signal::KILL);
     killed.wait();
     has_clients(1);
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     has_clients(1);
     assert!(stays.is_silent());
     assert_eq!((node.daemon(0).server_pid, replacements(&node)), (before, 0));
@@ -204,7 +206,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
         server.is_some() && server != before
     });
     assert_eq!((after.daemons[&uuid].restarts, &after.daemons[&uuid].fault), (0, &None));
-    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
     assert_eq!(replacements(&node), 1);
     assert!(!node.log().contains("to=Restarting"), "the device stayed Active: {}", node.log());
 }
@@ -236,22 +238,23 @@ fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
     killed.signal(Signal::KILL);
     killed.wait();
     assert_eq!(neighbour.wait().code(), Some(700 - 2 * 256));
-    let (fault, _) = over(&node, 0);
+    let (fault, _) = wait_until_over(&node, 0);
     assert_eq!((fault.culprit.as_ref(), fault.killed), (Some(&cause), true));
     assert!(fault.affected.contains(&cause) && fault.affected.contains(&reported(&neighbour, B)));
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
 #[test]
 fn killing_a_server_in_fault_ends_the_fault() {
     let node = two_tenants();
-    let mut lingers = up(node.deaf_client(B, &["--hold", "forever", "--linger", "forever"]));
+    let mut lingers =
+        wait_until_running(node.client_ignoring_sigterm(B, &["--hold", "forever", "--linger", "forever"]));
     running(&node, A, &FAULT).wait();
     let fault = node.until_state(0, DaemonState::Fault);
     kill(fault.server_pid.unwrap(), Signal::KILL);
-    let (_, after) = over(&node, 0);
+    let (_, after) = wait_until_over(&node, 0);
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));
-    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
     assert!(lingers.line()["error"].is_number());
     assert!(lingers.is_silent(), "it no longer blocks the GPU");
 }
@@ -272,9 +275,9 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     words::send(&channel, &create).unwrap();
     assert!(matches!(words::recv(&channel).unwrap(), Some(FromContext::Created { .. })));
     words::send(&channel, &ToContext::IllegalAccess).unwrap();
-    let (fault, after) = over(&node, 0);
+    let (fault, after) = wait_until_over(&node, 0);
     assert_eq!((fault.ended, after.restarts), (vec![], 0));
     assert!(bystander.is_silent());
     assert_eq!(fault.culprit, Some(Reported { pid, allocation: None }));
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }

@@ -1,6 +1,6 @@
-//! The daemon and its server wait for each client without a deadline, and forever if a client
-//! leaves after it has received the server's socket and before it has introduced itself. Whatever a
-//! client does there must not affect the next one.
+//! Misbehaviour of clients during the handshake. The daemon and its server wait for each client
+//! without a deadline, and forever if a client leaves after it has received the server's socket and
+//! before it has introduced itself. That must not affect the next client.
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,26 +12,26 @@ use crate::node::{Node, until};
 use crate::{A, B, two_tenants};
 
 /// A client that has received the server's socket.
-fn handed(node: &Node, allocation: &str) -> Entrance {
+fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
     handshake::knock(&node.paths.door(allocation)).unwrap()
 }
 
 /// Asserts that other clients run as before, on the same server.
-fn unharmed(node: &Node, before: Option<u32>) {
-    assert_eq!(node.saw(B), (66, Some(20480)));
-    assert_eq!(node.saw(A), (26, Some(8192)));
+fn assert_unharmed(node: &Node, before: Option<u32>) {
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let daemon = node.daemon(0);
     assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.log());
     node.until_state(0, DaemonState::Active);
 }
 
 #[test]
-fn a_client_that_dies_with_the_socket_harms_nobody() {
+fn a_client_that_dies_with_the_socket_affects_no_other_client() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     for _ in 0..3 {
-        drop(handed(&node, A));
-        unharmed(&node, server);
+        drop(client_with_socket(&node, A));
+        assert_unharmed(&node, server);
     }
 }
 
@@ -39,11 +39,11 @@ fn a_client_that_dies_with_the_socket_harms_nobody() {
 fn a_client_that_stalls_with_the_socket_is_disconnected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
-    let stalled = handed(&node, A);
-    unharmed(&node, server);
-    // It would run under limits that were set for others since.
+    let stalled = client_with_socket(&node, A);
+    assert_unharmed(&node, server);
+    // It would run under limits that were set for other clients meanwhile.
     assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
-    unharmed(&node, server);
+    assert_unharmed(&node, server);
 }
 
 #[test]
@@ -51,14 +51,14 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     for words in 1..3 {
-        let client = handed(&node, A);
+        let client = client_with_socket(&node, A);
         let channel = client.channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         for word in Subject::Process.words().iter().take(words - 1) {
             client.server.send(word).unwrap();
         }
         drop((client, channel));
-        unharmed(&node, server);
+        assert_unharmed(&node, server);
     }
 }
 
@@ -81,8 +81,8 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
         let line = liar.line();
         liar.wait();
         let start = Instant::now();
-        assert_eq!(node.saw(B), (66, Some(20480)), "{lie}");
-        assert_eq!(node.saw(A), (26, Some(8192)), "{lie}");
+        assert_eq!(node.limits_seen(B), (66, Some(20480)), "{lie}");
+        assert_eq!(node.limits_seen(A), (26, Some(8192)), "{lie}");
         assert!(start.elapsed() < Duration::from_secs(5), "{lie}: {:?}", start.elapsed());
         let now = node.daemon(0);
         assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
@@ -95,7 +95,7 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
 fn a_client_that_claims_to_be_refused_is_disconnected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid.unwrap();
-    let liar = handed(&node, A);
+    let liar = client_with_socket(&node, A);
     let channel = liar.channel().unwrap();
     liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
     for word in Subject::Process.words() {
@@ -106,7 +106,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     until("the server has disconnected it", || {
         node.admin(0, &format!("get_client_list {server}")).lines().all(|line| line != std::process::id().to_string())
     });
-    unharmed(&node, Some(server));
+    assert_unharmed(&node, Some(server));
     drop((liar, channel));
 }
 
@@ -115,7 +115,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     for words in 0..3 {
-        let liar = handed(&node, A);
+        let liar = client_with_socket(&node, A);
         let channel = liar.channel().unwrap();
         if words > 0 {
             liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
@@ -125,7 +125,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
         }
         liar.server.shutdown();
         liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
-        unharmed(&node, server);
+        assert_unharmed(&node, server);
         drop((liar, channel));
     }
 }
@@ -135,7 +135,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
     let before = node.descriptors();
-    let (channel, socket) = handed(&node, A).enter(Subject::Process).unwrap();
+    let (channel, socket) = client_with_socket(&node, A).enter(Subject::Process).unwrap();
     let full = |socket: &Connection| {
         (0..10).all(|_| {
             thread::sleep(Duration::from_millis(2));
@@ -146,7 +146,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     drop(socket);
     until("its connection is closed", || node.descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
-    unharmed(&node, server);
+    assert_unharmed(&node, server);
 }
 
 #[test]
@@ -157,19 +157,19 @@ fn connections_are_limited_per_allocation() {
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.descriptors();
     assert!(matches!(enter(), Err(Closed::ByDaemon)));
-    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
     drop(held);
     until("their descriptors are closed", || node.descriptors() + 512 <= descriptors);
-    unharmed(&node, server);
+    assert_unharmed(&node, server);
 }
 
 #[test]
 fn a_client_that_claims_to_be_connected_is_detected() {
     let node = two_tenants();
     let server = node.daemon(0).server_pid;
-    let liar = handed(&node, A);
+    let liar = client_with_socket(&node, A);
     liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
-    unharmed(&node, server);
+    assert_unharmed(&node, server);
     assert!(matches!(liar.enter(Subject::Process), Err(Closed::ByServer)));
     let status = node.until("the refusal is counted", |status| status.allocations[A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
@@ -178,14 +178,14 @@ fn a_client_that_claims_to_be_connected_is_detected() {
 #[test]
 fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = two_tenants();
-    let client = handed(&node, A);
+    let client = client_with_socket(&node, A);
     let entered = client.enter(Subject::Process).unwrap();
     node.until("the client is counted", |status| status.allocations[A].admitted == 1);
     drop(entered);
 }
 
 #[test]
-fn allocations_take_turns_however_many_clients_one_sends() {
+fn allocations_take_turns_even_if_one_sends_many_clients() {
     let node = two_tenants();
     let door = node.paths.door(A);
     let before = node.daemon(0).server_pid;
@@ -193,7 +193,7 @@ fn allocations_take_turns_however_many_clients_one_sends() {
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to learn whether a daemon exists, one for the process, one for a
     // context.
-    assert_eq!(node.saw(B), (66, Some(20480)));
+    assert_eq!(node.limits_seen(B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[A].refused;
     assert!(dropped <= 4, "the door waited for {dropped} of 12");
     assert_eq!(node.daemon(0).server_pid, before);

@@ -17,7 +17,7 @@ use sim_machine::{ComputeMode, Effect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
-use node::{Client, Node, as_user, daemon, kill, seen, until};
+use node::{Client, Node, as_user, daemon, kill, limits_in, until};
 
 const A: &str = "aa";
 const B: &str = "bb";
@@ -25,8 +25,8 @@ const B: &str = "bb";
 /// One GPU with two allocations: a fifth and half of it.
 fn two_tenants() -> Node {
     let mut node = Node::with_host(1);
-    node.want(A, 0, Some(20), Some(8192));
-    node.want(B, 0, Some(50), Some(20480));
+    node.desire_allocation(A, 0, Some(20), Some(8192));
+    node.desire_allocation(B, 0, Some(50), Some(20480));
     node.apply();
     node
 }
@@ -34,7 +34,7 @@ fn two_tenants() -> Node {
 #[test]
 fn clients_run_under_the_limits_of_their_allocation() {
     let mut node = two_tenants();
-    node.want("cc", 0, None, None);
+    node.desire_allocation("cc", 0, None, None);
     node.apply();
     let expected = |id: &str| match id {
         A => (26, Some(8192)),
@@ -46,7 +46,7 @@ fn clients_run_under_the_limits_of_their_allocation() {
         let ids = [A, B, "cc", A, B, "cc"];
         let mut clients: Vec<(&str, Client)> = ids.iter().map(|id| (*id, node.client(id, &[]))).collect();
         for (id, client) in &mut clients {
-            assert_eq!(seen(&client.line()), expected(id), "{id}");
+            assert_eq!(limits_in(&client.line()), expected(id), "{id}");
         }
     }
     // The CUDA library connects once for the process and once for each context.
@@ -61,7 +61,7 @@ fn a_tenant_can_lower_its_limits_but_not_raise_them() {
     let saw = |threads: &str, memory: &str| {
         let mut command = node.program(A, &[]);
         command.env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", threads).env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory);
-        seen(&Client::spawn(command).line())
+        limits_in(&Client::spawn(command).line())
     };
     assert_eq!(saw("100", "0=100G"), (26, Some(8192)));
     assert_eq!(saw("10", "0=4G"), (12, Some(4096)));
@@ -72,14 +72,14 @@ fn a_user_other_than_root_is_admitted() {
     let node = two_tenants();
     let mut command = node.program(A, &[]);
     as_user(&mut command, 1000);
-    assert_eq!(seen(&Client::spawn(command).line()), (26, Some(8192)));
+    assert_eq!(limits_in(&Client::spawn(command).line()), (26, Some(8192)));
 }
 
 #[test]
 fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
-    let mut node = Node::bare(1);
+    let mut node = Node::without_host(1);
     let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..daemon() };
-    node.want_daemon(0, defaults);
+    node.desire_daemon(0, defaults);
     node.write();
     node.start();
     let before = node.until_state(0, DaemonState::Active);
@@ -102,9 +102,9 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
 
 #[test]
 fn no_client_is_admitted_if_defaults_are_not_accepted() {
-    let mut node = Node::bare(1);
-    node.want_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
-    node.want(A, 0, None, None);
+    let mut node = Node::without_host(1);
+    node.desire_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
+    node.desire_allocation(A, 0, None, None);
     node.inject("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
     node.write();
     node.start();
@@ -115,7 +115,7 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     assert_eq!(waits.allocations[A].admitted, 0);
     assert!(client.is_silent());
     node.clear_faults();
-    assert_eq!(seen(&client.line()), (132, None));
+    assert_eq!(limits_in(&client.line()), (132, None));
 }
 
 #[test]
@@ -126,22 +126,22 @@ fn administrators_are_refused_and_counted() {
         assert!(!matches!(mps::ask(&control, command), Ok(Some(_))), "{command}");
     }
     node.until("all clients are counted", |status| status.allocations[A].refused == 3);
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
 #[test]
 fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
-    let mut node = Node::bare(1);
+    let mut node = Node::without_host(1);
     node.env("SIM_MPS_SERVER_START_MS", "1500");
-    node.want_daemon(0, daemon());
-    node.want(A, 0, Some(20), Some(8192));
+    node.desire_daemon(0, daemon());
+    node.desire_allocation(A, 0, Some(20), Some(8192));
     node.write();
     node.start();
     // Before the first daemon.
     let mut first = node.client(A, &[]);
     node.until("the first client waits", |status| status.allocations.get(A).is_some_and(|door| door.waiting == 1));
     assert!(first.is_silent());
-    assert_eq!(seen(&first.line()), (26, Some(8192)));
+    assert_eq!(limits_in(&first.line()), (26, Some(8192)));
     // After the daemon was killed.
     for _ in 0..2 {
         kill(node.until_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
@@ -149,7 +149,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
         let mut clients: Vec<Client> = (0..5).map(|_| node.client(A, &[])).collect();
         node.until("the clients wait", |status| status.allocations[A].waiting == 5);
         for client in &mut clients {
-            assert_eq!(seen(&client.line()), (26, Some(8192)));
+            assert_eq!(limits_in(&client.line()), (26, Some(8192)));
         }
         node.until("no client waits", |status| status.allocations[A].waiting == 0);
     }
@@ -158,7 +158,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
 #[test]
 fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     let node = two_tenants();
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let before = node.daemon(0);
     kill(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
@@ -168,14 +168,14 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
     // The limits that the old server had last are set on the new one.
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
 #[test]
 fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let mut node = Node::with_host(2);
-    node.want(A, 0, Some(20), Some(8192));
-    node.want(B, 1, Some(50), Some(20480));
+    node.desire_allocation(A, 0, Some(20), Some(8192));
+    node.desire_allocation(B, 1, Some(50), Some(20480));
     node.apply();
     let before = node.daemon(0);
     let other = node.daemon(1);
@@ -184,12 +184,12 @@ fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
     node.until("the daemon is replaced", |status| {
-        seen_meanwhile += usize::from(node.saw(B) == (66, Some(20480)));
+        seen_meanwhile += usize::from(node.limits_seen(B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
     assert!(seen_meanwhile > 0);
-    assert_eq!(seen(&waits.line()), (26, Some(8192)));
+    assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
     assert_eq!(node.daemon(1).pid, other.pid);
     assert_eq!(node.daemon(1).restarts, 0);
 }
@@ -197,22 +197,22 @@ fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
 #[test]
 fn a_hung_command_does_not_delay_the_other_gpu() {
     let mut node = Node::with_host(2);
-    node.want(A, 0, Some(20), None);
-    node.want(B, 1, Some(50), None);
+    node.desire_allocation(A, 0, Some(20), None);
+    node.desire_allocation(B, 1, Some(50), None);
     node.apply();
     node.inject("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
     let mut waits = node.client(A, &[]);
     node.until("the client waits", |status| status.allocations[A].waiting == 1);
     for _ in 0..5 {
-        assert_eq!(node.saw(B).0, 66);
+        assert_eq!(node.limits_seen(B).0, 66);
     }
     assert!(waits.is_silent(), "no client is admitted without limits");
     node.clear_faults();
-    assert_eq!(seen(&waits.line()).0, 26);
+    assert_eq!(limits_in(&waits.line()).0, 26);
 }
 
 #[test]
-fn clients_that_lie_or_stall_are_refused_and_delay_nobody() {
+fn clients_that_lie_or_stall_are_refused_and_delay_no_other_client() {
     let node = two_tenants();
     let lies = [
         "stall=0",
@@ -234,12 +234,12 @@ fn clients_that_lie_or_stall_are_refused_and_delay_nobody() {
     let mut liars: Vec<Client> = lies.iter().map(|lie| node.client(A, &["--lie", lie, "--hold", "30"])).collect();
     let before = node.daemon(0);
     for _ in 0..4 {
-        assert_eq!(node.saw(B), (66, Some(20480)));
+        assert_eq!(node.limits_seen(B), (66, Some(20480)));
     }
     for (liar, lie) in liars.iter_mut().zip(lies) {
         assert_ne!(liar.line()["outcome"], "open", "{lie}");
     }
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let after = node.daemon(0);
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
 }
@@ -247,7 +247,7 @@ fn clients_that_lie_or_stall_are_refused_and_delay_nobody() {
 #[test]
 fn a_thousand_connections_leak_no_descriptors() {
     let node = two_tenants();
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let settled = |node: &Node| {
         node.until("no client is connected", |status| status.daemons.values().all(|daemon| daemon.clients.is_empty()));
         node.descriptors()
@@ -264,7 +264,7 @@ fn a_thousand_connections_leak_no_descriptors() {
         }
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     until("all descriptors are closed", || settled(&node) <= before);
 }
 
@@ -298,13 +298,13 @@ fn clients_beyond_the_maximum_are_refused_until_one_exits() {
     node.apply();
     let mut running: Vec<Client> = (0..2).map(|_| node.client(A, &["--hold", "forever"])).collect();
     for client in &mut running {
-        assert_eq!(seen(&client.line()).0, 26);
+        assert_eq!(limits_in(&client.line()).0, 26);
     }
     let third = node.client(A, &[]).line();
     assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
     node.until("the refusal is counted", |status| status.allocations[A].refused > 0);
     running.pop();
-    assert_eq!(node.saw(A).0, 26);
+    assert_eq!(node.limits_seen(A).0, 26);
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn clients_wait_while_the_server_is_in_fault() {
     assert!(waits.is_silent());
     culprit.signal(Signal::KILL);
     node.until_state(0, DaemonState::Active);
-    assert_eq!(seen(&waits.line()), (66, Some(20480)));
+    assert_eq!(limits_in(&waits.line()), (66, Some(20480)));
     assert_eq!(node.daemon(0).restarts, 0);
 }
 
@@ -327,14 +327,14 @@ fn clients_wait_while_the_server_is_in_fault() {
 fn a_host_cleans_up_after_one_that_was_killed() {
     let mut node = two_tenants();
     let before = node.daemon(0);
-    node.end_host(Signal::KILL);
+    node.stop_host(Signal::KILL);
     node.start();
     let uuid = node.uuid(0);
     node.until("another daemon serves", |status| {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let mut processes = node.mps_processes();
     processes.sort_unstable();
     let now = node.daemon(0);
@@ -348,7 +348,7 @@ fn a_host_that_stops_leaves_nothing_behind() {
     let mut node = two_tenants();
     let mut running = node.client(A, &["--hold", "forever"]);
     running.line();
-    assert!(node.end_host(Signal::TERM).success());
+    assert!(node.stop_host(Signal::TERM).success());
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
     for gone in [node.paths.door(A), node.paths.door(B), node.paths.socket()] {
         assert!(!gone.exists(), "{}", gone.display());
@@ -360,27 +360,27 @@ fn a_host_that_stops_leaves_nothing_behind() {
 
 #[test]
 fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops() {
-    let mut node = Node::bare(1);
-    node.want_daemon(0, Daemon { exclusive: true, ..daemon() });
-    node.want(A, 0, Some(20), None);
+    let mut node = Node::without_host(1);
+    node.desire_daemon(0, Daemon { exclusive: true, ..daemon() });
+    node.desire_allocation(A, 0, Some(20), None);
     let mode = |node: &Node| node.machine.snapshot().unwrap().gpus[0].compute_mode;
     assert_eq!(mode(&node), ComputeMode::Default);
     node.write();
     node.start();
     node.until_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
-    assert_eq!(node.saw(A).0, 26);
+    assert_eq!(node.limits_seen(A).0, 26);
     // A killed host cannot restore the mode; the next host does.
-    node.end_host(Signal::KILL);
+    node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     node.start();
     node.until_state(0, DaemonState::Active);
-    node.end_host(Signal::TERM);
+    node.stop_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
     // So does a host that no longer has a daemon for the GPU.
     node.start();
     node.until_state(0, DaemonState::Active);
-    node.end_host(Signal::KILL);
+    node.stop_host(Signal::KILL);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
     node.write();
@@ -408,10 +408,10 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     node.until("the daemon is gone", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
     // It can be desired again.
-    node.want_daemon(0, daemon());
-    node.want(A, 0, Some(20), Some(8192));
+    node.desire_daemon(0, daemon());
+    node.desire_allocation(A, 0, Some(20), Some(8192));
     node.apply();
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
 #[test]
@@ -421,11 +421,11 @@ fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
     running.line();
     let before = node.daemon(0);
     let uuid = node.uuid(0);
-    node.want_daemon(0, Daemon { default_threads: Some(30), ..daemon() });
-    node.want(A, 0, Some(10), Some(1024));
+    node.desire_daemon(0, Daemon { default_threads: Some(30), ..daemon() });
+    node.desire_allocation(A, 0, Some(10), Some(1024));
     node.write();
     node.until("the restart waits for clients", |status| status.daemons[&uuid].message.contains("clients to exit: 1"));
-    assert_eq!(node.saw(A), (12, Some(1024)));
+    assert_eq!(node.limits_seen(A), (12, Some(1024)));
     assert_eq!(node.daemon(0).pid, before.pid);
     running.signal(Signal::KILL);
     running.wait();
@@ -452,14 +452,14 @@ fn an_invalid_desired_file_changes_nothing() {
         assert_eq!(after.desired, before.desired);
         assert_eq!(after.daemons, before.daemons);
     }
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     node.write();
     node.until("the error is gone", |status| status.error.is_none());
 }
 
 #[test]
 fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
-    let node = Node::bare(1);
+    let node = Node::without_host(1);
     let long = node.path(&"x".repeat(90));
     let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -481,14 +481,14 @@ fn a_removed_door_is_restored() {
     let node = two_tenants();
     fs::remove_dir_all(node.paths.allocation(A)).unwrap();
     until("the door is back", || node.paths.door(A).exists());
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
 }
 
 #[test]
 fn an_unknown_handshake_is_relayed_unchanged() {
-    let mut node = Node::bare(1);
-    node.want_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
-    node.want(A, 0, Some(20), None);
+    let mut node = Node::without_host(1);
+    node.desire_daemon(0, Daemon { default_threads: Some(40), ..daemon() });
+    node.desire_allocation(A, 0, Some(20), None);
     node.inject("mps:handshake", None, Effect::Code(1), None);
     node.write();
     node.start();
@@ -511,13 +511,13 @@ fn an_unknown_handshake_is_relayed_unchanged() {
 #[test]
 fn valid_and_invalid_requests_are_answered() {
     let node = two_tenants();
-    assert!(matches!(node.ask_host(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
+    assert!(matches!(node.request(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
     for bad in ["{}\n", "\n", "nonsense\n", "{\"op\":\"explode\"}\n", &format!("{}\n", "[".repeat(100_000))] {
-        assert!(matches!(node.say_to_host(bad), Reply::Error { .. }), "{bad:.20}");
+        assert!(matches!(node.send_line(bad), Reply::Error { .. }), "{bad:.20}");
     }
     let unknown = Request::Await { allocation: "ff".into(), timeout_ms: 1 };
-    assert!(matches!(node.ask_host(&unknown), Reply::Error { message } if message.contains("not in the desired file")));
-    // Connections that send nothing, or half a line, delay nobody.
+    assert!(matches!(node.request(&unknown), Reply::Error { message } if message.contains("not in the desired file")));
+    // Connections that send nothing, or half a line, delay no other connection.
     let mut silent: Vec<UnixStream> = (0..20).map(|_| UnixStream::connect(node.paths.socket()).unwrap()).collect();
     for stream in &mut silent {
         std::io::Write::write_all(stream, b"{\"op\":").unwrap();
@@ -527,28 +527,28 @@ fn valid_and_invalid_requests_are_answered() {
     let mut running = node.client(A, &["--hold", "forever"]);
     running.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
-    assert_eq!(node.ask_host(&terminate), Reply::Done);
+    assert_eq!(node.request(&terminate), Reply::Done);
     // A client without a context.
     let mut ended = node.client(A, &["--hold", "forever", "--linger", "forever"]);
     ended.line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };
-    assert_eq!([node.ask_host(&terminate), node.ask_host(&terminate)], [Reply::Done, Reply::NoContext]);
+    assert_eq!([node.request(&terminate), node.request(&terminate)], [Reply::Done, Reply::NoContext]);
     // A stopped client would block the daemon until it continues.
     let stopped = node.client(A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
     let stat = format!("/proc/{}/stat", stopped.pid());
     until("the client is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
     let terminate = Request::Terminate { device: node.uuid(0), pid: stopped.pid() };
-    assert!(matches!(node.ask_host(&terminate), Reply::Error { message } if message.contains("stopped")));
+    assert!(matches!(node.request(&terminate), Reply::Error { message } if message.contains("stopped")));
     let terminate = Request::Terminate { device: "GPU-0".into(), pid: 1 };
-    assert!(matches!(node.ask_host(&terminate), Reply::Error { .. }));
+    assert!(matches!(node.request(&terminate), Reply::Error { .. }));
 }
 
 #[test]
 fn without_multi_user_users_take_turns() {
-    let mut node = Node::bare(1);
-    node.want_daemon(0, Daemon { multi_user: false, ..daemon() });
-    node.want(A, 0, Some(20), Some(8192));
+    let mut node = Node::without_host(1);
+    node.desire_daemon(0, Daemon { multi_user: false, ..daemon() });
+    node.desire_allocation(A, 0, Some(20), Some(8192));
     node.write();
     node.start();
     node.until_state(0, DaemonState::Active);
@@ -557,14 +557,14 @@ fn without_multi_user_users_take_turns() {
         as_user(&mut command, 1000);
         Client::spawn(command)
     };
-    assert_eq!(node.saw(A), (26, Some(8192)));
+    assert_eq!(node.limits_seen(A), (26, Some(8192)));
     let mut holds = as_1000(&["--hold", "forever"]);
-    assert_eq!(seen(&holds.line()), (26, Some(8192)));
+    assert_eq!(limits_in(&holds.line()), (26, Some(8192)));
     let mut waits = node.client(A, &[]);
     node.until("root's client waits", |status| status.allocations[A].waiting == 1);
     assert!(waits.is_silent());
     holds.signal(Signal::KILL);
-    assert_eq!(seen(&waits.line()), (26, Some(8192)));
+    assert_eq!(limits_in(&waits.line()), (26, Some(8192)));
 }
 
 #[test]
@@ -591,11 +591,11 @@ fn orphans_are_reaped() {
 }
 
 #[test]
-fn the_host_uses_less_than_4_mib_of_its_own() {
+fn the_host_uses_less_than_4_mib_of_anonymous_memory() {
     let node = two_tenants();
     let start = Instant::now();
     for _ in 0..20 {
-        assert_eq!(node.saw(A), (26, Some(8192)));
+        assert_eq!(node.limits_seen(A), (26, Some(8192)));
     }
     let status = fs::read_to_string(format!("/proc/{}/status", node.host_pid())).unwrap();
     let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();

@@ -19,7 +19,7 @@ use serde_json::Value;
 use sim_machine::{Description, Effect, Fault, GpuDescription, Machine};
 use sim_mps::handshake;
 
-/// Longer than any step takes on a busy machine.
+/// Time limit of each wait. Longer than any step takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Node {
@@ -33,7 +33,7 @@ pub(crate) struct Node {
 
 impl Node {
     /// A machine with this number of H200s and no MPS host.
-    pub(crate) fn bare(gpus: usize) -> Self {
+    pub(crate) fn without_host(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
             "these tests need root: the MPS host passes on the credentials of other processes"
@@ -58,9 +58,9 @@ impl Node {
 
     /// A machine with an MPS host and one running daemon per GPU.
     pub(crate) fn with_host(gpus: usize) -> Self {
-        let mut node = Self::bare(gpus);
+        let mut node = Self::without_host(gpus);
         for gpu in 0..gpus {
-            node.want_daemon(gpu, daemon());
+            node.desire_daemon(gpu, daemon());
         }
         node.write();
         node.start();
@@ -112,18 +112,18 @@ impl Node {
     }
 
     /// Signals the MPS host and waits until it has exited.
-    pub(crate) fn end_host(&mut self, with: Signal) -> ExitStatus {
+    pub(crate) fn stop_host(&mut self, with: Signal) -> ExitStatus {
         let mut host = self.host.take().unwrap();
         rustix::process::kill_process(Pid::from_child(&host), with).unwrap();
         until("the MPS host exits", || host.try_wait().unwrap().is_some());
         host.wait().unwrap()
     }
 
-    pub(crate) fn want_daemon(&mut self, gpu: usize, daemon: Daemon) {
+    pub(crate) fn desire_daemon(&mut self, gpu: usize, daemon: Daemon) {
         self.desired.daemons.insert(self.uuid(gpu), daemon);
     }
 
-    pub(crate) fn want(&mut self, id: &str, gpu: usize, threads: Option<u8>, memory_mib: Option<u64>) {
+    pub(crate) fn desire_allocation(&mut self, id: &str, gpu: usize, threads: Option<u8>, memory_mib: Option<u64>) {
         let allocation = Allocation { device: self.uuid(gpu), threads, memory_mib, max_clients: None };
         self.desired.allocations.insert(id.to_owned(), allocation);
     }
@@ -152,15 +152,15 @@ impl Node {
 
     pub(crate) fn await_ready(&self, allocation: &str) -> Reply {
         let timeout_ms = u64::try_from(DEADLINE.as_millis()).unwrap();
-        self.ask_host(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
+        self.request(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
     }
 
-    pub(crate) fn ask_host(&self, request: &Request) -> Reply {
+    pub(crate) fn request(&self, request: &Request) -> Reply {
         let text = serde_json::to_string(request).unwrap();
-        self.say_to_host(&format!("{text}\n"))
+        self.send_line(&format!("{text}\n"))
     }
 
-    pub(crate) fn say_to_host(&self, text: &str) -> Reply {
+    pub(crate) fn send_line(&self, text: &str) -> Reply {
         let mut stream = UnixStream::connect(self.paths.socket()).unwrap();
         stream.set_read_timeout(Some(DEADLINE * 2)).unwrap();
         stream.write_all(text.as_bytes()).unwrap();
@@ -227,7 +227,7 @@ impl Node {
     }
 
     /// A client that ignores SIGTERM.
-    pub(crate) fn deaf_client(&self, allocation: &str, arguments: &[&str]) -> Client {
+    pub(crate) fn client_ignoring_sigterm(&self, allocation: &str, arguments: &[&str]) -> Client {
         let program = self.program(allocation, arguments);
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' TERM; exec \"$0\" \"$@\""]).arg(program.get_program()).args(program.get_args());
@@ -240,13 +240,13 @@ impl Node {
         Client::spawn(shell)
     }
 
-    /// What a program of the allocation sees: SMs, and its memory limit in MiB.
-    pub(crate) fn saw(&self, allocation: &str) -> (u64, Option<u64>) {
+    /// The SMs and the memory limit in MiB that a program of the allocation sees.
+    pub(crate) fn limits_seen(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.client(allocation, &[]);
         let line = client.line();
-        // If it were killed before it exits, its server would be replaced.
+        // Wait for its exit: after a kill the MPS host would replace the server.
         client.wait();
-        seen(&line)
+        limits_in(&line)
     }
 
     pub(crate) fn inject(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
@@ -313,7 +313,7 @@ pub(crate) fn daemon() -> Daemon {
 }
 
 /// SMs and memory limit from a program's line.
-pub(crate) fn seen(line: &Value) -> (u64, Option<u64>) {
+pub(crate) fn limits_in(line: &Value) -> (u64, Option<u64>) {
     assert_eq!(line["viaMps"], true, "{line}");
     (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())
 }

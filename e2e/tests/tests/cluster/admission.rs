@@ -134,9 +134,9 @@ fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
     let scope = Scope::new(&cluster, "size")?;
     for (resource, most) in [(SHARES, 48), ("nvidia.com/gpu-10gb", 48), ("nvidia.com/gpu-timeslice", 100)] {
         admitted(&scope, &pod("t", &json!({resource: most}), "true"))?;
-        let asked = format!("asks for {} {resource}", most + 1);
-        let at_most = format!("one GPU has {most} at most");
-        refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Ask for fewer"])?;
+        let asked = format!("requests {} {resource}", most + 1);
+        let at_most = format!("one GPU has at most {most}");
+        refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Request fewer"])?;
     }
     // Instances may be of several GPUs, and so may whole GPUs.
     admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))

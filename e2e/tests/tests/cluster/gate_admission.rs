@@ -163,7 +163,7 @@ fn it_stays(scope: &Scope) -> Result<()> {
         let refused = scope.cluster.patch(&path, &change).err().context("the gate was taken away")?;
         let refused = refused.downcast::<Refused>()?;
         ensure!(refused.code == 403, "{refused}");
-        for part in ["only the Cleave operator takes the scheduling gate", GATE, "cleave.dev/allow=placement"] {
+        for part in ["only the Cleave operator may remove the scheduling gate", GATE, "cleave.dev/allow=placement"] {
             ensure!(refused.message.contains(part), "{refused} does not say {part:?}");
         }
     }

@@ -149,10 +149,10 @@ impl Gpus for SharedGpu {
     fn census(&self) -> Result<Census, NvmlError> {
         Ok(Census { driver: "580".into(), count: 1 })
     }
-    fn at(&self, _: u32) -> Result<Gpu, NvmlError> {
+    fn gpu_at(&self, _: u32) -> Result<Gpu, NvmlError> {
         Ok(self.lock().describe())
     }
-    fn look(&self, _: &str) -> Result<Gpu, NvmlError> {
+    fn gpu(&self, _: &str) -> Result<Gpu, NvmlError> {
         Ok(self.lock().describe())
     }
     fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
@@ -180,7 +180,7 @@ impl Gpus for SharedGpu {
             let _ = self.lock().destroy_gpu_instance(id);
             return Err(error);
         }
-        let instances = self.look(gpu)?.mig.unwrap().instances;
+        let instances = self.gpu(gpu)?.mig.unwrap().instances;
         Ok(instances.into_iter().find(|instance| instance.gpu_instance == id).unwrap())
     }
     fn destroy_mig_instance(&self, _: &str, gpu_instance: u32) -> Result<(), NvmlError> {

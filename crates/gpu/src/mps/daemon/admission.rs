@@ -1,4 +1,4 @@
-//! What doors need of a device to admit a client.
+//! The operations on a device with which doors admit a client.
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -11,7 +11,7 @@ use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Unexpected};
 use crate::mps::wire::{DaemonState, Enforcement};
 
-/// How often exited clients are checked for.
+/// Interval of checks for exited clients.
 const EXIT_POLL: Duration = Duration::from_millis(5);
 
 impl Device {
@@ -79,8 +79,8 @@ impl Device {
         clients.others_of(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
     }
 
-    /// Waits until MPS has logged how exited clients exited, or has had time to. Before that,
-    /// nobody knows whether the server may break the next client.
+    /// Waits until MPS has logged how exited clients exited, or the time for that is over. Before
+    /// that, the server may break the next client.
     pub(crate) async fn exits_logged(&self) {
         loop {
             self.clients.borrow_mut().forget_exited(Instant::now());

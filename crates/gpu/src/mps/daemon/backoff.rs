@@ -1,9 +1,9 @@
-//! When a daemon that failed is restarted. Pure.
+//! Decides when a daemon that failed is restarted. Pure.
 use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
 
-/// A daemon that ran this long was not failing.
+/// A daemon that ran for this long resets the counter.
 const STABLE: Duration = Duration::from_secs(60);
 /// Delay after the second failure in a row.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_failure_is_retried_at_once_and_later_ones_ever_more_slowly() {
+    fn the_first_failure_is_retried_at_once_and_later_ones_with_growing_delays() {
         let mut backoff = Backoff::default();
         let waits: Vec<u128> = (0..10).map(|_| backoff.failed(Duration::ZERO).as_millis()).collect();
         assert_eq!(waits, [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);

@@ -39,13 +39,13 @@ impl Admitted {
     }
 }
 
-/// The registry of a server's clients.
+/// A server's clients.
 #[derive(Debug, Default)]
 pub(super) struct Clients {
     /// Pids that MPS listed last, and those admitted since.
     listed: BTreeSet<u32>,
     admitted: BTreeMap<u32, Admitted>,
-    /// Clients whose contexts MPS has terminated. However they exit, it breaks nobody.
+    /// Clients whose contexts MPS has terminated. Their exit breaks no other client.
     terminated: BTreeSet<u32>,
 }
 

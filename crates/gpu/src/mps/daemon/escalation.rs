@@ -1,7 +1,7 @@
 //! The steps that end a FAULT, from waiting to another daemon. Pure.
 use std::time::Duration;
 
-/// What is done about a server in FAULT. Each step is taken once, in this order.
+/// The steps against a server in FAULT. Each step is taken once, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Step {
     /// Nothing. A program that checks for errors exits by itself, and the server is ACTIVE again
@@ -15,17 +15,17 @@ pub(super) enum Step {
     ShutDownServer,
     /// `quit`.
     QuitDaemon,
-    /// SIGKILL to the daemon. Another daemon starts and receives its limits.
+    /// SIGKILL to the daemon. A new daemon starts and gets its limits.
     KillDaemon,
 }
 
 impl Step {
-    /// How long the step may take.
+    /// Time until the next step is due.
     pub(super) fn deadline(self) -> Duration {
         let seconds = match self {
             // Programs that exit by themselves did so within 0.3 s (measured).
             Self::Wait => 1,
-            // Long enough for what most programs do at SIGTERM. Everybody else waits for them.
+            // Most programs finish after SIGTERM in this time. All other clients wait for them.
             Self::SignalTerm | Self::SignalKill => 2,
             Self::ShutDownServer => 3,
             Self::QuitDaemon => 5,
@@ -45,7 +45,7 @@ impl Step {
     }
 }
 
-/// How long a server without clients has to recover. Measured: 0.03 s; others measured up to 1.4 s
+/// Time for a server without clients to recover. Measured: 0.03 s; others measured up to 1.4 s
 /// until its contexts were recreated.
 const RECOVERY: Duration = Duration::from_secs(3);
 
@@ -79,7 +79,7 @@ impl Escalation {
         }
         let next = match (self.step, clients) {
             (Step::KillDaemon, _) => return None,
-            // There is nobody to signal, so it is up to the server.
+            // There is no client to signal; the server has to recover.
             (Step::Wait | Step::SignalTerm | Step::SignalKill, 0) => {
                 let since = *self.without_clients_since.get_or_insert(at);
                 (at.saturating_sub(since) >= RECOVERY).then_some(Step::ShutDownServer)
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_clients_gets_time_to_recover_and_nobody_is_signalled() {
+    fn a_server_without_clients_gets_time_to_recover_without_signals() {
         let rest = |at| [(at, Step::ShutDownServer), (at + 3000, Step::QuitDaemon), (at + 8000, Step::KillDaemon)];
         assert_eq!(steps(|_| 0), rest(3000));
         assert_eq!(steps(|ms| usize::from(ms < 500)), rest(3500));
@@ -142,14 +142,14 @@ mod tests {
                 prop_assert!(step > last.0, "{:?} after {:?}", step, last.0);
                 let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY) } else { last.0.deadline() };
                 let given = now.saturating_sub(last.1);
-                prop_assert!(given >= least, "{:?} was given {:?}", last.0, given);
+                prop_assert!(given >= least, "{:?} lasted {:?}", last.0, given);
                 // Signals need clients, and a server with clients is not shut down before they were
                 // signalled.
                 prop_assert!(clients > 0 || step >= Step::ShutDownServer);
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // Whenever it is probed, and whoever connects and exits.
+            // At any probe times, with clients connecting and exiting at any time.
             let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY).iter().sum::<Duration>();
             let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);

@@ -2,8 +2,8 @@
 //! the time is an argument.
 //!
 //! In FAULT all clients have lost their contexts, and the server admits nobody until the last of
-//! them has exited. A client that does not exit blocks the GPU for everybody else, so it is
-//! signalled whatever the policies say: other pods' shares depend on it.
+//! them has exited. A client that does not exit blocks the GPU for all other pods, so it is
+//! signalled regardless of policies.
 //!
 //! A server in which a busy client was killed may look ACTIVE and yet break a later client. It is
 //! replaced as soon as it has no clients.
@@ -112,7 +112,7 @@ impl FaultTracker {
         }
     }
 
-    /// Records that the log names a client. If it names several, nobody knows which error came
+    /// Records that the log names a client. If it names several, it is unknown which error came
     /// first. If a client was killed while its kernels ran, the log does not count: on an H200
     /// (driver 580) it named a surviving neighbour in 47 of 47 such faults.
     pub(super) fn name(&mut self, pid: u32, allocation: Option<String>) {
@@ -131,7 +131,7 @@ impl FaultTracker {
         }
     }
 
-    /// Whether a log line that names nobody belongs to a fault that is over.
+    /// Whether a log line that names no client belongs to a fault that is over.
     pub(super) fn is_echo(&self, now: Instant) -> bool {
         self.current.is_none() && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < ECHO_WINDOW)
     }
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_killed_just_before_is_the_cause_whoever_the_log_names() {
+    fn a_client_killed_just_before_is_the_cause_even_if_the_log_names_another() {
         let now = Instant::now();
         let mut faults = FaultTracker { lost: vec![lost(1, now)], ..FaultTracker::default() };
         faults.begin(vec![client(2)], now + CAUSE_WINDOW / 2);

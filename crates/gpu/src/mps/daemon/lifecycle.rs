@@ -20,17 +20,17 @@ use crate::mps::procfs;
 use crate::mps::protocol::{self, Command};
 use crate::mps::wire::{Daemon, DaemonState, Enforcement};
 
-/// Interval of probes. A probe takes the daemon a tenth of a millisecond.
+/// Interval of probes. A probe costs the daemon 0.1 ms.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval while the daemon does not serve: clients are waiting.
 const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
 /// After this many fast probes without a fault the interval is ten times as long.
 const FAST_PROBES: u32 = 400;
-/// How often a starting daemon is tried.
+/// Interval of attempts to reach a starting daemon.
 const START_POLL: Duration = Duration::from_millis(5);
-/// How long the last lines of a daemon that exited may take to arrive.
+/// Time limit for the last lines of an exited daemon to arrive.
 const LAST_LINES: Duration = Duration::from_millis(200);
-/// How long a killed daemon may take to exit: the driver may hold it.
+/// Time limit for a killed daemon to exit. The driver may delay it.
 const KILL_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Device {
@@ -210,7 +210,7 @@ impl Device {
     async fn first_answer(&self) -> Result<(), DaemonError> {
         let deadline = Instant::now() + DAEMON_START_DEADLINE;
         loop {
-            match control::greets_as_known(&self.pipe).await {
+            match control::has_known_greeting(&self.pipe).await {
                 Ok(known) => {
                     if !known {
                         tracing::warn!(device = self.name, "unknown MPS handshake, limits are advisory");

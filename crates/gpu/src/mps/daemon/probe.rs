@@ -1,4 +1,4 @@
-//! Asks a daemon how it is, and reacts.
+//! Probes a daemon and its server, and reacts to their state.
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::wire::{Daemon, DaemonState};
 
-/// `terminate_client` on a stopped client blocks the daemon. For this long that is no sign that the
-/// daemon hangs.
+/// Time for which a daemon that does not answer `terminate_client` is not treated as hung: a
+/// stopped client blocks it.
 const TERMINATE_BLOCKS: Duration = Duration::from_secs(30);
 
 /// Why one life of a daemon ends.
@@ -53,7 +53,7 @@ impl Device {
         let desired = desired.borrow().clone();
         let end = self.compare_settings(settings, desired.as_ref());
         if end.is_some() {
-            // Before the lock is released, so that no client is admitted any more.
+            // Before the lock is released, so that no further client is admitted.
             self.set_state(DaemonState::Restarting, None);
         }
         Ok(end)
@@ -72,7 +72,7 @@ impl Device {
             }
             None if clients == 0 => Some(End::NotDesired),
             None => {
-                // Its doors are closed, so nobody connects any more. Running clients may finish.
+                // Its doors are closed, so no client connects any more. Running clients may finish.
                 let message = format!("no longer desired, waiting for clients to exit: {clients}");
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None

@@ -12,9 +12,9 @@ use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command};
 use crate::mps::wire::Client;
 
-/// How long a server without clients may take to shut down.
+/// Time limit for a server without clients to shut down.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
-/// How often a server that shuts down is polled.
+/// Poll interval of a server that shuts down.
 const SHUTDOWN_POLL: Duration = Duration::from_millis(10);
 
 impl Device {

@@ -7,7 +7,7 @@ use super::{Device, SERVER_START_DEADLINE};
 use crate::mps::error::{DaemonError, LastSeen};
 use crate::mps::protocol::{self, Command, ServerState};
 
-/// How often a starting server is polled.
+/// Poll interval of a starting server.
 const START_POLL: Duration = Duration::from_millis(10);
 
 impl Device {

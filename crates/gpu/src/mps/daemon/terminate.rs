@@ -9,7 +9,7 @@ use crate::mps::error::TerminateError;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, Terminated};
 
-/// How long to wait for the control lock, and then for the answer.
+/// Time limit for the control lock, and then for the answer.
 const DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 
 impl Device {

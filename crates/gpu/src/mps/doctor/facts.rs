@@ -12,7 +12,7 @@ use crate::mps::daemon::tool;
 use crate::mps::log::{LogEvent, log_line};
 use crate::nvml::{ComputeMode, Gpu};
 
-/// `nvidia-cuda-mps-control -v` contacts nobody.
+/// Time limit of `nvidia-cuda-mps-control -v`, which contacts no daemon.
 const VERSION_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Facts about the node and the GPU.
@@ -87,7 +87,7 @@ pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
 
 /// Asks the control program for its version.
 pub(super) async fn control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
-    // With a daemon's environment, so that a second doctor sees which GPU it belongs to.
+    // With a daemon's environment, from which a second doctor sees the GPU it belongs to.
     let mut command = Command::from(tool::command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(VERSION_DEADLINE, command.output()).await.ok()?.ok()?;

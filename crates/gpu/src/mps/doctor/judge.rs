@@ -3,7 +3,9 @@ use cleave_plan::mps;
 use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
 
-use super::observed::{Allocated, Asked, Bound, GpuView, Log, Lowered, Observations, Outcome, Termination, TestedGpu};
+use super::observed::{
+    Allocated, Bound, Exchange, GpuView, Log, Lowered, Observations, Outcome, Termination, TestedGpu,
+};
 use crate::mps::protocol::{self, Command, ServerState, Terminated};
 use crate::nvml::ComputeMode;
 
@@ -31,7 +33,7 @@ pub(super) struct Finding {
     pub(super) expected: &'static str,
     pub(super) observed: String,
     pub(super) verdict: Verdict,
-    /// What it means for users if the driver differs.
+    /// The effect on users if the driver differs.
     pub(super) impact: &'static str,
 }
 
@@ -65,8 +67,8 @@ impl Check {
 pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let mut findings = daemon(seen);
     findings.extend(limits(seen, gpu));
-    findings.extend(holes(seen, gpu));
-    findings.extend(lives(seen, gpu));
+    findings.extend(known_holes(seen, gpu));
+    findings.extend(clients(seen, gpu));
     findings
 }
 
@@ -88,8 +90,8 @@ fn daemon(seen: &Observations) -> Vec<Finding> {
     };
     let unprivileged = Check {
         name: "privileges",
-        expected: "over control, which programs can reach, nothing can be changed",
-        impact: "whoever reaches the daemon's own socket can reconfigure its neighbours. Pods reach only Cleave's door, which refuses \
+        expected: "programs cannot change settings through the socket `control`",
+        impact: "a program that reaches the daemon's own socket can reconfigure its neighbours. Pods reach only Cleave's door, which refuses \
                  commands; with advisory limits they reach the daemon",
     };
     let log = Check {
@@ -102,17 +104,22 @@ fn daemon(seen: &Observations) -> Vec<Finding> {
         greeting.judge(&seen.greeting, |&known| {
             (known, if known { "known greeting" } else { "unknown greeting" }.to_owned())
         }),
-        commands.judge(&seen.commands, |asked| {
-            let strange: Vec<String> = asked.iter().filter(|asked| !is_understood(asked)).map(quote).collect();
-            let seen =
-                if strange.is_empty() { format!("{} sent, all answered", asked.len()) } else { strange.join("; ") };
-            (strange.is_empty(), seen)
+        commands.judge(&seen.commands, |exchanges| {
+            let unexpected: Vec<String> =
+                exchanges.iter().filter(|exchange| !has_known_form(exchange)).map(quote).collect();
+            let seen = if unexpected.is_empty() {
+                format!("{} sent, all answered", exchanges.len())
+            } else {
+                unexpected.join("; ")
+            };
+            (unexpected.is_empty(), seen)
         }),
-        unprivileged.judge(&seen.unprivileged, |asked| {
-            let taken: Vec<String> =
-                asked.iter().filter(|asked| !asked.answer.contains("privilege")).map(quote).collect();
-            let seen = if taken.is_empty() { format!("{} commands refused", asked.len()) } else { taken.join("; ") };
-            (taken.is_empty(), seen)
+        unprivileged.judge(&seen.unprivileged, |exchanges| {
+            let accepted: Vec<String> =
+                exchanges.iter().filter(|exchange| !exchange.answer.contains("privilege")).map(quote).collect();
+            let seen =
+                if accepted.is_empty() { format!("{} commands refused", exchanges.len()) } else { accepted.join("; ") };
+            (accepted.is_empty(), seen)
         }),
         log.judge(&seen.log, judge_log),
     ]
@@ -135,12 +142,12 @@ fn judge_log(log: &Log) -> (bool, String) {
     }
 }
 
-fn quote(asked: &Asked) -> String {
-    format!("`{}` answers {:?}", asked.command, asked.answer.trim())
+fn quote(exchange: &Exchange) -> String {
+    format!("`{}` answers {:?}", exchange.command, exchange.answer.trim())
 }
 
 /// Whether an answer has the form that Cleave parses.
-fn is_understood(Asked { command, answer, set }: &Asked) -> bool {
+fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
     match command {
         Command::ServerList | Command::Clients(_) => protocol::pids(answer).is_ok(),
         Command::ServerStatus(_) => protocol::server_state(answer).is_ok_and(|state| state == ServerState::Active),
@@ -236,30 +243,30 @@ fn limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
 }
 
 fn judge_lowered(lowered: &Lowered, gpu: TestedGpu) -> (bool, String) {
-    let Lowered { set, asked_more, asked_less } = lowered;
-    let raised = Bound { view: *asked_more, ..*set };
-    let good = holds(set, gpu) && holds(&raised, gpu) && holds(asked_less, gpu);
+    let Lowered { set, requested_more, requested_less } = lowered;
+    let raised = Bound { view: *requested_more, ..*set };
+    let good = holds(set, gpu) && holds(&raised, gpu) && holds(requested_less, gpu);
     (
         good,
         format!(
             "{}; requesting more: {}; less: {}",
             describe_bound(set),
-            describe(*asked_more),
-            describe(asked_less.view)
+            describe(*requested_more),
+            describe(requested_less.view)
         ),
     )
 }
 
-fn holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+fn known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let escape = Check {
         name: "escape",
         expected: "known hole: an invalid memory limit in a program's environment removes its limit",
-        impact: "better than known: this driver keeps the limit. Cleave still refuses such pods and watches memory",
+        impact: "better than expected: this driver keeps the limit. Cleave still refuses such pods and watches memory",
     };
     let plain = Check {
         name: "no control",
         expected: "known hole: without a control socket a program runs without MPS, unless the compute mode forbids it",
-        impact: "other than known: such programs may wait or fail, where Cleave expects them to run without MPS",
+        impact: "differs from the known hole: such programs may wait or fail instead of running without MPS",
     };
     vec![
         escape.judge(&seen.escape, |bound| {
@@ -276,7 +283,7 @@ fn holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     ]
 }
 
-fn lives(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+fn clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let users = Check {
         name: "users",
         expected: "with -multiuser-server several users share a server at once",
@@ -289,7 +296,7 @@ fn lives(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     };
     let by_mps = Check {
         name: "clients",
-        expected: "MPS lists its clients by their process ids",
+        expected: "MPS lists its clients by their process IDs",
         impact: "clients of deleted pods are not terminated through MPS and may break their neighbours",
     };
     let by_nvml = Check {
@@ -349,27 +356,27 @@ mod tests {
     const FIFTH: Bound = Bound { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
     const SERVER: u32 = 17;
 
-    fn asked(command: Command, answer: &str, set: Option<u64>) -> Asked {
-        Asked { command, answer: answer.to_owned(), set }
+    fn exchange(command: Command, answer: &str, set: Option<u64>) -> Exchange {
+        Exchange { command, answer: answer.to_owned(), set }
     }
 
     /// An H200 under driver 580.
     fn measured() -> Observations {
         let commands = vec![
-            asked(Command::SetDefaultThreads(50), "50.0", None),
-            asked(Command::GetDefaultThreads, "50.0", Some(50)),
-            asked(Command::SetDefaultMemory(8192), "", None),
-            asked(Command::GetDefaultMemory, "8G", Some(8192)),
-            asked(Command::StartServer { uid: 0 }, "", None),
-            asked(Command::ServerList, "17", None),
-            asked(Command::ServerStatus(SERVER), "ACTIVE", None),
-            asked(Command::SetThreads { server: SERVER, percent: 20 }, "20.0", None),
-            asked(Command::SetMemory { server: SERVER, mib: Some(8192) }, "", None),
-            asked(Command::GetMemory { server: SERVER }, "8G", Some(8192)),
-            asked(Command::GetMemory { server: SERVER }, "", None),
-            asked(Command::Clients(SERVER), "", None),
+            exchange(Command::SetDefaultThreads(50), "50.0", None),
+            exchange(Command::GetDefaultThreads, "50.0", Some(50)),
+            exchange(Command::SetDefaultMemory(8192), "", None),
+            exchange(Command::GetDefaultMemory, "8G", Some(8192)),
+            exchange(Command::StartServer { uid: 0 }, "", None),
+            exchange(Command::ServerList, "17", None),
+            exchange(Command::ServerStatus(SERVER), "ACTIVE", None),
+            exchange(Command::SetThreads { server: SERVER, percent: 20 }, "20.0", None),
+            exchange(Command::SetMemory { server: SERVER, mib: Some(8192) }, "", None),
+            exchange(Command::GetMemory { server: SERVER }, "8G", Some(8192)),
+            exchange(Command::GetMemory { server: SERVER }, "", None),
+            exchange(Command::Clients(SERVER), "", None),
         ];
-        let refused = asked(Command::SetDefaultThreads(50), "Not enough privilege to execute it", None);
+        let refused = exchange(Command::SetDefaultThreads(50), "Not enough privilege to execute it", None);
         let log = Log {
             version: Some(13000),
             server_ready: true,
@@ -386,7 +393,7 @@ mod tests {
             listed_by_nvml: Outcome::Observed(Some(true)),
             bound: Outcome::Observed([HALF, FIFTH]),
             rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
-            lowered: Outcome::Observed(Lowered { set: HALF, asked_more: HALF.view, asked_less: FIFTH }),
+            lowered: Outcome::Observed(Lowered { set: HALF, requested_more: HALF.view, requested_less: FIFTH }),
             memory: Outcome::Observed(Memory { limit_mib: 8192, half: Ok(()), all: Err(2) }),
             escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF }),
             users: Outcome::Observed(HALF),
@@ -424,7 +431,7 @@ mod tests {
         assert!(left.iter().all(|finding| finding.verdict == Verdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
         assert_eq!(when(|seen| seen.start = Outcome::Failed("it ends".to_owned())), ["start"]);
-        assert_eq!(when(|seen| seen.users = Outcome::Failed("it says nothing".to_owned())), ["users"]);
+        assert_eq!(when(|seen| seen.users = Outcome::Failed("no output".to_owned())), ["users"]);
     }
 
     #[test]
@@ -439,15 +446,15 @@ mod tests {
             (Command::SetThreads { server: SERVER, percent: 20 }, "", None),
             (Command::SetMemory { server: SERVER, mib: None }, "Usage: …", None),
         ] {
-            let strange = asked(command, answer, set);
+            let unexpected = exchange(command, answer, set);
             assert_eq!(
-                when(|seen| seen.commands = Outcome::Observed(vec![strange.clone()])),
+                when(|seen| seen.commands = Outcome::Observed(vec![unexpected.clone()])),
                 ["commands"],
-                "{strange:?}"
+                "{unexpected:?}"
             );
         }
-        let taken = asked(Command::SetDefaultThreads(50), "50.0", None);
-        assert_eq!(when(|seen| seen.unprivileged = Outcome::Observed(vec![taken])), ["privileges"]);
+        let accepted = exchange(Command::SetDefaultThreads(50), "50.0", None);
+        assert_eq!(when(|seen| seen.unprivileged = Outcome::Observed(vec![accepted])), ["privileges"]);
     }
 
     #[test]
@@ -483,10 +490,10 @@ mod tests {
             assert_eq!(when(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
             assert_eq!(when(|seen| seen.users = Outcome::Observed(other)), ["users"]);
             assert_eq!(when(|seen| seen.link = Outcome::Observed(other)), ["link"]);
-            let raised = Lowered { set: HALF, asked_more: other.view, asked_less: FIFTH };
+            let raised = Lowered { set: HALF, requested_more: other.view, requested_less: FIFTH };
             assert_eq!(when(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
         }
-        let deaf = Lowered { set: HALF, asked_more: HALF.view, asked_less: Bound { view: HALF.view, ..FIFTH } };
+        let deaf = Lowered { set: HALF, requested_more: HALF.view, requested_less: Bound { view: HALF.view, ..FIFTH } };
         assert_eq!(when(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
         assert_eq!(when(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {

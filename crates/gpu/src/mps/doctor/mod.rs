@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `facts` | facts about the node and the GPU |
 //! | `preconditions` | whether a daemon may be started without disturbing anybody |
-//! | `setup` | the GPU to test, and what to test it with |
+//! | `setup` | the GPU to test, the daemon and the CUDA program |
 //! | `own_daemon`, `program` | the doctor's daemon, the user's CUDA program |
 //! | `tests_on_gpu` | runs the tests |
 //! | `observed` | what the tests observed (data) |
@@ -41,9 +41,9 @@ use crate::nvml::{Census, Gpu, Library, NvmlError, Search, Worker};
 
 /// Check whether this node's driver behaves as Cleave expects of MPS.
 ///
-/// Starts its own MPS daemon on a GPU that nobody uses. On a GPU that is in use it starts nothing
-/// and reports only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
-/// 2 if there is no result. Run it as root in the node's pid namespace.
+/// Starts its own MPS daemon on an idle GPU. On a GPU that is in use it starts nothing and reports
+/// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and 2 if there
+/// is no result. Run it as root in the node's PID namespace.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorArgs {
     /// Index or UUID of the GPU. Default: the first GPU.
@@ -59,12 +59,12 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "PROGRAM [ARGUMENT…]")]
     client: Option<String>,
 
-    /// Assume that nobody uses the GPU although processes of other pid namespaces are not visible.
-    #[arg(long)]
+    /// Assume that the GPU is idle although processes of other PID namespaces are not visible.
+    #[arg(long, help_heading = "Advanced options")]
     idle: bool,
 
-    // The doctor only reads the run directory, to learn which GPUs Cleave uses.
-    #[command(flatten)]
+    // The doctor only reads the run directory, to detect which GPUs Cleave uses.
+    #[command(flatten, next_help_heading = "Advanced options")]
     paths: PathArgs,
 }
 
@@ -75,7 +75,7 @@ pub enum DoctorError {
     #[error("NVML failed: {0}")]
     Nvml(#[from] NvmlError),
     /// No such GPU.
-    #[error("no GPU {wanted} on this node; it has {}", if .available.is_empty() { "none" } else { .available })]
+    #[error("no GPU {wanted} on this node; its GPUs: {}", if .available.is_empty() { "none" } else { .available })]
     NoGpu {
         /// The requested index or UUID.
         wanted: String,
@@ -120,9 +120,9 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     };
     let preconditions = preconditions::check(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
-    let sees_others = preconditions.others == Others::Visible;
+    let are_others_visible = preconditions.others == Others::Visible;
     let seen = match (&skip_reason, &facts.control) {
-        (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, sees_others)).await?,
+        (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
         (reason, _) => Observations::none(reason.as_deref().unwrap_or_default()),
     };
     if let Outcome::Observed(log) = &seen.log {
@@ -143,12 +143,13 @@ fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
     }
 }
 
-/// Every GPU by index, each asked by a worker of its own: one that hangs delays no other.
+/// Describes every GPU, by index. Each has its own worker, so that a GPU that hangs delays no
+/// other.
 async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {
         let worker = Worker::start(library, format!("nvml-gpu-{index}"))?;
-        calls.spawn(async move { (index, worker.call(NVML_DEADLINE, move |gpus| gpus.at(index)).await) });
+        calls.spawn(async move { (index, worker.call(NVML_DEADLINE, move |gpus| gpus.gpu_at(index)).await) });
     }
     Ok(calls.join_all().await.into_iter().collect())
 }
@@ -166,7 +167,7 @@ fn choose(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> 
     Err(DoctorError::NoGpu { wanted, available: available.join(", ") })
 }
 
-fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, sees_others: bool) -> Setup {
+fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {
         uuid: gpu.uuid.clone(),
@@ -179,13 +180,13 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, sees_othe
             device: gpu.uuid.clone(),
         }),
         nvml,
-        sees_others,
+        are_others_visible,
     }
 }
 
 /// Starts a daemon, runs the tests and stops it.
 async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
-    // Signal handlers first, before there is anything that has to be stopped.
+    // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut seen = Observations::none("the daemon does not answer");
     let mut daemon = match OwnDaemon::start(setup) {
@@ -210,7 +211,7 @@ async fn observe(setup: &Setup, daemon: &mut OwnDaemon, seen: &mut Observations)
         Ok(answer) => {
             if !answer.is_known {
                 *seen = Observations::none(
-                    "the daemon's protocol is unknown, so Cleave uses the driver's own tool for commands",
+                    "the daemon's protocol is unknown, so Cleave sends commands with the driver's own tool",
                 );
             }
             seen.start = Outcome::Observed(answer.after_ms);

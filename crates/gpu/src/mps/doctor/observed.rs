@@ -28,14 +28,14 @@ fn skipped<T>(why: &str) -> Outcome<T> {
     Outcome::NotTested(why.to_owned())
 }
 
-/// What a program sees of its GPU.
+/// The SMs and free memory that a program sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct GpuView {
     pub(super) sms: u32,
     pub(super) free_mib: u64,
 }
 
-/// What the daemon logged.
+/// The events that the daemon logged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Log {
     pub(super) version: Option<u32>,
@@ -47,7 +47,7 @@ pub(super) struct Log {
 
 /// A command and its answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Asked {
+pub(super) struct Exchange {
     pub(super) command: Command,
     pub(super) answer: String,
     /// For a command that reads a setting: the percentage or MiB set before.
@@ -62,14 +62,14 @@ pub(super) struct Bound {
     pub(super) view: GpuView,
 }
 
-/// What programs saw that asked for other limits than the server's.
+/// The view of programs whose environment sets limits other than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lowered {
     pub(super) set: Bound,
     /// With higher limits in its environment.
-    pub(super) asked_more: GpuView,
+    pub(super) requested_more: GpuView,
     /// With these lower limits in its environment.
-    pub(super) asked_less: Bound,
+    pub(super) requested_less: Bound,
 }
 
 /// Result of a CUDA call: the error code of a failure.
@@ -100,9 +100,9 @@ pub(super) struct Observations {
     pub(super) start: Outcome<u128>,
     /// Whether its greeting is that of driver 580.
     pub(super) greeting: Outcome<bool>,
-    pub(super) commands: Outcome<Vec<Asked>>,
+    pub(super) commands: Outcome<Vec<Exchange>>,
     /// Administrators' commands over the socket that every user can reach.
-    pub(super) unprivileged: Outcome<Vec<Asked>>,
+    pub(super) unprivileged: Outcome<Vec<Exchange>>,
     pub(super) log: Outcome<Log>,
     /// Whether MPS lists a client by its pid.
     pub(super) listed_by_mps: Outcome<bool>,
@@ -115,16 +115,16 @@ pub(super) struct Observations {
     pub(super) rounding: Outcome<Vec<(u8, u32)>>,
     pub(super) lowered: Outcome<Lowered>,
     pub(super) memory: Outcome<Memory>,
-    /// What a program saw whose environment contains an invalid memory limit.
+    /// The view of a program whose environment contains an invalid memory limit.
     pub(super) escape: Outcome<Bound>,
-    /// What another user's program saw while root's was running.
+    /// The view of another user's program while root's program was running.
     pub(super) users: Outcome<Bound>,
-    /// What a program saw whose pipe directory contains only a link to `control`.
+    /// The view of a program whose pipe directory contains only a link to `control`.
     pub(super) link: Outcome<Bound>,
     pub(super) terminated: Outcome<Termination>,
-    /// What the first program of a new server saw under the daemon's defaults.
+    /// The view of the first program of a new server, under the daemon's defaults.
     pub(super) defaults: Outcome<Bound>,
-    /// What a program saw without a `control` socket, or its CUDA error.
+    /// The view of a program without a `control` socket, or its CUDA error.
     pub(super) no_control: Outcome<Result<GpuView, i64>>,
 }
 

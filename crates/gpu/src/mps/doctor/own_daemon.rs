@@ -19,10 +19,10 @@ use crate::mps::log::{LogEvent, log_line};
 use crate::mps::procfs;
 use crate::mps::text::shorten;
 
-/// How often the daemon is polled.
+/// Poll interval of the daemon.
 const POLL: Duration = Duration::from_millis(20);
 
-/// What the daemon has logged.
+/// The events that the daemon has logged.
 #[derive(Debug, Default)]
 pub(super) struct DaemonLog {
     pub(super) version: Option<u32>,
@@ -35,7 +35,7 @@ pub(super) struct DaemonLog {
     last_line: String,
 }
 
-/// Why the daemon does not answer.
+/// Why the daemon did not answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OwnDaemonError {
     #[error("it cannot be started: {0}")]
@@ -46,7 +46,7 @@ pub(super) enum OwnDaemonError {
     Control(#[from] ControlError),
 }
 
-/// What the daemon said first.
+/// The daemon's first answer.
 pub(super) struct FirstAnswer {
     /// Milliseconds after the start.
     pub(super) after_ms: u128,
@@ -116,7 +116,7 @@ impl OwnDaemon {
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });
             }
-            match control::greets_as_known(&self.pipe()).await {
+            match control::has_known_greeting(&self.pipe()).await {
                 Ok(is_known) => return Ok(FirstAnswer { after_ms: begun.elapsed().as_millis(), is_known }),
                 Err(ControlError::Io(_) | ControlError::Closed) if begun.elapsed() < DAEMON_START_DEADLINE => {
                     sleep(POLL).await;

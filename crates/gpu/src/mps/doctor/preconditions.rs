@@ -11,7 +11,7 @@ use crate::nvml::{ComputeMode, Gpu};
 /// are visible.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
-/// What decides whether the doctor may start a daemon.
+/// The facts that decide whether the doctor may start a daemon.
 #[derive(Debug, Clone)]
 pub(super) struct Preconditions {
     control: bool,
@@ -20,7 +20,7 @@ pub(super) struct Preconditions {
     compute_mode: Option<ComputeMode>,
     /// Why the GPU may belong to Cleave.
     cleave: Option<String>,
-    /// Pids of MPS processes that may serve the GPU. None if they cannot be found out.
+    /// Pids of MPS processes that may serve the GPU. None if the search failed.
     mps: Option<Vec<u32>>,
     /// Number of processes on the GPU. None if NVML does not report it.
     processes: Option<usize>,
@@ -32,7 +32,7 @@ pub(super) struct Preconditions {
 pub(super) enum Others {
     Visible,
     Hidden,
-    /// They are hidden, but `--idle` says that there are none.
+    /// They are hidden, but `--idle` asserts that there are none.
     AssumedNone,
 }
 
@@ -53,7 +53,7 @@ impl Preconditions {
                     pids.join(", ")
                 ));
             }
-            Self { processes: None, .. } => "NVML does not report who uses the GPU",
+            Self { processes: None, .. } => "NVML does not report which processes use the GPU",
             Self { processes: Some(1..), .. } => "the GPU is in use",
             Self { others: Others::Hidden, .. } => {
                 "processes of other pid namespaces are not visible; pass --idle if nobody uses the GPU"
@@ -95,12 +95,14 @@ fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
     let desired = match std::fs::read(&path) {
         Ok(bytes) => Desired::parse(&bytes),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
-        Err(error) => return Some(format!("cannot tell whether Cleave uses the GPU: {}: {error}", path.display())),
+        Err(error) => {
+            return Some(format!("cannot determine whether Cleave uses the GPU: {}: {error}", path.display()));
+        }
     };
     match desired {
         Ok(desired) if !desired.daemons.contains_key(uuid) => None,
         Ok(_) => Some(format!("Cleave shares the GPU with MPS ({})", path.display())),
-        Err(invalid) => Some(format!("cannot tell whether Cleave uses the GPU: {invalid}")),
+        Err(invalid) => Some(format!("cannot determine whether Cleave uses the GPU: {invalid}")),
     }
 }
 
@@ -156,6 +158,6 @@ mod tests {
         assert!(reserved_by_cleave(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
         assert_eq!(reserved_by_cleave(run.path(), "GPU-2"), None);
         std::fs::write(&path, "junk").unwrap();
-        assert!(reserved_by_cleave(run.path(), "GPU-2").unwrap().contains("cannot tell"));
+        assert!(reserved_by_cleave(run.path(), "GPU-2").unwrap().contains("cannot determine"));
     }
 }

@@ -18,10 +18,10 @@ use tokio::time::timeout;
 use super::observed::{Allocated, GpuView};
 use crate::mps::text::shorten;
 
-/// How long a line may take. A context takes 0.1 s, and much longer if the driver initializes the
-/// GPU first.
+/// Time limit for a line of output. Creating a context takes 0.1 s, and much longer if the driver
+/// initializes the GPU first.
 const LINE_DEADLINE: Duration = Duration::from_secs(30);
-/// How long a program may take to exit after its last line.
+/// Time limit for a program to exit after its last line.
 const EXIT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// The program, and what every run of it needs.
@@ -49,7 +49,7 @@ pub(super) struct Start {
 /// Why a program gave no usable result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProgramError {
-    /// The program does not work, which says nothing about the driver.
+    /// The program does not work. That is no fault of the driver.
     #[error("the CUDA program {0}")]
     Broken(String),
     /// A CUDA call failed.
@@ -167,7 +167,7 @@ impl Running {
         }
     }
 
-    /// Lets a waiting program allocate. Returns the result.
+    /// Makes a waiting program allocate. Returns the result.
     pub(super) async fn resume(&mut self) -> Result<Allocated, ProgramError> {
         if let Some(mut input) = self.input.take() {
             // If it has exited, the missing line shows that.
@@ -176,7 +176,7 @@ impl Running {
         self.allocated().await
     }
 
-    /// Lets the program exit and waits for it.
+    /// Makes the program exit and waits for that.
     pub(super) async fn finish(mut self) {
         drop(self.input.take());
         if timeout(EXIT_DEADLINE, self.child.wait()).await.is_err() {

@@ -21,7 +21,7 @@ pub(super) struct Report {
 
 /// Widths of the table's columns: check, verdict, expected, observed.
 const WIDTHS: [usize; 4] = [10, 8, 39, 37];
-const BETWEEN: &str = "  ";
+const COLUMN_GAP: &str = "  ";
 /// Width of a line.
 const WIDTH: usize = 100;
 
@@ -110,7 +110,7 @@ fn row(text: &mut String, cells: [&str; 4]) {
             .zip(WIDTHS)
             .map(|(lines, width)| format!("{:width$}", lines.get(number).map_or("", String::as_str)))
             .collect();
-        text.push_str(line.join(BETWEEN).trim_end());
+        text.push_str(line.join(COLUMN_GAP).trim_end());
         text.push('\n');
     }
 }

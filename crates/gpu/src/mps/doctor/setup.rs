@@ -1,4 +1,4 @@
-//! What the tests run on and with.
+//! The configuration of the tests.
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::program::Program;
 use crate::nvml::Worker;
 
-/// How long NVML may take: milliseconds, or seconds if it has to initialize a GPU.
+/// Time limit of NVML calls. They take milliseconds, or seconds if NVML initializes a GPU.
 pub(super) const NVML_DEADLINE: Duration = Duration::from_secs(20);
 
 /// The GPU to test, and what to test it with.
@@ -18,5 +18,5 @@ pub(super) struct Setup {
     pub(super) program: Option<Program>,
     pub(super) nvml: Worker,
     /// Whether processes of other containers are visible.
-    pub(super) sees_others: bool,
+    pub(super) are_others_visible: bool,
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::observed::{Asked, Bound, GpuView, Log, Lowered, Memory, Observations, Outcome, Termination};
+use super::observed::{Bound, Exchange, GpuView, Log, Lowered, Memory, Observations, Outcome, Termination};
 use super::own_daemon::{DaemonLog, OwnDaemon};
 use super::program::{Program, ProgramError, Running, Start};
 use super::setup::{NVML_DEADLINE, Setup};
@@ -22,13 +22,13 @@ use crate::nvml::NvmlError;
 const PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
 /// The usual thread percentage of programs. Fewer SMs than the whole GPU show that they use MPS.
 const PERCENT: u8 = 50;
-/// A lower percentage.
+/// A percentage below the usual limit.
 const LOW_PERCENT: u8 = 20;
-/// A user other than root, who may own nothing.
+/// An unprivileged user.
 const NOBODY: u32 = 65_534;
-/// How long MPS, its log or NVML may take to report that a client connected or exited.
+/// Time limit for MPS, its log or NVML to report that a client connected or exited.
 const REPORT_DEADLINE: Duration = Duration::from_secs(3);
-/// How often they are polled.
+/// Poll interval of these reports.
 const POLL: Duration = Duration::from_millis(20);
 /// `terminate_client` answers in milliseconds.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
@@ -36,12 +36,12 @@ const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 const NO_PROGRAM: &str = "needs a CUDA program (--client)";
 
 /// Why a test gave no observation.
-enum Stop {
+enum NoResult {
     NotTested(String),
     Failed(String),
 }
 
-impl From<ProgramError> for Stop {
+impl From<ProgramError> for NoResult {
     fn from(error: ProgramError) -> Self {
         match &error {
             ProgramError::Broken(_) => Self::NotTested(error.to_string()),
@@ -50,25 +50,25 @@ impl From<ProgramError> for Stop {
     }
 }
 
-impl From<ControlError> for Stop {
+impl From<ControlError> for NoResult {
     fn from(error: ControlError) -> Self {
         Self::Failed(error.to_string())
     }
 }
 
-impl From<Unexpected> for Stop {
+impl From<Unexpected> for NoResult {
     fn from(error: Unexpected) -> Self {
         Self::Failed(error.to_string())
     }
 }
 
-impl From<io::Error> for Stop {
+impl From<io::Error> for NoResult {
     fn from(error: io::Error) -> Self {
         Self::NotTested(format!("cannot create a file: {error}"))
     }
 }
 
-impl From<NvmlError> for Stop {
+impl From<NvmlError> for NoResult {
     fn from(error: NvmlError) -> Self {
         Self::Failed(error.to_string())
     }
@@ -103,7 +103,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
     seen.unprivileged = tests.run(tests.unprivileged()).await;
     let listed = tests.run(tests.listed()).await;
     seen.listed_by_mps = listed.map(|listed| listed.0);
-    seen.listed_by_nvml = if setup.sees_others {
+    seen.listed_by_nvml = if setup.are_others_visible {
         listed.map(|listed| listed.1)
     } else {
         Outcome::NotTested("needs the node's pid namespace (hostPID)".to_owned())
@@ -123,8 +123,8 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
 }
 
 impl Tests<'_> {
-    /// Runs one test, unless somebody else uses the GPU.
-    async fn run<T>(&self, work: impl Future<Output = Result<T, Stop>>) -> Outcome<T> {
+    /// Runs one test, unless another process uses the GPU.
+    async fn run<T>(&self, work: impl Future<Output = Result<T, NoResult>>) -> Outcome<T> {
         if self.stopped.borrow().is_none() {
             *self.stopped.borrow_mut() = self.other_user().await;
         }
@@ -133,21 +133,21 @@ impl Tests<'_> {
         }
         match work.await {
             Ok(seen) => Outcome::Observed(seen),
-            Err(Stop::NotTested(why)) => Outcome::NotTested(why),
-            Err(Stop::Failed(why)) => Outcome::Failed(why),
+            Err(NoResult::NotTested(why)) => Outcome::NotTested(why),
+            Err(NoResult::Failed(why)) => Outcome::Failed(why),
         }
     }
 
     /// Whether another process uses the GPU meanwhile, which must not be disturbed.
     async fn other_user(&self) -> Option<String> {
-        if !self.setup.sees_others {
+        if !self.setup.are_others_visible {
             return None;
         }
         let deadline = Instant::now() + REPORT_DEADLINE;
         loop {
             let uuid = self.setup.uuid.clone();
             match self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&uuid)).await {
-                Err(error) => return Some(format!("NVML no longer reports who uses the GPU: {error}")),
+                Err(error) => return Some(format!("NVML no longer reports which processes use the GPU: {error}")),
                 Ok(processes) => {
                     let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
                     // NVML may still list a process of ours that has just exited.
@@ -169,41 +169,41 @@ impl Tests<'_> {
         self.directory.join("pipe")
     }
 
-    async fn ask(&self, command: Command) -> Result<String, Stop> {
+    async fn ask(&self, command: Command) -> Result<String, NoResult> {
         Ok(control::ask(&self.pipe(), &command, ANSWER_DEADLINE).await?)
     }
 
     /// Sends a command and records the answer.
-    async fn record(&self, asked: &mut Vec<Asked>, command: Command, set: Option<u64>) -> Result<(), Stop> {
+    async fn record(&self, exchanges: &mut Vec<Exchange>, command: Command, set: Option<u64>) -> Result<(), NoResult> {
         let answer = self.ask(command.clone()).await?;
-        asked.push(Asked { command, answer, set });
+        exchanges.push(Exchange { command, answer, set });
         Ok(())
     }
 
-    fn server(&self) -> Result<u32, Stop> {
-        self.server.get().ok_or_else(|| Stop::NotTested("no MPS server is running".to_owned()))
+    fn server(&self) -> Result<u32, NoResult> {
+        self.server.get().ok_or_else(|| NoResult::NotTested("no MPS server is running".to_owned()))
     }
 
-    fn program(&self) -> Result<&Program, Stop> {
-        self.setup.program.as_ref().ok_or_else(|| Stop::NotTested(NO_PROGRAM.to_owned()))
+    fn program(&self) -> Result<&Program, NoResult> {
+        self.setup.program.as_ref().ok_or_else(|| NoResult::NotTested(NO_PROGRAM.to_owned()))
     }
 
     fn start_here(&self) -> Start {
         Start { pipe: self.pipe(), ..Start::default() }
     }
 
-    /// What a program sees that only the server's limits bind.
-    async fn view(&self) -> Result<GpuView, Stop> {
+    /// The view of a program that sets no limits of its own.
+    async fn view(&self) -> Result<GpuView, NoResult> {
         Ok(self.program()?.view(&self.start_here()).await?)
     }
 
-    /// Starts a program that runs until it is told to continue.
-    async fn running(&self, allocate_mib: Option<u64>) -> Result<Running, Stop> {
+    /// Starts a program that waits for a line on its standard input.
+    async fn running(&self, allocate_mib: Option<u64>) -> Result<Running, NoResult> {
         Ok(self.program()?.start(&Start { waits: true, allocate_mib, ..self.start_here() }).await?)
     }
 
     /// Sets the limits of the next program that connects.
-    async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), Stop> {
+    async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoResult> {
         // First, because without a program the test is not possible.
         self.program()?;
         let server = self.server()?;
@@ -215,7 +215,7 @@ impl Tests<'_> {
         if actual.trim().is_empty() { Ok(()) } else { Err(Unexpected::new(&actual).into()) }
     }
 
-    async fn set_usual_limits(&self) -> Result<(), Stop> {
+    async fn set_usual_limits(&self) -> Result<(), NoResult> {
         self.set_limits(PERCENT, Some(self.limit_mib)).await
     }
 
@@ -223,29 +223,29 @@ impl Tests<'_> {
         Bound { percent: PERCENT, limit_mib: self.limit_mib, view }
     }
 
-    async fn commands(&self) -> Result<Vec<Asked>, Stop> {
-        let mut asked = Vec::new();
+    async fn commands(&self) -> Result<Vec<Exchange>, NoResult> {
+        let mut exchanges = Vec::new();
         let limit = Some(self.limit_mib);
-        self.record(&mut asked, Command::SetDefaultThreads(PERCENT), None).await?;
-        self.record(&mut asked, Command::GetDefaultThreads, Some(PERCENT.into())).await?;
-        self.record(&mut asked, Command::SetDefaultMemory(self.limit_mib), None).await?;
-        self.record(&mut asked, Command::GetDefaultMemory, limit).await?;
-        self.record(&mut asked, Command::StartServer { uid: 0 }, None).await?;
+        self.record(&mut exchanges, Command::SetDefaultThreads(PERCENT), None).await?;
+        self.record(&mut exchanges, Command::GetDefaultThreads, Some(PERCENT.into())).await?;
+        self.record(&mut exchanges, Command::SetDefaultMemory(self.limit_mib), None).await?;
+        self.record(&mut exchanges, Command::GetDefaultMemory, limit).await?;
+        self.record(&mut exchanges, Command::StartServer { uid: 0 }, None).await?;
         let server = self.ready().await?;
         self.server.set(Some(server));
-        self.record(&mut asked, Command::ServerList, None).await?;
-        self.record(&mut asked, Command::ServerStatus(server), None).await?;
-        self.record(&mut asked, Command::SetThreads { server, percent: LOW_PERCENT }, None).await?;
-        self.record(&mut asked, Command::SetMemory { server, mib: limit }, None).await?;
-        self.record(&mut asked, Command::GetMemory { server }, limit).await?;
-        self.record(&mut asked, Command::SetMemory { server, mib: None }, None).await?;
-        self.record(&mut asked, Command::GetMemory { server }, None).await?;
-        self.record(&mut asked, Command::Clients(server), None).await?;
-        Ok(asked)
+        self.record(&mut exchanges, Command::ServerList, None).await?;
+        self.record(&mut exchanges, Command::ServerStatus(server), None).await?;
+        self.record(&mut exchanges, Command::SetThreads { server, percent: LOW_PERCENT }, None).await?;
+        self.record(&mut exchanges, Command::SetMemory { server, mib: limit }, None).await?;
+        self.record(&mut exchanges, Command::GetMemory { server }, limit).await?;
+        self.record(&mut exchanges, Command::SetMemory { server, mib: None }, None).await?;
+        self.record(&mut exchanges, Command::GetMemory { server }, None).await?;
+        self.record(&mut exchanges, Command::Clients(server), None).await?;
+        Ok(exchanges)
     }
 
     /// The server, once it serves.
-    async fn ready(&self) -> Result<u32, Stop> {
+    async fn ready(&self) -> Result<u32, NoResult> {
         let deadline = Instant::now() + SERVER_START_DEADLINE;
         while Instant::now() < deadline {
             if let Some(&server) = protocol::pids(&self.ask(Command::ServerList).await?)?.first()
@@ -255,12 +255,12 @@ impl Tests<'_> {
             }
             sleep(POLL).await;
         }
-        Err(Stop::Failed(format!("no MPS server became ready within {} s", SERVER_START_DEADLINE.as_secs())))
+        Err(NoResult::Failed(format!("no MPS server became ready within {} s", SERVER_START_DEADLINE.as_secs())))
     }
 
-    async fn unprivileged(&self) -> Result<Vec<Asked>, Stop> {
+    async fn unprivileged(&self) -> Result<Vec<Exchange>, NoResult> {
         let server = self.server()?;
-        let mut asked = Vec::new();
+        let mut exchanges = Vec::new();
         for command in [
             Command::SetDefaultThreads(PERCENT),
             Command::SetDefaultMemory(self.limit_mib),
@@ -270,13 +270,13 @@ impl Tests<'_> {
             Command::Terminate { server, client: server },
         ] {
             let answer = control::ask_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
-            asked.push(Asked { command, answer, set: None });
+            exchanges.push(Exchange { command, answer, set: None });
         }
-        Ok(asked)
+        Ok(exchanges)
     }
 
     /// Whether MPS lists a client, and whether NVML lists it as an MPS client.
-    async fn listed(&self) -> Result<(bool, Option<bool>), Stop> {
+    async fn listed(&self) -> Result<(bool, Option<bool>), NoResult> {
         self.set_limits(100, None).await?;
         let server = self.server()?;
         let client = self.running(None).await?;
@@ -285,10 +285,10 @@ impl Tests<'_> {
         let known = loop {
             let by_mps = protocol::pids(&self.ask(Command::Clients(server)).await?)?.contains(&client.pid);
             let uuid = self.setup.uuid.clone();
-            let tenants = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.tenants(&uuid)).await?;
-            let listed = tenants.processes.iter().any(|process| process.pid == client.pid && process.mps);
+            let found = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.device_processes(&uuid)).await?;
+            let listed = found.processes.iter().any(|process| process.pid == client.pid && process.mps);
             if (by_mps && listed) || Instant::now() > deadline {
-                break (by_mps, tenants.tells_clients.then_some(listed));
+                break (by_mps, found.are_clients_known.then_some(listed));
             }
             sleep(POLL).await;
         };
@@ -296,7 +296,7 @@ impl Tests<'_> {
         Ok(known)
     }
 
-    async fn bound(&self) -> Result<[Bound; 2], Stop> {
+    async fn bound(&self) -> Result<[Bound; 2], NoResult> {
         self.set_usual_limits().await?;
         let first = self.running(None).await?;
         let low = self.limit_mib / 2;
@@ -307,7 +307,7 @@ impl Tests<'_> {
         Ok([first_saw, second])
     }
 
-    async fn rounding(&self) -> Result<Vec<(u8, u32)>, Stop> {
+    async fn rounding(&self) -> Result<Vec<(u8, u32)>, NoResult> {
         let mut seen = Vec::new();
         for percent in PERCENTAGES {
             self.set_limits(percent, None).await?;
@@ -316,7 +316,7 @@ impl Tests<'_> {
         Ok(seen)
     }
 
-    async fn asking(&self, percent: u8, mib: u64) -> Result<GpuView, Stop> {
+    async fn view_with_environment(&self, percent: u8, mib: u64) -> Result<GpuView, NoResult> {
         let environment = [
             ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()),
             ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")),
@@ -325,44 +325,44 @@ impl Tests<'_> {
         Ok(self.program()?.view(&start).await?)
     }
 
-    async fn lowered(&self) -> Result<Lowered, Stop> {
+    async fn lowered(&self) -> Result<Lowered, NoResult> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
-        let asked_more = self.asking(100, self.setup.memory_mib).await?;
+        let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
-        let view = self.asking(LOW_PERCENT, low).await?;
-        Ok(Lowered { set, asked_more, asked_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
+        let view = self.view_with_environment(LOW_PERCENT, low).await?;
+        Ok(Lowered { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
     }
 
-    async fn memory(&self) -> Result<Memory, Stop> {
+    async fn memory(&self) -> Result<Memory, NoResult> {
         self.set_usual_limits().await?;
         let half = self.program()?.allocate(&self.pipe(), self.limit_mib / 2).await?;
         let all = self.program()?.allocate(&self.pipe(), self.limit_mib).await?;
         Ok(Memory { limit_mib: self.limit_mib, half, all })
     }
 
-    async fn escape(&self) -> Result<Bound, Stop> {
+    async fn escape(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
         let view = self.program()?.view(&Start { environment, ..self.start_here() }).await?;
         Ok(self.under_usual_limits(view))
     }
 
-    async fn users(&self) -> Result<Bound, Stop> {
+    async fn users(&self) -> Result<Bound, NoResult> {
         if !rustix::process::geteuid().is_root() {
-            return Err(Stop::NotTested("needs root".to_owned()));
+            return Err(NoResult::NotTested("needs root".to_owned()));
         }
         self.set_usual_limits().await?;
         let root = self.running(None).await?;
         let view = self.program()?.view(&Start { uid: Some(NOBODY), ..self.start_here() }).await;
         root.finish().await;
         match view {
-            Err(error @ ProgramError::Broken(_)) => Err(Stop::NotTested(format!("as user {NOBODY}: {error}"))),
+            Err(error @ ProgramError::Broken(_)) => Err(NoResult::NotTested(format!("as user {NOBODY}: {error}"))),
             view => Ok(self.under_usual_limits(view?)),
         }
     }
 
-    async fn link(&self) -> Result<Bound, Stop> {
+    async fn link(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let pipe = self.directory.join("link");
         fs::hard_link(self.pipe().join("control"), pipe.join("control"))?;
@@ -370,7 +370,7 @@ impl Tests<'_> {
         Ok(self.under_usual_limits(view))
     }
 
-    async fn no_control(&self) -> Result<Result<GpuView, i64>, Stop> {
+    async fn no_control(&self) -> Result<Result<GpuView, i64>, NoResult> {
         let start = Start { pipe: self.directory.join("empty"), ..Start::default() };
         match self.program()?.view(&start).await {
             Ok(view) => Ok(Ok(view)),
@@ -379,7 +379,7 @@ impl Tests<'_> {
         }
     }
 
-    async fn terminate(&self) -> Result<Termination, Stop> {
+    async fn terminate(&self) -> Result<Termination, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
         let mut client = self.running(Some(1)).await?;
@@ -392,14 +392,14 @@ impl Tests<'_> {
         Ok(termination)
     }
 
-    async fn defaults(&self) -> Result<Bound, Stop> {
+    async fn defaults(&self) -> Result<Bound, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
         self.ask(Command::ShutdownServer { server, force: false }).await?;
         let deadline = Instant::now() + REPORT_DEADLINE;
         while !protocol::pids(&self.ask(Command::ServerList).await?)?.is_empty() {
             if Instant::now() > deadline {
-                return Err(Stop::Failed("the server does not shut down".to_owned()));
+                return Err(NoResult::Failed("the server does not shut down".to_owned()));
             }
             sleep(POLL).await;
         }

@@ -19,11 +19,11 @@ use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::seqpacket::{Credentials, Socket};
 use crate::mps::wire::Enforcement;
 
-/// How long a client may take to introduce itself to the door. It delays nobody else.
+/// Time limit for a client to introduce itself to the door. It delays no other client.
 const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
-/// How long a client may take to introduce itself to the server. Nobody else can connect to this
-/// GPU meanwhile. A client takes 1 ms, or 50 ms while the server recreates its contexts; a
-/// throttled container takes some of its periods of 100 ms.
+/// Time limit for a client to introduce itself to the server. No other client can connect to this
+/// GPU meanwhile. A client needs 1 ms, or 50 ms while the server recreates its contexts. In a
+/// CPU-throttled container it needs several periods of 100 ms.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
 /// The deadline is halved after each client of the allocation that stalls, down to this.
 const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);
@@ -92,7 +92,7 @@ impl ServerLink {
     }
 
     /// Hands the client its end. Returns the result that the client reports, if it does in time.
-    async fn hand_over(
+    async fn pass_connection(
         &mut self,
         client: &Socket,
         clients_end: Option<OwnedFd>,
@@ -273,7 +273,7 @@ impl Door {
         let Introduced { server: socket, daemon } = introduced;
         let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
         let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
-        let result = link.hand_over(client, clients_end, deadline).await;
+        let result = link.pass_connection(client, clients_end, deadline).await;
         if result.is_none() {
             link.introduce_for(who);
         }

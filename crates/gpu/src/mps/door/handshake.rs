@@ -41,7 +41,7 @@ pub(super) enum Introduction {
     Refused(Refusal),
 }
 
-/// Plays the daemon's part of the handshake, up to the kind.
+/// Performs the daemon's part of the handshake, up to the packet with the client's kind.
 pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> Introduction {
     if client.send(protocol::HELLO).await.is_err() {
         return Introduction::Closed;
@@ -66,7 +66,7 @@ pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> 
     }
 }
 
-/// Introduces a client to its server in the client's place. Never waits.
+/// Introduces a client to its server on the client's behalf. Never waits.
 pub(super) fn introduce_for(server: &OwnedFd, who: Credentials) {
     let send = |packet: &[u8], who| send_now(server, packet, who, MsgFlags::MSG_DONTWAIT);
     let [first, rest @ ..] = protocol::INTRODUCTION;

@@ -20,8 +20,9 @@ const AGENT: &str = "cleave-agent";
 const OPERATOR: &str = "cleave-operator";
 
 /// What all refusals of the annotation say.
-const NOT_YOURS: Expected = Expected::Refused(&["(cleave.dev/placement)", "written by the Cleave operator alone"]);
-const NOT_YOUR_GATE: Expected = Expected::Refused(&["only the Cleave operator takes the scheduling gate", GATE]);
+const NOT_YOURS: Expected =
+    Expected::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
+const NOT_YOUR_GATE: Expected = Expected::Refused(&["only the Cleave operator may remove the scheduling gate", GATE]);
 const NO_RIGHT_TO_GPU_NODES: Expected = Expected::Refused(&["cannot patch resource \"gpunodes"]);
 
 /// A namespace with a pod that waits at its gate, for as long as another gate keeps the operator
@@ -152,7 +153,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "more shares than a GPU can have",
-        expected: Expected::Refused(&["one GPU has 48 at most"]),
+        expected: Expected::Refused(&["one GPU has at most 48"]),
         tried: |ground| {
             refusals(["49", "1k", "9223372036854775807"].map(|count| created(ground, &asking(&json!({SHARES: count})))))
         },
@@ -239,7 +240,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "the status of another node's GpuNode by an agent's token",
-        expected: Expected::Refused(&["the Cleave agent of node node2 may write the GpuNode node2 alone, not node1"]),
+        expected: Expected::Refused(&["the Cleave agent of node node2 may write only GpuNode node2, not node1"]),
         tried: |ground| refusals([agent(ground, ELSEWHERE)?.patch(&format!("{GPUNODES}/{NODE}/status"), &no_gpus())]),
     },
     Attempt {

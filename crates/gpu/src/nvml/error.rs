@@ -1,0 +1,82 @@
+//! Errors of NVML calls, by what a caller can do about them.
+use nvml_wrapper::error::NvmlError as Code;
+
+/// Why an NVML call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum NvmlError {
+    /// No library file was found.
+    #[error("found no NVML library; searched {0}")]
+    NoLibrary(String),
+    /// The library exists, the kernel driver is not loaded.
+    #[error("the NVIDIA driver is not loaded")]
+    NoDriver,
+    /// The GPU fell off the bus or needs a reset.
+    #[error("the GPU is lost ({call})")]
+    Lost {
+        /// The call that failed.
+        call: &'static str,
+    },
+    /// The GPU, MIG device or MIG profile does not exist.
+    #[error("{0} does not exist")]
+    NotFound(String),
+    /// This GPU or driver does not support the call.
+    #[error("{call} is not supported by this GPU or driver")]
+    NotSupported {
+        /// The call that failed.
+        call: &'static str,
+    },
+    /// Processes still use the GPU or instance that the call would change.
+    #[error("{call} failed: the GPU is in use")]
+    InUse {
+        /// The call that failed.
+        call: &'static str,
+    },
+    /// A call did not return within this deadline, and still has not.
+    #[error("NVML did not answer for {} s", .0.as_secs())]
+    Hung(std::time::Duration),
+    /// Any other error of the library.
+    #[error("{call} failed")]
+    Call {
+        /// The call that failed.
+        call: &'static str,
+        /// NVML's error code.
+        source: Code,
+    },
+}
+
+impl NvmlError {
+    /// Classifies the error `code` of `call`.
+    pub(super) fn of(call: &'static str, code: Code) -> Self {
+        match code {
+            Code::GpuLost | Code::ResetRequired => Self::Lost { call },
+            Code::DriverNotLoaded => Self::NoDriver,
+            Code::NotSupported | Code::FunctionNotFound | Code::FailedToLoadSymbol(_) => Self::NotSupported { call },
+            Code::InUse => Self::InUse { call },
+            source => Self::Call { call, source },
+        }
+    }
+
+    /// Whether calls can succeed again only after the library is loaded again.
+    pub(super) fn requires_reload(&self) -> bool {
+        matches!(self, Self::NoDriver | Self::Call { source: Code::Uninitialized | Code::LibRmVersionMismatch, .. })
+    }
+}
+
+/// The result of a call, or `None` if this GPU or driver does not support it.
+pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
+    match result.map_err(|code| NvmlError::of(call, code)) {
+        Ok(value) => Ok(Some(value)),
+        Err(NvmlError::NotSupported { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The result of a call whose value is optional: `None` after any error except a lost GPU or
+/// driver.
+pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
+    match result.map_err(|code| NvmlError::of(call, code)) {
+        Ok(value) => Ok(Some(value)),
+        Err(error @ (NvmlError::Lost { .. } | NvmlError::NoDriver)) => Err(error),
+        Err(_) => Ok(None),
+    }
+}

@@ -1,0 +1,76 @@
+//! The NVML calls that the rest of Cleave makes.
+use std::ops::ControlFlow;
+
+use super::error::NvmlError;
+use super::model::{
+    Census, ComputeMode, DeviceProcesses, Gpu, GpuEvent, MigActivation, MigInstance, Observation, Process, Vitals,
+};
+
+/// A node's GPUs. Threads may make calls concurrently.
+pub trait Gpus: Send + Sync {
+    /// The driver version and the number of GPUs. Accesses no GPU.
+    fn census(&self) -> Result<Census, NvmlError>;
+
+    /// The GPU at one of NVML's indices. Accesses no other GPU.
+    fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError>;
+
+    /// The GPU at an index and its processes. The list is empty if the GPU cannot report them.
+    fn observe(&self, index: u32) -> Result<Observation, NvmlError> {
+        let gpu = self.gpu_at(index)?;
+        let processes = self.processes(&gpu.uuid).unwrap_or_default();
+        Ok(Observation { gpu, processes })
+    }
+
+    /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
+    /// returns `Break`. While there are no events, `report` gets `None` every second or so, to be
+    /// able to stop.
+    fn listen(
+        &self,
+        _index: u32,
+        _report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
+    ) -> Result<(), NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceRegisterEvents" })
+    }
+
+    /// The GPU with a UUID.
+    fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError>;
+
+    /// The processes that use the GPU or MIG device with a UUID.
+    fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
+
+    /// The memory errors of a GPU and the recovery action that its driver requests. Fails only if
+    /// the GPU or the driver is lost.
+    fn vitals(&self, _uuid: &str) -> Result<Vitals, NvmlError> {
+        Ok(Vitals::default())
+    }
+
+    /// The processes that use the GPU or MIG device with a UUID, and whether [`Process::mps`] is
+    /// known.
+    fn device_processes(&self, uuid: &str) -> Result<DeviceProcesses, NvmlError> {
+        Ok(DeviceProcesses { processes: self.processes(uuid)?, are_clients_known: true })
+    }
+
+    /// The newest CUDA version that the driver supports: major and minor.
+    fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlSystemGetCudaDriverVersion" })
+    }
+
+    /// The compute mode of a GPU.
+    fn compute_mode(&self, _uuid: &str) -> Result<ComputeMode, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetComputeMode" })
+    }
+
+    /// Sets the compute mode of a GPU and returns the former one.
+    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
+
+    /// Turns MIG mode of a GPU on or off, and returns when the change takes effect. The GPU must be
+    /// idle. A driver may reset it, which may change other properties of the GPU.
+    fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
+
+    /// Creates a GPU instance of `profile` at exactly `start`, with one compute instance over all
+    /// of it. Leaves nothing behind if it fails.
+    fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
+
+    /// Destroys a GPU instance and its compute instances.
+    fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError>;
+}

@@ -1,0 +1,184 @@
+//! GPUs, MIG instances and processes as NVML reports them.
+use cleave_plan::units::{Mebibytes, Sms};
+use serde::{Deserialize, Serialize};
+
+/// The driver and the number of its GPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Census {
+    /// Driver version.
+    pub driver: String,
+    /// Number of GPUs. NVML's indices are 0 to `count - 1`.
+    pub count: u32,
+}
+
+/// One GPU and the processes on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Observation {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// Its processes, including those in its MIG instances.
+    pub processes: Vec<Process>,
+}
+
+/// Something that NVML reports asynchronously.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GpuEvent {
+    /// A critical XID.
+    Xid {
+        /// UUID of the GPU.
+        uuid: String,
+        /// NVIDIA's number of the error.
+        xid: u64,
+        /// The GPU instance, under MIG.
+        gpu_instance: Option<u32>,
+    },
+    /// Some GPU may have changed; NVML does not report which one. Read all of them again.
+    Rescan,
+}
+
+/// Memory errors of a GPU and the recovery action that its driver requests. A field is `None` if
+/// this GPU or driver does not report it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Vitals {
+    /// Uncorrected ECC errors since the driver was loaded or the GPU was reset
+    /// (`nvmlDeviceGetTotalEccErrors`, volatile).
+    pub uncorrected: Option<u64>,
+    /// The next reset will retire pages or remap rows (`nvmlDeviceGetRetiredPagesPendingStatus`,
+    /// `nvmlDeviceGetRemappedRows`).
+    pub remap_pending: Option<bool>,
+    /// A row could not be remapped (`nvmlDeviceGetRemappedRows`).
+    pub remap_failed: Option<bool>,
+    /// The requested recovery action (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, since driver 570).
+    pub recovery: Option<Recovery>,
+}
+
+/// The action that the driver requests to recover a GPU (`nvmlDeviceGpuRecoveryAction_t`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recovery {
+    /// Nothing.
+    Nothing,
+    /// A reset of the GPU or of its bus.
+    Reset,
+    /// A reboot of the node.
+    Reboot,
+    /// A reset at a convenient time, or no peer-to-peer transfers. The GPU works meanwhile.
+    Drain,
+}
+
+/// When a new MIG mode takes effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MigActivation {
+    /// Now.
+    Now,
+    /// After a GPU reset that the driver cannot do itself. A GPU that is passed through to a
+    /// virtual machine needs a restart of that machine.
+    AfterReset,
+    /// Once no process uses the GPU. The driver keeps the mode as pending.
+    InUse,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// NVML's UUID.
+    pub uuid: String,
+    /// NVML's index.
+    pub index: u32,
+    /// The number in `/dev/nvidia<minor>`.
+    pub minor: u32,
+    /// Product name.
+    pub model: String,
+    /// Total memory as CUDA reports it: NVML's total without the driver's own part.
+    pub memory: Mebibytes,
+    /// Streaming multiprocessors with MIG off.
+    pub sms: Sms,
+    /// PCI bus ID in the format of sysfs: `0000:3b:00.0`.
+    pub pci: String,
+    /// NUMA node.
+    pub numa: Option<u32>,
+    /// CUDA compute capability: major and minor.
+    pub compute_capability: (u32, u32),
+    /// MIG, if the GPU supports it.
+    pub mig: Option<Mig>,
+}
+
+/// MIG of one GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mig {
+    /// Whether MIG mode is on.
+    pub enabled: bool,
+    /// The mode after the next reset, if it differs.
+    pub pending: Option<bool>,
+    /// Profiles and placements as NVML reports them.
+    pub profiles: Vec<MigProfile>,
+    /// Existing GPU instances, sorted by start.
+    pub instances: Vec<MigInstance>,
+}
+
+/// One MIG profile of a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigProfile {
+    /// NVML's ID, for creating instances on this GPU.
+    pub id: u32,
+    /// Name without prefix: `1g.10gb`, `1g.10gb+me`.
+    pub name: String,
+    /// Memory.
+    pub memory: Mebibytes,
+    /// Streaming multiprocessors.
+    pub sms: Sms,
+    /// Compute slices.
+    pub slices: u32,
+    /// Memory slices of one instance.
+    pub size: u32,
+    /// Memory slices at which an instance can start.
+    pub starts: Vec<u32>,
+}
+
+/// One GPU instance.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigInstance {
+    /// UUID of the MIG device. Empty while there is no compute instance.
+    pub uuid: String,
+    /// Profile name without prefix.
+    pub profile: String,
+    /// First memory slice.
+    pub start: u32,
+    /// GPU instance ID.
+    pub gpu_instance: u32,
+    /// ID of the first compute instance.
+    pub compute_instance: Option<u32>,
+}
+
+/// A process on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    /// PID on the host.
+    pub pid: u32,
+    /// Used GPU memory in bytes, if the driver reports it.
+    pub memory: Option<u64>,
+    /// Whether it is an MPS client.
+    pub mps: bool,
+    /// GPU instance, under MIG.
+    pub gpu_instance: Option<u32>,
+}
+
+/// The processes on a GPU or MIG device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeviceProcesses {
+    /// The processes, sorted by PID.
+    pub processes: Vec<Process>,
+    /// Whether the driver reports which processes are MPS clients. If not, ignore
+    /// [`Process::mps`].
+    pub are_clients_known: bool,
+}
+
+/// Which processes may create contexts on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ComputeMode {
+    /// Any process.
+    Default,
+    /// One process at a time.
+    ExclusiveProcess,
+    /// No process.
+    Prohibited,
+}

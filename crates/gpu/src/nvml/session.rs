@@ -1,0 +1,356 @@
+//! Implements [`Gpus`] with nvml-wrapper.
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::ops::ControlFlow;
+use std::sync::{Mutex, PoisonError};
+
+use cleave_plan::units::{Mebibytes, Sms};
+use nvml_wrapper::Device;
+use nvml_wrapper::bitmasks::InitFlags;
+use nvml_wrapper::enum_wrappers::device::{ComputeMode as WrappedMode, EccCounter, MemoryError};
+use nvml_wrapper::enums::device::{SampleValue, UsedGpuMemory};
+use nvml_wrapper::error::{NvmlError as Code, nvml_try};
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper_sys::bindings::field_id;
+
+use super::error::{NvmlError, if_known, if_supported};
+use super::find::{self, Search};
+use super::gpus::Gpus;
+use super::model::{
+    Census, ComputeMode, DeviceProcesses, Gpu, GpuEvent, Mig, MigActivation, MigInstance, Process, Recovery, Vitals,
+};
+use super::{sys, xid};
+
+/// The NVML library, loaded and initialized.
+#[derive(Debug)]
+pub struct Nvml {
+    inner: nvml_wrapper::Nvml,
+    /// Last known index of each GPU, by UUID.
+    indices: Mutex<BTreeMap<String, u32>>,
+}
+
+impl Nvml {
+    /// Loads the library and initializes it. A driver without a GPU is not an error.
+    pub fn open(search: &Search) -> Result<Self, NvmlError> {
+        let candidates = search.candidates();
+        let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());
+        let Some(path) = found.or_else(|| search.library.is_none().then_some(OsStr::new(find::NAME))) else {
+            return Err(NvmlError::NoLibrary(
+                candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "),
+            ));
+        };
+        match nvml_wrapper::Nvml::builder().lib_path(path).flags(InitFlags::NO_GPUS).init() {
+            Ok(inner) => Ok(Self { inner, indices: Mutex::default() }),
+            Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
+                "the usual driver directories and the dynamic loader's path for {}",
+                find::NAME
+            ))),
+            Err(code) => Err(NvmlError::of("nvmlInitWithFlags", code)),
+        }
+    }
+
+    /// The GPU or MIG device with a UUID. Uses the last known index of a GPU: a search by UUID
+    /// accesses other GPUs, and one of them may hang.
+    fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
+        let index = self.indices.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
+        if let Some(index) = index {
+            match self.by_index(index) {
+                Ok(device) if device.uuid().is_ok_and(|found| found == uuid) => return Ok(device),
+                // The indices have changed.
+                Ok(_) | Err(NvmlError::NotFound(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.inner.device_by_uuid(uuid).map_err(|code| match code {
+            Code::NotFound | Code::InvalidArg => NvmlError::NotFound(uuid.to_owned()),
+            code => NvmlError::of("nvmlDeviceGetHandleByUUID", code),
+        })
+    }
+
+    fn by_index(&self, index: u32) -> Result<Device<'_>, NvmlError> {
+        self.inner.device_by_index(index).map_err(|code| match code {
+            Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU {index}")),
+            code => NvmlError::of("nvmlDeviceGetHandleByIndex", code),
+        })
+    }
+
+    fn describe(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
+        let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
+        let capability = device
+            .cuda_compute_capability()
+            .map_err(|code| NvmlError::of("nvmlDeviceGetCudaComputeCapability", code))?;
+        let compute_capability = (capability.major.unsigned_abs(), capability.minor.unsigned_abs());
+        let pci = device
+            .pci_info()
+            .map(|info| sysfs_bus_id(&info.bus_id))
+            .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
+        let mig = mig(&self.inner, device)?;
+        let cores = if_supported("nvmlDeviceGetNumGpuCores", device.num_cores())?;
+        let sms = match cores {
+            Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
+            // The largest profile has all SMs that MIG can use.
+            None => mig.iter().flat_map(|mig| &mig.profiles).map(|profile| profile.sms).max().unwrap_or_default(),
+        };
+        Ok(Gpu {
+            index,
+            minor: if_supported("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
+            model: device.name().map_err(|code| NvmlError::of("nvmlDeviceGetName", code))?,
+            memory: Mebibytes::from_bytes(cuda_memory(&self.inner, device)?),
+            sms,
+            numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
+            pci,
+            compute_capability,
+            mig,
+            uuid,
+        })
+    }
+}
+
+impl Gpus for Nvml {
+    fn census(&self) -> Result<Census, NvmlError> {
+        let driver =
+            self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
+        let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
+        Ok(Census { driver, count })
+    }
+
+    fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
+        let gpu = self.describe(&self.by_index(index)?, index)?;
+        self.indices.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
+        Ok(gpu)
+    }
+
+    fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
+        xid::listen(&self.inner, &self.by_index(index)?, report)
+    }
+
+    fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+        let device = self.device(uuid)?;
+        let index = device.index().map_err(|code| NvmlError::of("nvmlDeviceGetIndex", code))?;
+        self.describe(&device, index)
+    }
+
+    fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
+        self.device_processes(uuid).map(|found| found.processes)
+    }
+
+    fn device_processes(&self, uuid: &str) -> Result<DeviceProcesses, NvmlError> {
+        let device = self.device(uuid)?;
+        let all = device
+            .running_compute_processes()
+            .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
+        let clients = if_supported("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
+        let are_clients_known = clients.is_some();
+        Ok(DeviceProcesses { processes: merge(&all, &clients.unwrap_or_default()), are_clients_known })
+    }
+
+    fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
+        let device = self.device(uuid)?;
+        let uncorrected = if_known(
+            "nvmlDeviceGetTotalEccErrors",
+            device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile),
+        )?;
+        let pages = if_known("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
+        let rows = sys::remapped_rows(&self.inner, &device)?;
+        let pending = pages.into_iter().chain(rows.map(|rows| rows.pending)).reduce(|a, b| a || b);
+        Ok(Vitals {
+            uncorrected,
+            remap_pending: pending,
+            remap_failed: rows.map(|rows| rows.failed),
+            recovery: recovery(&device)?,
+        })
+    }
+
+    fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
+        let version = self
+            .inner
+            .sys_cuda_driver_version()
+            .map_err(|code| NvmlError::of("nvmlSystemGetCudaDriverVersion", code))?;
+        let version = version.unsigned_abs();
+        Ok((version / 1000, version % 1000 / 10))
+    }
+
+    fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, NvmlError> {
+        let mode = self.device(uuid)?.compute_mode();
+        Ok(match mode.map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
+            WrappedMode::Default => ComputeMode::Default,
+            WrappedMode::ExclusiveProcess | WrappedMode::ExclusiveThread => ComputeMode::ExclusiveProcess,
+            WrappedMode::Prohibited => ComputeMode::Prohibited,
+        })
+    }
+
+    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
+        let mut device = self.device(uuid)?;
+        let before = self.compute_mode(uuid)?;
+        if before != mode {
+            let mode = match mode {
+                ComputeMode::Default => WrappedMode::Default,
+                ComputeMode::ExclusiveProcess => WrappedMode::ExclusiveProcess,
+                ComputeMode::Prohibited => WrappedMode::Prohibited,
+            };
+            device.set_compute_mode(mode).map_err(|code| NvmlError::of("nvmlDeviceSetComputeMode", code))?;
+        }
+        Ok(before)
+    }
+
+    fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError> {
+        const CALL: &str = "nvmlDeviceSetMigMode";
+        let status = self.device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::of(CALL, code))?;
+        match nvml_try(status) {
+            Ok(()) => Ok(MigActivation::Now),
+            Err(Code::ResetRequired) => Ok(MigActivation::AfterReset),
+            Err(Code::InUse) => Ok(MigActivation::InUse),
+            Err(code) => Err(NvmlError::of(CALL, code)),
+        }
+    }
+
+    fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError> {
+        let device = self.device(gpu)?;
+        let profiles = sys::profiles(&self.inner, &device)?;
+        let Some(profile) = profiles.iter().find(|known| known.name == profile) else {
+            return Err(NvmlError::NotFound(format!("MIG profile {profile} on {gpu}")));
+        };
+        let gpu_instance = sys::create_instance(&self.inner, &device, profile, start)?;
+        let instances = sys::instances(&self.inner, &device, &profiles)?;
+        instances
+            .into_iter()
+            .find(|instance| instance.gpu_instance == gpu_instance)
+            .ok_or_else(|| NvmlError::NotFound(format!("GPU instance {gpu_instance} on {gpu}, just created,")))
+    }
+
+    fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError> {
+        sys::destroy_instance(&self.inner, &self.device(gpu)?, gpu_instance)
+    }
+}
+
+/// The recovery action that the driver requests. `None` if the driver is too old to report one or
+/// reports an unknown one.
+fn recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
+    const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+    let values = if_known("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
+    let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
+    let action = match value {
+        Some(SampleValue::U32(action)) => Some(u64::from(action)),
+        Some(SampleValue::U64(action)) => Some(action),
+        Some(SampleValue::I64(action)) => u64::try_from(action).ok(),
+        Some(SampleValue::F64(_)) | None => None,
+    };
+    Ok(action.and_then(recovery_action))
+}
+
+/// Translates `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`. Drivers after 580 report 6 and 7.
+const fn recovery_action(action: u64) -> Option<Recovery> {
+    match action {
+        0 => Some(Recovery::Nothing),
+        1 | 6 => Some(Recovery::Reset),
+        2 | 7 => Some(Recovery::Reboot),
+        3 | 4 => Some(Recovery::Drain),
+        _ => None,
+    }
+}
+
+fn mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
+    let Some(mode) = if_supported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
+    let enabled = mode.current == 1;
+    let profiles = sys::profiles(nvml, device)?;
+    let instances = if enabled { sys::instances(nvml, device, &profiles)? } else { Vec::new() };
+    Ok(Some(Mig { enabled, pending: (mode.pending != mode.current).then_some(mode.pending == 1), profiles, instances }))
+}
+
+/// Total memory in bytes as CUDA reports it: 143,155 MiB of NVML's 143,771 MiB on an H200.
+fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
+    match if_supported("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
+        Some(info) => Ok(info.total.saturating_sub(info.reserved)),
+        // Drivers before 510 count their own part as used.
+        None => sys::memory_total_v1(nvml, device),
+    }
+}
+
+/// CUDA cores per SM of a compute capability (CUDA C++ Programming Guide, "Compute
+/// Capabilities").
+const fn cores_per_sm(capability: (u32, u32)) -> u32 {
+    match capability {
+        (6 | 8, 0) | (7, _) => 64,
+        _ => 128,
+    }
+}
+
+/// Converts a PCI bus ID from NVML's format `00000000:3B:00.0` to sysfs's `0000:3b:00.0`.
+fn sysfs_bus_id(id: &str) -> String {
+    let id = id.to_ascii_lowercase();
+    let Some((domain, rest)) = id.split_once(':') else { return id };
+    match u32::from_str_radix(domain, 16) {
+        Ok(domain) => format!("{domain:04x}:{rest}"),
+        Err(_) => id,
+    }
+}
+
+fn numa_node(pci: &str) -> Option<u32> {
+    // A machine without NUMA has -1, which does not parse.
+    fs::read_to_string(format!("/sys/bus/pci/devices/{pci}/numa_node")).ok()?.trim().parse().ok()
+}
+
+/// Merges NVML's list of all processes with its list of MPS clients. A client is in both. The
+/// larger memory value counts.
+fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
+    let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
+    for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {
+        let memory = match info.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(bytes),
+            UsedGpuMemory::Unavailable => None,
+        };
+        let entry = processes.entry((info.pid, info.gpu_instance_id)).or_insert(Process {
+            pid: info.pid,
+            memory,
+            mps,
+            gpu_instance: info.gpu_instance_id,
+        });
+        entry.memory = entry.memory.max(memory);
+        entry.mps |= mps;
+    }
+    processes.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sms_follow_from_cores_on_known_gpus() {
+        // T4, A100, A30, A10, L4, H100 SXM.
+        for (cores, capability, sms) in [
+            (2560, (7, 5), 40),
+            (6912, (8, 0), 108),
+            (3584, (8, 0), 56),
+            (9216, (8, 6), 72),
+            (7424, (8, 9), 58),
+            (16896, (9, 0), 132),
+        ] {
+            assert_eq!(cores / cores_per_sm(capability), sms, "{capability:?}");
+        }
+    }
+
+    #[test]
+    fn bus_ids_have_the_format_of_sysfs() {
+        assert_eq!(sysfs_bus_id("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(sysfs_bus_id("00010000:3B:00.0"), "10000:3b:00.0");
+        assert_eq!(sysfs_bus_id("0000:3b:00.0"), "0000:3b:00.0");
+        assert_eq!(sysfs_bus_id("nonsense"), "nonsense");
+    }
+
+    #[test]
+    fn a_process_in_both_lists_is_one_mps_client() {
+        let info =
+            |pid, bytes| ProcessInfo { pid, used_gpu_memory: bytes, gpu_instance_id: None, compute_instance_id: None };
+        let merged = merge(
+            &[info(7, UsedGpuMemory::Used(5)), info(3, UsedGpuMemory::Unavailable)],
+            &[info(7, UsedGpuMemory::Used(9)), info(8, UsedGpuMemory::Used(1))],
+        );
+        let process = |pid, memory, mps| Process { pid, memory, mps, gpu_instance: None };
+        assert_eq!(merged, [process(3, None, false), process(7, Some(9), true), process(8, Some(1), true)]);
+        let inside = |gpu_instance_id| ProcessInfo { gpu_instance_id, ..info(7, UsedGpuMemory::Used(5)) };
+        assert_eq!(merge(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it uses both instances");
+    }
+}

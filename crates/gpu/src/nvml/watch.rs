@@ -1,0 +1,104 @@
+//! Watches XID events with one thread per GPU.
+//!
+//! NVML's calls block, possibly forever. A GPU that hangs or is lost delays no other GPU's events.
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+
+use super::error::NvmlError;
+use super::library::Library;
+use super::model::GpuEvent;
+
+/// Interval at which a pausing thread checks whether it should stop.
+const STOP_CHECK: Duration = Duration::from_secs(2);
+/// First and longest pause after an error. Every read of a lost GPU fails at once.
+const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// Queued events. A full channel blocks the threads; NVML then queues further events.
+const CAPACITY: usize = 64;
+
+/// The threads that wait for events. They stop some seconds after this value is dropped; a thread
+/// that hangs in a call stops when the call returns.
+#[derive(Debug)]
+pub struct EventWatch {
+    library: Library,
+    events: mpsc::Sender<GpuEvent>,
+    stop: Arc<AtomicBool>,
+    /// Number of threads: one for each NVML index from 0.
+    watched: u32,
+}
+
+impl EventWatch {
+    /// Starts without any thread.
+    pub fn new(library: Library) -> (Self, mpsc::Receiver<GpuEvent>) {
+        let (events, receiver) = mpsc::channel(CAPACITY);
+        (Self { library, events, stop: Arc::default(), watched: 0 }, receiver)
+    }
+
+    /// Watches every index below `count`. Indices watched before stay watched: a missing GPU may
+    /// come back.
+    ///
+    /// # Errors
+    /// Fails if a thread cannot be started. Call it again to retry.
+    pub fn watch(&mut self, count: u32) -> std::io::Result<()> {
+        while self.watched < count {
+            let (index, library) = (self.watched, self.library.clone());
+            let (events, stop) = (self.events.clone(), Arc::clone(&self.stop));
+            // NVML uses much stack. Keep the default size: untouched pages cost nothing.
+            thread::Builder::new()
+                .name(format!("nvml-event-{index}"))
+                .spawn(move || watch(&library, index, &events, &stop))?;
+            self.watched += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for EventWatch {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &AtomicBool) {
+    let mut pause = BACK_OFF.0;
+    let should_stop = || stop.load(Ordering::Relaxed) || events.is_closed();
+    while !should_stop() {
+        let started = Instant::now();
+        let mut report = |event: Option<GpuEvent>| {
+            let is_sent = event.is_none_or(|event| events.blocking_send(event).is_ok());
+            if is_sent && !should_stop() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        };
+        match library.listen(index, &mut report) {
+            Ok(()) => pause = BACK_OFF.0,
+            Err(error) => {
+                match &error {
+                    // The inventory reports these: no driver, or fewer GPUs than before.
+                    NvmlError::NoLibrary(_) | NvmlError::NoDriver | NvmlError::NotFound(_) => {}
+                    NvmlError::NotSupported { .. } => {
+                        tracing::warn!(index, error = &error as &dyn std::error::Error, "GPU does not support events");
+                    }
+                    error => {
+                        tracing::warn!(index, error = error as &dyn std::error::Error, "failed to read events of GPU");
+                        if events.blocking_send(GpuEvent::Rescan).is_err() {
+                            return;
+                        }
+                    }
+                }
+                // An error after a long time without one starts a new back-off.
+                pause = if started.elapsed() > BACK_OFF.1 { BACK_OFF.0 } else { (pause * 2).min(BACK_OFF.1) };
+                sleep(pause, stop);
+            }
+        }
+    }
+}
+
+fn sleep(duration: Duration, stop: &AtomicBool) {
+    let until = Instant::now() + duration;
+    while !stop.load(Ordering::Relaxed) && Instant::now() < until {
+        thread::sleep(STOP_CHECK.min(until.saturating_duration_since(Instant::now())));
+    }
+}
