@@ -1,14 +1,17 @@
-//! The pages themselves: line length, the table of contents, metrics, and links between Markdown
-//! files.
+//! The pages themselves: line length, the table of contents, metrics, how commands are tested, and
+//! links between Markdown files.
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use cleave_docs::commands;
 
 use crate::read;
 use crate::text::COLUMNS;
 
 /// Folders of the site.
 const FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
+/// Folders whose commands a test runs, or whose pages say why none does.
+const WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside of these folders.
 const PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
@@ -37,6 +40,9 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         let name = page.display();
         problems
             .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
+        if WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
+            problems.extend(commands::blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
+        }
         let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
         let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
         problems.extend(gone.map(|link| format!("{name}: {link} leads to no file")));
