@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use cleave_docs::commands;
+use cleave_docs_blocks;
 
 use crate::read;
 use crate::text::COLUMNS;
@@ -41,7 +41,7 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         problems
             .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
         if WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
-            problems.extend(commands::blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
+            problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
         }
         let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
         let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());

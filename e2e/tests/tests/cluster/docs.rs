@@ -1,6 +1,6 @@
 //! The commands on the tutorial and how-to pages run on this cluster, and print what the pages show.
 //!
-//! The pages say which blocks run; `cleave_docs::commands` reads them.
+//! The pages say which blocks run; `cleave_docs_commands` reads them.
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use cleave_docs::commands::{Block, Test, blocks};
+use cleave_docs_commands::{Block, Test, blocks};
 use cleave_e2e::{Cluster, GPUNODES, Scope, apply, kubectl, wait_until};
 use serde_json::json;
 
