@@ -2,6 +2,7 @@
 //!
 //! It reads files of the repository and nothing else: it needs no network and no cluster.
 //! `docs/build` runs it.
+mod code;
 mod crd;
 mod links;
 mod pages;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use cleave_docs_blocks;
 
+use crate::code;
 use crate::read;
 use crate::text::COLUMNS;
 
@@ -15,6 +16,8 @@ const WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside of these folders.
 const PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
+/// Pages outside of docs/contributing that name files and items of the code.
+const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
 /// Where metrics are registered.
 const METRICS: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
 
@@ -42,6 +45,9 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
             .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
         if WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
             problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
+        }
+        if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {
+            problems.extend(code::problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
         }
         let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
         let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
