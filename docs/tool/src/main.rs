@@ -2,9 +2,13 @@
 //!
 //! It reads files of the repository and nothing else: it needs no network and no cluster.
 //! `docs/build` runs it.
+mod blocks;
+mod cli;
 mod code;
 mod crd;
+mod events;
 mod links;
+mod metrics;
 mod pages;
 mod text;
 mod values;
@@ -29,8 +33,8 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Check the pages: line length, the table of contents, metrics, links of the repository's
-    /// Markdown files.
+    /// Check the pages: line length, contents, commands, references to the code, links, reasons of
+    /// Events.
     Pages {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
@@ -56,7 +60,7 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Generate { root, check } => generate(&root, check),
-        Command::Pages { root } => report(&pages::problems(&root)?),
+        Command::Pages { root } => report(&[pages::problems(&root)?, events::problems(&root)?].concat()),
         Command::Links { site } => report(&links::problems(&site)?),
     }
 }
@@ -64,9 +68,13 @@ fn run(command: Command) -> Result<()> {
 /// Writes the generated pages, or compares them with the committed ones.
 fn generate(root: &Path, check: bool) -> Result<()> {
     let chart = root.join("charts/cleave");
+    let written = |name: &str| read(&root.join("docs/reference").join(name));
     let pages = [
         ("sharingpolicy.md", crd::page(&serde_json::to_value(SharingPolicy::crd())?)?),
         ("gpunode.md", crd::page(&serde_json::to_value(GpuNode::crd())?)?),
+        ("cli.md", cli::page(&written("cli.md")?)?),
+        ("events.md", events::page(&written("events.md")?)?),
+        ("metrics.md", metrics::page(root, &written("metrics.md")?)?),
         ("values.md", values::page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?),
     ];
     for (name, page) in pages {
@@ -103,13 +111,19 @@ mod tests {
     }
 
     #[test]
-    fn the_committed_reference_pages_are_what_the_types_and_values_say() -> Result<()> {
+    fn the_committed_reference_pages_match_the_code() -> Result<()> {
         generate(&root(), true)
     }
 
     #[test]
     fn the_committed_pages_keep_the_rules() -> Result<()> {
         assert_eq!(pages::problems(&root())?, Vec::<String>::new());
+        Ok(())
+    }
+
+    #[test]
+    fn the_code_writes_no_reason_that_the_tables_lack() -> Result<()> {
+        assert_eq!(events::problems(&root())?, Vec::<String>::new());
         Ok(())
     }
 }

@@ -1,5 +1,5 @@
-//! The pages themselves: line length, the table of contents, metrics, how commands are tested, and
-//! links between Markdown files.
+//! The pages themselves: line length, the table of contents, how commands are tested, references to
+//! the code, and links between Markdown files.
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -18,10 +18,7 @@ const PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
 /// Pages outside of docs/contributing that name files and items of the code.
 const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
-/// Where metrics are registered.
-const METRICS: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
-
-/// What is wrong with the pages, each as a sentence.
+/// Problems of the pages, each as a sentence.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let summary = read(&root.join("docs/SUMMARY.md"))?;
@@ -53,12 +50,6 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
         problems.extend(gone.map(|link| format!("{name}: {link} leads to no file")));
     }
-    let documented = read(&root.join("docs/reference/metrics.md"))?;
-    for file in METRICS {
-        let names = metrics(&read(&root.join(file))?);
-        let unknown = names.into_iter().filter(|name| !is_documented(name, &documented));
-        problems.extend(unknown.map(|name| format!("docs/reference/metrics.md does not name {name} ({file})")));
-    }
     Ok(problems)
 }
 
@@ -89,17 +80,6 @@ fn links(text: &str) -> Vec<String> {
     relative.map(|target| target.split('#').next().unwrap_or(target).to_owned()).collect()
 }
 
-/// Names under which metrics are registered, without their prefixes.
-fn metrics(source: &str) -> Vec<String> {
-    let calls = source.split("registry.register(").skip(1);
-    let names = calls.filter_map(|call| call.trim_start().strip_prefix('"')?.split_once('"'));
-    names.map(|(name, _)| name.to_owned()).collect()
-}
-
-fn is_documented(name: &str, page: &str) -> bool {
-    [format!("_{name}`"), format!("_{name}_total`"), format!("`{name}`")].iter().any(|written| page.contains(written))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,13 +95,5 @@ mod tests {
     #[test]
     fn links_to_files_are_found_without_their_anchors() {
         assert_eq!(links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
-    }
-
-    #[test]
-    fn a_metric_is_documented_with_or_without_total() {
-        let source = "registry.register(\"a\", x);\nregistry.register(\n    \"b\",\n    y);";
-        assert_eq!(metrics(source), ["a", "b"]);
-        assert!(is_documented("a", "`cleave_agent_a_total`") && is_documented("b", "`cleave_agent_b`"));
-        assert!(!is_documented("b", "`cleave_agent_bc`"));
     }
 }
