@@ -8,15 +8,22 @@ use crate::text::wrap;
 /// All programs with their commands. The log options, which all servers have, are on the page by
 /// hand.
 fn programs() -> Vec<Command> {
-    let server = |name: &'static str, about: &'static str| Command::new(name).about(about);
-    let mut cleave = cleave_cli::Command::augment_subcommands(Command::new("cleave"));
-    cleave = cleave.subcommand(cleave_operator::OperatorArgs::augment_args(server(
-        "operator",
-        "Plan how GPUs are shared, and write it to each node's GpuNode",
-    )));
-    let agent = server("cleave-agent", "Serve this node's GPUs to the kubelet as its GpuNode says");
-    let host = server("cleave-mps-host", "Run this node's MPS daemons and enforce the limits of their clients");
-    vec![cleave, cleave_agent::AgentArgs::augment_args(agent), cleave_gpu::mps::host::HostArgs::augment_args(host)]
+    // The arguments of a server may set a name and a purpose of their own.
+    let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
+        arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
+    };
+    let operator = "Plan how GPUs are shared, and write it to each node's GpuNode";
+    let agent = "Serve this node's GPUs to the kubelet as its GpuNode says";
+    let host = "Run this node's MPS daemons and enforce the limits of their clients";
+    vec![
+        cleave_cli::Command::augment_subcommands(Command::new("cleave")).subcommand(server(
+            "operator",
+            operator,
+            cleave_operator::OperatorArgs::augment_args,
+        )),
+        server("cleave-agent", agent, cleave_agent::AgentArgs::augment_args),
+        server("cleave-mps-host", host, cleave_gpu::mps::host::HostArgs::augment_args),
+    ]
 }
 
 /// The page with a part for each command.
@@ -39,13 +46,19 @@ pub(crate) fn page(page: &str) -> Result<String> {
 
 /// Commands without subcommands, by their full names.
 fn collect(command: &Command, name: String, commands: &mut Vec<(String, Command)>) {
-    let below: Vec<&Command> = command.get_subcommands().filter(|below| below.get_name() != "help").collect();
+    let below: Vec<&Command> =
+        command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
     if below.is_empty() {
         commands.push((name.clone(), command.clone()));
     }
     for below in below {
         collect(below, format!("{name} {}", below.get_name()), commands);
     }
+}
+
+/// Whether only the program itself runs a command.
+fn is_internal(command: &Command) -> bool {
+    command.is_hide_set()
 }
 
 /// One line for each command.
@@ -60,7 +73,7 @@ fn summary(commands: &[(String, Command)]) -> String {
 /// What a command does, how it is used, and its arguments.
 fn describe(name: &str, command: &Command) -> String {
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string).unwrap_or_default();
-    let mut out: String = about.split("\n\n").map(|paragraph| wrap(paragraph, "", "") + "\n").collect();
+    let mut out: String = about.split("\n\n").map(|paragraph| wrap(&sentence(paragraph), "", "") + "\n").collect();
     let arguments: Vec<&Arg> = command
         .get_arguments()
         .filter(|arg| !arg.is_hide_set() && !matches!(arg.get_id().as_str(), "help" | "version"))
@@ -99,13 +112,18 @@ fn form(arg: &Arg) -> String {
     format!("{short}{long}{value}")
 }
 
+/// A text with a full stop.
+fn sentence(text: &str) -> String {
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    if text.is_empty() || text.ends_with(['.', ':']) { text } else { text + "." }
+}
+
 /// What an argument means: its help, choices, default and environment variable.
 fn meaning(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-    let mut out = help.split_whitespace().collect::<Vec<_>>().join(" ").replace('<', "\\<");
-    if !out.is_empty() && !out.ends_with(['.', ')', ':']) {
-        out.push('.');
-    }
+    // Help that names its default itself has it in brackets, as clap writes it.
+    let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
+    let mut out = sentence(&help).replace('<', "\\<");
     let quoted = |names: Vec<String>| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     let choices = arg.get_possible_values();
     let takes_values = arg.get_action().takes_values();
@@ -113,8 +131,12 @@ fn meaning(arg: &Arg) -> String {
         let names = choices.iter().filter(|choice| !choice.is_hide_set()).map(|choice| choice.get_name().to_owned());
         out.push_str(&format!(" One of {}.", quoted(names.collect())));
     }
-    let defaults: Vec<String> =
-        arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
+    let defaults: Vec<String> = arg
+        .get_default_values()
+        .iter()
+        .map(|value| value.to_string_lossy().into_owned())
+        .filter(|value| !value.is_empty())
+        .collect();
     if takes_values && !defaults.is_empty() {
         out.push_str(&format!(" Default: {}.", quoted(defaults)));
     }

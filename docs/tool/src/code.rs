@@ -17,7 +17,7 @@ pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
         .flat_map(|(index, line)| spans(line).map(move |span| (index + 1, span)))
         .filter_map(|(line, span)| {
             let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
-            if !FOLDERS.iter().any(|folder| path.starts_with(folder)) || path.contains(['<', '*', '{', ' ']) {
+            if !FOLDERS.iter().any(|folder| path.starts_with(folder)) || is_pattern(path) {
                 return None;
             }
             let file = root.join(path);
@@ -30,6 +30,12 @@ pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
             }
         })
         .collect()
+}
+
+/// Whether a path has parts that readers replace, such as `TARGET`.
+fn is_pattern(path: &str) -> bool {
+    let placeholder = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
+    path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
 }
 
 /// The code spans of a line.
@@ -61,7 +67,10 @@ mod tests {
 
     #[test]
     fn other_code_is_no_reference() {
-        assert_eq!(problems(Path::new("."), "`kubectl get pods`, `e2e/<name>`, `/run/cleave`"), Vec::<String>::new());
+        assert_eq!(
+            problems(Path::new("."), "`kubectl get pods`, `e2e/<name>`, `e2e/TARGET/a`, `/run`"),
+            Vec::<String>::new()
+        );
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod blocks;
 mod cli;
 mod code;
 mod crd;
+mod diagram;
 mod events;
 mod links;
 mod metrics;
@@ -65,7 +66,7 @@ fn run(command: Command) -> Result<()> {
     }
 }
 
-/// Writes the generated pages, or compares them with the committed ones.
+/// Writes the generated pages and diagrams, or compares them with the committed ones.
 fn generate(root: &Path, check: bool) -> Result<()> {
     let chart = root.join("charts/cleave");
     let written = |name: &str| read(&root.join("docs/reference").join(name));
@@ -77,8 +78,17 @@ fn generate(root: &Path, check: bool) -> Result<()> {
         ("metrics.md", metrics::page(root, &written("metrics.md")?)?),
         ("values.md", values::page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?),
     ];
-    for (name, page) in pages {
-        let path = root.join("docs/reference").join(name);
+    let mut outputs: Vec<(PathBuf, String)> =
+        pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
+    let folder = root.join("docs/diagrams");
+    for entry in std::fs::read_dir(&folder).with_context(|| format!("failed to list {}", folder.display()))? {
+        let text = entry?.path();
+        if text.extension().is_some_and(|extension| extension == "txt") {
+            let svg = diagram::svg(&read(&text)?).with_context(|| format!("failed to draw {}", text.display()))?;
+            outputs.push((text.with_extension("svg"), svg));
+        }
+    }
+    for (path, page) in outputs {
         if check {
             let committed = read(&path)?;
             ensure!(committed == page, "{} is outdated: run `make docs` and commit it", path.display());

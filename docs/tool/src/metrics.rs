@@ -47,13 +47,12 @@ pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
 
 /// The metrics that a file registers, each with its prefix.
 fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
-    let structs: BTreeMap<String, Vec<(String, Type)>> = file
+    let structs: BTreeMap<String, Vec<(String, &Type)>> = file
         .items
         .iter()
         .filter_map(|item| if let Item::Struct(item) = item { Some(item) } else { None })
         .map(|item| {
-            let fields =
-                item.fields.iter().filter_map(|field| Some((field.ident.as_ref()?.to_string(), field.ty.clone())));
+            let fields = item.fields.iter().filter_map(|field| Some((field.ident.as_ref()?.to_string(), &field.ty)));
             (item.ident.to_string(), fields.collect())
         })
         .collect();

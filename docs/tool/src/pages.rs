@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use cleave_docs_blocks;
+use cleave_docs_commands::blocks;
 
 use crate::code;
 use crate::read;
