@@ -95,7 +95,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
         if let Some(exact) = above.and_then(is_output) {
             match blocks.last_mut() {
                 Some(Block { output: output @ None, test: Test::Run { .. }, .. }) => {
-                    *output = Some(Shown { text, exact })
+                    *output = Some(Shown { text, exact });
                 }
                 _ => problems.push(format!("{}: this output follows no block that is run", index + 1)),
             }
