@@ -2,6 +2,8 @@
 //!
 //! `<!-- generated: NAME -->` starts such a part, and `<!-- end of generated -->` ends it.
 
+use std::fmt::Write as _;
+
 use anyhow::{Context as _, Result, bail};
 
 const START: &str = "<!-- generated: ";
@@ -34,7 +36,7 @@ pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Re
 pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
     let mut out = line(head.iter().map(|&cell| cell.to_owned()).collect());
-    out.push_str(&format!("|{}\n", "---|".repeat(head.len())));
+    let _ = writeln!(out, "|{}", "---|".repeat(head.len()));
     for row in rows {
         out.push_str(&line(row.iter().map(|cell| cell.replace('|', "\\|")).collect()));
     }

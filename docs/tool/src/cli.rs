@@ -1,4 +1,6 @@
 //! The reference page of the command line, from the definitions of the commands.
+use std::fmt::Write as _;
+
 use anyhow::{Context as _, Result};
 use clap::{Arg, Args as _, Command, Subcommand as _};
 
@@ -31,7 +33,7 @@ pub(crate) fn page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
     for mut program in programs() {
         program.build();
-        collect(&program, program.get_name().to_owned(), &mut commands);
+        collect(&program, program.get_name(), &mut commands);
     }
     let mut required: Vec<String> = commands.iter().map(|(name, _)| name.clone()).collect();
     required.push("commands".to_owned());
@@ -45,14 +47,14 @@ pub(crate) fn page(page: &str) -> Result<String> {
 }
 
 /// Commands without subcommands, by their full names.
-fn collect(command: &Command, name: String, commands: &mut Vec<(String, Command)>) {
+fn collect(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
     let below: Vec<&Command> =
         command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
     if below.is_empty() {
-        commands.push((name.clone(), command.clone()));
+        commands.push((name.to_owned(), command.clone()));
     }
     for below in below {
-        collect(below, format!("{name} {}", below.get_name()), commands);
+        collect(below, &format!("{name} {}", below.get_name()), commands);
     }
 }
 
@@ -78,12 +80,12 @@ fn describe(name: &str, command: &Command) -> String {
         .get_arguments()
         .filter(|arg| !arg.is_hide_set() && !matches!(arg.get_id().as_str(), "help" | "version"))
         .collect();
-    let positionals = command.get_positionals().map(|arg| match arg.is_required_set() {
-        true => format!(" {}", value(arg)),
-        false => format!(" [{}]", value(arg)),
+    let positionals = command.get_positionals().map(|arg| {
+        let value = value(arg);
+        if arg.is_required_set() { format!(" {value}") } else { format!(" [{value}]") }
     });
     let options = if arguments.iter().any(|arg| !arg.is_positional()) { " [OPTION...]" } else { "" };
-    out.push_str(&format!("Usage: `{name}{options}{}`\n", positionals.collect::<String>()));
+    let _ = write!(out, "Usage: `{name}{options}{}`\n", positionals.collect::<String>());
     if !arguments.is_empty() {
         let rows: Vec<Vec<String>> =
             arguments.iter().map(|arg| vec![format!("`{}`", form(arg)), meaning(arg)]).collect();
@@ -129,7 +131,7 @@ fn meaning(arg: &Arg) -> String {
     let takes_values = arg.get_action().takes_values();
     if takes_values && !choices.is_empty() {
         let names = choices.iter().filter(|choice| !choice.is_hide_set()).map(|choice| choice.get_name().to_owned());
-        out.push_str(&format!(" One of {}.", quoted(names.collect())));
+        let _ = write!(out, " One of {}.", quoted(names.collect()));
     }
     let defaults: Vec<String> = arg
         .get_default_values()
@@ -138,10 +140,10 @@ fn meaning(arg: &Arg) -> String {
         .filter(|value| !value.is_empty())
         .collect();
     if takes_values && !defaults.is_empty() {
-        out.push_str(&format!(" Default: {}.", quoted(defaults)));
+        let _ = write!(out, " Default: {}.", quoted(defaults));
     }
     if let Some(variable) = arg.get_env() {
-        out.push_str(&format!(" Environment: `{}`.", variable.to_string_lossy()));
+        let _ = write!(out, " Environment: `{}`.", variable.to_string_lossy());
     }
     out.trim().to_owned()
 }
@@ -169,7 +171,7 @@ mod tests {
         for mut program in programs() {
             program.build();
             let mut commands = Vec::new();
-            collect(&program, program.get_name().to_owned(), &mut commands);
+            collect(&program, program.get_name(), &mut commands);
             assert!(!commands.is_empty());
             for (name, command) in commands {
                 assert!(command.get_about().is_some(), "{name} has no purpose");

@@ -191,7 +191,7 @@ impl Arrow {
             "<path class=\"arrow\" d=\"M{} {} L{} {}\" marker-end=\"url(#head)\"{back}/>",
             start.0, start.1, end.0, end.1
         );
-        let middle = ((start.0 + end.0) / 2, (start.1 + end.1) / 2);
+        let middle = (i32::midpoint(start.0, end.0), i32::midpoint(start.1, end.1));
         let count = i32::try_from(self.text.len()).unwrap_or(0);
         if self.from.1 == self.to.1 {
             write_lines(out, "small", (middle.0, middle.1 - 6 - count * LINE / 2), &self.text);

@@ -71,7 +71,8 @@ fn rust_files(folder: &Path) -> Result<Vec<(String, String)>> {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         if name.starts_with("tests") {
             continue;
-        } else if path.is_dir() {
+        }
+        if path.is_dir() {
             files.extend(rust_files(&path)?);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             files.push((path.display().to_string(), read(&path)?));

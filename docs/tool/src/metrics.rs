@@ -70,7 +70,7 @@ fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
         let prefix = field.and_then(|(field, _)| prefixes.0.get(field).cloned());
         let mut calls = Calls { prefix: prefix.unwrap_or_default(), ..Calls::default() };
         calls.visit_item_impl(item);
-        for Call { prefix, name, help, field } in calls.calls {
+        for Call { prefix, name, help, field } in calls.found {
             let (_, ty) =
                 fields.iter().find(|(known, _)| *known == field).with_context(|| format!("no field {field}"))?;
             let (kind, label) = kind_of(ty).with_context(|| format!("{field} is no metric"))?;
@@ -101,7 +101,7 @@ struct Calls {
     prefix: String,
     /// Strings that variables have.
     strings: BTreeMap<String, String>,
-    calls: Vec<Call>,
+    found: Vec<Call>,
 }
 
 impl Visit<'_> for Calls {
@@ -121,7 +121,7 @@ impl Visit<'_> for Calls {
         if let (true, [name, help, metric]) = (call.method == "register", arguments.as_slice()) {
             let help = string(help).or_else(|| self.strings.get(&variable(help)?).cloned());
             if let (Some(name), Some(help), Some(field)) = (string(name), help, field(metric)) {
-                self.calls.push(Call { prefix: self.prefix.clone(), name, help, field });
+                self.found.push(Call { prefix: self.prefix.clone(), name, help, field });
             }
         }
         visit::visit_expr_method_call(self, call);
