@@ -85,7 +85,7 @@ fn describe(name: &str, command: &Command) -> String {
         if arg.is_required_set() { format!(" {value}") } else { format!(" [{value}]") }
     });
     let options = if arguments.iter().any(|arg| !arg.is_positional()) { " [OPTION...]" } else { "" };
-    let _ = write!(out, "Usage: `{name}{options}{}`\n", positionals.collect::<String>());
+    let _ = writeln!(out, "Usage: `{name}{options}{}`", positionals.collect::<String>());
     if !arguments.is_empty() {
         let rows: Vec<Vec<String>> =
             arguments.iter().map(|arg| vec![format!("`{}`", form(arg)), meaning(arg)]).collect();
