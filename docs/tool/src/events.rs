@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use cleave_api::reasons::{self, Reason};
 
 use crate::blocks::{fill, table};
-use crate::read;
+use crate::file::read;
 
 /// Sources that write Events and conditions.
 const SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];

@@ -4,7 +4,7 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::read;
+use crate::file::read;
 
 /// Pages that mdBook makes of the others, with links as they are there.
 const COMBINED: [&str; 3] = ["print.html", "toc.html", "404.html"];

@@ -8,6 +8,7 @@ mod code;
 mod crd;
 mod diagram;
 mod events;
+mod file;
 mod links;
 mod metrics;
 mod pages;
@@ -21,6 +22,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use clap::Parser as _;
 use cleave_api::{GpuNode, SharingPolicy};
 use kube::CustomResourceExt as _;
+
+use crate::file::read;
 
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
@@ -97,11 +100,6 @@ fn generate(root: &Path, check: bool) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Reads a text file.
-fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
 }
 
 /// Prints problems, and fails if there are any.

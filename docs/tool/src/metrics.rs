@@ -9,7 +9,7 @@ use syn::visit::{self, Visit};
 use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, PathArguments, Type};
 
 use crate::blocks::{fill, table};
-use crate::read;
+use crate::file::read;
 
 /// Where metrics are registered.
 const SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use cleave_docs_commands::blocks;
 
 use crate::code;
-use crate::read;
+use crate::file::read;
 use crate::text::COLUMNS;
 
 /// Folders of the site.
