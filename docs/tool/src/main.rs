@@ -1,6 +1,6 @@
 //! Generates the reference pages of the documentation site, and checks the site.
 //!
-//! It reads files of the repository and nothing else: it needs no network and no cluster.
+//! It reads only files of the repository. It needs no network and no cluster.
 //! `docs/build` runs it.
 mod blocks;
 mod cli;
@@ -28,7 +28,7 @@ use crate::file::read;
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
 enum Command {
-    /// Write the generated reference pages.
+    /// Write the generated reference pages and diagrams.
     Generate {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
@@ -44,7 +44,7 @@ enum Command {
         #[arg(long, default_value = ".")]
         root: PathBuf,
     },
-    /// Check that every internal link and anchor of the built site leads somewhere.
+    /// Check the internal links and anchors of the built site.
     Links {
         /// The built site.
         site: PathBuf,

@@ -1,5 +1,5 @@
-//! The pages themselves: line length, the table of contents, how commands are tested, references to
-//! the code, and links between Markdown files.
+//! Checks the Markdown pages: line length, the table of contents, how commands are tested, references
+//! to the code, and links between files.
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -9,16 +9,16 @@ use crate::code;
 use crate::file::read;
 use crate::text::COLUMNS;
 
-/// Folders of the site.
+/// Folders with pages of the site.
 const FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
-/// Folders whose commands a test runs, or whose pages say why none does.
+/// Folders whose pages state for each block of commands how it is tested.
 const WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside of these folders.
 const PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
 /// Pages outside of docs/contributing that name files and items of the code.
 const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
-/// Problems of the pages, each as a sentence.
+/// Returns the problems of the pages, each as a sentence.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let summary = read(&root.join("docs/SUMMARY.md"))?;
@@ -48,13 +48,13 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         }
         let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
         let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
-        problems.extend(gone.map(|link| format!("{name}: {link} leads to no file")));
+        problems.extend(gone.map(|link| format!("{name}: the target of {link} does not exist")));
     }
     Ok(problems)
 }
 
-/// Numbers of the lines that are too long. Tables, code blocks and addresses of links are not
-/// wrapped.
+/// Returns the numbers of lines that are too long. Tables, code blocks and addresses of links may be
+/// long.
 fn long_lines(text: &str) -> Vec<usize> {
     let mut in_code = false;
     let mut long = Vec::new();
@@ -73,7 +73,7 @@ fn is_address(line: &str) -> bool {
     line.starts_with('[') && line.contains("]: ") || !line.trim().contains(char::is_whitespace) && line.contains("](")
 }
 
-/// Relative links of a Markdown text, without anchors.
+/// Returns the relative links of a Markdown text, without anchors.
 fn links(text: &str) -> Vec<String> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
     let relative = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));
