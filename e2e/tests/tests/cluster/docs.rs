@@ -46,7 +46,7 @@ const GUIDES: [&str; 15] = [
 fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, SCOPE)?;
-    let _cleanup = Cleanup(&cluster);
+    let _cleanup = Cleanup::new(&cluster);
     start_demo(&cluster)?;
     run_page("tutorial/first-shares.md")?;
     delete_demo(&cluster)?;
@@ -87,12 +87,19 @@ fn each_guide_runs() -> Result<()> {
     Ok(())
 }
 
-/// Removes what the pages' commands create. Declared after the scope, so that it runs before the
-/// scope waits until all GPUs are whole.
+/// Removes what the pages' commands create: what an earlier, killed run left, and at the end what
+/// this run created. Declared after the scope, so that it runs before the scope waits until all GPUs
+/// are whole.
 struct Cleanup<'a>(&'a Cluster);
 
-impl Drop for Cleanup<'_> {
-    fn drop(&mut self) {
+impl<'a> Cleanup<'a> {
+    fn new(cluster: &'a Cluster) -> Self {
+        let cleanup = Self(cluster);
+        cleanup.remove();
+        cleanup
+    }
+
+    fn remove(&self) {
         let uncordoned = json!({"metadata": {"annotations": {"cleave.dev/cordon": null}}});
         let results = [
             kubectl(&["delete", "sharingpolicy", "ten-shares", "--ignore-not-found"]).map(drop),
@@ -104,6 +111,12 @@ impl Drop for Cleanup<'_> {
         for error in results.into_iter().filter_map(Result::err) {
             let _ = writeln!(std::io::stderr(), "failed to remove what the pages' commands created: {error:#}");
         }
+    }
+}
+
+impl Drop for Cleanup<'_> {
+    fn drop(&mut self) {
+        self.remove();
     }
 }
 
