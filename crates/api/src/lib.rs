@@ -9,6 +9,7 @@ pub mod crds;
 pub mod gpunode;
 pub mod names;
 pub mod placement;
+pub mod reasons;
 pub mod sharingpolicy;
 
 pub use gpunode::{GpuNode, GpuNodeSpec, GpuNodeStatus};

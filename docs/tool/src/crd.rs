@@ -1,4 +1,4 @@
-//! The reference page of a custom resource, from its definition.
+//! Generates the reference page of a custom resource from its definition.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
@@ -6,10 +6,10 @@ use serde_json::{Map, Value};
 
 use crate::text::{item, wrap};
 
-/// What is said of Kubernetes' own type, whose fields are not repeated here.
+/// Type of `status.conditions` on the page. Kubernetes documents its fields.
 const CONDITIONS: &str = "list of conditions";
 
-/// The page of a `CustomResourceDefinition`.
+/// Returns the page of a `CustomResourceDefinition`.
 pub(crate) fn page(crd: &Value) -> Result<String> {
     let text = |pointer: &str| crd.pointer(pointer).and_then(Value::as_str).with_context(|| format!("no {pointer}"));
     let kind = text("/spec/names/kind")?;
@@ -41,7 +41,7 @@ struct Page {
 }
 
 impl Page {
-    /// The description of a schema as a paragraph.
+    /// Writes the description of a schema as a paragraph.
     fn paragraph(&mut self, schema: &Value) {
         if let Some(text) = description(schema) {
             self.out.push_str(&wrap(&text, "", ""));
@@ -49,7 +49,7 @@ impl Page {
         }
     }
 
-    /// The columns that `kubectl get` prints.
+    /// Writes the columns that `kubectl get` prints.
     fn columns(&mut self, crd: &Value) {
         let columns = crd.pointer("/spec/versions/0/additionalPrinterColumns").and_then(Value::as_array);
         let Some(columns) = columns else { return };
@@ -63,11 +63,11 @@ impl Page {
         }
     }
 
-    /// A section for an object, and one for each object in it.
+    /// Writes a section for an object, and one for each object in it.
     fn object(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
-        // Fields that get sections of their own. They are noted first: of equal objects the
-        // outermost is described.
+        // Fields that get sections. They are recorded before the sections are written, so that the
+        // outermost of equal objects is described.
         let mut described = Vec::new();
         for (name, field) in properties {
             let inner = inner(field);
@@ -101,7 +101,7 @@ impl Page {
         }
     }
 
-    /// The line of one field.
+    /// Returns the list item of one field.
     fn entry(&self, path: &str, name: &str, field: &Value, required: bool) -> String {
         let mut notes = vec![self.type_of(path, name, field)];
         if required {
@@ -137,7 +137,7 @@ impl Page {
         text
     }
 
-    /// The type of a field, in a few words.
+    /// Returns a short name of a field's type.
     fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
         let inner = inner(field);
         let of = if is_conditions(inner) {
@@ -157,7 +157,7 @@ impl Page {
         }
     }
 
-    /// Where an object with these fields is described already.
+    /// Returns the path of the section that describes an object with these fields.
     fn section_of(&self, schema: &Value) -> Option<String> {
         self.seen
             .iter()
@@ -166,7 +166,7 @@ impl Page {
     }
 }
 
-/// The schema of a list's or map's elements, or the schema itself.
+/// Returns the schema of a list's or map's elements, or the schema itself.
 fn inner(field: &Value) -> &Value {
     field.get("items").or_else(|| field.get("additionalProperties")).filter(|inner| inner.is_object()).unwrap_or(field)
 }
@@ -175,7 +175,7 @@ fn child(path: &str, name: &str, field: &Value) -> String {
     format!("{path}.{name}{}", if field.get("items").is_some() { "[]" } else { "" })
 }
 
-/// The anchor that mdBook gives a heading.
+/// Returns the anchor that mdBook generates for a heading.
 fn anchor(heading: &str) -> String {
     heading.chars().filter(|c| c.is_alphanumeric() || *c == '-' || *c == '_').collect::<String>().to_lowercase()
 }
@@ -190,7 +190,7 @@ fn choices(field: &Value) -> Vec<String> {
     values.into_iter().flatten().filter_map(Value::as_str).map(|value| format!("`{value}`")).collect()
 }
 
-/// The messages of a schema's validation rules.
+/// Returns the messages of a schema's validation rules.
 fn messages(schema: &Value) -> Vec<String> {
     let rules = schema.get("x-kubernetes-validations").and_then(Value::as_array);
     let rules = rules.into_iter().flatten().filter_map(|rule| rule.get("message")?.as_str());

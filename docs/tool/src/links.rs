@@ -1,22 +1,22 @@
-//! Links of the built site: every relative link leads to a file, and every anchor to an element.
+//! Checks the built site: the target of every relative link exists, and so does every anchor.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::read;
+use crate::file::read;
 
-/// Pages that mdBook makes of the others, with links as they are there.
+/// Pages that mdBook combines from others. Their links are relative to the other pages.
 const COMBINED: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
-/// A page: the ids of its elements, and what it links to.
+/// A page: the ids of its elements, and the targets of its links.
 #[derive(Debug, Default)]
 struct Page {
     ids: BTreeSet<String>,
     links: BTreeSet<String>,
 }
 
-/// Links of the site in a folder that lead nowhere, each as a sentence.
+/// Returns the broken links of the site in a folder, each as a sentence.
 pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
     let mut files = BTreeSet::new();
     walk(site, &mut files)?;
@@ -32,16 +32,16 @@ pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
             let target = resolve(file, path);
             let name = file.strip_prefix(site).unwrap_or(file).display();
             if !files.contains(&target) {
-                problems.push(format!("{name}: {link} leads to no file"));
+                problems.push(format!("{name}: the target of {link} does not exist"));
             } else if !anchor.is_empty() && pages.get(&target).is_some_and(|page| !page.ids.contains(anchor)) {
-                problems.push(format!("{name}: {link} leads to no heading"));
+                problems.push(format!("{name}: {link} refers to no heading"));
             }
         }
     }
     Ok(problems)
 }
 
-/// All files below a folder.
+/// Collects all files below a folder.
 fn walk(folder: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list {}", folder.display()))? {
         let path = entry?.path();
@@ -54,7 +54,7 @@ fn walk(folder: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// What a page's elements are named, and what it links to.
+/// Reads the ids and links of a page.
 fn parse(html: &str) -> Page {
     let attributes = |name: &str| {
         let opening = format!(" {name}=\"");
@@ -74,7 +74,7 @@ fn is_internal(link: &str) -> bool {
     !scheme && !link.starts_with("//")
 }
 
-/// The file that a link of a page means.
+/// Returns the file that a page's link refers to.
 fn resolve(page: &Path, link: &str) -> PathBuf {
     if link.is_empty() {
         return page.to_owned();

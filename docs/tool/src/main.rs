@@ -1,9 +1,16 @@
 //! Generates the reference pages of the documentation site, and checks the site.
 //!
-//! It reads files of the repository and nothing else: it needs no network and no cluster.
+//! It reads only files of the repository. It needs no network and no cluster.
 //! `docs/build` runs it.
+mod blocks;
+mod cli;
+mod code;
 mod crd;
+mod diagram;
+mod events;
+mod file;
 mod links;
+mod metrics;
 mod pages;
 mod text;
 mod values;
@@ -16,10 +23,12 @@ use clap::Parser as _;
 use cleave_api::{GpuNode, SharingPolicy};
 use kube::CustomResourceExt as _;
 
+use crate::file::read;
+
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
 enum Command {
-    /// Write the generated reference pages.
+    /// Write the generated reference pages and diagrams.
     Generate {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
@@ -28,14 +37,14 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Check the pages: line length, the table of contents, metrics, links of the repository's
-    /// Markdown files.
+    /// Check the pages: line length, contents, commands, references to the code, links, reasons of
+    /// Events.
     Pages {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
         root: PathBuf,
     },
-    /// Check that every internal link and anchor of the built site leads somewhere.
+    /// Check the internal links and anchors of the built site.
     Links {
         /// The built site.
         site: PathBuf,
@@ -55,21 +64,34 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Generate { root, check } => generate(&root, check),
-        Command::Pages { root } => report(&pages::problems(&root)?),
+        Command::Pages { root } => report(&[pages::problems(&root)?, events::problems(&root)?].concat()),
         Command::Links { site } => report(&links::problems(&site)?),
     }
 }
 
-/// Writes the generated pages, or compares them with the committed ones.
+/// Writes the generated pages and diagrams, or compares them with the committed ones.
 fn generate(root: &Path, check: bool) -> Result<()> {
     let chart = root.join("charts/cleave");
+    let written = |name: &str| read(&root.join("docs/reference").join(name));
     let pages = [
         ("sharingpolicy.md", crd::page(&serde_json::to_value(SharingPolicy::crd())?)?),
         ("gpunode.md", crd::page(&serde_json::to_value(GpuNode::crd())?)?),
+        ("cli.md", cli::page(&written("cli.md")?)?),
+        ("events.md", events::page(&written("events.md")?)?),
+        ("metrics.md", metrics::page(root, &written("metrics.md")?)?),
         ("values.md", values::page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?),
     ];
-    for (name, page) in pages {
-        let path = root.join("docs/reference").join(name);
+    let mut outputs: Vec<(PathBuf, String)> =
+        pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
+    let folder = root.join("docs/diagrams");
+    for entry in std::fs::read_dir(&folder).with_context(|| format!("failed to list {}", folder.display()))? {
+        let text = entry?.path();
+        if text.extension().is_some_and(|extension| extension == "txt") {
+            let svg = diagram::svg(&read(&text)?).with_context(|| format!("failed to draw {}", text.display()))?;
+            outputs.push((text.with_extension("svg"), svg));
+        }
+    }
+    for (path, page) in outputs {
         if check {
             let committed = read(&path)?;
             ensure!(committed == page, "{} is outdated: run `make docs` and commit it", path.display());
@@ -78,11 +100,6 @@ fn generate(root: &Path, check: bool) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Reads a text file.
-fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
 }
 
 /// Prints problems, and fails if there are any.
@@ -102,13 +119,19 @@ mod tests {
     }
 
     #[test]
-    fn the_committed_reference_pages_are_what_the_types_and_values_say() -> Result<()> {
+    fn the_committed_reference_pages_match_the_code() -> Result<()> {
         generate(&root(), true)
     }
 
     #[test]
     fn the_committed_pages_keep_the_rules() -> Result<()> {
         assert_eq!(pages::problems(&root())?, Vec::<String>::new());
+        Ok(())
+    }
+
+    #[test]
+    fn the_code_writes_no_reason_that_the_tables_lack() -> Result<()> {
+        assert_eq!(events::problems(&root())?, Vec::<String>::new());
         Ok(())
     }
 }

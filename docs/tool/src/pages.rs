@@ -1,21 +1,24 @@
-//! The pages themselves: line length, the table of contents, metrics, and links between Markdown
-//! files.
+//! Checks the Markdown pages: line length, the table of contents, how commands are tested, references
+//! to the code, and links between files.
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
+use cleave_docs_commands::blocks;
 
-use crate::read;
+use crate::code;
+use crate::file::read;
 use crate::text::COLUMNS;
 
-/// Folders of the site.
+/// Folders with pages of the site.
 const FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
+/// Folders whose pages state for each block of commands how it is tested.
+const WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside of these folders.
 const PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
-/// Where metrics are registered.
-const METRICS: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
-
-/// What is wrong with the pages, each as a sentence.
+/// Pages outside of docs/contributing that name files and items of the code.
+const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
+/// Returns the problems of the pages, each as a sentence.
 pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let summary = read(&root.join("docs/SUMMARY.md"))?;
@@ -37,21 +40,21 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
         let name = page.display();
         problems
             .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
+        if WITH_COMMANDS.iter().any(|folder| page.starts_with(Path::new("docs").join(folder))) {
+            problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
+        }
+        if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {
+            problems.extend(code::problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
+        }
         let folder = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
         let gone = links(&text).into_iter().filter(|link| !folder.join(link).exists());
-        problems.extend(gone.map(|link| format!("{name}: {link} leads to no file")));
-    }
-    let documented = read(&root.join("docs/reference/metrics.md"))?;
-    for file in METRICS {
-        let names = metrics(&read(&root.join(file))?);
-        let unknown = names.into_iter().filter(|name| !is_documented(name, &documented));
-        problems.extend(unknown.map(|name| format!("docs/reference/metrics.md does not name {name} ({file})")));
+        problems.extend(gone.map(|link| format!("{name}: the target of {link} does not exist")));
     }
     Ok(problems)
 }
 
-/// Numbers of the lines that are too long. Tables, code blocks and addresses of links are not
-/// wrapped.
+/// Returns the numbers of lines that are too long. Tables, code blocks and addresses of links may be
+/// long.
 fn long_lines(text: &str) -> Vec<usize> {
     let mut in_code = false;
     let mut long = Vec::new();
@@ -70,22 +73,11 @@ fn is_address(line: &str) -> bool {
     line.starts_with('[') && line.contains("]: ") || !line.trim().contains(char::is_whitespace) && line.contains("](")
 }
 
-/// Relative links of a Markdown text, without anchors.
+/// Returns the relative links of a Markdown text, without anchors.
 fn links(text: &str) -> Vec<String> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
     let relative = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));
     relative.map(|target| target.split('#').next().unwrap_or(target).to_owned()).collect()
-}
-
-/// Names under which metrics are registered, without their prefixes.
-fn metrics(source: &str) -> Vec<String> {
-    let calls = source.split("registry.register(").skip(1);
-    let names = calls.filter_map(|call| call.trim_start().strip_prefix('"')?.split_once('"'));
-    names.map(|(name, _)| name.to_owned()).collect()
-}
-
-fn is_documented(name: &str, page: &str) -> bool {
-    [format!("_{name}`"), format!("_{name}_total`"), format!("`{name}`")].iter().any(|written| page.contains(written))
 }
 
 #[cfg(test)]
@@ -103,13 +95,5 @@ mod tests {
     #[test]
     fn links_to_files_are_found_without_their_anchors() {
         assert_eq!(links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
-    }
-
-    #[test]
-    fn a_metric_is_documented_with_or_without_total() {
-        let source = "registry.register(\"a\", x);\nregistry.register(\n    \"b\",\n    y);";
-        assert_eq!(metrics(source), ["a", "b"]);
-        assert!(is_documented("a", "`cleave_agent_a_total`") && is_documented("b", "`cleave_agent_b`"));
-        assert!(!is_documented("b", "`cleave_agent_bc`"));
     }
 }

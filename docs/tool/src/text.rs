@@ -1,6 +1,6 @@
-//! Markdown text: wrapping and list items.
+//! Wraps Markdown text.
 
-/// Columns of a line of Markdown.
+/// Maximum number of columns of a line of Markdown.
 pub(crate) const COLUMNS: usize = 100;
 
 /// Wraps a paragraph. The first line starts with `first`, each other with `rest`. Code spans are
@@ -25,12 +25,12 @@ pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
     lines.join("\n") + "\n"
 }
 
-/// A list item.
+/// Returns a wrapped list item.
 pub(crate) fn item(text: &str) -> String {
     wrap(text, "- ", "  ")
 }
 
-/// The words of a text; a code span is part of one word.
+/// Returns the words of a text. A code span is part of one word.
 fn words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let mut in_code = false;

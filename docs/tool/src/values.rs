@@ -1,7 +1,7 @@
-//! The reference page of the chart's values, from the comments of `values.yaml`.
+//! Generates the reference page of the chart's values from the comments of `values.yaml`.
 //!
-//! The schema says which keys are sections: their fields are described one by one. Everything else
-//! is one value.
+//! In the schema, a key with properties is a section: the page describes its fields separately. Every
+//! other key is one value.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail};
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::text::{item, wrap};
 
-/// The page of a chart's values.
+/// Returns the page of a chart's values.
 pub(crate) fn page(values: &str, schema: &str) -> Result<String> {
     let schema: Value = serde_json::from_str(schema).context("values.schema.json is not JSON")?;
     let mut out = String::from(
@@ -45,13 +45,13 @@ struct Key {
     default: Vec<String>,
 }
 
-/// All keys that the schema describes, in the file's order.
+/// Returns all keys that the schema describes, in the file's order.
 fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
     let mut keys: Vec<Key> = Vec::new();
     let mut comment: Vec<String> = Vec::new();
     let mut path: Vec<(usize, String)> = Vec::new();
     let mut leaf: Option<usize> = None;
-    // The first line is about the file.
+    // The first line describes the file.
     for (number, line) in values.lines().enumerate().skip_while(|(number, line)| *number == 0 && line.starts_with('#'))
     {
         let content = line.trim_start();
@@ -87,7 +87,7 @@ fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
     Ok(keys)
 }
 
-/// The line of one value.
+/// Writes the list item of one value.
 fn entry(out: &mut String, key: &Key) {
     let mut head = format!("`{}`", key.path.join("."));
     let block = match key.default.as_slice() {
@@ -123,7 +123,7 @@ fn entry(out: &mut String, key: &Key) {
     }
 }
 
-/// A section's comment, as paragraphs and lists.
+/// Writes a section's comment as paragraphs and lists.
 fn comment(out: &mut String, lines: &[String]) {
     let mut in_list = false;
     for part in parts(lines) {
@@ -148,13 +148,13 @@ fn comment(out: &mut String, lines: &[String]) {
 
 /// A part of a comment.
 enum Part {
-    /// Sentences.
+    /// A paragraph.
     Text(String),
     /// An indented line, `word   what it means`.
     Choice(String),
 }
 
-/// The parts of a comment, in order.
+/// Returns the parts of a comment, in order.
 fn parts(lines: &[String]) -> Vec<Part> {
     let mut parts = Vec::new();
     for line in lines {

@@ -8,6 +8,7 @@ mod chart;
 mod clocks;
 mod daemons;
 mod demand;
+mod docs;
 mod ending;
 mod faults;
 mod gate;

@@ -1,0 +1,190 @@
+//! Reasons of the Events and conditions that Cleave writes: what each means, and what to do.
+//!
+//! The reference page of Events is generated from these tables. A test of the documentation checks
+//! that the code writes no other reason.
+
+/// A reason, as `kubectl describe` shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reason {
+    /// The reason.
+    pub name: &'static str,
+    /// What happened.
+    pub meaning: &'static str,
+    /// What to do. Empty if there is nothing to do.
+    pub action: &'static str,
+}
+
+const fn reason(name: &'static str, meaning: &'static str, action: &'static str) -> Reason {
+    Reason { name, meaning, action }
+}
+
+/// Events of pods that the operator publishes.
+pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
+    reason("NoGpu", "The pod waits for room on a GPU.", "Run `cleave explain pod`, or wait."),
+    reason(
+        "NoGpuFits",
+        "No GPU of the cluster can ever hold the pod. It was released as unschedulable.",
+        "Request fewer shares in one container, or change the policy.",
+    ),
+    reason(
+        "Stranded",
+        "No node takes the released pod any more.",
+        "None if a controller recreates it. Otherwise delete and recreate the pod.",
+    ),
+    reason("GpuPlanned", "A GPU is being repartitioned for the pod.", "Wait."),
+    reason("Preempted", "The pod is evicted for a pod of higher priority.", "None if a controller recreates it."),
+    reason(
+        "EvictedOutsideShare",
+        "The pod left its limits and is evicted, because the policy says `Evict`.",
+        "Use less, or request more shares.",
+    ),
+    reason(
+        "EvictionProtected",
+        "The pod left its limits, and a disruption budget protects it from eviction.",
+        "Delete the pod, or change the budget.",
+    ),
+];
+
+/// Events of pods that agents publish.
+pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
+    reason(
+        "MemoryExceeded",
+        "A container uses more GPU memory than its shares allow.",
+        "Use less memory, or request more shares.",
+    ),
+    reason(
+        "OutsideMps",
+        "A process of the pod uses a shared GPU outside MPS.",
+        "Leave `CUDA_MPS_PIPE_DIRECTORY` as it is.",
+    ),
+    reason("NoShare", "A process of the pod uses a GPU without shares.", "Request shares."),
+    reason(
+        "CausedGpuFault",
+        "The pod's program died with work in flight and broke others.",
+        "Let programs exit before their pods are deleted.",
+    ),
+    reason(
+        "NamedInGpuFault",
+        "The MPS server's log names the pod's program in a fault. The log often names a neighbour.",
+        "Look for errors of the program.",
+    ),
+    reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
+    reason(
+        "EndedInGpuFault",
+        "The pod's program was ended because it kept the GPU's MPS server in state FAULT.",
+        "Let the program exit on CUDA errors.",
+    ),
+];
+
+/// Events that agents publish on their Node and its `GpuNode`.
+pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
+    reason("GpuUnhealthy", "A GPU cannot serve.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
+    reason("GpuResetPending", "A GPU works and needs a reset.", "Drain and reset it when convenient."),
+    reason("Recovered", "A GPU or its MPS daemon serves again.", ""),
+    reason("MpsUnavailable", "An MPS daemon does not serve.", "Read the logs of the node's MPS host."),
+    reason(
+        "GpuFault",
+        "A fatal error broke the clients of a GPU. The message names the pods.",
+        "See [Faults](../explanation/faults.md).",
+    ),
+    reason(
+        "ClientNotEnded",
+        "A client of a deleted pod was not terminated in time.",
+        "See [Termination](../explanation/termination.md).",
+    ),
+    reason("SharesSplit", "The kubelet requested shares of two GPUs. The agent refused.", "Recreate the pod."),
+    reason("MigChanged", "MIG instances were created or destroyed.", ""),
+    reason("MigFailed", "A change of MIG instances failed.", "Read the message. It is tried five times."),
+    reason("MemoryExceeded", "A finding about a pod on the node, as on the pod.", ""),
+    reason("OutsideMps", "The same. The process may belong to no pod.", "End the process."),
+    reason("NoShare", "The same.", ""),
+];
+
+/// Events that the operator publishes on `GpuNode`s.
+pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
+    reason("GpuNodeLeftOut", "Plans leave the node out.", "Read the message."),
+    reason("GpuNodeTakenBack", "Plans include the node again.", ""),
+    reason("GpuLeftOut", "Plans leave one GPU as it is.", "Read the message."),
+];
+
+/// Events that the operator publishes on the `DaemonSet` of the MPS hosts.
+pub const DAEMONSET_EVENTS: &[Reason] = &[
+    reason("MpsHostReplaced", "The MPS host of an idle node was replaced.", ""),
+    reason(
+        "MpsHostUpgradeStopped",
+        "A replaced MPS host does not serve. No more are replaced.",
+        "Repair it, or run `helm rollback`.",
+    ),
+];
+
+/// Reasons of a `SharingPolicy`'s conditions.
+pub const POLICY_CONDITIONS: &[Reason] = &[
+    reason("Accepted", "The fields make sense on the selected GPUs.", ""),
+    reason("Ready", "The GPUs are shared as the policy says.", ""),
+    reason("NoConflict", "No other policy took GPUs from it.", ""),
+    reason("Malformed", "The object does not match its definition.", "Correct the policy."),
+    reason("Invalid", "Fields contradict each other.", "Correct the policy."),
+    reason("NoNodeMatches", "No node has the labels of `nodeSelector`.", "Correct the selector, or label nodes."),
+    reason("NoGpu", "The selected nodes have no GPU.", "Correct the selector."),
+    reason("NoGpuMatches", "The selected nodes have GPUs, and `gpus` selects none.", "Correct `gpus`."),
+    reason("UnknownModel", "No selected node has a GPU of that model.", "Correct `gpus.models`."),
+    reason("UnknownGpu", "No selected node has that UUID or index.", "Correct `gpus`."),
+    reason("GpuTooSmall", "Not even one share fits on the GPU.", "Use smaller or fewer shares."),
+    reason("MigNotSupported", "The GPU does not support MIG.", "Use another mode, or select other GPUs."),
+    reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),
+    reason("Overridden", "More specific or older policies have its GPUs.", "Change one of the policies."),
+    reason("AgentNotReporting", "No agent reports what the node has.", "Check the agent's pod on the node."),
+    reason("Applying", "The node is being changed.", "Wait."),
+    reason("WaitingForPods", "Pods use what would change. The message names them.", "Wait, or drain the GPU."),
+    reason("ApplyRefused", "The agent refused the change.", "Read the message."),
+    reason("ApplyFailed", "The agent tried the change, and it failed.", "Read the message."),
+    reason("LeftOut", "Plans leave out a node or GPU.", "Read the message."),
+    reason(
+        "GpuUnhealthy",
+        "The GPU or its MPS daemon cannot serve.",
+        "See [Handle failing GPUs](../how-to/failing-gpus.md).",
+    ),
+];
+
+/// Reasons of a `GpuNode`'s conditions.
+pub const NODE_CONDITIONS: &[Reason] = &[
+    reason("Serving", "`Ready` is True: every GPU and MPS daemon serves.", ""),
+    reason("Applied", "`Applied` is True: the node matches its spec.", ""),
+    reason("Healthy", "`GpusHealthy` is True: every GPU can serve.", ""),
+    reason("Starting", "NVML has not answered yet.", "Wait."),
+    reason("NoDriver", "There is no driver, or it does not answer.", "Set `driver.nvmlLibrary` or `driver.path`."),
+    reason("NoGpu", "There is a driver and no GPU.", ""),
+    reason("GpuUnhealthy", "GPUs cannot serve.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
+    reason("ResetPending", "`GpusHealthy` is True: a GPU works and needs a reset.", "Reset it when convenient."),
+    reason("MpsUnavailable", "MPS daemons cannot serve.", "Read the logs of the node's MPS host."),
+    reason("Waiting", "Pods use what would change.", "Wait, or drain the GPU."),
+    reason("Refused", "The spec cannot be applied.", "Read the message."),
+    reason("NoSpec", "The agent has read no spec.", "Check that the operator runs."),
+    reason("Malformed", "The object does not match its definition.", "Check that the CRDs and the agent match."),
+];
+
+/// Reasons of conditions of pods.
+pub const POD_CONDITIONS: &[Reason] = &[
+    reason("MemoryExceeded", "`cleave.dev/WithinShare` is False.", "Use less memory, or request more shares."),
+    reason("OutsideMps", "`cleave.dev/WithinShare` is False.", "Leave `CUDA_MPS_PIPE_DIRECTORY` as it is."),
+    reason("NoShare", "`cleave.dev/WithinShare` is False.", "Request shares."),
+    reason("WithinShare", "`cleave.dev/WithinShare` is True: the finding is over.", ""),
+    reason(
+        "Stranded",
+        "`cleave.dev/Placed` is False: no node takes the released pod, and it has no controller.",
+        "Delete and recreate the pod.",
+    ),
+    reason("Bound", "`cleave.dev/Placed` is True.", ""),
+];
+
+/// All tables.
+pub const ALL: [&[Reason]; 8] = [
+    POD_EVENTS_OF_OPERATOR,
+    POD_EVENTS_OF_AGENT,
+    NODE_EVENTS_OF_AGENT,
+    NODE_EVENTS_OF_OPERATOR,
+    DAEMONSET_EVENTS,
+    POLICY_CONDITIONS,
+    NODE_CONDITIONS,
+    POD_CONDITIONS,
+];

@@ -1,0 +1,66 @@
+//! Generated parts of pages that people write.
+//!
+//! `<!-- generated: NAME -->` starts such a part, and `<!-- end of generated -->` ends it.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, Result, bail};
+
+const START: &str = "<!-- generated: ";
+const END: &str = "<!-- end of generated -->\n";
+
+/// The page with each generated part replaced by what `content` returns for its name. Fails if the
+/// page lacks one of `required`.
+pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Result<String>) -> Result<String> {
+    let mut out = String::with_capacity(page.len());
+    let mut rest = page;
+    let mut found: Vec<&str> = Vec::new();
+    while let Some((before, after)) = rest.split_once(START) {
+        let (name, after) = after.split_once(" -->\n").context("a generated part has no name")?;
+        let (_, after) = after.split_once(END).with_context(|| format!("the generated part {name} has no end"))?;
+        let text = content(name).with_context(|| format!("failed to generate the part {name}"))?;
+        for piece in [before, START, name, " -->\n\n", text.trim(), "\n\n", END] {
+            out.push_str(piece);
+        }
+        found.push(name);
+        rest = after;
+    }
+    out.push_str(rest);
+    match required.iter().find(|name| !found.contains(&name.as_str())) {
+        Some(missing) => bail!("the page has no part {START}{missing} -->"),
+        None => Ok(out),
+    }
+}
+
+/// A Markdown table.
+pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
+    let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
+    let mut out = line(head.iter().map(|&cell| cell.to_owned()).collect());
+    let _ = writeln!(out, "|{}", "---|".repeat(head.len()));
+    for row in rows {
+        out.push_str(&line(row.iter().map(|cell| cell.replace('|', "\\|")).collect()));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = "# A\n\n<!-- generated: b -->\nold\n<!-- end of generated -->\n\nText.\n";
+
+    #[test]
+    fn the_part_is_replaced_and_the_rest_stays() -> Result<()> {
+        let filled = fill(PAGE, &["b".to_owned()], |name| Ok(format!("new {name}\n")))?;
+        assert_eq!(filled, "# A\n\n<!-- generated: b -->\n\nnew b\n\n<!-- end of generated -->\n\nText.\n");
+        assert_eq!(fill(&filled, &[], |name| Ok(format!("new {name}")))?, filled, "filling twice changes nothing");
+        Ok(())
+    }
+
+    #[test]
+    fn a_missing_part_and_a_missing_end_are_errors() {
+        let content = |_: &str| Ok(String::new());
+        assert!(fill(PAGE, &["c".to_owned()], content).is_err());
+        assert!(fill("<!-- generated: b -->\n", &[], content).is_err());
+    }
+}

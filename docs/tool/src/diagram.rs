@@ -1,0 +1,265 @@
+//! Diagrams: SVG from a description in text.
+//!
+//! A description has one statement a line. Boxes stand on a grid of columns and rows.
+//!
+//! ```text
+//! title A sentence for readers who cannot see the picture
+//! group 0 1 2 2 Text above a frame around columns 0 to 2 and rows 1 to 2
+//! box NAME 0 1 Text | second line
+//! arrow NAME -> NAME Text | second line
+//! arrow NAME <-> NAME Text
+//! ```
+//!
+//! The picture has a background of its own, so that it is legible on light and dark pages.
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+/// Size of a box, and the gaps between boxes, in pixels.
+const BOX: (i32, i32) = (190, 54);
+const GAP: (i32, i32) = (140, 66);
+const MARGIN: i32 = 40;
+/// Columns of text that fit into a box, and beside an arrow.
+const BOX_TEXT: usize = 27;
+const ARROW_TEXT: usize = 22;
+/// Pixels from one line of text to the next.
+const LINE: i32 = 15;
+
+const STYLE: &str = "\
+text { font: 13px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle; }
+.small { font-size: 11px; fill: #4a5460; }
+.start { text-anchor: start; }
+.page { fill: #ffffff; stroke: #c9d1d9; }
+.group { fill: #f3f6f9; stroke: #c9d1d9; }
+.box { fill: #e3eefb; stroke: #2f6fb5; }
+.arrow { stroke: #4a5460; stroke-width: 1.4; fill: none; }
+.head { fill: #4a5460; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; }
+  .small { fill: #aab4bf; }
+  .page { fill: #12161b; stroke: #3b444d; }
+  .group { fill: #1a2027; stroke: #3b444d; }
+  .box { fill: #17314f; stroke: #5b9bd9; }
+  .arrow { stroke: #aab4bf; }
+  .head { fill: #aab4bf; }
+}
+";
+
+#[derive(Debug, Default)]
+struct Diagram {
+    title: String,
+    groups: Vec<Group>,
+    boxes: Vec<Node>,
+    arrows: Vec<Arrow>,
+}
+
+#[derive(Debug)]
+struct Group {
+    from: (i32, i32),
+    to: (i32, i32),
+    text: String,
+}
+
+#[derive(Debug)]
+struct Node {
+    name: String,
+    at: (i32, i32),
+    text: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Arrow {
+    from: (i32, i32),
+    to: (i32, i32),
+    both: bool,
+    text: Vec<String>,
+}
+
+/// The SVG of a description.
+pub(crate) fn svg(description: &str) -> Result<String> {
+    let mut diagram = Diagram::default();
+    for (index, line) in description.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        diagram.add(line).with_context(|| format!("line {}: {line}", index + 1))?;
+    }
+    ensure!(!diagram.title.is_empty(), "the diagram has no title");
+    ensure!(!diagram.boxes.is_empty(), "the diagram has no box");
+    Ok(diagram.draw())
+}
+
+impl Diagram {
+    fn add(&mut self, line: &str) -> Result<()> {
+        let (word, rest) = line.split_once(' ').context("a statement has a word and a text")?;
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        let number = |index: usize| -> Result<i32> {
+            fields.get(index).context("a number is missing")?.parse().context("this is not a number")
+        };
+        let text = |skip: usize| fields.get(skip..).unwrap_or_default().join(" ");
+        match word {
+            "title" => self.title = rest.to_owned(),
+            "group" => {
+                let (from, to) = ((number(0)?, number(1)?), (number(2)?, number(3)?));
+                self.groups.push(Group { from, to, text: text(4) });
+            }
+            "box" => {
+                let name = fields.first().copied().unwrap_or_default().to_owned();
+                ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is there twice");
+                self.boxes.push(Node { name, at: (number(1)?, number(2)?), text: lines(&text(3), BOX_TEXT)? });
+            }
+            "arrow" => {
+                let both = match fields.get(1) {
+                    Some(&"->") => false,
+                    Some(&"<->") => true,
+                    _ => bail!("an arrow is `NAME -> NAME` or `NAME <-> NAME`"),
+                };
+                let at = |index: usize| {
+                    let name = fields.get(index).copied().unwrap_or_default();
+                    let found = self.boxes.iter().find(|known| known.name == name);
+                    found.map(|found| found.at).with_context(|| format!("there is no box {name}"))
+                };
+                let (from, to) = (at(0)?, at(2)?);
+                ensure!(from.0 == to.0 || from.1 == to.1, "an arrow stays in its row or column");
+                self.arrows.push(Arrow { from, to, both, text: lines(&text(3), ARROW_TEXT)? });
+            }
+            _ => bail!("there is no statement {word}"),
+        }
+        Ok(())
+    }
+
+    fn draw(&self) -> String {
+        let most = |of: fn(&Node) -> i32| self.boxes.iter().map(of).max().unwrap_or(0);
+        let corner = position((most(|node| node.at.0), most(|node| node.at.1)));
+        let (width, height) = (corner.0 + BOX.0 + MARGIN, corner.1 + BOX.1 + MARGIN);
+        let mut out = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" \
+             height=\"{height}\" role=\"img\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n<defs>\
+             <marker id=\"head\" viewBox=\"0 0 10 10\" refX=\"9\" refY=\"5\" markerWidth=\"8\" markerHeight=\"8\" \
+             orient=\"auto-start-reverse\"><path class=\"head\" d=\"M0 0 L10 5 L0 10 z\"/></marker></defs>\n\
+             <rect class=\"page\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"6\"/>\n",
+            escape(&self.title),
+            width - 1,
+            height - 1,
+        );
+        for Group { from, to, text } in &self.groups {
+            let (left, top) = position(*from);
+            let (right, bottom) = position(*to);
+            let _ = writeln!(
+                out,
+                "<rect class=\"group\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" rx=\"6\"/>\n\
+                 <text class=\"small start\" x=\"{}\" y=\"{}\">{}</text>",
+                left - 20,
+                top - 26,
+                right - left + BOX.0 + 40,
+                bottom - top + BOX.1 + 46,
+                left - 10,
+                top - 11,
+                escape(text),
+            );
+        }
+        for arrow in &self.arrows {
+            arrow.draw(&mut out);
+        }
+        for Node { at, text, .. } in &self.boxes {
+            let (x, y) = position(*at);
+            let _ = writeln!(
+                out,
+                "<rect class=\"box\" x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"5\"/>",
+                BOX.0, BOX.1
+            );
+            write_lines(&mut out, "", (x + BOX.0 / 2, y + BOX.1 / 2), text);
+        }
+        out.push_str("</svg>\n");
+        out
+    }
+}
+
+impl Arrow {
+    fn draw(&self, out: &mut String) {
+        let (from, to) = (position(self.from), position(self.to));
+        let (middle_x, middle_y) = (BOX.0 / 2, BOX.1 / 2);
+        let (start, end) = if self.from.1 == self.to.1 {
+            let right = to.0 > from.0;
+            let (out, into) = if right { (BOX.0, 0) } else { (0, BOX.0) };
+            ((from.0 + out, from.1 + middle_y), (to.0 + into, to.1 + middle_y))
+        } else {
+            let down = to.1 > from.1;
+            let (out, into) = if down { (BOX.1, 0) } else { (0, BOX.1) };
+            ((from.0 + middle_x, from.1 + out), (to.0 + middle_x, to.1 + into))
+        };
+        let back = if self.both { " marker-start=\"url(#head)\"" } else { "" };
+        let _ = writeln!(
+            out,
+            "<path class=\"arrow\" d=\"M{} {} L{} {}\" marker-end=\"url(#head)\"{back}/>",
+            start.0, start.1, end.0, end.1
+        );
+        let middle = (i32::midpoint(start.0, end.0), i32::midpoint(start.1, end.1));
+        let count = i32::try_from(self.text.len()).unwrap_or(0);
+        if self.from.1 == self.to.1 {
+            write_lines(out, "small", (middle.0, middle.1 - 6 - count * LINE / 2), &self.text);
+        } else {
+            write_lines(out, "small start", (middle.0 + 10, middle.1), &self.text);
+        }
+    }
+}
+
+/// The left upper corner of a box.
+fn position((column, row): (i32, i32)) -> (i32, i32) {
+    (MARGIN + column * (BOX.0 + GAP.0), MARGIN + row * (BOX.1 + GAP.1))
+}
+
+/// The lines of a text, none longer than `most`.
+fn lines(text: &str, most: usize) -> Result<Vec<String>> {
+    let lines: Vec<String> =
+        text.split('|').map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
+    let long = lines.iter().find(|line| line.chars().count() > most);
+    if let Some(long) = long {
+        bail!("{long:?} is longer than {most} characters: break it with |");
+    }
+    Ok(lines)
+}
+
+/// Writes lines of text around a middle. Lines after the first are small.
+fn write_lines(out: &mut String, class: &str, (x, y): (i32, i32), lines: &[String]) {
+    let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE / 2 + 4;
+    for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE).unwrap_or(1))) {
+        let class = if class.is_empty() && y != first { "small" } else { class };
+        let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
+        let _ = writeln!(out, "<text{class} x=\"{x}\" y=\"{y}\">{}</text>", escape(line));
+    }
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn boxes_and_arrows_are_drawn_in_the_same_way_each_time() -> Result<()> {
+        let text = "title A <b>\ngroup 0 0 1 0 Frame\nbox a 0 0 One | two\nbox b 1 0 B\narrow a <-> b both ways\n";
+        let drawn = svg(text)?;
+        assert_eq!(drawn, svg(text)?);
+        for part in ["<title>A &lt;b&gt;</title>", ">One</text>", "class=\"small\"", "marker-start", ">Frame</text>"] {
+            assert!(drawn.contains(part), "{part}");
+        }
+        assert_eq!(drawn.matches("<rect class=\"box\"").count(), 2);
+        Ok(())
+    }
+
+    #[test]
+    fn mistakes_are_errors() {
+        for text in [
+            "title T",
+            "box a 0 0 A",
+            "title T\nbox a x 0 A",
+            "title T\nbox a 0 0 A\nbox a 1 0 B",
+            "title T\nbox a 0 0 A\nbox b 1 1 B\narrow a -> b diagonal",
+            "title T\nbox a 0 0 A\narrow a -> c none",
+            "title T\nbox a 0 0 A much longer text than any box can ever hold",
+            "title T\ncircle a 0 0",
+        ] {
+            assert!(svg(text).is_err(), "{text}");
+        }
+    }
+}

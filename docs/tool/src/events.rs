@@ -1,0 +1,101 @@
+//! The tables of reasons of Events and conditions, and a check that the code uses no others.
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail};
+use cleave_api::reasons::{self, Reason};
+
+use crate::blocks::{fill, table};
+use crate::file::read;
+
+/// Sources that write Events and conditions.
+const SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
+
+/// The tables by the names of their parts of the page.
+const TABLES: [(&str, &[Reason]); 8] = [
+    ("pod events of the operator", reasons::POD_EVENTS_OF_OPERATOR),
+    ("pod events of the agent", reasons::POD_EVENTS_OF_AGENT),
+    ("node events of the agent", reasons::NODE_EVENTS_OF_AGENT),
+    ("node events of the operator", reasons::NODE_EVENTS_OF_OPERATOR),
+    ("daemonset events", reasons::DAEMONSET_EVENTS),
+    ("policy conditions", reasons::POLICY_CONDITIONS),
+    ("node conditions", reasons::NODE_CONDITIONS),
+    ("pod conditions", reasons::POD_CONDITIONS),
+];
+
+/// The page with its tables.
+pub(crate) fn page(page: &str) -> Result<String> {
+    let required: Vec<String> = TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
+    fill(page, &required, |name| match TABLES.iter().find(|(table, _)| *table == name) {
+        Some((_, reasons)) => Ok(rows(reasons)),
+        None => bail!("there is no such table of reasons"),
+    })
+}
+
+fn rows(reasons: &[Reason]) -> String {
+    let row = |Reason { name, meaning, action }: &Reason| {
+        vec![format!("`{name}`"), (*meaning).to_owned(), (*action).to_owned()]
+    };
+    table(&["reason", "meaning", "what to do"], &reasons.iter().map(row).collect::<Vec<_>>())
+}
+
+/// Reasons of Events in the code that no table has, each as a sentence.
+pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
+    let known: BTreeSet<&str> = reasons::ALL.iter().flat_map(|table| table.iter()).map(|reason| reason.name).collect();
+    let mut problems = Vec::new();
+    for source in SOURCES {
+        for (path, text) in rust_files(&root.join(source))? {
+            let unknown = written(&text).into_iter().filter(|name| !known.contains(name.as_str()));
+            problems.extend(unknown.map(|name| format!("{path}: crates/api/src/reasons.rs has no {name}")));
+        }
+    }
+    Ok(problems)
+}
+
+/// Reasons that a source writes: the word behind `reason:`, an Event's type, or `warning(`.
+fn written(source: &str) -> BTreeSet<String> {
+    let code = source.split("\n#[cfg(test)]\nmod ").next().unwrap_or(source);
+    let mut names = BTreeSet::new();
+    for before in ["reason: \"", "EventType::Normal, \"", "EventType::Warning, \"", " warning(\""] {
+        let found = code.split(before).skip(1).filter_map(|rest| rest.split_once('"')).map(|(name, _)| name);
+        names.extend(found.filter(|name| name.starts_with(|c: char| c.is_ascii_uppercase())).map(str::to_owned));
+    }
+    names
+}
+
+/// The Rust files below a folder, without folders and files of tests.
+fn rust_files(folder: &Path) -> Result<Vec<(String, String)>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| format!("failed to list {}", folder.display()))? {
+        let path = entry?.path();
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with("tests") {
+            continue;
+        }
+        if path.is_dir() {
+            files.extend(rust_files(&path)?);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.push((path.display().to_string(), read(&path)?));
+        }
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasons_are_found_in_code_and_not_in_tests() {
+        let code = "event(EventType::Warning, \"NoGpu\", x); E { reason: \"Split\", };\n#[cfg(test)]\nmod tests { reason: \"R\" }";
+        assert_eq!(written(code).iter().collect::<Vec<_>>(), ["NoGpu", "Split"]);
+    }
+
+    #[test]
+    fn each_table_has_a_reason_once() {
+        for (name, reasons) in TABLES {
+            let names: BTreeSet<&str> = reasons.iter().map(|reason| reason.name).collect();
+            assert_eq!(names.len(), reasons.len(), "{name}");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! The commands on the tutorial and how-to pages run on this cluster, and print what the pages show.
+//!
+//! The pages say which blocks run; `cleave_docs_commands` reads them.
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use cleave_docs_commands::{Block, Test, blocks};
+use cleave_e2e::{Cluster, GPUNODES, Scope, apply, kubectl, wait_until};
+use serde_json::json;
+
+use crate::health::cleave;
+use crate::{GPUS, HOLD, NODE, SHARES, offers};
+
+/// Limit for one block, in seconds. The longest waits a minute for a pod.
+const BLOCK_SECONDS: u64 = 90;
+/// How long a block marked `retry` may take to print what the page shows.
+const RETRY: Duration = Duration::from_secs(30);
+/// The namespace of the demo's pods, which the tutorial uses.
+const DEMO: &str = "demo";
+/// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
+const SCOPE: &str = "docs";
+/// The guides, in the order in which they run. The last one deletes all policies.
+const GUIDES: [&str; 15] = [
+    "install",
+    "enable-nodes",
+    "divide",
+    "mig",
+    "priorities",
+    "quotas",
+    "exceptions",
+    "monitor",
+    "drain",
+    "failing-gpus",
+    "restart-nodes",
+    "upgrade",
+    "check-driver",
+    "troubleshoot",
+    "uninstall",
+];
+
+#[test]
+fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, SCOPE)?;
+    let _cleanup = Cleanup::new(&cluster);
+    start_demo(&cluster)?;
+    run_page("tutorial/first-shares.md")?;
+    delete_demo(&cluster)?;
+    // A pod for `cleave explain`. It waits until the first guide applies a policy to all nodes.
+    scope.pod_on("node2", "waits", &json!({SHARES: 1}), HOLD)?;
+    for guide in GUIDES {
+        run_page(&format!("how-to/{guide}.md"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn the_api_server_accepts_the_policies_on_the_pages() -> Result<()> {
+    let mut checked = 0;
+    for page in pages("how-to")? {
+        let text = std::fs::read_to_string(&page)?;
+        for policy in policies(&text) {
+            let file = std::env::temp_dir().join(format!("cleave-docs-{}.yaml", std::process::id()));
+            std::fs::write(&file, policy)?;
+            let accepted = kubectl(&["apply", "--dry-run=server", "-f", &file.to_string_lossy()]);
+            std::fs::remove_file(&file)?;
+            accepted.with_context(|| format!("a policy of {}:\n{policy}", page.display()))?;
+            checked += 1;
+        }
+    }
+    ensure!(checked > 0, "no page has a policy");
+    Ok(())
+}
+
+#[test]
+fn each_guide_runs() -> Result<()> {
+    let mut expected: Vec<String> = GUIDES.iter().map(|guide| format!("{guide}.md")).collect();
+    expected.sort();
+    let mut found: Vec<String> =
+        pages("how-to")?.iter().filter_map(|page| Some(page.file_name()?.to_string_lossy().into_owned())).collect();
+    found.sort();
+    ensure!(found == expected, "GUIDES lists {expected:?}, docs/how-to has {found:?}");
+    Ok(())
+}
+
+/// Removes what the pages' commands create: what an earlier, killed run left, and at the end what
+/// this run created. Declared after the scope, so that it runs before the scope waits until all GPUs
+/// are whole.
+struct Cleanup<'a>(&'a Cluster);
+
+impl<'a> Cleanup<'a> {
+    fn new(cluster: &'a Cluster) -> Self {
+        let cleanup = Self(cluster);
+        cleanup.remove();
+        cleanup
+    }
+
+    fn remove(&self) {
+        let uncordoned = json!({"metadata": {"annotations": {"cleave.dev/cordon": null}}});
+        let results = [
+            kubectl(&["delete", "sharingpolicy", "ten-shares", "--ignore-not-found"]).map(drop),
+            delete_demo(self.0),
+            kubectl(&["delete", "namespace", "e2e-docs-system", "--ignore-not-found"]).map(drop),
+            kubectl(&["delete", "clusterrolebinding", "gpu-administrators", "--ignore-not-found"]).map(drop),
+            self.0.patch(&format!("{GPUNODES}/{NODE}"), &uncordoned).map(drop),
+        ];
+        for error in results.into_iter().filter_map(Result::err) {
+            let _ = writeln!(std::io::stderr(), "failed to remove what the pages' commands created: {error:#}");
+        }
+    }
+}
+
+impl Drop for Cleanup<'_> {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+/// Applies the demo's policy to [`NODE`], and starts the demo's pods.
+fn start_demo(cluster: &Cluster) -> Result<()> {
+    delete_demo(cluster)?;
+    let policy = std::fs::read_to_string(root().join("e2e/demo.yaml"))?;
+    apply(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
+    offers(cluster, SHARES, 10 * GPUS)?;
+    kubectl(&["apply", "-f", &root().join("e2e/demo-pods.yaml").to_string_lossy()])?;
+    kubectl(&["-n", DEMO, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
+}
+
+/// Deletes the demo's namespace. Its pods go at once, without their grace periods.
+fn delete_demo(cluster: &Cluster) -> Result<()> {
+    let namespace = format!("/api/v1/namespaces/{DEMO}");
+    if cluster.find(&namespace)?.is_none() {
+        return Ok(());
+    }
+    cluster.delete(&namespace, None)?;
+    let gone = || {
+        kubectl(&["-n", DEMO, "delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false"])?;
+        Ok(cluster.find(&namespace)?.is_none())
+    };
+    wait_until("the namespace of the demo is gone", gone)
+}
+
+/// Runs the blocks of a page in order, each in a shell of its own.
+fn run_page(page: &str) -> Result<()> {
+    let path = root().join("docs").join(page);
+    let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
+    let (blocks, problems) = blocks(&text);
+    ensure!(problems.is_empty(), "docs/{page}: {problems:?}");
+    for block in &blocks {
+        let Test::Run { retry, .. } = &block.test else { continue };
+        let deadline = Instant::now() + RETRY;
+        let started = Instant::now();
+        while let Err(error) = run_block(block) {
+            if !retry || Instant::now() > deadline {
+                return Err(error.context(format!("docs/{page}:{}", block.line)));
+            }
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        let _ = writeln!(std::io::stderr(), "docs/{page}:{} took {:?}", block.line, started.elapsed());
+    }
+    Ok(())
+}
+
+/// Runs a block once. Its exit status must be 0, and its output what the page shows.
+fn run_block(block: &Block) -> Result<()> {
+    let script = block.script();
+    let program = PathBuf::from(cleave());
+    let folder = program.parent().context("cleave has no folder")?;
+    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+    let output = Command::new("timeout")
+        .args([&BLOCK_SECONDS.to_string(), "bash", "-euc", &script])
+        .current_dir(root())
+        .env("PATH", path)
+        .stdin(Stdio::null())
+        .output()
+        .context("failed to run bash")?;
+    let printed = String::from_utf8_lossy(&output.stdout);
+    let mut report = String::new();
+    let _ = write!(report, "{script}printed:\n{printed}{}", String::from_utf8_lossy(&output.stderr));
+    ensure!(output.status.success(), "{}: {report}", output.status);
+    let missing = block.output.as_ref().map(|shown| shown.missing_from(&printed)).unwrap_or_default();
+    ensure!(missing.is_empty(), "the output lacks {missing:?}: {report}");
+    Ok(())
+}
+
+/// The complete policies in a page's YAML blocks.
+fn policies(page: &str) -> Vec<&str> {
+    let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split_once("```"));
+    blocks.map(|(text, _)| text).filter(|text| text.contains("\nkind: SharingPolicy\n")).collect()
+}
+
+/// The pages in a folder of the documentation.
+fn pages(folder: &str) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(root().join("docs").join(folder))?;
+    entries.map(|entry| Ok(entry?.path())).collect()
+}
+
+/// Root of the repository.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
