@@ -60,8 +60,8 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
     machine.healthy(MPS, 8).await;
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
     for (ids, expected) in [
-        (vec![a.as_str(), b.as_str()], "cannot be shares of 2 GPUs"),
-        (vec![a.as_str(), a.as_str()], "is there twice"),
+        (vec![a.as_str(), b.as_str()], "cannot come from 2 GPUs"),
+        (vec![a.as_str(), a.as_str()], "is requested twice"),
         (vec!["GPU-none::0"], "is not a device of"),
         (vec![], "at least one"),
     ] {
@@ -225,7 +225,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
         "{seen}"
     );
     let text = fs::read_to_string(machine.path("agent.log")).unwrap();
-    assert!(text.contains("there is no way to the API server yet"), "the agent found an API server");
+    assert!(text.contains("failed to configure a client for the API server"), "the agent found an API server");
 }
 
 #[tokio::test]
@@ -236,7 +236,7 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
     machine.start_second_agent();
     let log = machine.path("agent.log");
     let waits =
-        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to end").then_some(());
+        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to exit").then_some(());
     machine.until("the second agent waits", waits).await;
     let used = ids(&uuid, [2, 3]);
     let wanted: Vec<&str> = used.iter().map(String::as_str).collect();

@@ -1,5 +1,6 @@
 //! Turns violations into findings: a violation that two consecutive samples show is a finding.
 //! Pure: callers pass in the time.
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -30,7 +31,7 @@ const TERMINATE_AGAIN: Duration = Duration::from_secs(10);
 pub struct Findings {
     /// Violations of the previous sample, with the processes that caused them.
     previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
-    findings: BTreeMap<ViolationKey, Finding>,
+    confirmed: BTreeMap<ViolationKey, Finding>,
     /// When each client was last to be terminated.
     terminated: BTreeMap<ProcessId, Instant>,
     /// When each process was last seen as an MPS client.
@@ -91,7 +92,7 @@ impl Findings {
         for violation in violations {
             let evict = evicts(&violation.key.device);
             self.previous.insert(violation.key.clone(), violation.processes.clone());
-            if !self.findings.contains_key(&violation.key) && !is_confirmed(&violation, &previous) {
+            if !self.confirmed.contains_key(&violation.key) && !is_confirmed(&violation, &previous) {
                 changes.confirm = true;
                 continue;
             }
@@ -126,8 +127,8 @@ impl Findings {
     /// Adds the violation's clients to those to terminate, except those ordered a short time ago.
     fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
-            if !self.terminated.contains_key(&process) {
-                self.terminated.insert(process, now);
+            if let Entry::Vacant(entry) = self.terminated.entry(process) {
+                entry.insert(now);
                 changes.terminate.push((violation.key.device.clone(), process));
             }
         }
@@ -148,9 +149,9 @@ impl Findings {
             message,
             since: Some(Time(time)),
         };
-        let Some(finding) = self.findings.get_mut(&key) else {
+        let Some(finding) = self.confirmed.get_mut(&key) else {
             changes.new.push(status.clone());
-            self.findings.insert(key, Finding { status, evict, last_seen: now, reported: false });
+            self.confirmed.insert(key, Finding { status, evict, last_seen: now, reported: false });
             return;
         };
         (finding.last_seen, finding.evict) = (now, evict);
@@ -168,7 +169,7 @@ impl Findings {
         names: &PodNames,
         now: Instant,
     ) {
-        self.findings.retain(|key, finding| {
+        self.confirmed.retain(|key, finding| {
             let sampled = state(&key.device) == SampleState::Sampled;
             let retention = if sampled { RETENTION } else { RETENTION_WITHOUT_SAMPLES };
             // The agent terminates the clients first, which ends the violation. The pod still has
@@ -182,7 +183,7 @@ impl Findings {
     /// Adds the findings whose pod has a known name and no Event yet.
     fn report(&mut self, changes: &mut Changes) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
-        for finding in self.findings.values_mut().filter(ready) {
+        for finding in self.confirmed.values_mut().filter(ready) {
             finding.reported = true;
             changes.report.push(finding.status.clone());
         }
@@ -190,7 +191,7 @@ impl Findings {
 
     /// The oldest findings first, at most [`MAX_FINDINGS`].
     pub fn all(&self) -> Vec<FindingStatus> {
-        let mut all: Vec<FindingStatus> = self.findings.values().map(|finding| finding.status.clone()).collect();
+        let mut all: Vec<FindingStatus> = self.confirmed.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
         all.sort_by(|a, b| (since(a), &a.device, &a.uid, &a.kind).cmp(&(since(b), &b.device, &b.uid, &b.kind)));
         all.truncate(MAX_FINDINGS);
@@ -199,7 +200,7 @@ impl Findings {
 
     /// Whether neither time nor an empty sample could change anything.
     pub fn is_empty(&self) -> bool {
-        self.findings.is_empty() && self.previous.is_empty()
+        self.confirmed.is_empty() && self.previous.is_empty()
     }
 }
 

@@ -235,7 +235,7 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     machine.set_spec("first", vec![partitioned(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.start_host();
     machine.start_agent(&[]);
-    let status = machine.message("reset it (nvidia-smi --gpu-reset), or restart the node").await;
+    let status = machine.message("reset it (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     machine.simgpu(&["reset", "0"]);

@@ -89,7 +89,7 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
     node.reconcile();
     node.now += WITHDRAW;
     node.reconcile();
-    assert!(node.orders.is_empty() && node.messages().contains("has not read yet"), "{}", node.messages());
+    assert!(node.orders.is_empty() && node.messages().contains("has not yet read"), "{}", node.messages());
     node.host_applies();
     node.reconcile();
     assert_eq!(node.orders.len(), 1);

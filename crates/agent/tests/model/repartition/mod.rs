@@ -203,7 +203,7 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     node.set_spec(vec![mig_spec(GPU, &[("1g.10gb", 0, 0)])]);
     node.run();
     assert_eq!(node.gpu.lock().calls, ["mode"]);
-    assert!(node.messages().contains("next reset") && node.messages().contains("restart the node"));
+    assert!(node.messages().contains("next reset") && node.messages().contains("reboot the node"));
     assert!(node.steps().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.steps());
     assert_eq!(node.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
     // Without the spec the request is withdrawn, even while the GPU is in use.
