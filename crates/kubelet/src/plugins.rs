@@ -260,7 +260,7 @@ impl Manager {
                         );
                     }
                     DirectoryState::Failed(error) => {
-                        tracing::error!(%error, "failed to use the device plugin directory")
+                        tracing::error!(%error, "failed to use the device plugin directory");
                     }
                     DirectoryState::Held | DirectoryState::Opening => {
                         tracing::debug!(state = ?now, "device plugin directory");

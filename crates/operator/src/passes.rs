@@ -58,7 +58,7 @@ pub(crate) struct Passes {
     quiet: QuietPeriod,
     pace: Pace,
     publisher: EventPublisher,
-    /// Steps of each node as last is_interchangeable.
+    /// Steps of each node as last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
     /// Which nodes are out of service. `None` if nodes get no taints.
     taints: Option<Taints>,
@@ -206,7 +206,7 @@ impl Passes {
             if before == Some(&status.steps) {
                 continue;
             }
-            // The steps that exist when a process starts were is_interchangeable by the process before.
+            // The steps that exist when a process starts were counted by the process before it.
             if let Some(before) = before {
                 for step in status.steps.iter().filter(|step| !before.contains(step)) {
                     let result = match step.result.as_str() {

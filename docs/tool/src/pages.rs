@@ -1,5 +1,5 @@
-//! Checks the Markdown pages: line length, the table of contents, how commands are tested, references
-//! to the code, and links between files.
+//! Checks the Markdown pages: line length, the table of contents, how commands are tested,
+//! references to the code, and links between files.
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -53,8 +53,8 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Returns the numbers of lines that are too long. Tables, code blocks and addresses of links may be
-/// long.
+/// Returns the numbers of lines that are too long. Tables, code blocks and addresses of links may
+/// be long.
 fn long_lines(text: &str) -> Vec<usize> {
     let mut in_code = false;
     let mut long = Vec::new();

@@ -42,13 +42,17 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     }
 }
 
-/// Whether the line is a comment that can be wrapped: no directive and no address alone.
+/// Whether the line is a comment that can be wrapped: no directive, no row of a table and no address
+/// alone.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
     if marker == SLASHES && comment.starts_with("go:") {
         return false;
     }
     let content = comment.trim_start_matches(['/', '!', '#']).trim();
+    if content.starts_with('|') && content.ends_with('|') {
+        return false;
+    }
     // In Markdown, `[name]: address` must be one line.
     let content = content.rsplit_once("]: ").map_or(content, |(_, address)| address);
     let address = content.trim_start_matches('<');

@@ -289,6 +289,7 @@ fn wide_comments_are_found_in_other_languages() {
         ("deploy/manifests.yaml", format!("# {words}")),
         ("crds/a.yaml", format!("# {words}")),
         ("Cargo.lock", format!("# {words}")),
+        ("a.yaml", format!("# | {words} |")),
     ] {
         assert!(beside(path, &text).is_empty(), "{path}");
     }

@@ -52,7 +52,7 @@ enum Failure {
     Refused(String),
 }
 
-/// The time of day, read once and then is_interchangeable by a monotonic clock. Reservations last until a time
+/// The time of day, read once and then counted by a monotonic clock. Reservations last until a time
 /// of day. A step of the node's clock must not end or prolong them.
 #[derive(Debug, Clone, Copy)]
 struct SteadyClock {

@@ -363,7 +363,7 @@ mod tests {
         assert_eq!(
             (recreated(&rescue), rescue.requeue),
             (vec![], Some(PATIENCE)),
-            "the time is is_interchangeable from the second refusal"
+            "the time is counted from the second refusal"
         );
         assert_eq!(recreated(&stranded.reconcile([cordoned()], PATIENCE, at(360))), ["team/owned"]);
     }

@@ -17,7 +17,7 @@ fn contains(domains: &Domains<'_>, key: &str, value: &str) -> bool {
 /// The topology domains that the subject's affinity and anti-affinity, and the anti-affinity of its
 /// neighbours, require or exclude.
 #[derive(Debug)]
-pub(super) struct Affinity<'a> {
+pub(super) struct RequiredDomains<'a> {
     /// The subject's affinity.
     affinity: &'a [PodAffinityTerm],
     /// The subject's anti-affinity.
@@ -33,7 +33,7 @@ pub(super) struct Affinity<'a> {
     repelling: Domains<'a>,
 }
 
-impl<'a> Affinity<'a> {
+impl<'a> RequiredDomains<'a> {
     pub(super) fn new(subject: &Subject<'a>, namespaces: &impl Fn(&str) -> Option<&'a Labels>) -> Self {
         let affinity = subject.rules.affinity.as_slice();
         let own = subject.namespace;

@@ -38,7 +38,7 @@ use crate::snapshot::{Node, NodeSelectorTerm};
 pub struct Judge<'a> {
     volumes: &'a [Vec<NodeSelectorTerm>],
     too_many: bool,
-    affinity: affinity::Affinity<'a>,
+    affinity: affinity::RequiredDomains<'a>,
     spread: spread::Spread<'a>,
     ports: ports::Taken<'a>,
 }
@@ -64,7 +64,7 @@ impl<'a> Judge<'a> {
         let mut judge = Self {
             volumes: subject.volumes,
             too_many,
-            affinity: affinity::Affinity::new(&subject, &namespaces),
+            affinity: affinity::RequiredDomains::new(&subject, &namespaces),
             spread: spread::Spread::new(&subject),
             ports: ports::Taken::new(&subject.rules.ports),
         };

@@ -9,8 +9,8 @@
 //! | `<!-- retry: … -->` | the same, repeated until it succeeds and the output is as shown |
 //! | `<!-- not run: reason -->` | no test runs the block, for the given reason |
 //!
-//! A fenced block below `<!-- output -->` shows lines that the block before it prints. Numbers, ages
-//! and generated names may differ. Below `<!-- exact output -->` only white space may differ.
+//! A fenced block below `<!-- output -->` shows lines that the block before it prints. Numbers,
+//! ages and generated names may differ. Below `<!-- exact output -->` only white space may differ.
 
 /// Words that a reader replaces. A block that a test runs must replace them too.
 const PLACEHOLDERS: [&str; 7] = ["NODE", "GPU", "NAMESPACE", "NAME", "POD", "POLICY", "REGISTRY"];

@@ -1,4 +1,5 @@
-//! The commands on the tutorial and how-to pages run on this cluster, and print what the pages show.
+//! The commands on the tutorial and how-to pages run on this cluster, and print what the pages
+//! show.
 //!
 //! The pages say which blocks run; `cleave_docs_commands` reads them.
 use std::fmt::Write as _;
@@ -88,8 +89,8 @@ fn each_guide_runs() -> Result<()> {
 }
 
 /// Removes what the pages' commands create: what an earlier, killed run left, and at the end what
-/// this run created. Declared after the scope, so that it runs before the scope waits until all GPUs
-/// are whole.
+/// this run created. Declared after the scope, so that it runs before the scope waits until all
+/// GPUs are whole.
 struct Cleanup<'a>(&'a Cluster);
 
 impl<'a> Cleanup<'a> {
