@@ -1,6 +1,6 @@
 # Everything a person needs is one of these; CONTRIBUTING.md says what each is made of.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render sbom docs msrv bench bench-placement
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz check image crds render sbom release docs msrv bench bench-placement
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -38,8 +38,11 @@ crds: ## writes crds/ from the types
 render: ## writes deploy/ from the chart
 	@deploy/render
 
-sbom: ## what the image's programs are made of, in target/sbom
+sbom: ## the SBOM of the image's programs, in target/sbom
 	@deploy/sbom
+
+release: ## image, chart, command line, SBOM and checksums in target/release-VERSION: VERSION=1.2.3
+	@deploy/release/run "$(VERSION)"
 
 docs: ## the documentation site in target/docs, its generated pages, and a check of its links
 	@docs/build

@@ -14,6 +14,27 @@ programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
+# What is installed, and the command line. `release` is the directory of a release, if one is used.
+chart=$root/charts/cleave
+cleave=$programs/cleave
+release=
+
+# use_release [VERSION]: the functions below use the image, chart and command line of a release that
+# `make release` built, by default the newest. They build only the simulated hardware.
+use_release() {
+  local checksums
+  checksums=$(ls -t "$root"/target/release-${1:-*}/SHA256SUMS 2>/dev/null | head -1 || true)
+  [ -n "$checksums" ] || die "no release ${1:+$1 }in target: run make release VERSION=${1:-x.y.z}"
+  release=$(dirname "$checksums")
+  release_version=${release##*/release-}
+  say "Using release $release_version from ${release#"$root"/}"
+  (cd "$release" && sha256sum --check --quiet SHA256SUMS) || die "$release is not as it was built: run make release again"
+  chart=$release/cleave-$release_version.tgz
+  mkdir -p "$demo_dir"
+  tar -xzf "$release/cleave-$release_version-linux-amd64.tar.gz" -C "$demo_dir"
+  cleave=$demo_dir/cleave-$release_version-linux-amd64/cleave
+}
+
 # Installs the Debian packages that the builds need. e2e/cluster/cluster installs those it needs.
 prerequisites() {
   [ "$(id -u)" = 0 ] || die "run this as root: it starts a kubelet and containerd, which need it"
@@ -30,10 +51,12 @@ prerequisites() {
   fi
 }
 
-# Builds the product, the simulated hardware and the test programs.
+# Builds the product, unless a release of it is used, the simulated hardware and the test programs.
 build() {
-  say "Building Cleave and the simulated hardware"
-  (cd "$root" && cargo build --profile "$profile" --locked -p cleave -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client -p cleave-bench)
+  local product=(-p cleave)
+  [ -z "$release" ] || product=()
+  say "Building ${product:+Cleave and }the simulated hardware"
+  (cd "$root" && cargo build --profile "$profile" --locked "${product[@]}" -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client -p cleave-bench)
 }
 
 # Puts the simulated driver where nodes mount it as /opt/simgpu.
@@ -47,23 +70,31 @@ driver() {
   put "$programs/simgpu" "$driver_dir/bin/simgpu"
 }
 
-# image TAG OPTION…: builds an image, and imports it on all nodes unless they have it.
+# image TAG OPTION…: builds an image and imports it.
 image() {
   local tag=$1 tar=$demo_dir/$(basename "$1" | tr : -).tar; shift
   "$cluster" image build --tag "$tag" "$@" -o "$tar"
-  local sum; sum=$(sha256sum <"$tar")
+  import_image "$tar"
+}
+
+# import_image TAR: imports an image on all nodes, unless they have it.
+import_image() {
+  local imported; imported=$demo_dir/$(basename "$1").imported
+  local sum; sum=$(sha256sum <"$1")
   local started; started=$("$cluster" status 2>/dev/null | awk '/containerd/ {print $0}')
-  if [ "$(cat "$tar.imported" 2>/dev/null)" != "$sum $started" ]; then
-    "$cluster" image import "$tar"
-    echo "$sum $started" >"$tar.imported"
+  if [ "$(cat "$imported" 2>/dev/null)" != "$sum $started" ]; then
+    "$cluster" image import "$1"
+    echo "$sum $started" >"$imported"
   fi
 }
 
 images() {
   say "Building and importing the images"
+  if [ -n "$release" ]; then import_image "$release/cleave-$release_version-image.tar"; fi
   # Both have the same content. Tests of upgrades change `dev` to `next`.
-  local tag
-  for tag in dev next; do
+  local tag tags=(dev next)
+  [ -z "$release" ] || tags=()
+  for tag in "${tags[@]}"; do
     image localhost/cleave:$tag --ldd --dir /tmp:1777 --add "$programs/cleave:/usr/bin/cleave:755" --add "$programs/cleave-agent:/usr/bin/cleave-agent:755" \
       --add "$programs/cleave-mps-host:/usr/bin/cleave-mps-host:755" --add "$programs/cleave-supervise:/usr/bin/cleave-supervise:755" \
       --add "$programs/libsim_clock.so:/usr/lib/libsim_clock.so:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
@@ -88,8 +119,9 @@ simulate() {
 
 # Installs the chart with the driver under a host path, as on nodes without a container toolkit.
 install() {
-  say "Installing Cleave by Helm"
-  helm upgrade --install cleave "$root/charts/cleave" --namespace "$namespace" --create-namespace \
+  say "Installing Cleave${release:+ $release_version} by Helm"
+  if [ -n "$release" ]; then set -- --set "image.tag=$release_version" "$@"; fi
+  helm upgrade --install cleave "$chart" --namespace "$namespace" --create-namespace \
     --values "$root/e2e/values.yaml" --wait --timeout 3m "$@" >"$demo_dir/helm.log" || { cat "$demo_dir/helm.log"; kubectl -n "$namespace" get pods -o wide; die "helm failed"; }
   kubectl -n "$namespace" get pods
 }

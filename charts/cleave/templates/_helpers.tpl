@@ -32,8 +32,17 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
+{{/* The image of all components: by digest if there is one, otherwise by tag. */}}
 {{- define "cleave.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- with (.Values.global).imageRegistry | default .Values.image.registry -}}
+{{ trimSuffix "/" . }}/
+{{- end -}}
+{{ .Values.image.repository }}
+{{- with .Values.image.digest -}}
+@{{ . }}
+{{- else -}}
+:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
 {{- end }}
 
 {{/*
