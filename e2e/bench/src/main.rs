@@ -1,4 +1,4 @@
-//! `cleave-bench`: measures Cleave beside published figures or a competitor, in one run.
+//! `cleave-bench`: measures Cleave, and compares it with published figures or other policies.
 mod kubelet;
 mod planner;
 mod trace;
@@ -9,15 +9,15 @@ use clap::Parser;
 #[command(
     name = "cleave-bench",
     version,
-    about = "Measures Cleave beside published figures",
+    about = "Measures Cleave and compares it with published figures",
     arg_required_else_help = true
 )]
 enum Cli {
-    /// A device plugin as the kubelet sees it.
+    /// Measure a device plugin as the kubelet sees it.
     Kubelet(kubelet::Args),
-    /// How long a plan takes, from 10 to 1,000 nodes.
+    /// Measure the planner on 10 to 1,000 nodes.
     Planner(planner::Args),
-    /// Placement policies on a public GPU trace.
+    /// Measure placement policies on a public GPU trace.
     Trace(trace::Args),
 }
 

@@ -1,8 +1,8 @@
-//! `cleave-bench planner`: how long a plan takes, from 10 to 1,000 nodes.
+//! `cleave-bench planner`: measures the time of a plan for 10 to 1,000 nodes.
 //!
-//! A busy cluster: GPUs of three models in the three modes, a third of their slices in use, a third
-//! free; pods of mixed sizes, half a pod to a GPU, in three priorities, a quarter of them bound to
-//! a zone. The same numbers in every run.
+//! The cluster is busy. It has GPUs of three models in the three modes, with a third of their
+//! slices in use and a third free. Pods have mixed sizes and three priorities; a quarter of them
+//! select a zone. The same clusters are generated in every run.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -12,27 +12,27 @@ use cleave_plan::snapshot::{Gpu, Node, Pod, Slice};
 use cleave_plan::{Policy, Quantity, Snapshot, check, plan};
 use serde::Serialize;
 
-/// Time the planner.
+/// Measures the time of a plan.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Nodes; each number is one measurement.
+    /// Numbers of nodes. Each one is a measurement.
     #[arg(long, value_delimiter = ',', default_values_t = [10, 30, 100, 300, 1000])]
     nodes: Vec<u32>,
-    /// GPUs of each node.
+    /// GPUs per node.
     #[arg(long, default_value_t = 8)]
     gpus_per_node: u32,
-    /// Pods that wait, for each node.
+    /// Pending pods per node.
     #[arg(long, default_value_t = 5)]
     pods_per_node: u32,
-    /// Of the slices that exist, so many percent are in use.
+    /// Percentage of the slices in use.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(0..=100))]
     in_use: u32,
-    /// Clusters of each size, each planned three times.
+    /// Number of clusters of each size. Each one is planned three times.
     #[arg(long, default_value_t = 7)]
     clusters: u64,
 }
 
-/// One line of the output.
+/// One line of the output, as JSON.
 #[derive(Debug, Serialize)]
 struct Line {
     nodes: u32,
@@ -44,7 +44,7 @@ struct Line {
     gpus_changed_p50: usize,
 }
 
-/// Prints one JSON line for each size.
+/// Runs the benchmark, and prints one JSON line for each size.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!(args.clusters > 0, "at least one cluster is needed");
     for &nodes in &args.nodes {
@@ -81,16 +81,17 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The value that so many percent are not above.
+/// The value at this percentile of sorted values.
 fn at<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }
 
-/// Numbers that look random and are the same in every run (`SplitMix64`).
+/// A reproducible random number generator (SplitMix64).
 struct Numbers(u64);
 
 impl Numbers {
+    /// Returns a number less than `end`.
     fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -99,7 +100,7 @@ impl Numbers {
     }
 }
 
-/// Profile, memory slices, places.
+/// Name, memory slices and possible placements of a MIG profile.
 type Profile = (&'static str, u32, &'static [u32]);
 const A100: [Profile; 5] = [
     ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
@@ -117,6 +118,7 @@ const H100: [Profile; 5] = [
 ];
 const SIZES: [u64; 4] = [5, 10, 20, 40];
 
+/// Generates a cluster.
 fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
     let mut numbers = Numbers(seed);
     let nodes = (0..nodes).map(|node| {
@@ -162,7 +164,7 @@ fn cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) ->
     Snapshot { nodes, pods: pods.collect() }
 }
 
-/// A GPU with a random set of slices on it. All GPUs of a node are of one kind.
+/// Generates a GPU with a random set of slices. All GPUs of a node have the same `kind`.
 fn gpu(numbers: &mut Numbers, kind: usize, node: u32, index: u32, in_use: u32) -> Gpu {
     let (model, memory, mode) = [
         ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),

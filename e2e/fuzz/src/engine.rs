@@ -1,5 +1,5 @@
-//! Runs one target for some inputs: its samples and its corpus first, then changes of those and of
-//! what it has read since.
+//! Runs one target on many inputs: first on its samples and its corpus, then on mutations of those
+//! and of inputs that it could read.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
@@ -9,43 +9,45 @@ use fastrand::Rng;
 use crate::mutate::mutated;
 use crate::{Seen, Target, guard};
 
-/// Samples that are kept beside the first.
+/// Maximum number of samples kept in addition to the initial ones.
 const KEPT: usize = 200;
 
-/// How much is done.
+/// When a run ends.
 #[derive(Debug, Clone, Copy)]
 pub enum Budget {
-    /// So many inputs: the same ones for the same seed.
+    /// After this many inputs, which depend only on the seed.
     Inputs(u64),
-    /// As many as there is time for.
+    /// After this time.
     Time(Duration),
 }
 
-/// How far it is.
+/// Progress of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Inputs that were run.
+    /// Number of inputs run.
     pub inputs: u64,
-    /// Those of them that were read.
+    /// Number of inputs that the target could read.
     pub read: u64,
 }
 
 impl Progress {
-    fn counting(&mut self, seen: Seen) {
+    /// Counts one input.
+    fn count(&mut self, seen: Seen) {
         self.inputs += 1;
         self.read += u64::from(seen == Seen::Read);
     }
 
-    /// How many of a hundred inputs were read.
+    /// Percentage of inputs that the target could read.
     pub fn percent(&self) -> u64 {
         self.read * 100 / self.inputs.max(1)
     }
 }
 
-/// The committed inputs of a target: samples, and inputs that once failed. In order of their names.
+/// Reads the committed inputs of a target: samples, and inputs that failed once. Sorted by name;
+/// empty for a target without a folder.
 ///
 /// # Errors
-/// They cannot be read. A target without a folder has none.
+/// If a file cannot be read.
 pub fn corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
     let entries = match fs::read_dir(&folder) {
@@ -57,29 +59,30 @@ pub fn corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
     paths.into_iter().map(|path| fs::read(&path).map(|bytes| (path, bytes))).collect()
 }
 
-/// Runs a target; `tell` hears every second how far it is.
+/// Runs a target, and calls `report` every second.
 ///
 /// # Errors
-/// The corpus cannot be read.
+/// If the corpus cannot be read.
 ///
 /// # Panics
-/// An input fails: it was told and kept by then.
-pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut tell: impl FnMut(&Progress)) -> io::Result<Progress> {
-    let begun = Instant::now();
-    let mut told = begun;
+/// If an input fails, after it was printed and kept.
+pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&Progress)) -> io::Result<Progress> {
+    let started = Instant::now();
+    let mut reported = started;
     let mut progress = Progress::default();
     let mut samples = (target.samples)();
     samples.extend(corpus(target)?.into_iter().map(|(_, bytes)| bytes));
     for sample in &samples {
-        progress.counting(guard::run(target, sample));
+        progress.count(guard::run(target, sample));
     }
     let first = samples.len();
-    // By its name, so that a target's inputs are the same whichever others run.
+    // Seeded with the target's name too, so that its inputs do not depend on which other targets
+    // run.
     let mut rng = Rng::with_seed(target.name.bytes().fold(seed, |seed, byte| seed.rotate_left(5) ^ u64::from(byte)));
     loop {
         let done = match budget {
             Budget::Inputs(most) => progress.inputs >= most,
-            Budget::Time(most) => begun.elapsed() >= most,
+            Budget::Time(most) => started.elapsed() >= most,
         };
         if done {
             return Ok(progress);
@@ -90,8 +93,9 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut tell: impl FnMut(&Pr
             _ => Vec::new(),
         };
         let seen = guard::run(target, &input);
-        progress.counting(seen);
-        // Further away by each step, but not by growing: the long ones are slow.
+        progress.count(seen);
+        // Valid inputs become samples, so that mutations accumulate. Long inputs do not: they are
+        // slow.
         if seen == Seen::Read && rng.u8(..8) == 0 && input.len() < 8192 {
             if samples.len() < first + KEPT {
                 samples.push(input);
@@ -100,9 +104,9 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut tell: impl FnMut(&Pr
                 samples.splice(at..=at, [input]);
             }
         }
-        if told.elapsed() >= Duration::from_secs(1) {
-            told = Instant::now();
-            tell(&progress);
+        if reported.elapsed() >= Duration::from_secs(1) {
+            reported = Instant::now();
+            report(&progress);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Watches over targets while they run: what panics, takes too long or takes too much memory is
-//! told with its input, and the input kept.
+//! Watches targets while they run. If one panics, takes too long or uses too much memory, the input
+//! is printed and kept in a file.
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 
 use crate::{Seen, Target};
 
-/// No input may take so long, without optimization and on a machine that has much else to do.
-const LONGEST: Duration = Duration::from_secs(20);
-/// The whole program may take so much memory, in bytes.
-const MOST: u64 = 2 << 30;
-/// Between looks at both.
-const LOOK: Duration = Duration::from_millis(20);
-/// Of an input no more is printed, in bytes; the file has all.
-const SHOWN: usize = 512;
+/// Time limit of one input. Generous: the build may be unoptimized and the machine busy.
+const TIME_LIMIT: Duration = Duration::from_secs(20);
+/// Memory limit of the whole program, in bytes.
+const MEMORY_LIMIT: u64 = 2 << 30;
+/// Interval between checks of both limits.
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// Maximum number of bytes of an input that are printed. The file has the whole input.
+const PRINTED: usize = 512;
 
-/// What a thread runs now.
+/// The target and input that a thread runs.
 struct Running {
     target: &'static str,
     input: Vec<u8>,
@@ -29,16 +29,16 @@ struct Running {
 
 static RUNNING: Mutex<Option<HashMap<ThreadId, Running>>> = Mutex::new(None);
 
-/// A panic while it is held is told by the hook of the same thread: a poisoned lock is as good as
-/// another.
+/// Locks the running targets. Ignores poisoning: a panic under the lock leaves the map valid, and
+/// the panic hook of the same thread reports it.
 fn running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs a target with an input.
+/// Runs a target on an input.
 ///
 /// # Panics
-/// The target did: the input was told and kept by then.
+/// If the target panics, after the input was printed and kept.
 pub fn run(target: &Target, input: &[u8]) -> Seen {
     static WATCH: Once = Once::new();
     WATCH.call_once(watch);
@@ -50,15 +50,15 @@ pub fn run(target: &Target, input: &[u8]) -> Seen {
     seen
 }
 
-/// Where inputs that fail are kept.
+/// Folder of the failing inputs.
 pub fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/fuzz-failures")
 }
 
-/// Keeps an input, under a name that is the same for the same input.
+/// Writes an input to a file, and returns its path. The name depends only on target and input.
 ///
 /// # Errors
-/// It cannot be written.
+/// If the file cannot be written.
 pub fn keep(folder: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
     let mut hash = DefaultHasher::new();
     input.hash(&mut hash);
@@ -68,57 +68,62 @@ pub fn keep(folder: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
     path.canonicalize()
 }
 
-/// What a person needs to see a failure again.
-fn told(target: &str, input: &[u8], why: &str) -> String {
-    let hex = input.iter().take(SHOWN).fold(String::new(), |mut hex, byte| {
+/// Keeps a failing input, and returns a message with the command that repeats the failure.
+fn failure_message(target: &str, input: &[u8], why: &str) -> String {
+    let hex = input.iter().take(PRINTED).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex
     });
-    let more = if input.len() > SHOWN { "…" } else { "" };
-    let again = match keep(&folder(), target, input) {
-        Ok(path) => format!("again: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
-        Err(error) => format!("the input cannot be kept: {error}"),
+    let more = if input.len() > PRINTED { "…" } else { "" };
+    let repeat = match keep(&folder(), target, input) {
+        Ok(path) => format!("repeat with: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
+        Err(error) => format!("failed to keep the input: {error}"),
     };
-    format!("\n{target}: {why}\ninput of {} bytes: {hex}{more}\n{again}", input.len())
+    format!("\n{target}: {why}\ninput of {} bytes: {hex}{more}\n{repeat}", input.len())
 }
 
+/// Installs the panic hook, and starts the thread that checks the limits.
 fn watch() {
     let before = std::panic::take_hook();
-    // In the hook, so that it is told in programs too that do not unwind.
+    // In the hook, so that it also works in programs that abort on panic.
     std::panic::set_hook(Box::new(move |panic| {
         before(panic);
         let failed = running().as_mut().and_then(|all| all.remove(&thread::current().id()));
         if let Some(Running { target, input, .. }) = failed {
-            eprintln!("{}", told(target, &input, "it panicked"));
+            eprintln!("{}", failure_message(target, &input, "it panicked"));
         }
     }));
     thread::spawn(|| {
         loop {
-            thread::sleep(LOOK);
+            thread::sleep(CHECK_INTERVAL);
             let memory = resident().unwrap_or(0);
             let mut all = running();
             let all = all.get_or_insert_default().values();
-            let wrong: Vec<String> = if memory > MOST {
-                all.map(|one| told(one.target, &one.input, &format!("{} MiB are in use", memory >> 20))).collect()
+            let failures: Vec<String> = if memory > MEMORY_LIMIT {
+                all.map(|one| {
+                    failure_message(one.target, &one.input, &format!("the program uses {} MiB", memory >> 20))
+                })
+                .collect()
             } else {
-                let late = all.filter(|one| one.since.elapsed() > LONGEST);
-                late.map(|one| told(one.target, &one.input, &format!("it takes more than {LONGEST:?}"))).collect()
+                let late = all.filter(|one| one.since.elapsed() > TIME_LIMIT);
+                late.map(|one| failure_message(one.target, &one.input, &format!("it takes more than {TIME_LIMIT:?}")))
+                    .collect()
             };
-            if !wrong.is_empty() {
-                // Not by a macro: what those print in a test is kept back until it ends, which this
-                // one does not.
-                let _ = writeln!(io::stderr(), "{}", wrong.join("\n"));
-                // Nothing else ends what goes on in another thread.
+            if !failures.is_empty() {
+                // No print macro: a test captures their output until it ends, and this one does not
+                // end.
+                let _ = writeln!(io::stderr(), "{}", failures.join("\n"));
+                // Exit, because another thread cannot be stopped.
                 std::process::exit(101);
             }
         }
     });
 }
 
-/// What this process keeps in memory, in bytes.
+/// Resident memory of this process, in bytes.
 fn resident() -> Option<u64> {
     let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
-    // Pages are larger on some machines: the bound is then a looser one.
+    // Some machines have larger pages; the limit is then less strict.
     Some(pages * 4096)
 }
 
@@ -135,13 +140,13 @@ mod tests {
         samples: Vec::new,
         inputs: 0,
         run: |input| {
-            assert!(input != b"bad", "as it should");
+            assert!(input != b"bad", "expected by the test");
             Seen::Read
         },
     };
 
     #[test]
-    fn an_input_that_panics_is_kept_and_one_that_does_not_is_not() {
+    fn only_an_input_that_panics_is_kept() {
         assert_eq!(run(&FAILS, b"good"), Seen::Read);
         let kept = keep(&folder(), FAILS.name, b"bad").unwrap();
         std::fs::remove_file(&kept).unwrap();
@@ -151,8 +156,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_of_a_long_input_is_short_and_says_how_to_see_it_again() {
-        let told = told("of_a_test_too", &vec![0xab; 9000], "why");
-        assert!(told.len() < 2000 && told.contains("9000 bytes: abab") && told.contains("--input /"), "{told}");
+    fn the_message_of_a_long_input_is_short_and_says_how_to_repeat_it() {
+        let message = failure_message("of_a_test_too", &vec![0xab; 9000], "why");
+        assert!(
+            message.len() < 2000 && message.contains("9000 bytes: abab") && message.contains("--input /"),
+            "{message}"
+        );
     }
 }

@@ -1,21 +1,21 @@
-//! Hostile input for everything that Cleave reads of others: bytes of clients and daemons, files,
-//! messages, objects.
+//! Fuzz tests for everything that Cleave reads from others: bytes of clients and daemons, files,
+//! messages and objects.
 //!
-//! A [`Target`] is a function of bytes that must not panic, hang or take memory without bound, and
-//! asserts what must hold of what it reads: that it is written as it was read, that a plan passes
-//! `check`, that an error can be shown to a person. Samples, from the types' own encoders and from
-//! `corpus/<target>/`, are changed at random ([`mutate`]), and what a target reads becomes a sample
-//! itself ([`engine`]).
+//! A [`Target`] is a function that reads bytes. It must not panic, hang or use unbounded memory. It
+//! asserts properties of what it reads, for example that encoding it again gives the same value,
+//! that a plan passes `check`, or that an error has a printable message. [`mutate`] changes samples
+//! at random. The samples come from the types' own encoders and from `corpus/<target>/`. An input
+//! that a target can read may become a sample itself ([`engine`]).
 //!
-//! `cargo test` runs each target for a fixed number of inputs from a fixed seed, after its corpus;
-//! `make fuzz` and the program of this crate run them for as long as they are told. An input that
-//! fails is written down, and belongs into the corpus with the fix.
+//! `cargo test` runs each target on its corpus and then on a fixed number of inputs from a fixed
+//! seed. `make fuzz` and the program of this crate run targets for a given time. A failing input is
+//! kept in a file; commit it to the corpus with the fix.
 //!
-//! The engine is ours, some 300 lines on `fastrand` and `serde_json`, which the workspace has
-//! anyway: coverage feedback (libFuzzer, `fuzzcheck`) needs a nightly compiler; `bolero` without it
-//! is random bytes from some forty further crates, and knows no JSON; `mutatis` changes Rust
-//! values, so that no malformed text would ever be read, and asks for a newer compiler than the
-//! workspace.
+//! The engine is part of this crate: about 300 lines on `fastrand` and `serde_json`, which the
+//! workspace uses anyway. The alternatives do not fit. Coverage feedback (libFuzzer, `fuzzcheck`)
+//! needs a nightly compiler. `bolero` without it generates random bytes, needs about forty more
+//! crates, and does not know JSON. `mutatis` changes Rust values, so it generates no malformed
+//! text, and it needs a newer compiler than the workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;
@@ -28,37 +28,41 @@ use crate::mutate::Shape;
 /// Whether a target could read its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seen {
-    /// As what it is for.
+    /// The input is valid for the target.
     Read,
-    /// It is something else, and was told so.
+    /// The input is invalid, and was refused with an error.
     Refused,
 }
 
-/// Something that reads bytes of others.
+/// A function that reads bytes from others, and how to test it.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
-    /// Its name, which is that of its folder in the corpus.
+    /// Name of the target and of its folder in the corpus.
     pub name: &'static str,
-    /// What it reads, and of whom.
+    /// What it reads and from whom, for people.
     pub what: &'static str,
-    /// What its input is made of.
+    /// Format of its input.
     pub shape: Shape,
-    /// Words of its format.
+    /// Words of the format, which mutations insert.
     pub words: &'static [&'static str],
-    /// Samples that it reads.
+    /// Valid inputs.
     pub samples: fn() -> Vec<Vec<u8>>,
-    /// How many inputs `cargo test` runs: what takes about a second without optimization.
+    /// Number of inputs that `cargo test` runs: about a second without optimization.
     pub inputs: u32,
-    /// Reads an input; panics where something does not hold.
+    /// Reads an input. Panics if an assertion fails.
     pub run: fn(&[u8]) -> Seen,
 }
 
-/// Asserts that an error is one that can be shown: it says something, in one piece that fits into a
-/// status.
+/// Asserts that an error message can be shown in a status.
 ///
 /// # Panics
-/// It is empty, or has more than 2 KiB.
+/// If the message is empty or has more than 2 KiB.
 pub fn assert_tells(error: &str) {
-    assert!(!error.trim().is_empty(), "an error says nothing");
-    assert!(error.len() <= 2048, "an error has {} bytes: {}…", error.len(), error.chars().take(80).collect::<String>());
+    assert!(!error.trim().is_empty(), "an error has no message");
+    assert!(
+        error.len() <= 2048,
+        "an error message has {} bytes: {}…",
+        error.len(),
+        error.chars().take(80).collect::<String>()
+    );
 }

@@ -1,4 +1,4 @@
-//! Runs fuzz targets for as long as it is told, or one of them with one input.
+//! Runs fuzz targets for a given time, or one target on one input.
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -7,28 +7,28 @@ use clap::Parser;
 use cleave_fuzz::engine::{Budget, fuzz};
 use cleave_fuzz::{Target, all, guard, named};
 
-/// Give hostile input to everything that Cleave reads of others.
+/// Run fuzz targets on everything that Cleave reads from others.
 ///
-/// Targets run one after the other. The first input that fails (by a panic, by taking more than 20
-/// s, or memory without bound) ends the run with status 101: it is printed, and kept in
-/// target/fuzz-failures. A panic whose cause is mended belongs into e2e/fuzz/corpus/TARGET.
+/// Targets run one after the other. The first input that fails ends the run with status 101. An
+/// input fails by a panic, by more than 20 s, or by too much memory. It is printed and kept in
+/// target/fuzz-failures. Commit it to e2e/fuzz/corpus/TARGET with the fix.
 ///
-/// Built with `--profile fuzz` (as `make fuzz` does), arithmetic that overflows fails too.
+/// With `--profile fuzz`, as in `make fuzz`, arithmetic overflow fails too.
 #[derive(Debug, Parser)]
 struct Args {
-    /// The targets; all where none is named.
+    /// Targets to run [default: all].
     #[arg(value_name = "TARGET")]
     targets: Vec<String>,
-    /// How long, in all.
+    /// Duration of the whole run in seconds.
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
-    /// Which inputs; another each time where it is left out. It is printed.
+    /// Seed of the inputs [default: random]. The run prints it.
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
-    /// Run one target with the content of a file, once.
+    /// Run one target once, on the content of a file.
     #[arg(long, value_name = "FILE", conflicts_with = "seed")]
     input: Option<PathBuf>,
-    /// Print the targets, and what each reads.
+    /// List the targets and what each one reads.
     #[arg(long)]
     list: bool,
 }
@@ -43,13 +43,11 @@ fn main() -> Result<()> {
         [] => all().iter().collect(),
         names => names
             .iter()
-            .map(|name| {
-                named(name).with_context(|| format!("there is no target {name:?}; --list says which there are"))
-            })
+            .map(|name| named(name).with_context(|| format!("unknown target {name:?}; --list prints the targets")))
             .collect::<Result<_>>()?,
     };
     if let Some(path) = &args.input {
-        let [target] = chosen.as_slice() else { bail!("--input is for one target") };
+        let [target] = chosen.as_slice() else { bail!("--input requires exactly one target") };
         let input = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
         println!("{}: {:?}", target.name, guard::run(target, &input));
         return Ok(());
@@ -70,7 +68,7 @@ fn main() -> Result<()> {
                 );
             }
         });
-        let progress = progress.with_context(|| format!("the corpus of {}", target.name))?;
+        let progress = progress.with_context(|| format!("failed to read the corpus of {}", target.name))?;
         println!("{:<20} done    {:>12} inputs, {:>3} % read", target.name, progress.inputs, progress.percent());
     }
     Ok(())

@@ -1,11 +1,11 @@
-//! Changes samples at random: as bytes, or as the JSON that they are.
+//! Mutates samples at random: as bytes, or as JSON documents.
 use fastrand::Rng;
 use serde_json::{Map, Value};
 
-/// No input becomes longer, in bytes.
+/// Maximum length of an input, in bytes.
 pub const LONGEST: usize = 64 << 10;
 
-/// What an input is made of.
+/// Format of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     /// Bytes or text.
@@ -14,7 +14,7 @@ pub enum Shape {
     Json,
 }
 
-/// Numbers at which something ends.
+/// Numbers at or near limits of types and formats.
 const NUMBERS: &[&str] = &[
     "0",
     "1",
@@ -57,21 +57,21 @@ const NUMBERS: &[&str] = &[
     "5e-324",
 ];
 
-/// Those of them beyond which times and products do not go.
+/// The largest of them, at which sums and products overflow.
 const LARGEST: &[&str] = &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
 
-/// Texts at which something ends, whatever the format.
+/// Texts that are special in many formats.
 const TEXTS: &[&str] = &[
     "", " ", "\0", "\n", ",", "=", ":", "::", "/", "../", ".", "-", "_", "+", "%", "\"", "\\", "{}", "[]", "[[[[[[[[",
     "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",
 ];
 
-/// Another input, by some changes of one sample; of another one too, here and there.
+/// Returns a mutation of `sample`. Some mutations take a part of `other`.
 pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
     let changes = 1 + rng.usize(..4) * rng.usize(..3);
     let mut input = None;
-    // Some documents are changed as text: only so are keys there twice, numbers too large, and
-    // strings cut off.
+    // One document in eight is mutated as text. Only text can have duplicate keys, numbers that are
+    // too large, and truncated strings.
     if shape == Shape::Json
         && rng.u8(..8) > 0
         && let Ok(mut tree) = serde_json::from_slice::<Value>(sample)
@@ -89,10 +89,12 @@ pub fn mutated(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &
     input
 }
 
+/// Picks an element; `None` if there is none.
 fn pick<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }
 
+/// Returns a random text: mostly one of the words of the format.
 fn text(words: &[&str], rng: &mut Rng) -> String {
     let from = match rng.u8(..8) {
         0 => TEXTS,
@@ -103,14 +105,15 @@ fn text(words: &[&str], rng: &mut Rng) -> String {
     pick(from, rng).or_else(|| pick(TEXTS, rng)).map_or_else(String::new, |text| (*text).to_owned())
 }
 
-/// A part of so many bytes at most.
+/// Returns a random range of `length` bytes.
 fn part(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
     let start = rng.usize(..=length);
-    // Mostly short: a long one leaves little of a sample.
+    // Mostly short, because a long range replaces most of the sample.
     let most = if rng.u8(..4) > 0 { 16 } else { length };
     start..start + rng.usize(..=(length - start).min(most))
 }
 
+/// Applies one random mutation to bytes.
 fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng) {
     let range = part(bytes.len(), rng);
     match rng.u8(..10) {
@@ -137,7 +140,7 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
             bytes.extend(tail);
         }
         7 => {
-            // A number, wherever one is.
+            // Replaces the next number.
             let digits = |byte: &u8| byte.is_ascii_digit();
             let start = bytes.iter().skip(range.start).position(digits).map_or(range.start, |at| range.start + at);
             let end = start + bytes.iter().skip(start).take_while(|byte| digits(byte)).count();
@@ -150,11 +153,12 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
     bytes.truncate(LONGEST);
 }
 
+/// Inserts bytes at a position.
 fn insert(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
     drop(bytes.splice(at..at, what.iter().copied()));
 }
 
-/// How many values a document has, itself included.
+/// Number of values in a document, including itself.
 fn count(tree: &Value) -> usize {
     1 + match tree {
         Value::Array(values) => values.iter().map(count).sum(),
@@ -176,8 +180,8 @@ fn nth<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Some value of a document: any as likely as another, or by way down from the root, so that long
-/// lists do not hide what is beside them.
+/// Picks a value of a document. Either each value is equally likely, or it descends from the root
+/// at random, so that long lists do not dominate.
 fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
         let mut number = rng.usize(..count(tree));
@@ -202,19 +206,23 @@ fn somewhere<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     }
 }
 
+/// Returns a copy of a random value of a document.
 fn any(tree: &Value, rng: &mut Rng) -> Value {
     let mut tree = tree.clone();
     somewhere(&mut tree, rng).map(Value::take).unwrap_or_default()
 }
 
+/// Picks one of [`NUMBERS`], often a large one.
 fn digits_of_number(rng: &mut Rng) -> &'static str {
     pick(if rng.u8(..3) == 0 { LARGEST } else { NUMBERS }, rng).copied().unwrap_or_default()
 }
 
+/// The JSON number of [`digits_of_number`].
 fn number(rng: &mut Rng) -> Value {
     serde_json::from_str(digits_of_number(rng)).unwrap_or_default()
 }
 
+/// Returns a random JSON scalar.
 fn scalar(words: &[&str], rng: &mut Rng) -> Value {
     match rng.u8(..6) {
         0 => Value::Null,
@@ -224,6 +232,7 @@ fn scalar(words: &[&str], rng: &mut Rng) -> Value {
     }
 }
 
+/// Applies one random mutation to a document.
 fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
     let whole = if rng.bool() { any(tree, rng) } else { any(donor, rng) };
     let Some(value) = somewhere(tree, rng) else { return };
@@ -231,7 +240,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
         0 => *value = whole,
         1 => *value = scalar(words, rng),
         2 => {
-            // Deeper than a reader goes.
+            // Up to deeper than a reader accepts.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
             for _ in 0..depth {
                 *value = Value::Array(vec![value.take()]);
@@ -256,6 +265,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
     }
 }
 
+/// Applies one random mutation to an array.
 fn change_list(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
     let at = rng.usize(..=values.len());
     match rng.u8(..5) {
@@ -271,6 +281,7 @@ fn change_list(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
     }
 }
 
+/// Applies one random mutation to an object.
 fn change_fields(fields: &mut Map<String, Value>, whole: Value, words: &[&str], rng: &mut Rng) {
     let keys: Vec<String> = fields.keys().cloned().collect();
     let key = pick(&keys, rng).cloned().unwrap_or_default();
@@ -298,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_gives_the_same_inputs_and_another_gives_others() {
+    fn inputs_depend_only_on_the_seed() {
         for shape in [Shape::Bytes, Shape::Json] {
             assert_eq!(some(shape, 1), some(shape, 1));
             assert_ne!(some(shape, 1), some(shape, 2));
@@ -306,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn documents_mostly_stay_documents_and_take_in_others_and_words() {
+    fn mutated_documents_are_mostly_valid_and_include_words_and_parts_of_others() {
         let all = some(Shape::Json, 7);
         let documents: Vec<Value> = all.iter().filter_map(|input| serde_json::from_slice(input).ok()).collect();
         assert!((1200..2000).contains(&documents.len()), "{}", documents.len());
@@ -315,11 +326,11 @@ mod tests {
         }
         let mut numbers: Vec<usize> = documents.iter().map(count).collect();
         numbers.dedup();
-        assert!(numbers.len() > 100, "of many shapes");
+        assert!(numbers.len() > 100, "the documents have too few shapes");
     }
 
     #[test]
-    fn whatever_there_is_can_be_changed_and_stays_short() {
+    fn any_input_can_be_mutated_and_stays_short() {
         let mut rng = Rng::with_seed(3);
         let mut input = Vec::new();
         for round in 0..3000 {

@@ -1,4 +1,4 @@
-//! Each target for a fixed number of inputs, the same in every run.
+//! Runs each target on a fixed number of inputs, which are the same in every run.
 use std::io;
 
 use cleave_fuzz::engine::{Budget, corpus, fuzz};
@@ -6,18 +6,19 @@ use cleave_fuzz::{Seen, all, guard, named};
 
 const SEED: u64 = 1;
 
+/// Runs a target on its samples, its corpus and its mutations.
 fn bounded(name: &str) -> io::Result<()> {
-    let target = named(name).ok_or_else(|| io::Error::other("there is no such target"))?;
+    let target = named(name).ok_or_else(|| io::Error::other("unknown target"))?;
     for sample in (target.samples)() {
         assert_eq!(
             guard::run(target, &sample),
             Seen::Read,
-            "{name} does not read {}",
+            "{name} cannot read its sample {}",
             String::from_utf8_lossy(&sample)
         );
     }
     let progress = fuzz(target, SEED, Budget::Inputs(target.inputs.into()), |_| ())?;
-    // Of what is hardly ever read, or always, nothing is learned.
+    // Mutations that are almost never or always valid find nothing.
     assert!(
         (5..100).contains(&progress.percent()),
         "{name} reads {} % of {} inputs",
@@ -35,7 +36,7 @@ macro_rules! targets {
         })*
 
         #[test]
-        fn every_target_is_here_and_so_is_every_folder_of_the_corpus() {
+        fn every_target_is_tested_and_every_corpus_folder_has_a_target() {
             let names: Vec<&str> = all().iter().map(|target| target.name).collect();
             assert_eq!(names, [$(stringify!($name)),*]);
             let folders = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus")).expect("the corpus");

@@ -1,8 +1,8 @@
-//! The harness of the cluster tests: a client of the local Kubernetes, its components, and waiting
-//! on conditions.
+//! The harness of the cluster tests: a client of the local Kubernetes, access to its nodes and
+//! components, and functions that wait for conditions.
 //!
-//! Everything is synchronous: a test reads as what a person would do. Objects are JSON, as a user
-//! of the API sees them. `e2e/test cluster` brings the cluster up, installs Cleave and sets
+//! Everything is synchronous, so that a test reads like the steps of a person. Objects are JSON, as
+//! a user of the API sees them. `e2e/test cluster` starts the cluster, installs Cleave and sets
 //! `KUBECONFIG` and `PATH`.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -13,25 +13,25 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 
-/// Where the chart is installed.
+/// Namespace in which the chart is installed.
 pub const SYSTEM: &str = "cleave-system";
-/// The label that every object a test makes carries, so that it can be swept away.
+/// Label of every object that a test creates. Cleanup finds the objects by it.
 pub const LABEL: &str = "cleave-e2e";
-/// How long a condition may take on two loaded cores before the test gives up.
+/// Default limit of a wait. Generous, because the machine may have two loaded cores.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
-/// The API server, with the rights of the kubeconfig.
+/// A client of the API server.
 pub struct Cluster {
     runtime: tokio::runtime::Runtime,
     client: kube::Client,
 }
 
-/// What the API server said no with.
+/// A refusal by the API server.
 #[derive(Debug)]
 pub struct Refused {
     /// HTTP status.
     pub code: u16,
-    /// Its message.
+    /// Message of the `Status` object.
     pub message: String,
 }
 
@@ -44,11 +44,11 @@ impl std::fmt::Display for Refused {
 impl std::error::Error for Refused {}
 
 impl Cluster {
-    /// Connects as `KUBECONFIG` says.
+    /// Connects to the cluster of `KUBECONFIG`, with the rights of that kubeconfig.
     pub fn connect() -> Result<Self> {
         ensure!(
             std::env::var_os("KUBECONFIG").is_some(),
-            "KUBECONFIG is not set: run the cluster tests by `make test-cluster`"
+            "KUBECONFIG is not set: run the cluster tests with `make test-cluster`"
         );
         let _ = rustls::crypto::ring::default_provider().install_default();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -56,27 +56,27 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
-    /// The same API server with a token's rights and no others; asking to be somebody else where
-    /// one is named.
+    /// Connects to the same API server with only the rights of a token. With `impersonating`, the
+    /// requests impersonate that user.
     pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut config = runtime.block_on(kube::Config::infer())?;
-        // In place of the kubeconfig's certificate, which would count before the token.
+        // Replaces the kubeconfig's client certificate, which would take precedence over the token.
         config.auth_info = kube::config::AuthInfo {
             token: Some(token.into()),
             impersonate: impersonating.map(str::to_owned),
             ..kube::config::AuthInfo::default()
         };
         let client = {
-            // The client starts a task of its own.
+            // The client spawns a task, which needs a runtime.
             let _entered = runtime.enter();
             kube::Client::try_from(config)?
         };
         Ok(Self { runtime, client })
     }
 
-    /// A token of a service account; bound to a pod, it is as the kubelet gives it to that pod, and
-    /// names its node.
+    /// Requests a token of a service account. Bound to a pod, it equals the token that the kubelet
+    /// mounts into that pod, and names the pod's node.
     pub fn token(&self, namespace: &str, account: &str, pod: Option<&Value>) -> Result<String> {
         let mut spec = json!({"expirationSeconds": 3600});
         if let Some(pod) = pod {
@@ -99,7 +99,7 @@ impl Cluster {
         }
     }
 
-    /// Reads what is text, as logs are.
+    /// Reads a text response, such as a log.
     pub fn read(&self, path: &str) -> Result<String> {
         let request = http::Request::builder().uri(path).body(Vec::new())?;
         Ok(self.runtime.block_on(self.client.request_text(request))?)
@@ -110,7 +110,7 @@ impl Cluster {
         self.request("GET", path, "application/json", None)
     }
 
-    /// Reads an object that may not be there.
+    /// Reads an object; `None` if it does not exist.
     pub fn find(&self, path: &str) -> Result<Option<Value>> {
         match self.get(path) {
             Ok(value) => Ok(Some(value)),
@@ -124,12 +124,12 @@ impl Cluster {
         self.request("POST", path, "application/json", Some(object))
     }
 
-    /// A JSON merge patch.
+    /// Applies a JSON merge patch.
     pub fn patch(&self, path: &str, change: &Value) -> Result<Value> {
         self.request("PATCH", path, "application/merge-patch+json", Some(change))
     }
 
-    /// Deletes an object; one that is gone already is fine.
+    /// Deletes an object. An object that does not exist is not an error.
     pub fn delete(&self, path: &str, grace_seconds: Option<u32>) -> Result<()> {
         let options = grace_seconds.map_or_else(|| json!({}), |seconds| json!({"gracePeriodSeconds": seconds}));
         match self.request("DELETE", path, "application/json", Some(&options)) {
@@ -139,17 +139,17 @@ impl Cluster {
         }
     }
 
-    /// A list's items.
+    /// Reads the items of a list.
     pub fn list(&self, path: &str) -> Result<Vec<Value>> {
         Ok(self.get(path)?["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// The cluster's nodes by name.
+    /// Names of the cluster's nodes.
     pub fn nodes(&self) -> Result<Vec<String>> {
         Ok(self.list("/api/v1/nodes")?.iter().map(|node| text(&node["metadata"]["name"])).collect())
     }
 
-    /// How many of a resource the node says can be allocated.
+    /// A resource's count in the node's `status.allocatable`; 0 if the node does not have it.
     pub fn allocatable(&self, node: &str, resource: &str) -> Result<u64> {
         let node = self.get(&format!("/api/v1/nodes/{node}"))?;
         Ok(text(&node["status"]["allocatable"][resource]).parse().unwrap_or(0))
@@ -166,12 +166,12 @@ pub const GPUNODES: &str = "/apis/cleave.dev/v1alpha1/gpunodes";
 /// Path of the `SharingPolicy`s.
 pub const POLICIES: &str = "/apis/cleave.dev/v1alpha1/sharingpolicies";
 
-/// A string field, or nothing.
+/// The value as a string; empty if it is not a string.
 pub fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Tries until `probe` gives something, or says what it said last.
+/// Polls `probe` until it returns a value. Fails after `patience`, with the last error of `probe`.
 pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let deadline = Instant::now() + patience;
     loop {
@@ -181,37 +181,37 @@ pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Re
             Err(error) => format!("{error:#}"),
         };
         if Instant::now() > deadline {
-            bail!("{what}: not within {patience:?}; last: {last}");
+            bail!("timed out after {patience:?} waiting for: {what}; last: {last}");
         }
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// Tries until a condition holds.
+/// Polls a condition until it holds, for at most [`PATIENCE`].
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_for(what, PATIENCE, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `done`, and fails at once when `broken` says that a promise was broken meanwhile.
-pub fn hold_until(
+/// Waits until `done` returns true. Fails at once if `violation` reports one meanwhile.
+pub fn wait_without_violation(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
-    mut broken: impl FnMut() -> Result<Option<String>>,
+    mut violation: impl FnMut() -> Result<Option<String>>,
 ) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        if let Some(promise) = broken()? {
-            bail!("{what}: broken meanwhile: {promise}");
+        if let Some(violation) = violation()? {
+            bail!("violation while waiting for: {what}: {violation}");
         }
         if done()? {
             return Ok(());
         }
-        ensure!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        ensure!(Instant::now() < deadline, "timed out after {PATIENCE:?} waiting for: {what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// Runs a program and gives what it printed, or its error output as the error.
+/// Runs a program and returns its standard output. If it fails, the error has all of its output.
 pub fn run(program: &str, args: &[&str]) -> Result<String> {
     let output = output(program, args)?;
     ensure!(
@@ -225,7 +225,7 @@ pub fn run(program: &str, args: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Runs a program and gives all of its result.
+/// Runs a program and returns its exit status and output.
 pub fn output(program: &str, args: &[&str]) -> Result<Output> {
     Command::new(program)
         .args(args)
@@ -234,18 +234,22 @@ pub fn output(program: &str, args: &[&str]) -> Result<Output> {
         .with_context(|| format!("running {program} {}", args.join(" ")))
 }
 
-/// Runs the cluster's launcher.
+/// Runs the launcher of the local cluster.
 pub fn launcher(args: &[&str]) -> Result<String> {
-    // Of the running cluster: e2e/cluster/cluster first looks whether it is itself up to date.
+    // From `PATH`, which has the running cluster's program. e2e/cluster/cluster would first check
+    // whether that program is up to date.
     run("cluster", args)
 }
 
-/// Sends a signal to a process of the cluster's own, `kubelet@node1` or `etcd` say: `STOP`, `CONT`.
+/// Sends a signal, such as `STOP` or `CONT`, to a component of the cluster, such as `kubelet@node1`
+/// or `etcd`.
 pub fn signal_component(component: &str, signal: &str) -> Result<()> {
     let components = launcher(&["status"])?;
     let mut rows = components.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-    let row = rows.find(|row| row.first() == Some(&component)).with_context(|| format!("there is no {component}"))?;
-    let pid = row.get(2).with_context(|| format!("{component} does not run"))?;
+    let row = rows
+        .find(|row| row.first() == Some(&component))
+        .with_context(|| format!("the cluster has no component {component}"))?;
+    let pid = row.get(2).with_context(|| format!("{component} is not running"))?;
     run("kill", &[&format!("-{signal}"), pid]).map(drop)
 }
 
@@ -256,34 +260,35 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     launcher(&args)
 }
 
-/// The one process of a program of Cleave's on a node.
+/// Pid of one of Cleave's programs on a node. Fails unless exactly one such process runs.
 pub fn process(node: &str, program: &str) -> Result<String> {
-    // By its own name alone: the arguments of others name it too, those of this search among them.
+    // Compares the first argument only: other processes have the name among their later arguments,
+    // this search itself too.
     let find = "for p in $(grep -azl \"^$0\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
         [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n 1)\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
     let found = on_node(node, &["sh", "-c", find, &format!("/usr/bin/{program}")])?;
     let found: Vec<&str> = found.split_whitespace().collect();
-    ensure!(found.len() == 1, "{} processes of {program} were found on {node}", found.len());
+    ensure!(found.len() == 1, "found {} processes of {program} on {node}, expected 1", found.len());
     Ok(found[0].to_owned())
 }
 
-/// Sends a signal to the one process of a program of Cleave's on a node: `STOP`, `CONT`, `KILL`.
+/// Sends a signal, such as `STOP`, `CONT` or `KILL`, to one of Cleave's programs on a node.
 pub fn signal(node: &str, program: &str, signal: &str) -> Result<()> {
     on_node(node, &["kill", &format!("-{signal}"), &process(node, program)?]).map(drop)
 }
 
-/// Faults of a node's simulated hardware, which are taken away with the value.
+/// Injects faults into a node's simulated hardware. Dropping the value clears them.
 pub struct Faults<'a> {
     node: &'a str,
 }
 
 impl<'a> Faults<'a> {
-    /// None yet.
+    /// Injects no fault yet.
     pub fn on(node: &'a str) -> Self {
         Self { node }
     }
 
-    /// `simgpu` with arguments.
+    /// Runs `simgpu` with these arguments on the node.
     pub fn simgpu(&self, args: &[&str]) -> Result<String> {
         let mut command = vec!["/opt/simgpu/bin/simgpu"];
         command.extend_from_slice(args);
@@ -294,17 +299,17 @@ impl<'a> Faults<'a> {
 impl Drop for Faults<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.simgpu(&["clear"]) {
-            let _ = writeln!(std::io::stderr(), "the injected faults could not be taken away: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to clear the injected faults: {error:#}");
         }
     }
 }
 
-/// `kubectl` with arguments.
+/// Runs `kubectl` with these arguments.
 pub fn kubectl(args: &[&str]) -> Result<String> {
     run("kubectl", args)
 }
 
-/// `kubectl apply` of a manifest; gives what it printed, refusals as errors.
+/// Runs `kubectl apply` on a manifest and returns its output. A refusal is an error.
 pub fn apply(manifest: &str) -> Result<String> {
     let mut child = Command::new("kubectl")
         .args(["apply", "-f", "-"])
@@ -318,16 +323,16 @@ pub fn apply(manifest: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A namespace of a test's own, and its policies; all of it goes with the value.
+/// The namespace and the policies of one test. Dropping the value deletes them.
 pub struct Scope<'a> {
-    /// The cluster.
+    /// The client.
     pub cluster: &'a Cluster,
     /// The namespace's name.
     pub namespace: String,
 }
 
 impl<'a> Scope<'a> {
-    /// Makes the namespace, having swept away what an earlier, killed run left.
+    /// Creates the namespace, after it deletes what an earlier, killed run left.
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.sweep()?;
@@ -335,23 +340,23 @@ impl<'a> Scope<'a> {
         wait_until("the namespace of an earlier run is gone", || Ok(cluster.find(&namespace)?.is_none()))?;
         cluster
             .create("/api/v1/namespaces", &json!({"metadata": {"name": scope.namespace, "labels": {LABEL: name}}}))?;
-        // Pods cannot be made before the service account is there.
-        wait_until("the namespace's service account", || {
+        // Pods cannot be created before the default service account exists.
+        wait_until("the namespace has its default service account", || {
             Ok(cluster.find(&format!("/api/v1/namespaces/{}/serviceaccounts/default", scope.namespace))?.is_some())
         })?;
         Ok(scope)
     }
 
-    /// Deletes all policies that tests made and the namespace, and waits until all that held a GPU
-    /// is gone. The rest of the namespace may take its time.
+    /// Deletes the namespace and the policies of all tests. Waits until no pod of the namespace is
+    /// left and all GPUs are offered as whole GPUs. Other objects of the namespace may outlast it.
     fn sweep(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES}?labelSelector={LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES}/{}", text(&policy["metadata"]["name"])), None)?;
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
-            // From now on it takes no pod that a controller makes anew, to hold what is another
-            // test's.
+            // Namespace first: in a terminating namespace no controller can recreate pods, which
+            // would use GPUs of the next test.
             self.cluster.delete(&namespace, None)?;
             wait_until("the namespace has no pods", || {
                 let pods = self.pods()?;
@@ -361,19 +366,19 @@ impl<'a> Scope<'a> {
                 Ok(pods.is_empty())
             })?;
         }
-        // What a kubelet says of its node is seconds old: the next test would else read what was
-        // offered before.
-        wait_until("all GPUs are whole again", || {
+        // The kubelet updates its node's status with seconds of delay. Without this wait the next
+        // test could read the earlier state.
+        wait_until("all GPUs are offered as whole GPUs", || {
             for node in self.cluster.nodes()? {
                 let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
                 let whole = self.cluster.allocatable(&node, "nvidia.com/gpu")?;
-                ensure!(usize::try_from(whole)? == gpus, "{node} offers {whole} of {gpus}");
+                ensure!(usize::try_from(whole)? == gpus, "{node} offers {whole} whole GPUs of {gpus}");
             }
             Ok(true)
         })
     }
 
-    /// Applies a `SharingPolicy`.
+    /// Creates a `SharingPolicy`.
     pub fn policy(&self, name: &str, spec: &Value) -> Result<Value> {
         let object = json!({
             "apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy",
@@ -387,61 +392,61 @@ impl<'a> Scope<'a> {
         self.cluster.list(&format!("/api/v1/namespaces/{}/pods", self.namespace))
     }
 
-    /// A pod's path.
+    /// The API path of a pod.
     pub fn pod_path(&self, name: &str) -> String {
         format!("/api/v1/namespaces/{}/pods/{name}", self.namespace)
     }
 
-    /// Makes a pod with one container `main` of the client's image, which runs a shell script.
+    /// Creates the pod of [`pod`].
     pub fn pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &pod(name, limits, script))
     }
 
-    /// The same, on a node although others could run it too.
+    /// Creates the pod of [`pod`] with a node selector for this node.
     pub fn pod_on(&self, node: &str, name: &str, limits: &Value, script: &str) -> Result<Value> {
         let mut object = pod(name, limits, script);
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &object)
     }
 
-    /// Waits until a pod's container runs.
+    /// Waits until a pod's container runs, and returns the pod. Fails at once if the pod fails.
     pub fn running(&self, name: &str) -> Result<Value> {
         let path = self.pod_path(name);
         wait_for(&format!("{name} runs"), PATIENCE, || {
             let pod = self.cluster.get(&path)?;
             let ready = pod["status"]["containerStatuses"][0]["state"]["running"].is_object();
             match text(&pod["status"]["phase"]).as_str() {
-                "Failed" => bail!("it failed: {}", pod["status"]),
+                "Failed" => bail!("the pod failed: {}", pod["status"]),
                 _ => Ok(ready.then_some(pod)),
             }
         })
     }
 
-    /// Waits until a pod has ended, and gives its phase and log.
+    /// Waits until a pod has terminated, and returns its phase and log.
     pub fn finished(&self, name: &str) -> Result<(String, String)> {
         let path = self.pod_path(name);
-        let phase = wait_for(&format!("{name} ends"), PATIENCE, || {
+        let phase = wait_for(&format!("{name} has terminated"), PATIENCE, || {
             let phase = text(&self.cluster.get(&path)?["status"]["phase"]);
             Ok(matches!(phase.as_str(), "Succeeded" | "Failed").then_some(phase))
         })?;
         Ok((phase, self.log(name)?))
     }
 
-    /// A pod's log so far.
+    /// Reads a pod's log up to now.
     pub fn log(&self, name: &str) -> Result<String> {
         self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
 
-    /// The first JSON line that a pod's client printed.
-    pub fn seen(&self, name: &str) -> Result<Value> {
-        wait_for(&format!("{name} says what it sees"), PATIENCE, || {
+    /// Waits for the first JSON line in a pod's log: what `cleave-client` sees of its GPU.
+    pub fn client_report(&self, name: &str) -> Result<Value> {
+        wait_for(&format!("{name} has a JSON line in its log"), PATIENCE, || {
             let log = self.log(name)?;
             Ok(log.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()))
         })
     }
 
-    /// Runs a command in a pod's container; gives its standard output, or its error output as the
-    /// error.
+    /// Runs a command in a pod's container and returns its standard output. If it fails, the error
+    /// has its output.
     pub fn exec(&self, name: &str, command: &[&str]) -> Result<String> {
         let mut args = vec!["-n", &self.namespace, "exec", name, "--"];
         args.extend_from_slice(command);
@@ -459,19 +464,19 @@ impl<'a> Scope<'a> {
 impl Drop for Scope<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let mut told = String::new();
+            let mut pods = String::new();
             for pod in self.pods().unwrap_or_default() {
-                let _ = writeln!(told, "{}: {}", text(&pod["metadata"]["name"]), pod["status"]);
+                let _ = writeln!(pods, "{}: {}", text(&pod["metadata"]["name"]), pod["status"]);
             }
-            let _ = writeln!(std::io::stderr(), "pods of {} at the failure:\n{told}", self.namespace);
+            let _ = writeln!(std::io::stderr(), "pods of {} at the failure:\n{pods}", self.namespace);
         }
         if let Err(error) = self.sweep() {
-            let _ = writeln!(std::io::stderr(), "{} could not be swept away: {error:#}", self.namespace);
+            let _ = writeln!(std::io::stderr(), "failed to clean up {}: {error:#}", self.namespace);
         }
     }
 }
 
-/// A pod with one container `main` of the client's image, which runs a shell script.
+/// A pod with one container `main` of the test client's image, which runs a shell script.
 pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
@@ -486,16 +491,16 @@ pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
     })
 }
 
-/// Numbers that look random and are the same each time.
+/// A reproducible random number generator (xorshift).
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed; nothing comes of 0.
+    /// Starts from a seed. The seed 0 yields only zeros.
     pub fn seeded(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next number below a bound.
+    /// Returns the next number, less than `bound`.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -504,34 +509,36 @@ impl Random {
     }
 }
 
-/// Containers over two GPUs, slices given out twice, and GPUs with more than `units` slices given
-/// out, by what a `GpuNode` says of these pods, `namespace/name`. Others are left out: of a pod
-/// that was deleted without grace the kubelet gives slices out again while it lists them still.
-pub fn given_out_wrongly(node: &Value, staying: &BTreeSet<String>, units: Option<usize>) -> BTreeSet<String> {
-    let mut broken = BTreeSet::new();
+/// Finds allocation errors in the status of a `GpuNode`: a container with slices of two GPUs, a
+/// slice allocated twice, a GPU with more than `units` slices allocated.
+///
+/// Considers only the allocations of `pods`, as `namespace/name`. When a pod was deleted without
+/// grace, the kubelet reallocates its slices while it still lists them for that pod.
+pub fn allocation_errors(node: &Value, pods: &BTreeSet<String>, units: Option<usize>) -> BTreeSet<String> {
+    let mut errors = BTreeSet::new();
     let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
     for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {
         let mut ids: Vec<String> = Vec::new();
-        let held = gpu["allocations"].as_array().into_iter().flatten();
-        for held in held.filter(|held| staying.contains(&text(&held["pod"]))) {
-            let of = (text(&held["pod"]), text(&held["container"]), text(&held["resource"]));
-            containers.entry(of).or_default().insert(text(&held["device"]));
-            ids.extend(held["ids"].as_array().into_iter().flatten().map(text));
+        let allocations = gpu["allocations"].as_array().into_iter().flatten();
+        for allocation in allocations.filter(|allocation| pods.contains(&text(&allocation["pod"]))) {
+            let container = (text(&allocation["pod"]), text(&allocation["container"]), text(&allocation["resource"]));
+            containers.entry(container).or_default().insert(text(&allocation["device"]));
+            ids.extend(allocation["ids"].as_array().into_iter().flatten().map(text));
         }
-        let different: BTreeSet<&String> = ids.iter().collect();
-        if different.len() != ids.len() || units.is_some_and(|units| ids.len() > units) {
-            broken.insert(format!("{}: given out are {}", text(&gpu["uuid"]), gpu["allocations"]));
+        let distinct: BTreeSet<&String> = ids.iter().collect();
+        if distinct.len() != ids.len() || units.is_some_and(|units| ids.len() > units) {
+            errors.insert(format!("GPU {} has the allocations {}", text(&gpu["uuid"]), gpu["allocations"]));
         }
     }
     for ((pod, container, _), devices) in containers.iter().filter(|(_, devices)| devices.len() > 1) {
-        broken.insert(format!("{container} of {pod} is on {devices:?}"));
+        errors.insert(format!("container {container} of pod {pod} is on several GPUs: {devices:?}"));
     }
-    broken
+    errors
 }
 
-/// Pods that nobody has deleted, as `namespace/name`.
-pub fn staying(pods: &[Value]) -> BTreeSet<String> {
-    let stays = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
+/// Pods without a deletion timestamp, as `namespace/name`.
+pub fn not_deleted(pods: &[Value]) -> BTreeSet<String> {
+    let remains = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
     let name = |pod: &Value| format!("{}/{}", text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
-    pods.iter().filter(stays).map(name).collect()
+    pods.iter().filter(remains).map(name).collect()
 }

@@ -1,4 +1,4 @@
-//! What the kubelet sees of a GPU that fails, through the stand-in NVML.
+//! Measures what the kubelet sees of a failing GPU, with the simulated NVML.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -15,26 +15,27 @@ const CASE: &str = "faults";
 /// `NVML_ERROR_GPU_IS_LOST`.
 const GPU_IS_LOST: i32 = 15;
 
+/// The simulated machine of a plugin.
 fn machine(plugin: &Plugin) -> Result<&Machine> {
     plugin.machine.as_ref().context("no simulated machine")
 }
 
-/// A GPU in the middle.
+/// UUID of the GPU that fails: one in the middle of the list.
 fn victim(plugin: &Plugin) -> Result<String> {
     let state = machine(plugin)?.snapshot()?;
     let found = state.gpus.get(state.gpus.len() / 2).map(|gpu| gpu.uuid.clone());
     found.context("no GPU")
 }
 
-/// Unhealthy devices of this GPU, and of the others.
+/// Numbers of unhealthy devices of this GPU and of the other GPUs.
 fn unhealthy(endpoint: &Endpoint, uuid: &str) -> (usize, usize) {
-    let sick = endpoint.devices.iter().filter(|device| !endpoint.connected || device.health != "Healthy");
-    let (here, there): (Vec<_>, Vec<_>) = sick.partition(|device| gpu(&device.id) == uuid);
+    let unhealthy = endpoint.devices.iter().filter(|device| !endpoint.connected || device.health != "Healthy");
+    let (here, there): (Vec<_>, Vec<_>) = unhealthy.partition(|device| gpu(&device.id) == uuid);
     (here.len(), there.len())
 }
 
-/// Waits until all of a GPU's devices are unhealthy. How long that took, and what the kubelet saw.
-async fn falls_ill(plugin: &mut Plugin, uuid: &str, since: Instant) -> Result<(Duration, Endpoint)> {
+/// Waits until all devices of a GPU are unhealthy. Returns how long that took, and the endpoint.
+async fn wait_unhealthy(plugin: &mut Plugin, uuid: &str, since: Instant) -> Result<(Duration, Endpoint)> {
     let units = plugin.endpoint().devices.iter().filter(|device| gpu(&device.id) == uuid).count();
     ensure!(units > 0, "no devices of {uuid}");
     let all = |endpoint: &Endpoint| unhealthy(endpoint, uuid).0 == units;
@@ -42,18 +43,19 @@ async fn falls_ill(plugin: &mut Plugin, uuid: &str, since: Instant) -> Result<(D
     Ok((since.elapsed(), endpoint))
 }
 
-async fn recovers(plugin: &mut Plugin, since: Instant) -> Result<f64> {
+/// Waits until all devices are healthy. Returns how long that took, in milliseconds.
+async fn wait_recovered(plugin: &mut Plugin, since: Instant) -> Result<f64> {
     plugin.served().await?;
     Ok(milliseconds(since.elapsed()))
 }
 
-/// XID 79 on a GPU that still answers.
+/// Measures the effect of XID 79 on a GPU for which NVML still answers.
 pub(super) async fn xid(launcher: &Launcher, report: &mut Report) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = victim(&plugin)?;
     let since = Instant::now();
     machine(&plugin)?.change(|state| state.push_event(&uuid, EventKind::Xid, 79, None))?;
-    let (took, endpoint) = falls_ill(&mut plugin, &uuid, since).await?;
+    let (took, endpoint) = wait_unhealthy(&mut plugin, &uuid, since).await?;
     let (here, there) = unhealthy(&endpoint, &uuid);
     report.add(Figure::new(CASE, "XID 79: its devices unhealthy", count(here), "").published(1.0));
     report.add(Figure::new(CASE, "XID 79: other devices unhealthy", count(there), "").published(0.0).at_most(0.0));
@@ -62,7 +64,7 @@ pub(super) async fn xid(launcher: &Launcher, report: &mut Report) -> Result<()> 
     Ok(())
 }
 
-/// A GPU that fell off the bus: calls about it fail.
+/// Measures the effect of a GPU that fell off the bus, so that NVML calls about it fail.
 pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = victim(&plugin)?;
@@ -74,7 +76,7 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
         }
         state.push_event(&uuid, EventKind::Xid, 79, None);
     })?;
-    let (took, endpoint) = falls_ill(&mut plugin, &uuid, since).await?;
+    let (took, endpoint) = wait_unhealthy(&mut plugin, &uuid, since).await?;
     let total = endpoint.devices.len();
     let (here, there) = unhealthy(&endpoint, &uuid);
     report.add(Figure::new(CASE, "GPU lost: its devices unhealthy", count(here), "").published(10.0));
@@ -86,9 +88,9 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let ids = preferred(&mut client, &endpoint.healthy(), 5).await?;
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-    client.allocate(allocate_request(&ids)).await.context("Allocate on a GPU that is well")?;
+    client.allocate(allocate_request(&ids)).await.context("Allocate on a healthy GPU")?;
 
-    // Published: the plugin ends, and its 7 good GPUs with it.
+    // The published figure is 0: NVIDIA's plugin exits, and its 7 healthy GPUs are lost.
     let good = total - here;
     plugin.kubelet.stop();
     plugin.kubelet.run().context("kubelet.sock")?;
@@ -115,13 +117,13 @@ pub(super) async fn lost(launcher: &Launcher, report: &mut Report) -> Result<()>
             gpu.lost = false;
         }
     })?;
-    let took = recovers(&mut plugin, since).await?;
+    let took = wait_recovered(&mut plugin, since).await?;
     report.add(Figure::new(CASE, "GPU back → all healthy", took, "ms").published(f64::INFINITY));
     plugin.end().await?;
     Ok(())
 }
 
-/// Waiting for events fails at once, each time.
+/// Measures the effect of an event wait that always fails at once.
 pub(super) async fn event_wait(launcher: &Launcher, over: Duration, report: &mut Report) -> Result<()> {
     let plugin = launcher.start().await?;
     let fault = |id| Fault {

@@ -1,4 +1,4 @@
-//! The cases, each against one running plugin.
+//! The measurements of one running plugin.
 use std::future::Future;
 use std::time::{Duration, Instant};
 
@@ -12,19 +12,22 @@ use super::occupancy::{Churn, fits_on_one, gpu, random_free, spread};
 use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, work};
 use super::report::{Figure, Report, Sorted};
 
-/// Calls that are not counted: caches and the connection's windows settle.
+/// Number of calls before the measured ones, so that caches and the connection's windows settle.
 const WARM_UP: usize = 50;
 
+/// Converts a duration to milliseconds.
 pub(super) fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
+/// Converts a count to a figure.
 #[expect(clippy::cast_precision_loss, reason = "counts and KiB of a few million")]
 pub(super) fn count(value: impl TryInto<u64>) -> f64 {
     value.try_into().map_or(f64::NAN, |value: u64| value as f64)
 }
 
-/// From the start of the process to its registration and first list, and from SIGTERM to its end.
+/// Measures the time from the start of the process to its registration and first list, and from
+/// SIGTERM to its exit.
 pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Report) -> Result<()> {
     const CASE: &str = "start and stop";
     let (mut registers, mut lists, mut exits) = (Vec::new(), Vec::new(), Vec::new());
@@ -51,7 +54,7 @@ pub(super) async fn starts(launcher: &Launcher, times: usize, report: &mut Repor
     Ok(())
 }
 
-/// Memory now.
+/// Measures the memory of the plugin.
 pub(super) fn memory(
     plugin: &Plugin,
     when: &str,
@@ -73,10 +76,10 @@ pub(super) fn memory(
     Ok(())
 }
 
-/// Memory and work while nothing happens.
+/// Measures memory and processor time without requests.
 pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -> Result<()> {
     const CASE: &str = "memory and idle work";
-    // The start is over when the first list is out, but for what is freed after it.
+    // After the first list the plugin still frees memory of its start.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let before = work(plugin.pid()?)?;
     tokio::time::sleep(over).await;
@@ -91,15 +94,14 @@ pub(super) async fn idle(plugin: &Plugin, over: Duration, report: &mut Report) -
     Ok(())
 }
 
-/// How long each of so many calls took, one after the other. What they answer is checked by
-/// `check`.
+/// Measures the duration of sequential calls. `check` checks each answer.
 async fn timed<T, F: Future<Output = Result<T, Status>>>(
     times: usize,
     mut call: impl FnMut(usize) -> F,
     mut check: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<Sorted> {
-    // The caller's own way out of sleep is no part of the plugin's latency; the kubelet's Go
-    // runtime spins before it sleeps, too.
+    // Keep this thread awake: its own wake-up is not part of the plugin's latency. The kubelet's Go
+    // runtime also spins before it sleeps.
     let awake = tokio::spawn(async {
         loop {
             tokio::task::yield_now().await;
@@ -120,6 +122,7 @@ async fn timed<T, F: Future<Output = Result<T, Status>>>(
     Ok(Sorted::of(durations))
 }
 
+/// Adds the median and the 99th percentile of a latency to the report.
 fn latency(
     case: &'static str,
     what: &str,
@@ -137,11 +140,13 @@ fn latency(
     );
 }
 
+/// A request to allocate these devices to one container.
 pub(super) fn allocate_request(ids: &[&str]) -> wire::AllocateRequest {
     let devices_ids = ids.iter().map(ToString::to_string).collect();
     wire::AllocateRequest { container_requests: vec![wire::ContainerAllocateRequest { devices_ids }] }
 }
 
+/// A request for `size` preferred devices.
 fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredAllocationRequest> {
     Ok(wire::PreferredAllocationRequest {
         container_requests: vec![wire::ContainerPreferredAllocationRequest {
@@ -152,15 +157,19 @@ fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredA
     })
 }
 
+/// The devices of the only container in a response.
 fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String>> {
     let mut containers = response.container_responses;
     ensure!(containers.len() == 1, "{} answers for one container", containers.len());
     Ok(containers.swap_remove(0).device_i_ds)
 }
 
-/// Latency of what the kubelet calls for each pod, beside a call that does nothing.
+/// Heading of the figures of [`calls`].
+const CALLS: &str = "calls, one after the other on one connection";
+
+/// Measures the latency of the calls that the kubelet makes for each pod, and of a call that does
+/// nothing.
 pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut Report) -> Result<()> {
-    const CASE: &str = "calls, one after the other on one connection";
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy();
     let mut rng = fastrand::Rng::with_seed(seed);
@@ -175,8 +184,19 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
         |_, _| Ok(()),
     )
     .await?;
-    latency(CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
+    latency(CALLS, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
+    allocate_calls(&client, &all, times, &mut rng, report).await?;
+    preferred_calls(&client, &all, times, &mut rng, report).await
+}
 
+/// Measures `Allocate`.
+async fn allocate_calls(
+    client: &DevicePluginClient<Channel>,
+    all: &[&str],
+    times: usize,
+    rng: &mut fastrand::Rng,
+    report: &mut Report,
+) -> Result<()> {
     for (units, published, goals) in [(1, (72.0, 198.0), (Some(72.0), Some(198.0))), (5, (70.0, 238.0), (None, None))] {
         let requests: Vec<_> = (0..times + WARM_UP)
             .map(|_| {
@@ -202,13 +222,23 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
         .await?;
         let what =
             if units == 1 { "Allocate, 1 unit".to_owned() } else { format!("Allocate, {units} units of one GPU") };
-        latency(CASE, &what, &sorted, published, goals, report);
+        latency(CALLS, &what, &sorted, published, goals, report);
     }
+    Ok(())
+}
 
+/// Measures `GetPreferredAllocation`, and counts answers that differ or split a request.
+async fn preferred_calls(
+    client: &DevicePluginClient<Channel>,
+    all: &[&str],
+    times: usize,
+    rng: &mut fastrand::Rng,
+    report: &mut Report,
+) -> Result<()> {
     for (units, published, goal) in
         [(1, (128.0, 568.0), None), (2, (167.0, 757.0), None), (5, (205.0, 754.0), Some(205.0 / 2.0))]
     {
-        let mut shuffled = all.clone();
+        let mut shuffled = all.to_vec();
         let requests = (0..times + WARM_UP).map(|_| {
             rng.shuffle(&mut shuffled);
             preferred_request(&shuffled, units)
@@ -232,22 +262,22 @@ pub(super) async fn calls(plugin: &Plugin, times: usize, seed: u64, report: &mut
         )
         .await?;
         let what = format!("GetPreferredAllocation, {units} of {}", all.len());
-        latency(CASE, &what, &sorted, published, (goal, None), report);
+        latency(CALLS, &what, &sorted, published, (goal, None), report);
         let different = count(answers.len().saturating_sub(1));
-        report.add(Figure::new(CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
-        // `packed`; `distributed` splits each of them.
-        report.add(Figure::new(CASE, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
+        report.add(Figure::new(CALLS, format!("{what}, answers that differ"), different, "").at_most(0.0));
+        // Published for the policy `packed`; `distributed` splits each request.
+        report.add(Figure::new(CALLS, format!("{what}, split"), count(split), "").published(0.0).at_most(0.0));
     }
     Ok(())
 }
 
-/// The GPUs and shares of a plugin, for labels.
+/// Number of GPUs, and a label with the GPUs and shares of a plugin.
 fn shape(all: &[&str]) -> (usize, String) {
     let gpus = spread(all.iter().copied());
     (gpus, format!("{gpus} GPUs × {}", all.len() / gpus.max(1)))
 }
 
-/// A published figure that holds for one number of GPUs.
+/// The published figure for this number of GPUs, if there is one.
 fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     match gpus {
         4 => Some(four),
@@ -256,6 +286,7 @@ fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     }
 }
 
+/// Requests the preferred devices among the free ones.
 pub(super) async fn preferred(
     client: &mut DevicePluginClient<Channel>,
     free: &[&str],
@@ -266,7 +297,8 @@ pub(super) async fn preferred(
     Ok(ids)
 }
 
-/// Five units on random occupancies where one GPU could hold them.
+/// Measures how often a request of five units is split over GPUs although one GPU could serve it,
+/// on random occupancies.
 pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE: &str = "splits";
     const UNITS: usize = 5;
@@ -291,8 +323,8 @@ pub(super) async fn random_occupancy(plugin: &Plugin, states: usize, seed: u64, 
     Ok(())
 }
 
-/// Pods that come and go. A pod is placed where the plugin prefers, also where no GPU alone can
-/// hold it, as published.
+/// Measures splits while pods arrive and leave. As in the published measurement, a pod gets the
+/// preferred devices even if no single GPU can serve it.
 pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE: &str = "splits";
     let endpoint = plugin.endpoint();
@@ -300,8 +332,8 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
     let (gpus, shape) = shape(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = Churn::new(&all, seed);
-    // Of pods of 2 and of 5: placed, split, split though one GPU had room, and granted by Allocate
-    // though split.
+    // For pods of 2 and of 5 units: placed, split, split although one GPU could serve it, and split
+    // but granted by Allocate.
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
         let (units, Some(free)) = churn.arrive() else { continue };
@@ -344,7 +376,7 @@ pub(super) async fn churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &
     Ok(())
 }
 
-/// The length of a list.
+/// Measures the size of a device list.
 pub(super) fn message(plugin: &Plugin, report: &mut Report) {
     let endpoint = plugin.endpoint();
     let published = match endpoint.devices.len() {
@@ -358,7 +390,8 @@ pub(super) fn message(plugin: &Plugin, report: &mut Report) {
     report.add(Figure::new("messages", what, count(endpoint.message_bytes), "B").published(published));
 }
 
-/// From the creation of kubelet.sock to the registration, when the kubelet starts again.
+/// Measures the time from the creation of kubelet.sock to the registration, when the kubelet
+/// restarts.
 pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Report) -> Result<()> {
     const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
     let mut durations = Vec::new();
@@ -374,15 +407,15 @@ pub(super) async fn restarts(plugin: &mut Plugin, times: usize, report: &mut Rep
     }
     let slow = durations.iter().filter(|duration| **duration >= Duration::from_millis(50)).count();
     let sorted = Sorted::of(durations);
-    let label = format!("kubelet.sock made anew {times} times → Register");
+    let label = format!("kubelet.sock replaced {times} times → Register");
     report.add(Figure::new(CASE, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
     report.add(Figure::new(CASE, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0));
-    // 6 of 20 on an idle machine, 16 of 20 on a busy one.
+    // Published: 6 of 20 on an idle machine and 16 of 20 on a busy one, so 22 of 40.
     report.add(Figure::new(CASE, format!("{label}, not within 50 ms"), count(slow), "").published(22.0).at_most(0.0));
     Ok(())
 }
 
-/// From a registration that is refused to the next.
+/// Measures the time from a refused registration to the next one.
 pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<()> {
     const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
     let before = plugin.kubelet.seen().borrow().registrations.len();
@@ -393,7 +426,7 @@ pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<
     let seen = plugin.kubelet.seen().borrow().clone();
     let of_resource = seen.registrations[before..].iter().filter(|r| r.request.resource_name == plugin.resource);
     let at: Vec<Instant> = of_resource.map(|r| r.at).collect();
-    ensure!(at.len() == 2, "{} registrations where the first is refused", at.len());
+    ensure!(at.len() == 2, "{} registrations after a refused one, expected 2", at.len());
     let waited = at[1].duration_since(at[0]);
     report.add(
         Figure::new(CASE, "Register refused → Register", milliseconds(waited), "ms")
@@ -403,7 +436,8 @@ pub(super) async fn refusal(plugin: &mut Plugin, report: &mut Report) -> Result<
     Ok(())
 }
 
-/// From the deletion of the plugin's own socket to an answer at one that the kubelet knows.
+/// Measures the time from the deletion of the plugin's socket until the plugin answers at a
+/// registered socket.
 pub(super) async fn deleted_socket(plugin: &Plugin, report: &mut Report) -> Result<()> {
     const CASE: &str = "the kubelet restarts, refuses, and loses a socket";
     let socket = plugin.kubelet.directory().join(plugin.endpoint().socket);
@@ -418,8 +452,9 @@ pub(super) async fn deleted_socket(plugin: &Plugin, report: &mut Report) -> Resu
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    let took = tokio::time::timeout(DEADLINE, answered).await.context("the deleted socket is not noticed")?;
-    // Published: not within the 20 s that were watched.
+    let took =
+        tokio::time::timeout(DEADLINE, answered).await.context("the plugin did not notice the deleted socket")?;
+    // Published: not within 20 s.
     report.add(
         Figure::new(CASE, "own socket deleted → answers again", milliseconds(took), "ms").published(f64::INFINITY),
     );

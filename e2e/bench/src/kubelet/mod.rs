@@ -1,9 +1,9 @@
-//! `cleave-bench kubelet`: a fake kubelet over real unix sockets, and a device plugin in a process
-//! of its own.
+//! `cleave-bench kubelet`: measures a device plugin in another process, with a fake kubelet over
+//! real unix sockets.
 //!
 //! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
-//! Without either it is this program again, serving MPS shares of GPUs that nobody has: the
-//! kubelet's protocol and the agent's choice of devices, but no NVML.
+//! Without either it is this program, which serves MPS shares of synthetic GPUs: the kubelet's
+//! protocol and the agent's choice of devices, but no NVML.
 mod faults;
 mod measure;
 mod occupancy;
@@ -18,83 +18,75 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use process::Launcher;
 use report::Report;
+use simulated::Sharing;
 
-/// Measures a device plugin as the kubelet sees it, beside NVIDIA's.
+/// Measures a device plugin as the kubelet sees it, and compares it with NVIDIA's.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The `cleave` program: its agent is measured, on simulated GPUs. The stand-ins for NVML and
-    /// MPS have to lie beside it.
+    /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS
+    /// must be in the same folder.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     agent: Option<PathBuf>,
     /// How the agent shares the simulated GPUs.
     #[arg(long, value_enum, default_value_t = Sharing::Mps, requires = "agent")]
     sharing: Sharing,
-    /// The resource that is asked for.
+    /// Resource to request.
     #[arg(long, default_value = "nvidia.com/gpu-mps")]
     resource: String,
-    /// Starts of the process.
+    /// Number of starts of the process.
     #[arg(long, default_value_t = 20)]
     starts: usize,
-    /// Calls of each kind.
+    /// Number of calls of each kind.
     #[arg(long, default_value_t = 2000)]
     calls: usize,
-    /// Times that kubelet.sock is made anew.
+    /// Number of times that kubelet.sock is replaced.
     #[arg(long, default_value_t = 40)]
     restarts: usize,
-    /// Random occupancies for the split rate.
+    /// Number of random occupancies for the split rate.
     #[arg(long, default_value_t = 1000)]
     states: usize,
-    /// Arrivals under churn.
+    /// Number of arrivals under churn.
     #[arg(long, default_value_t = 4000)]
     arrivals: usize,
-    /// Seconds of idleness over which processor time is counted.
+    /// Seconds without requests over which processor time is measured.
     #[arg(long, default_value_t = 10)]
     idle: u64,
     /// Seed of occupancies, arrivals and the order of ids.
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// How to print.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// Serves synthetic shares in this directory, instead of measuring.
+    /// Serve synthetic shares in this directory instead of measuring.
     #[arg(long, hide = true, value_name = "DIR")]
     serve: Option<PathBuf>,
-    /// Simulated or synthetic GPUs.
+    /// Number of simulated or synthetic GPUs.
     #[arg(long, default_value_t = 8)]
     gpus: u32,
-    /// Shares of each.
+    /// Shares of each GPU.
     #[arg(long, default_value_t = 10)]
     units: u32,
-    /// The plugin to start. It finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`,
+    /// Command of the plugin. It finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`,
     /// `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`, `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`;
     /// `{dir}` in an argument is the directory above them, new for each start.
     #[arg(last = true)]
     command: Vec<String>,
 }
 
-/// How the agent shares GPUs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Sharing {
-    /// Shares under MPS, with an MPS host and the stand-in MPS.
-    Mps,
-    /// Time-sliced replicas.
-    TimeSlicing,
-}
-
-/// How the figures are printed.
+/// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Output {
-    /// For people.
+    /// A table for people.
     Table,
-    /// For programs.
+    /// JSON for programs.
     Json,
 }
 
+/// Runs the benchmark and prints the report.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    // One thread, as the agent has: on two cores, the kubelet and the plugin have one each.
+    // One thread, like the agent: on two cores, kubelet and plugin have one core each.
     let mut runtime = tokio::runtime::Builder::new_current_thread();
-    // While a latency is measured this thread stays awake, and has to look for answers at each
-    // turn.
+    // A latency measurement keeps this thread busy, so it must poll for answers in each iteration.
     let runtime = runtime.enable_all().event_interval(1).build().context("a runtime")?;
     if let Some(directory) = &args.serve {
         return runtime.block_on(synthetic::serve(directory, &args.resource, args.gpus, args.units));
@@ -107,6 +99,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// Runs all measurements.
 async fn measure_all(args: &Args) -> Result<Report> {
     let launcher = |gpus, units| match (&args.agent, args.command.is_empty()) {
         (Some(cleave), _) => Launcher::agent(&args.resource, cleave, args.sharing, gpus, units),

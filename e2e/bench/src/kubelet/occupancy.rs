@@ -1,18 +1,17 @@
-//! Which shares are free, and who comes and goes. Pure but for the random numbers, whose seed is
-//! given.
+//! Free shares, and arrivals and departures of pods. Pure, with seeded random numbers.
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Which GPU a share is of: what is before its number.
+/// The GPU of a share: the part of the id before the number.
 pub(super) fn gpu(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
 
-/// How many GPUs these shares are of.
+/// Number of GPUs to which these shares belong.
 pub(super) fn spread<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
     ids.into_iter().map(gpu).collect::<BTreeSet<_>>().len()
 }
 
-/// Whether one GPU has so many of these shares.
+/// Whether one GPU has at least this many of the shares.
 pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     free.iter().any(|id| {
@@ -22,8 +21,8 @@ pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
     })
 }
 
-/// Some of these shares: of each GPU a number drawn evenly from none to all, and which ones drawn
-/// too. In random order.
+/// Draws free shares: for each GPU a uniformly distributed number of random shares. In random
+/// order.
 pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
@@ -39,14 +38,14 @@ pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&
     free
 }
 
-/// What a pod asks for, in equal parts: 1, 1, 2, 5.
+/// Shares that pods request, each with equal probability.
 const SIZES: [usize; 4] = [1, 1, 2, 5];
 
-/// Pods that come one by one, and leave after some more have come.
+/// Pods that arrive one by one, and leave after some further arrivals.
 pub(super) struct Churn<'a> {
     free: BTreeSet<&'a str>,
     total: usize,
-    /// Shares held, by the arrival before which they are given back.
+    /// Allocated shares, by the number of the arrival before which they are freed.
     leaving: BTreeMap<usize, Vec<&'a str>>,
     longest: usize,
     arrivals: usize,
@@ -55,8 +54,8 @@ pub(super) struct Churn<'a> {
 }
 
 impl<'a> Churn<'a> {
-    /// On these shares. The mean lifetime follows their number: 12.5 arrivals on 40 shares, which
-    /// uses about two thirds.
+    /// Starts with these shares free. The mean lifetime is proportional to their number: 12.5
+    /// arrivals for 40 shares, which uses about two thirds of them.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),
@@ -69,12 +68,12 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// The next pod's size, and the free shares in random order; nothing to choose from if it does
-    /// not fit in all.
+    /// The size of the next pod, and the free shares in random order; `None` if fewer are free than
+    /// the pod needs.
     pub(super) fn arrive(&mut self) -> (usize, Option<Vec<&'a str>>) {
         self.arrivals += 1;
-        let staying = self.leaving.split_off(&(self.arrivals + 1));
-        let left = std::mem::replace(&mut self.leaving, staying);
+        let remaining = self.leaving.split_off(&(self.arrivals + 1));
+        let left = std::mem::replace(&mut self.leaving, remaining);
         self.free.extend(left.into_values().flatten());
         self.used += self.total - self.free.len();
         let size = self.rng.choice(SIZES).unwrap_or(1);
@@ -86,16 +85,16 @@ impl<'a> Churn<'a> {
         (size, Some(free))
     }
 
-    /// Gives the pod these shares. Whether they were free, and not twice the same.
+    /// Allocates these shares to the pod. Returns whether all were free and different.
     pub(super) fn place(&mut self, ids: &[String]) -> bool {
-        let held: Vec<_> = ids.iter().filter_map(|id| self.free.take(id.as_str())).collect();
-        let sound = held.len() == ids.len();
+        let allocated: Vec<_> = ids.iter().filter_map(|id| self.free.take(id.as_str())).collect();
+        let sound = allocated.len() == ids.len();
         let lifetime = self.rng.usize(1..=self.longest.max(1));
-        self.leaving.entry(self.arrivals + lifetime).or_default().extend(held);
+        self.leaving.entry(self.arrivals + lifetime).or_default().extend(allocated);
         sound
     }
 
-    /// The mean part of the shares that was in use.
+    /// Mean fraction of the shares in use.
     pub(super) fn utilisation(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "counts of a few million")]
         let (used, all) = (self.used as f64, (self.arrivals * self.total) as f64);
@@ -112,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_fits_where_one_gpu_has_it_all() {
+    fn a_request_fits_if_one_gpu_has_all_of_it() {
         let free = ["a::0", "b::0", "a::1", "b::7"];
         assert!(fits_on_one(&free, 2));
         assert!(!fits_on_one(&free, 3));
@@ -121,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn random_occupancy_is_the_same_for_the_same_seed_and_covers_all_counts() {
+    fn random_occupancy_depends_only_on_the_seed_and_covers_all_counts() {
         let all = shares(4, 10);
         let all: Vec<&str> = all.iter().map(String::as_str).collect();
         let draw = || {
@@ -137,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn churn_gives_back_what_it_handed_out_and_notices_what_was_not_free() {
+    fn churn_frees_allocated_shares_and_detects_an_allocation_of_used_shares() {
         let all = shares(4, 10);
         let all: Vec<&str> = all.iter().map(String::as_str).collect();
         let mut churn = Churn::new(&all, 1);
@@ -147,9 +146,9 @@ mod tests {
             let ids: Vec<String> = free[..size].iter().map(ToString::to_string).collect();
             assert!(churn.place(&ids));
             placed += size;
-            assert!(!churn.place(&ids[..1]), "it is held");
+            assert!(!churn.place(&ids[..1]), "the share is in use");
         }
-        assert!(placed > 40 * 10, "shares come back");
+        assert!(placed > 40 * 10, "no share was freed");
         assert!((0.5..0.8).contains(&churn.utilisation()), "{}", churn.utilisation());
     }
 }

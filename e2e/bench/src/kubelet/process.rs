@@ -1,4 +1,4 @@
-//! Starts a device plugin in a process of its own, with a fake kubelet around it.
+//! Starts a device plugin as another process, together with a fake kubelet.
 use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,9 @@ use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakePodResources, Seen};
 use sim_machine::Machine;
 use tokio::process::{Child, Command};
 
-use super::Sharing;
-use super::simulated::Simulated;
+use super::simulated::{Sharing, Simulated};
 
-/// For anything that the plugin has to do. NVIDIA's tries again after 30 s.
+/// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// How to start a plugin.
@@ -24,13 +23,13 @@ pub(super) struct Launcher {
     simulated: Option<Simulated>,
 }
 
-/// A running plugin and its kubelet.
+/// A running plugin and its fake kubelet.
 pub(super) struct Plugin {
     pub(super) kubelet: FakeKubelet,
     pub(super) resource: String,
-    /// When the process was started.
+    /// Time of the start of the process.
     pub(super) started: Instant,
-    /// The simulated GPUs that it sees, if it does.
+    /// The simulated machine, if the plugin uses one.
     pub(super) machine: Option<Machine>,
     child: Child,
     command: Command,
@@ -41,7 +40,7 @@ pub(super) struct Plugin {
 }
 
 impl Launcher {
-    /// This program, serving synthetic GPUs.
+    /// A launcher of this program, which serves synthetic GPUs.
     pub(super) fn synthetic(resource: &str, gpus: u32, units: u32) -> Result<Self> {
         let args = ["kubelet", "--resource", resource, "--serve", "{dir}/device-plugins"].map(str::to_owned);
         let sizes = ["--gpus".to_owned(), gpus.to_string(), "--units".to_owned(), units.to_string()];
@@ -53,7 +52,7 @@ impl Launcher {
         })
     }
 
-    /// Any program. The command is not empty.
+    /// A launcher of any program. The command must not be empty.
     pub(super) fn command(resource: &str, command: &[String]) -> Self {
         Self {
             resource: resource.to_owned(),
@@ -63,7 +62,8 @@ impl Launcher {
         }
     }
 
-    /// Cleave's agent on simulated GPUs: `cleave`, whose subcommand it is, or `cleave-agent`.
+    /// A launcher of Cleave's agent on simulated GPUs. The program is `cleave`, with the agent as a
+    /// subcommand, or `cleave-agent`.
     pub(super) fn agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let alone = cleave.file_name().is_some_and(|name| name == "cleave-agent");
         let args = ["agent", "--node-name", "bench", "--offline", "{dir}/offline", "--metrics-addr", "127.0.0.1:0"];
@@ -76,7 +76,7 @@ impl Launcher {
         })
     }
 
-    /// Starts it, and waits until the kubelet has its devices.
+    /// Starts the plugin, and waits until the kubelet has its devices.
     pub(super) async fn start(&self) -> Result<Plugin> {
         let folder = tempfile::Builder::new().prefix("cleave-bench").tempdir().context("a folder")?;
         let at = |name: &str| folder.path().join(name);
@@ -139,20 +139,22 @@ impl Launcher {
 }
 
 impl Plugin {
+    /// Pid of the plugin.
     pub(super) fn pid(&self) -> Result<u32> {
-        self.child.id().context("the plugin has ended")
+        self.child.id().context("the plugin has exited")
     }
 
+    /// The endpoint of the resource, as the kubelet sees it now.
     pub(super) fn endpoint(&self) -> Endpoint {
         self.kubelet.seen().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
     }
 
-    /// Lines that the process wrote until now.
+    /// Number of lines that the process has logged.
     pub(super) fn log_lines(&self) -> usize {
         std::fs::read(&self.log).map_or(0, |log| String::from_utf8_lossy(&log).lines().count())
     }
 
-    /// Waits until the kubelet has a list of the resource, all of it healthy.
+    /// Waits until the kubelet has devices of the resource, and all of them are healthy.
     pub(super) async fn served(&mut self) -> Result<Seen> {
         let resource = self.resource.clone();
         let all =
@@ -160,33 +162,33 @@ impl Plugin {
         self.sees(&format!("devices of {resource}"), |seen| seen.endpoints.get(&resource).is_some_and(all)).await
     }
 
-    /// Waits until the kubelet sees what is wanted of the resource.
+    /// Waits until the resource's endpoint meets a condition, and returns the endpoint.
     pub(super) async fn has(&mut self, what: &str, mut condition: impl FnMut(&Endpoint) -> bool) -> Result<Endpoint> {
         let resource = self.resource.clone();
         let mut seen = self.sees(what, |seen| seen.endpoints.get(&resource).is_some_and(&mut condition)).await?;
         seen.endpoints.remove(&resource).context("an endpoint")
     }
 
-    /// Waits until the kubelet sees what is wanted.
+    /// Waits until the kubelet's state meets a condition. Fails if the plugin exits.
     pub(super) async fn sees(&mut self, what: &str, condition: impl FnMut(&Seen) -> bool) -> Result<Seen> {
-        let ended = tokio::select! {
+        let failure = tokio::select! {
             seen = self.kubelet.once(DEADLINE, condition) => match seen {
                 Some(seen) => return Ok(seen),
                 None => format!("the kubelet did not see {what} within {DEADLINE:?}"),
             },
-            status = self.child.wait() => format!("the plugin ended: {}", status?),
+            status = self.child.wait() => format!("the plugin exited: {}", status?),
         };
-        bail!("{ended}\n{}", tail(&self.log))
+        bail!("{failure}\n{}", tail(&self.log))
     }
 
-    /// Ends the process, and starts another in the same surroundings.
+    /// Terminates the plugin, and starts it again with the same kubelet and folders.
     pub(super) async fn replace(&mut self) -> Result<()> {
         terminate(&mut self.child).await?;
-        self.child = self.command.spawn().context("cannot start the plugin again")?;
+        self.child = self.command.spawn().context("cannot restart the plugin")?;
         Ok(())
     }
 
-    /// Ends it, and what was started for it. How long the plugin took.
+    /// Terminates the plugin and its MPS host. Returns how long the plugin took to exit.
     pub(super) async fn end(mut self) -> Result<Duration> {
         let took = terminate(&mut self.child).await?;
         if let Some(mut host) = self.host.take() {
@@ -196,23 +198,24 @@ impl Plugin {
     }
 }
 
-/// Asks a process to end, and waits for it.
+/// Sends SIGTERM to a process, and waits until it exits. Returns how long it took.
 async fn terminate(child: &mut Child) -> Result<Duration> {
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(rustix::process::Pid::from_raw);
-    let asked = Instant::now();
-    rustix::process::kill_process(pid.context("it has ended")?, rustix::process::Signal::TERM).context("SIGTERM")?;
-    tokio::time::timeout(DEADLINE, child.wait()).await.context("it does not end on SIGTERM")??;
-    Ok(asked.elapsed())
+    let sent = Instant::now();
+    rustix::process::kill_process(pid.context("the process has exited")?, rustix::process::Signal::TERM)
+        .context("SIGTERM")?;
+    tokio::time::timeout(DEADLINE, child.wait()).await.context("the process does not exit on SIGTERM")??;
+    Ok(sent.elapsed())
 }
 
-/// The last lines that the plugin wrote.
+/// The last lines of a log.
 fn tail(log: &Path) -> String {
     let text = std::fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(20)..].join("\n")
 }
 
-/// Memory of a process, KiB.
+/// Memory of a process, in KiB.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Memory {
     pub(super) resident: u64,
@@ -220,6 +223,7 @@ pub(super) struct Memory {
     pub(super) proportional: u64,
 }
 
+/// Reads the memory of a process.
 pub(super) fn memory(pid: u32) -> Result<Memory> {
     let read =
         |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).with_context(|| format!("{file} of {pid}"));
@@ -235,7 +239,7 @@ pub(super) fn memory(pid: u32) -> Result<Memory> {
     })
 }
 
-/// Processor time and switches of all threads of a process.
+/// Processor time, context switches and number of threads of a process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Work {
     pub(super) time: Duration,
@@ -243,6 +247,7 @@ pub(super) struct Work {
     pub(super) threads: usize,
 }
 
+/// Reads them for all threads of a process.
 pub(super) fn work(pid: u32) -> Result<Work> {
     let mut work = Work { time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {

@@ -1,9 +1,9 @@
-//! Figures beside published ones, for people and for programs.
+//! The report: measured figures next to published ones and goals, as a table or as JSON.
 use std::fmt;
 
 use serde::Serialize;
 
-/// Where the published figures come from.
+/// Source of the published figures.
 pub(super) const SOURCE: &str = "NVIDIA k8s-device-plugin v0.20.0, measured 2026-11-21";
 
 /// All figures of a run.
@@ -21,9 +21,9 @@ pub(super) struct Figure {
     what: String,
     unit: &'static str,
     measured: f64,
-    /// What [`SOURCE`] has for it.
+    /// The figure of [`SOURCE`], if it has one.
     published: Option<f64>,
-    /// The most that it may be.
+    /// Upper limit.
     goal: Option<f64>,
     met: Option<bool>,
 }
@@ -55,7 +55,7 @@ impl Report {
     }
 }
 
-/// As many digits as mean something.
+/// Formats a figure with a reasonable number of digits.
 fn number(value: f64) -> String {
     if value.is_infinite() {
         "never".to_owned()
@@ -96,18 +96,19 @@ impl fmt::Display for Report {
     }
 }
 
-/// Durations in order, for quantiles.
+/// Sorted durations, for quantiles.
 pub(super) struct Sorted(Vec<f64>);
 
 impl Sorted {
-    /// In milliseconds.
+    /// Sorts durations, in milliseconds.
     pub(super) fn of(durations: impl IntoIterator<Item = std::time::Duration>) -> Self {
         let mut values: Vec<f64> = durations.into_iter().map(|duration| duration.as_secs_f64() * 1e3).collect();
         values.sort_by(f64::total_cmp);
         Self(values)
     }
 
-    /// The value that this part is not above; 0 without values.
+    /// The smallest value that at least this fraction of the values does not exceed; 0 without
+    /// values.
     pub(super) fn quantile(&self, part: f64) -> f64 {
         #[expect(
             clippy::cast_precision_loss,
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missed_goal_is_shown_in_both_forms() {
+    fn a_missed_goal_is_marked_in_table_and_json() {
         let mut report = Report::new("p".to_owned());
         report.add(Figure::new("c", "slow", 3.0, "ms").published(2.0).at_most(2.5));
         report.add(Figure::new("c", "quick", 1.0, "ms").at_most(2.5));

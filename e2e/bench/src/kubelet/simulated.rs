@@ -1,4 +1,4 @@
-//! Simulated GPUs for the agent: a machine of its own for each start, and a spec in place of the
+//! Simulated GPUs for the agent: a new machine for each start, and a spec that replaces the
 //! operator's.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,18 @@ use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::Mebibytes;
 use sim_machine::{Description, Driver, GpuDescription, Machine, STATE_ENV};
 
-use super::Sharing;
-
 const MODEL: &str = "H100-80";
 
-/// What the agent shall find.
+/// How the agent shares GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Sharing {
+    /// Shares under MPS, with an MPS host and the simulated MPS.
+    Mps,
+    /// Time-sliced replicas.
+    TimeSlicing,
+}
+
+/// The simulated hardware of a run.
 pub(super) struct Simulated {
     resource: String,
     sharing: Sharing,
@@ -27,11 +34,11 @@ pub(super) struct Simulated {
 }
 
 impl Simulated {
-    /// With the stand-ins that lie beside this program.
+    /// Uses the simulated NVML and MPS in the folder of the `cleave` program.
     pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let beside = |name: &str| {
             let path = cleave.canonicalize().ok().and_then(|path| Some(path.parent()?.join(name)));
-            let path = path.with_context(|| format!("there is no {}", cleave.display()))?;
+            let path = path.with_context(|| format!("{} does not exist", cleave.display()))?;
             ensure!(path.exists(), "{} is missing: cargo build -p cleave -p sim-nvml -p sim-mps", path.display());
             Ok(path)
         };
@@ -46,11 +53,12 @@ impl Simulated {
         })
     }
 
+    /// Folder of the simulated machine.
     fn machine(folder: &Path) -> PathBuf {
         folder.join("machine")
     }
 
-    /// What the agent and the MPS host find them by.
+    /// Environment by which the agent and the MPS host find the simulated hardware.
     pub(super) fn environment(&self, folder: &Path) -> [(&'static str, OsString); 3] {
         [
             (STATE_ENV, Self::machine(folder).into()),
@@ -59,12 +67,12 @@ impl Simulated {
         ]
     }
 
-    /// The MPS host's program, if one is needed.
+    /// Path of the MPS host, if the sharing mode needs one.
     pub(super) fn mps_host(&self) -> Option<&Path> {
         (self.sharing == Sharing::Mps).then_some(self.mps_host.as_path())
     }
 
-    /// Makes the machine, and the spec for its GPUs.
+    /// Creates the machine, and the spec for its GPUs.
     pub(super) fn prepare(&self, folder: &Path) -> Result<Machine> {
         let gpu = GpuDescription { model: MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
         let description =
@@ -82,6 +90,7 @@ impl Simulated {
         Ok(machine)
     }
 
+    /// The partition of a GPU with this memory.
     fn partition(&self, total: Mebibytes) -> Partition {
         let Self { resource, units, .. } = self;
         match self.sharing {

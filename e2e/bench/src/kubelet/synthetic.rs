@@ -1,5 +1,5 @@
-//! A plugin without hardware: the kubelet's protocol and the agent's choice of devices, for GPUs
-//! that nobody has.
+//! A plugin without hardware: the kubelet's protocol and the agent's choice of devices, for
+//! synthetic GPUs.
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,9 +17,10 @@ use cleave_kubelet::{
 };
 use tokio::sync::watch;
 
-/// MiB of a synthetic GPU.
+/// Memory of a synthetic GPU, in MiB.
 const MEMORY: u64 = 143_771;
 
+/// Shares of synthetic GPUs, as a resource of the kubelet.
 struct Shares {
     resource: String,
     pools: Vec<Pool>,
@@ -86,6 +87,7 @@ impl Resource for Shares {
     }
 }
 
+/// Serves the shares in a directory of device plugins until SIGTERM.
 pub(super) async fn serve(directory: &Path, resource: &str, gpus: u32, units: u32) -> Result<()> {
     let shares: Arc<dyn Resource> = Arc::new(Shares::new(resource, gpus, units)?);
     let plugins = Plugins::start(&Config::new(directory))?;

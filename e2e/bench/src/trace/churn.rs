@@ -1,46 +1,49 @@
-//! Departures and drift: a living cluster, where what is typical is learned from what came and is
-//! never given.
+//! A cluster with departures and drift. Policies learn typical demands from arrivals and get no
+//! list in advance.
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};
 use cleave_plan::placement::{Choice, Demand, Node, Observed};
 use serde_json::json;
 
-use super::{Chooser, Pod, Policy, Rng, percentile, policy_name, ratio};
+use super::chooser::{Chooser, Policy};
+use super::figures::{percentile, ratio};
+use super::lists::Pod;
+use super::random::Rng;
 
-/// Pods that arrive, per run.
+/// Number of arrivals in a run.
 const ARRIVALS: usize = 200_000;
-/// The longest lifetime, seconds: a few pods of the trace live for months, and a run that waits for
+/// Upper limit of a lifetime, in seconds. A few pods of the trace live for months, and a run with
 /// them never settles.
 const LONGEST: f64 = 6.0 * 3600.0;
-/// GPU demand that is there at a time, over what there is.
+/// Mean GPU demand relative to the capacity.
 const LOAD: f64 = 1.05;
-/// Pods after which one that came counts half.
+/// Number of arrivals after which an arrival has half of its weight.
 const HALF_LIFE: f64 = 4_000.0;
-/// Pods after which prices are learned anew.
+/// Number of arrivals between updates of the typical demands.
 const RELEARN: usize = 500;
-/// The first part of a run fills the cluster and is not counted.
+/// Number of first arrivals that fill the cluster and are not measured.
 const WARM_UP: usize = ARRIVALS / 3;
-/// Waiting pods that are looked at when something departs: the first ones, as a scheduler's queue
-/// would.
-const QUEUE_LOOK: usize = 64;
+/// Maximum number of waiting pods considered on a departure: the first ones, like in a scheduler's
+/// queue.
+const QUEUE_DEPTH: usize = 64;
 
-/// Times in milliseconds since the start, so that they can be keys.
+/// Converts seconds since the start to milliseconds, to be used as a key.
 fn key(seconds: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a run lasts far less than 2^53 ms")]
     let milliseconds = (seconds.max(0.0) * 1000.0) as u64;
     milliseconds
 }
 
-/// Runs a policy over arrivals and departures and prints what it reached.
+/// Runs a policy on arrivals and departures, and prints its figures as JSON.
 pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> Result<()> {
     let pods: Vec<(&Demand, f64)> = pods
         .iter()
         .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (&pod.demand, life.min(LONGEST))))
         .collect();
-    ensure!(!pods.is_empty(), "this list has no creation and deletion times");
+    ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = nodes.iter().map(|node| u64::from(node.free())).sum();
-    // Little's law: arrivals a second such that demand · lifetime fills LOAD of the cluster.
+    // Little's law: arrivals per second such that demand · lifetime is LOAD of the capacity.
     let work: f64 = pods.iter().map(|(demand, life)| f64::from(demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);
     let rate = LOAD * ratio(capacity, 1) / work;
@@ -66,14 +69,14 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
             last = last.max(time);
             allocated -= u64::from(demand.total());
             chooser.give(demand, &choice);
-            let mut look = 0;
-            while look < waiting.len().min(QUEUE_LOOK) {
-                let (since, demand, life) = waiting[look];
+            let mut position = 0;
+            while position < waiting.len().min(QUEUE_DEPTH) {
+                let (since, demand, life) = waiting[position];
                 let Some(choice) = chooser.choose(demand) else {
-                    look += 1;
+                    position += 1;
                     continue;
                 };
-                waiting.remove(look);
+                waiting.remove(position);
                 chooser.take(demand, &choice);
                 allocated += u64::from(demand.total());
                 waits.push(time - since);
@@ -104,7 +107,7 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
     let mean = waits.iter().sum::<f64>() / f64::from(u32::try_from(waits.len().max(1))?);
     waits.sort_by(f64::total_cmp);
     let result = json!({
-        "policy": policy_name(policy), "seed": seed, "arrivals": ARRIVALS, "load": LOAD,
+        "policy": policy.name(), "seed": seed, "arrivals": ARRIVALS, "load": LOAD,
         "allocation_mean": area / (now - counted_from), "wait_s_mean": mean, "wait_s_p90": percentile(&waits, 90),
         "wait_s_p99": percentile(&waits, 99), "still_waiting": unserved,
     });
@@ -112,7 +115,7 @@ pub(super) fn run(policy: Policy, seed: u64, nodes: Vec<Node>, pods: &[Pod]) -> 
     Ok(())
 }
 
-/// A pod of the list: towards the end of a run, ever more of those that share a GPU are large ones.
+/// Draws a pod. Among pods that share a GPU, large ones become more frequent during the run.
 fn drifted<'a>(pods: &[(&'a Demand, f64)], arrival: usize, rng: &mut Rng) -> (&'a Demand, f64) {
     let progress =
         f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVALS).unwrap_or(1));

@@ -1,10 +1,10 @@
-//! The policies that Cleave's is compared with.
+//! The placement policies that Cleave's is compared with.
 use cleave_plan::placement::demand::Typical;
 use cleave_plan::placement::{Choice, Demand, Node, Rank, Score, left};
 
-use super::Rng;
+use super::random::Rng;
 
-/// How much CPU and GPU a choice leaves on the node, weighed alike.
+/// CPU and GPU that a choice leaves free on the node, with equal weights.
 fn spread(node: &Node, demand: &Demand) -> f64 {
     let cpu = f64::from(u32::try_from(node.cpu - demand.cpu).unwrap_or(u32::MAX));
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
@@ -23,7 +23,8 @@ impl Score for BestFit {
     }
 }
 
-/// Fragmentation gradient descent: where what typical pods cannot use grows least.
+/// Fragmentation gradient descent: chooses where the GPU capacity that typical pods cannot use
+/// grows least.
 pub(super) struct Fgd(Vec<Typical>);
 
 impl Fgd {
@@ -31,7 +32,7 @@ impl Fgd {
         Self(typical.to_vec())
     }
 
-    /// Free GPU that typical pods cannot use.
+    /// Free GPU capacity that typical pods cannot use.
     fn fragment(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
         let free: u32 = gpus.iter().sum();
         let of = |kind: &Typical| {
@@ -69,7 +70,7 @@ impl Score for Fgd {
     }
 }
 
-/// Any place that fits, each as likely as another.
+/// Chooses a node and GPUs that fit at random, each equally likely.
 pub(super) fn random(nodes: &[Node], demand: &Demand, rng: &mut Rng) -> Option<Choice> {
     let able: Vec<usize> = (0..nodes.len()).filter(|&node| nodes[node].fits(demand).next().is_some()).collect();
     let node = *able.get(rng.below(able.len().max(1)))?;

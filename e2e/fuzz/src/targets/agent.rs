@@ -1,4 +1,5 @@
-//! What the agent reads: its checkpoint, its node's spec, the MPS host's word, pods, and `/proc`.
+//! Input of the agent: its checkpoint, its node's spec, the status of the MPS host, pods and
+//! `/proc`.
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -25,16 +26,16 @@ use super::{fixtures, objects};
 use crate::mutate::Shape;
 use crate::{Seen, Target, assert_tells};
 
-/// How long what the kubelet does not list is kept.
+/// How long the agent keeps an allocation that the kubelet does not list.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// The spec that the operator would write for the first node of the cluster.
+/// The spec that the operator writes for the first node of the sample cluster.
 pub(super) fn sample_spec() -> GpuNodeSpec {
     let changes = objects::read(&fixtures::cluster()).map(|observed| objects::planned(&observed).changes);
     changes.unwrap_or_default().into_iter().next().map(|change| change.spec).unwrap_or_default()
 }
 
-/// What follows of that spec for the agent, with something given out.
+/// The agent's actions for that spec, with two allocations.
 pub(super) fn sample_turn() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
@@ -50,10 +51,10 @@ pub(super) fn sample_turn() -> Actions {
     turns(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
 }
 
-/// An agent's life: what it comes to after all inputs.
+/// Runs an agent's model on all of its inputs, and returns its last actions.
 ///
-/// Whatever those were, what it tells others is what they read. Not so where a checkpoint remembers
-/// other GPUs than NVML lists: those count as lost and keep what they had, so that an instance may
+/// Checks after each step that others can read what the agent writes. The checks are weaker if the
+/// checkpoint has GPUs that NVML does not list. Those are lost and keep their layout: an instance may
 /// be there twice until the next agent refuses such a checkpoint.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
@@ -67,8 +68,8 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Acti
     let held: Vec<HeldDevices> = allocations.iter().map(|(_, allocation)| held(allocation)).collect();
     let mut table =
         AllocationTable { pending: PendingAllocations::with_watch(), allocations, ..AllocationTable::default() };
-    // Before NVML has said anything, the checkpoint is believed.
-    holds(&node.reconcile(&mut table, start), true);
+    // Before the first result of NVML the agent relies on the checkpoint.
+    check(&node.reconcile(&mut table, start), true);
     node.object(object);
     node.mps(view);
     node.census(Ok(Census { driver: "580.82.07".to_owned(), count: fixtures::GPUS }), start);
@@ -76,15 +77,15 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Acti
         node.gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
     }
     node.pod_resources(Ok(held.clone()), start, &mut table.allocations);
-    holds(&node.reconcile(&mut table, start), sound);
+    check(&node.reconcile(&mut table, start), sound);
     let later = start + Duration::from_secs(60);
     node.pod_resources(Ok(held), later, &mut table.allocations);
     let turn = node.reconcile(&mut table, later);
-    holds(&turn, sound);
+    check(&turn, sound);
     turn
 }
 
-/// As the kubelet lists it.
+/// The allocation as the kubelet lists it.
 fn held(allocation: &Allocation) -> HeldDevices {
     HeldDevices {
         namespace: "team".to_owned(),
@@ -95,9 +96,11 @@ fn held(allocation: &Allocation) -> HeldDevices {
     }
 }
 
-fn holds(turn: &Actions, sound: bool) {
+/// Checks that others can read what the agent writes. `sound` adds the checks that a contradictory
+/// checkpoint breaks.
+fn check(turn: &Actions, sound: bool) {
     let read = Desired::parse(&fixtures::json(&turn.desired));
-    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host reads what the agent tells it");
+    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host cannot read the desired state");
     if sound {
         encoded(&turn.checkpoint);
     }
@@ -105,27 +108,27 @@ fn holds(turn: &Actions, sound: bool) {
         let mut ids: Vec<&str> = devices.iter().map(|device| device.id.as_str()).collect();
         ids.sort_unstable();
         ids.dedup();
-        assert_eq!(ids.len(), devices.len(), "the ids of {resource} are each there once");
+        assert_eq!(ids.len(), devices.len(), "{resource} has a duplicate id");
     }
     for condition in &turn.status.conditions {
         assert!(
             condition.message.len() <= 32 << 10,
-            "the API server takes no message of {} bytes",
+            "the API server refuses a message of {} bytes",
             condition.message.len()
         );
     }
 }
 
-/// A checkpoint that the next agent reads.
+/// Encodes a checkpoint, and checks that the next agent can read it.
 fn encoded(checkpoint: &Checkpoint) -> Vec<u8> {
     let again = Checkpoint::decode(&checkpoint.encode()).map_err(|error| error.to_string());
-    assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent reads what this one knows");
+    assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent cannot read the checkpoint");
     checkpoint.encode()
 }
 
 pub(super) const CHECKPOINT: Target = Target {
     name: "checkpoint",
-    what: "the agent's own file of before, damaged or of another version",
+    what: "the agent's checkpoint, damaged or of another version",
     shape: Shape::Json,
     words: &[
         "version",
@@ -218,7 +221,7 @@ pub(super) const MPS_STATUS: Target = Target {
 
 pub(super) const SHUTDOWN_NOTE: Target = Target {
     name: "shutdown_note",
-    what: "what the kubelet notes of a shutdown of the node",
+    what: "the kubelet's record of a node shutdown",
     shape: Shape::Json,
     words: &["startTime", "endTime", "0001-01-01T00:00:00Z", "2026-11-21T10:38:36.123456789+01:00"],
     samples: || {
@@ -238,7 +241,7 @@ pub(super) const SHUTDOWN_NOTE: Target = Target {
 
 pub(super) const PODS: Target = Target {
     name: "pods",
-    what: "pods of anybody, as agent and operator read them",
+    what: "pods, as agent and operator read them",
     shape: Shape::Json,
     words: &[
         "nvidia.com/gpu",
@@ -303,7 +306,7 @@ pub(super) const PODS: Target = Target {
 
 pub(super) const PROC: Target = Target {
     name: "proc",
-    what: "a process's cgroup and stat files: its name, and the cgroups below its container's, are its own choice",
+    what: "a process's cgroup and stat files; a tenant controls its name and the cgroups below its container's",
     shape: Shape::Bytes,
     words: &[
         "0::/",
@@ -341,7 +344,7 @@ pub(super) const PROC: Target = Target {
             assert!(owner.container.as_ref().is_none_or(|id| text.contains(id)), "{owner:?}");
             assert_eq!(pods(&text).first(), Some(&owner.pod), "{text:?}");
             if text.lines().count() == 1 && owner.container.is_some() {
-                // Its own cgroup, of any name.
+                // A tenant can create a cgroup of any name below its container's.
                 let lie =
                     format!("{}/kubepods/pod00000000-1111-4222-8333-444444444444/ffffffffffffffff", text.trim_end());
                 assert_eq!(super::agent::owner(&lie).as_ref().map(|other| &other.pod), Some(&owner.pod), "{lie:?}");

@@ -1,4 +1,4 @@
-//! A small cluster, as everybody in it would tell it: what samples are made of.
+//! A small cluster, as each of its components reports it. Samples are made from it.
 use std::fmt::Debug;
 
 use cleave_api::gpunode::{GpuStatus, Health, MigStatus, SliceStatus};
@@ -19,12 +19,12 @@ pub(super) const MEMORY: u64 = 81_079;
 /// GPUs of each node.
 pub(super) const GPUS: u32 = 5;
 
-/// As JSON; what cannot be written is nothing, which no target reads.
+/// Encodes a value as JSON; empty if that fails, which no target can read.
 pub(super) fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
-/// A sample: a value as its own encoder writes it, which must be all of it.
+/// Encodes a value as a sample, and checks that decoding returns the same value.
 pub(super) fn sample<T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) -> Vec<u8> {
     let written = json(value);
     let read = serde_json::from_slice::<T>(&written).map_err(|error| error.to_string());
@@ -39,7 +39,7 @@ pub(super) fn uuid(index: u32) -> String {
 
 /// The GPUs of a node, as NVML describes them. The last one is divided into two MIG instances.
 pub(super) fn gpus() -> Vec<Gpu> {
-    // Few: a change is to hit something else too.
+    // Only two profiles, so that mutations also hit other fields.
     let profiles: Vec<MigProfile> = built_in(MODEL, MEMORY)
         .unwrap_or_default()
         .into_iter()
@@ -82,7 +82,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
     (0..GPUS).map(gpu).collect()
 }
 
-/// What an MPS host that has done all that it was told would write.
+/// The status of an MPS host that has applied all of `desired`.
 pub(super) fn status(desired: &Desired) -> Status {
     let client = Client { pid: 579, allocation: desired.allocations.keys().next().cloned() };
     let daemon = |device: &String| {
@@ -109,7 +109,7 @@ pub(super) fn status(desired: &Desired) -> Status {
     }
 }
 
-/// A pod that asks for slices.
+/// A pod that requests slices. `more` sets further fields, by `SECTION/FIELD`.
 pub(super) fn pod(name: &str, resource: &str, count: u32, more: &Value) -> Value {
     let mut pod = json!({
         "apiVersion": "v1",
@@ -152,7 +152,7 @@ pub(super) fn pod(name: &str, resource: &str, count: u32, more: &Value) -> Value
     pod
 }
 
-/// A policy.
+/// A policy for the GPUs with these indices.
 pub(super) fn policy(name: &str, indices: &[u32], spec: &Value) -> Value {
     let mut policy = json!({
         "apiVersion": "cleave.dev/v1alpha1",
@@ -193,7 +193,7 @@ pub(super) fn policies() -> Vec<Value> {
     ]
 }
 
-/// A cluster of two nodes with such GPUs: what the operator's watches would tell, in lists.
+/// A cluster of two nodes with these GPUs, as lists of the objects that the operator watches.
 pub(super) fn cluster() -> Value {
     let profiles: Vec<Value> = built_in(MODEL, MEMORY)
         .unwrap_or_default()

@@ -1,4 +1,4 @@
-//! What the kubelet says: a plugin's requests, who holds what, and its checkpoint.
+//! Input from the kubelet: requests to a plugin, the list of allocations, and its checkpoint.
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
@@ -17,7 +17,7 @@ use crate::{Seen, Target, assert_tells};
 
 const RESOURCE: &str = "nvidia.com/gpu-mps";
 
-/// That what is read of bytes is written so that the same is read again.
+/// Checks that decoding an encoded message returns the same message.
 fn message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
     let read = T::decode(bytes).ok()?;
     assert_eq!(T::decode(read.encode_to_vec().as_slice()).as_ref(), Ok(&read));
@@ -119,7 +119,7 @@ fn device_plugin(bytes: &[u8]) -> Seen {
 
 pub(super) const POD_RESOURCES: Target = Target {
     name: "pod_resources",
-    what: "the kubelet's list of who holds what",
+    what: "the kubelet's list of allocations",
     shape: Shape::Bytes,
     words: &["nvidia.com/gpu-mps", "GPU-", "::0", "\n", "\u{12}", "\u{1a}", "\u{22}", "\u{7f}"],
     samples: || {
@@ -152,7 +152,7 @@ pub(super) const POD_RESOURCES: Target = Target {
         let all = answer.pod_resources.iter().flat_map(|pod| &pod.containers).flat_map(|container| &container.devices);
         let listed: usize = all.map(|devices| devices.device_ids.len()).sum();
         let rows = held(answer);
-        assert_eq!(rows.iter().map(|row| row.ids.len()).sum::<usize>(), listed, "nothing is lost");
+        assert_eq!(rows.iter().map(|row| row.ids.len()).sum::<usize>(), listed, "an id is missing");
         assert!(rows.iter().all(|row| row.ids.is_sorted()));
         Seen::Read
     },
@@ -180,7 +180,7 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
             Seen::Refused
         }
         Ok(devices) => {
-            // A tree has a limit to its depth that what is skipped has not.
+            // A JSON tree has a depth limit; fields that the reader skips have none.
             let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return Seen::Read };
             let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
             let of = |entry: &serde_json::Value| {

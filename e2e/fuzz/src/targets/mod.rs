@@ -1,4 +1,4 @@
-//! What reads bytes of others.
+//! The fuzz targets.
 mod agent;
 mod fixtures;
 mod kubelet;
@@ -9,7 +9,7 @@ mod texts;
 
 use crate::Target;
 
-/// All targets, those of one crate beside each other.
+/// All targets, ordered by crate.
 pub fn all() -> &'static [Target] {
     &[
         mps::CONTROL_PACKET,
@@ -36,7 +36,7 @@ pub fn all() -> &'static [Target] {
     ]
 }
 
-/// The target of a name.
+/// Finds a target by name.
 pub fn named(name: &str) -> Option<&'static Target> {
     all().iter().find(|target| target.name == name)
 }

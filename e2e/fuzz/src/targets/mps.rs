@@ -1,4 +1,4 @@
-//! What the MPS daemon and its clients say, and what the agent and the MPS host tell each other.
+//! Input from MPS daemons and their clients, and the messages between agent and MPS host.
 use cleave_gpu::mps::log::{LogEvent, log_line};
 use cleave_gpu::mps::protocol::{
     Command, Kind, Reply, commands, is_memory, is_percentage, pids, server_state, terminated,
@@ -74,7 +74,7 @@ fn control_packet(packet: &[u8]) -> Seen {
     }
 }
 
-/// Everything that is expected of some answer, of this one.
+/// Applies every parser of answers to this one.
 fn answers(text: &str) {
     if let Ok(read) = pids(text) {
         let written: Vec<String> = read.iter().map(u32::to_string).collect();
@@ -85,10 +85,10 @@ fn answers(text: &str) {
     }
     let percents: Vec<u8> = (0..=255).filter(|&percent| is_percentage(text, percent)).collect();
     assert!(percents.len() <= 1, "{text:?} is {percents:?} %");
-    assert!(!(is_memory(text, None) && is_memory(text, Some(0))), "{text:?} is a limit and none");
+    assert!(!(is_memory(text, None) && is_memory(text, Some(0))), "{text:?} is both a limit and no limit");
 }
 
-/// Commands with numbers of the packet.
+/// Checks the encoding of commands with numbers from the packet.
 fn frames(packet: &[u8]) {
     let mut words = packet.chunks(4).map(|word| word.iter().fold(0_u32, |word, byte| word << 8 | u32::from(*byte)));
     let (server, other) = (words.next().unwrap_or(0), words.next().unwrap_or(0));
@@ -106,7 +106,7 @@ fn frames(packet: &[u8]) {
         let [length, text, end] = commands(&command);
         assert_eq!(length, u64::try_from(text.len()).unwrap_or(0).to_le_bytes(), "{command}");
         assert_eq!(text, format!("{command}\n\0").into_bytes());
-        assert_eq!(text.iter().filter(|byte| matches!(**byte, b'\n' | 0)).count(), 2, "{command} is one line");
+        assert_eq!(text.iter().filter(|byte| matches!(**byte, b'\n' | 0)).count(), 2, "{command} is not one line");
         assert_eq!(end, [0; 8]);
     }
 }
@@ -161,7 +161,7 @@ fn read_log(bytes: &[u8]) -> Seen {
         for pid in named.into_iter().chain(read.pid) {
             assert!(line.contains(&pid.to_string()), "{line:?} does not name {pid}");
         }
-        // As the daemon would print just that.
+        // The line that the daemon prints for these values.
         let again = format!("[2026-11-21 10:38:36.269 {} {}] {}", read.source, read.pid.unwrap_or(0), read.text);
         if !read.source.is_empty() && read.pid.is_some() {
             assert_eq!(log_line(&again), read, "{again:?}");
@@ -175,7 +175,7 @@ fn read_log(bytes: &[u8]) -> Seen {
 
 pub(super) const DESIRED: Target = Target {
     name: "desired",
-    what: "the file by which the agent tells the MPS host what shall run",
+    what: "the file with the desired state of the MPS host, which the agent writes",
     shape: Shape::Json,
     words: &[
         "version",
@@ -220,7 +220,7 @@ fn desired(bytes: &[u8]) -> Seen {
 
 pub(super) const HOST_MESSAGE: Target = Target {
     name: "host_message",
-    what: "questions to the MPS host at its socket, and its answers",
+    what: "requests to the MPS host's socket, and its answers",
     shape: Shape::Json,
     words: &[
         "op",
@@ -257,7 +257,7 @@ pub(super) const HOST_MESSAGE: Target = Target {
     },
 };
 
-/// That what is read of bytes is written so that the same is read again.
+/// Checks that decoding an encoded message returns the same message.
 pub(super) fn same<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Seen {
     let Ok(read) = serde_json::from_slice::<T>(bytes) else { return Seen::Refused };
     let again = serde_json::from_slice::<T>(&fixtures::json(&read)).map_err(|error| error.to_string());

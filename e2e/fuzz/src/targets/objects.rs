@@ -1,4 +1,4 @@
-//! What the operator reads of the API server, and what the API server asks of it.
+//! Input of the operator: objects of the API server, and its admission requests.
 use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
 use cleave_operator::admission::webhook::{Change as Review, review};
 use cleave_operator::dry;
@@ -77,7 +77,7 @@ pub(super) const POLICY: Target = Target {
             Err(_) => Seen::Refused,
             Ok(valid) => {
                 if let Share::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
-                    assert!((1..=48).contains(&units), "a policy with {units} units means nothing");
+                    assert!((1..=48).contains(&units), "a policy with {units} units was accepted");
                 }
                 Seen::Read
             }
@@ -85,7 +85,7 @@ pub(super) const POLICY: Target = Target {
     },
 };
 
-/// What the operator's watches tell, as lists.
+/// The objects that the operator watches, as lists.
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Cluster {
@@ -109,12 +109,13 @@ impl Cluster {
     }
 }
 
-/// What the operator would see.
+/// Reads the objects as the operator does.
 pub(super) fn read(cluster: &Value) -> Option<Observed> {
     Cluster::deserialize(cluster).ok().map(Cluster::observed)
 }
 
-/// What the operator would do. Its plan breaks no rule, and what it writes is what it reads.
+/// Runs the operator's planning. Checks that the plan breaks no rule, and that what it writes can
+/// be read again.
 pub(super) fn planned(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome = demand::overlay(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
@@ -233,13 +234,13 @@ pub(super) const REVIEW: Target = Target {
                     let Some(patch) = response.patch else { continue };
                     let Ok(mut sent) = serde_json::from_slice::<Value>(bytes) else { continue };
                     let patch: json_patch::Patch = serde_json::from_slice(&patch).unwrap_or_default();
-                    assert!(!patch.0.is_empty(), "a patch that changes nothing");
+                    assert!(!patch.0.is_empty(), "the patch changes nothing");
                     let Some(pod) = sent.pointer_mut("/request/object") else { continue };
                     let applied = json_patch::patch(pod, &patch);
                     assert!(applied.is_ok(), "{applied:?} of {patch:?}");
                     let again = review(change, &fixtures::json(&sent), |_| false);
                     let patched = again.map(|answer| answer.response.is_some_and(|response| response.patch.is_some()));
-                    assert!(matches!(patched, Ok(false)), "once is enough: {patched:?}");
+                    assert!(matches!(patched, Ok(false)), "a second admission changes the pod again: {patched:?}");
                 }
             }
         }
@@ -255,12 +256,12 @@ mod tests {
     use crate::targets::agent::{sample_spec, sample_turn};
 
     #[test]
-    fn the_samples_are_of_a_cluster_in_which_everything_is_shared_in_every_way() {
+    fn the_sample_cluster_has_every_sharing_mode() {
         let run = planned(&read(&fixtures::cluster()).unwrap());
         assert!(run.plan.policies.values().all(|report| report.invalid.is_none() && report.unreported.is_empty()));
         assert_eq!(run.changes.len(), 2);
         let placed = run.outcome.planned.map_or(0, |planned| planned.plan.placements.len());
-        assert!(placed >= 2, "{placed} pods have a place");
+        assert!(placed >= 2, "only {placed} pods are placed");
         let partitions: Vec<_> = sample_spec().gpus.into_iter().map(|gpu| gpu.partition).collect();
         assert!(partitions.iter().any(|one| one.mps.is_some()) && partitions.iter().any(|one| one.mig.is_some()));
         assert!(partitions.iter().any(|one| one.time_slicing.is_some()));

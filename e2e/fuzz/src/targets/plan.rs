@@ -1,4 +1,4 @@
-//! What `cleave plan --snapshot` reads.
+//! Input of `cleave plan --snapshot`.
 use cleave_plan::{Policy, Snapshot, check, plan};
 use serde_json::json;
 
@@ -79,8 +79,8 @@ pub(super) const SNAPSHOT: Target = Target {
     run: |bytes| {
         let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return Seen::Refused };
         mps::same::<Snapshot>(bytes);
-        // What people ask for by `--units` and `--replicas`; few steps, since plans are judged here
-        // and not compared.
+        // Varies `--units` and `--replicas`. Few search steps: the target checks plans but does not
+        // need good ones.
         let numbers = [None, Some(0), Some(4), Some(48), Some(u32::MAX)];
         let at = |byte: usize| {
             numbers.get(bytes.get(byte).map_or(0, |byte| usize::from(*byte) % numbers.len())).copied().flatten()
@@ -89,7 +89,7 @@ pub(super) const SNAPSHOT: Target = Target {
         let planned = plan(&snapshot, &policy);
         let wrong: Vec<String> = check(&snapshot, &planned.plan).iter().map(ToString::to_string).collect();
         assert!(wrong.is_empty(), "{policy:?}: {wrong:?}");
-        assert_eq!(plan(&snapshot, &policy).plan, planned.plan, "the same input gives the same plan");
+        assert_eq!(plan(&snapshot, &policy).plan, planned.plan, "a second run gives another plan");
         for pod in &planned.report.pods {
             assert!(!pod.reason.is_empty(), "{}", pod.pod);
         }

@@ -11,7 +11,7 @@ use crate::{Seen, Target, assert_tells};
 
 pub(super) const PLACEMENT: Target = Target {
     name: "placement",
-    what: "a pod's annotation that says what is held for it",
+    what: "a pod's annotation with its reservation",
     shape: Shape::Json,
     words: &["until", "nodes", "resource", "units", "device", "n1", "nvidia.com/gpu-mps"],
     samples: || {
@@ -32,7 +32,7 @@ pub(super) const PLACEMENT: Target = Target {
 
 pub(super) const ANNOTATIONS: Target = Target {
     name: "annotations",
-    what: "annotations by which administrators cordon GPUs and clear what was wrong",
+    what: "annotations by which administrators cordon GPUs and clear faults",
     shape: Shape::Bytes,
     words: &[
         ",",
@@ -84,7 +84,7 @@ pub(super) const QUANTITY: Target = Target {
                 assert!(count <= milli);
             }
         }
-        // Ten times as much is not less.
+        // Ten times a quantity is not smaller.
         if let (Some(milli), true) = (read.milli(), text.bytes().all(|byte| byte.is_ascii_digit())) {
             let tenfold = Quantity::new(&format!("{text}0")).milli();
             assert!(tenfold.is_none_or(|tenfold| tenfold >= milli), "{text}");
@@ -139,7 +139,7 @@ pub(super) const NAMES: Target = Target {
         }
         let id = parse_id(&text);
         if let Some((device, number)) = id {
-            assert_eq!(device_id(device, number), text, "one slice has one id");
+            assert_eq!(device_id(device, number), text, "a slice has two ids");
         }
         if name.is_ok() || id.is_some() { Seen::Read } else { Seen::Refused }
     },

@@ -1,43 +1,46 @@
-//! What would break a promise is refused when a pod is created, with a sentence that helps; nobody
-//! else notices.
+//! Admission policies refuse pods that would break a promise, with a message that helps. Other pods
+//! are not affected.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::{NODE, SHARES};
 
-/// Path of the policies and their bindings.
+/// API path of the policies and their bindings.
 const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
-/// The operator, as the policies know it; in the group of administrators, because what it may do is
-/// not what is tested.
+/// Impersonates the operator, by the name that the policies check. The group of administrators
+/// gives it all rights, because these tests do not test its role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// A pod that asks for these, with changes to its spec.
+/// A pod with these limits and a change to its spec.
 pub(crate) fn changed(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
     let mut pod = pod("t", limits, "true");
     change(&mut pod["spec"]);
     pod
 }
 
+/// A pod with these limits and this environment variable.
 pub(crate) fn with_env(limits: &Value, env: &Value) -> Value {
     changed(limits, |spec| spec["containers"][0]["env"] = json!([env]))
 }
 
+/// The environment variable that requests all GPUs from the container runtime.
 pub(crate) fn all_gpus() -> Value {
     json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
 }
 
-/// Another container, which asks for nothing.
+/// Another container, without limits.
 pub(crate) fn beside(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
 
-/// What the API server says to a pod, without making it: nothing if it is admitted.
-fn answer(scope: &Scope, pod: &Value) -> Result<Option<String>> {
-    said(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
+/// Creates a pod in a dry run. Returns the message of the refusal, or `None` if it is admitted.
+fn refusal(scope: &Scope, pod: &Value) -> Result<Option<String>> {
+    refusal_of(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
 }
 
-fn said(result: Result<Value>) -> Result<Option<String>> {
+/// The message of a refusal, or `None` if the request succeeded.
+fn refusal_of(result: Result<Value>) -> Result<Option<String>> {
     match result {
         Ok(_) => Ok(None),
         Err(error) => match error.downcast_ref::<Refused>() {
@@ -47,26 +50,31 @@ fn said(result: Result<Value>) -> Result<Option<String>> {
     }
 }
 
-/// That a pod is refused, and that the sentence says all of it.
+/// Checks that a pod is refused, with a message that contains all of these texts.
 fn refused(scope: &Scope, pod: &Value, says: &[&str]) -> Result<()> {
-    let said = answer(scope, pod)?.with_context(|| format!("admitted: {pod}"))?;
-    ensure!(says.iter().all(|part| said.contains(part)), "{pod} is refused with {said:?}, which does not say {says:?}");
+    let message = refusal(scope, pod)?.with_context(|| format!("admitted: {pod}"))?;
+    ensure!(
+        says.iter().all(|part| message.contains(part)),
+        "{pod} is refused with {message:?}, which does not contain {says:?}"
+    );
     Ok(())
 }
 
+/// Checks that a pod is admitted.
 fn admitted(scope: &Scope, pod: &Value) -> Result<()> {
-    let said = answer(scope, pod)?;
-    ensure!(said.is_none(), "{pod} is refused: {said:?}");
+    let message = refusal(scope, pod)?;
+    ensure!(message.is_none(), "{pod} is refused: {message:?}");
     Ok(())
 }
 
+/// Sets the exceptions (`cleave.dev/allow`) of the namespace.
 fn label(scope: &Scope, allow: &str) -> Result<()> {
     let change = json!({"metadata": {"labels": {"cleave.dev/allow": allow}}});
     scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(|_| ())
 }
 
 #[test]
-fn the_policies_are_sound_and_in_force() -> Result<()> {
+fn the_policies_are_type_checked_and_deny() -> Result<()> {
     let cluster = Cluster::connect()?;
     for name in ["cleave-pods", "cleave-annotations"] {
         let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/{name}");
@@ -115,15 +123,16 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
 }
 
 #[test]
-fn an_ephemeral_container_cannot_set_it_either() -> Result<()> {
+fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ephemeral")?;
-    // Nobody offers shares: it waits, and that is enough.
+    // No node offers shares, so the pod stays Pending, which is enough here.
     scope.pod("waits", &json!({SHARES: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
     let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [beside("debug", env)]}});
-    let said = said(cluster.patch(&path, &debug(&all_gpus())))?.context("admitted")?;
-    ensure!(said.contains("container \"debug\" sets NVIDIA_VISIBLE_DEVICES"), "{said}");
+    let message =
+        refusal_of(cluster.patch(&path, &debug(&all_gpus())))?.context("the ephemeral container was admitted")?;
+    ensure!(message.contains("container \"debug\" sets NVIDIA_VISIBLE_DEVICES"), "{message}");
     cluster.patch(&path, &debug(&json!({"name": "A", "value": "b"})))?;
     Ok(())
 }
@@ -138,12 +147,12 @@ fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
         let at_most = format!("one GPU has at most {most}");
         refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Request fewer"])?;
     }
-    // Instances may be of several GPUs, and so may whole GPUs.
+    // MIG instances and whole GPUs may be of several GPUs.
     admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))
 }
 
 #[test]
-fn a_pod_with_shares_goes_through_the_scheduler() -> Result<()> {
+fn a_pod_with_shares_cannot_name_its_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "node-name")?;
     let on_node = |limits: Value| changed(&limits, |spec| spec["nodeName"] = json!(NODE));
@@ -160,7 +169,7 @@ fn a_pod_with_shares_goes_through_the_scheduler() -> Result<()> {
 }
 
 #[test]
-fn annotations_below_cleave_dev_are_the_operators() -> Result<()> {
+fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "annotations")?;
     let annotated = |annotations: Value| {
@@ -175,15 +184,17 @@ fn annotations_below_cleave_dev_are_the_operators() -> Result<()> {
     let annotate = |value: &Value| json!({"metadata": {"annotations": {"cleave.dev/slice": value}}});
     let path = scope.pod_path("t");
     for path in [path.clone(), format!("{path}/status")] {
-        let said = said(cluster.patch(&path, &annotate(&json!("forged"))))?.context("forged")?;
-        ensure!(said.contains("(cleave.dev/slice)"), "{said}");
+        let message = refusal_of(cluster.patch(&path, &annotate(&json!("forged"))))?
+            .context("a forged annotation was accepted")?;
+        ensure!(message.contains("(cleave.dev/slice)"), "{message}");
     }
     kubectl(&[&OPERATOR[..], &["-n", &scope.namespace, "annotate", "pod", "t", "cleave.dev/slice=true"]].concat())?;
     for value in [json!("changed"), Value::Null] {
-        let said = said(cluster.patch(&path, &annotate(&value)))?.context("changed")?;
-        ensure!(said.contains("(cleave.dev/slice)"), "{said}");
+        let message =
+            refusal_of(cluster.patch(&path, &annotate(&value)))?.context("a changed annotation was accepted")?;
+        ensure!(message.contains("(cleave.dev/slice)"), "{message}");
     }
-    // What is not ours may change as before.
+    // Other annotations can still be changed.
     cluster.patch(&path, &json!({"metadata": {"annotations": {"mine": "yes"}}}))?;
     let now = cluster.get(&path)?;
     ensure!(text(&now["metadata"]["annotations"]["cleave.dev/slice"]) == "true", "{}", now["metadata"]);
@@ -191,7 +202,7 @@ fn annotations_below_cleave_dev_are_the_operators() -> Result<()> {
 }
 
 #[test]
-fn nobody_else_notices() -> Result<()> {
+fn pods_without_shares_are_not_affected() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "others")?;
     let anything = |limits: Value| {
@@ -203,8 +214,8 @@ fn nobody_else_notices() -> Result<()> {
     for limits in [json!({}), json!({"nvidia.com/gpu": 2}), json!({SHARES: 0}), json!({"example.com/gpu-mps": 60})] {
         admitted(&scope, &anything(limits))?;
     }
-    // Images of CUDA programs ask for all GPUs by default: a container without shares may say that
-    // it wants none.
+    // Images of CUDA programs request all GPUs by default, so a container without shares may
+    // request none.
     for value in ["", "void", "none"] {
         let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
         let pod = changed(&json!({SHARES: 1}), |spec| {
@@ -234,10 +245,10 @@ fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
         label(&scope, allow)?;
         for (word, pod) in &broken {
             let excepted = allow == "all" || allow.split('.').any(|allowed| allowed == *word);
-            // The API server learns of a label a moment later.
+            // The API server applies a label with a short delay.
             wait_until(&format!("{word} under {allow:?} is excepted: {excepted}"), || {
-                let said = answer(&scope, pod)?;
-                ensure!(said.is_none() == excepted, "{said:?}");
+                let message = refusal(&scope, pod)?;
+                ensure!(message.is_none() == excepted, "{message:?}");
                 Ok(true)
             })?;
         }
@@ -246,7 +257,7 @@ fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
 }
 
 #[test]
-fn a_deployment_says_why_its_pods_are_refused() -> Result<()> {
+fn the_status_of_a_deployment_says_why_its_pods_are_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "template")?;
     let mut template = with_env(&json!({SHARES: 1}), &all_gpus());
@@ -257,9 +268,9 @@ fn a_deployment_says_why_its_pods_are_refused() -> Result<()> {
         "metadata": {"name": "t"},
         "spec": {"selector": {"matchLabels": {"app": "t"}}, "template": template},
     });
-    // The template is not looked at, its pods are.
+    // The policies check pods, not the template.
     cluster.create(&deployments, &deployment)?;
-    wait_until("the Deployment says why", || {
+    wait_until("the Deployment's status has the reason", || {
         let conditions = cluster.get(&format!("{deployments}/t"))?["status"]["conditions"].clone();
         let failed =
             conditions.as_array().into_iter().flatten().find(|condition| condition["type"] == "ReplicaFailure");
@@ -268,6 +279,6 @@ fn a_deployment_says_why_its_pods_are_refused() -> Result<()> {
         ensure!(message.contains("container \"main\" sets NVIDIA_VISIBLE_DEVICES"), "{message}");
         Ok(true)
     })?;
-    ensure!(scope.pods()?.is_empty(), "there are pods");
+    ensure!(scope.pods()?.is_empty(), "pods were created");
     cluster.delete(&format!("{deployments}/t"), None)
 }

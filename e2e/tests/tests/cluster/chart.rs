@@ -1,29 +1,30 @@
-//! Values of the chart that a test changes while all of Cleave runs.
+//! Chart values that a test changes while Cleave runs.
 use std::io::Write as _;
 
 use anyhow::Result;
 use cleave_e2e::{SYSTEM, run};
 use serde_json::Value;
 
-/// A value of the chart, until this goes: then it is again as it was.
+/// A changed chart value. Dropping it restores the earlier value.
 pub(crate) struct Setting {
     path: &'static str,
     before: Value,
 }
 
 impl Setting {
-    /// `path` is as `helm --set` has it, without lists. Returns when all of Cleave that is changed
-    /// by it is ready again.
+    /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all objects
+    /// that change are ready.
     pub(crate) fn of(path: &'static str, value: impl Into<Value>) -> Result<Self> {
         let values = run("helm", &["get", "values", "cleave", "-n", SYSTEM, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
         let before = path.split('.').fold(&values, |values, key| &values[key]).clone();
-        // Made first: a change that fails halfway is taken back too.
+        // Constructed first, so that a change that fails halfway is also undone.
         let setting = Self { path, before };
         setting.set(&value.into())?;
         Ok(setting)
     }
 
+    /// Upgrades the release with this value, and waits until it is ready.
     fn set(&self, value: &Value) -> Result<()> {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let set = format!("{}={value}", self.path);
@@ -35,7 +36,7 @@ impl Setting {
 impl Drop for Setting {
     fn drop(&mut self) {
         if let Err(error) = self.set(&self.before) {
-            let _ = writeln!(std::io::stderr(), "{} is not {} again: {error:#}", self.path, self.before);
+            let _ = writeln!(std::io::stderr(), "failed to restore {} to {}: {error:#}", self.path, self.before);
         }
     }
 }

@@ -1,30 +1,32 @@
-//! The time of day is set under Cleave's programs, an hour ahead, an hour back and right again,
-//! while the machine's clock and everybody else's stay as they are.
+//! Jumps of the clock: the time of day that Cleave's programs read is set an hour ahead, an hour
+//! back, and to the right time again. The machine's clock does not change.
 //!
-//! The programs ask through `libsim_clock.so` (e2e/sim/clock), which is in the image of the local
-//! cluster. An hour is as far back as can be gone: the API server's certificate is good from an
-//! hour before the cluster was made.
+//! The programs read the time through `libsim_clock.so` (e2e/sim/clock), which is in the image of
+//! the local cluster. An hour back is the limit: the API server's certificate is valid from an hour
+//! before the creation of the cluster.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM, Scope, given_out_wrongly, kubectl, on_node, pod, process, run, staying, text, wait_until,
+    Cluster, SYSTEM, Scope, allocation_errors, kubectl, not_deleted, on_node, pod, process, run, text, wait_until,
 };
 use serde_json::{Value, json};
 
 use crate::gate::is_gated;
-use crate::health::{Mended, cleave, gpu, health};
-use crate::restarts::{part, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares, undisturbed};
+use crate::health::{RepairGuard, cleave, gpu, health};
+use crate::restarts::{component_pod, ready};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, daemon_pids, offers, ten_shares};
 
 const LIBRARY: &str = "/usr/lib/libsim_clock.so";
-const PARTS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
+/// The workloads of Cleave.
+const WORKLOADS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
 const HOUR: i64 = 3600;
-/// It is not ended by SIGTERM: its grace is its own.
+/// Ignores SIGTERM, so that it uses its whole grace period.
 const DEAF: &str = "trap '' TERM; exec cleave-client --hold forever";
 
-/// Cleave's programs ask the clock that the test sets, until the value goes.
+/// Cleave's programs read the clock that the test sets. Dropping the value restores the machine's
+/// clock.
 struct Clocks<'a> {
     cluster: &'a Cluster,
 }
@@ -35,29 +37,29 @@ impl<'a> Clocks<'a> {
         clocks.environment(&format!("LD_PRELOAD={LIBRARY}"))?;
         for (node, pid) in clocks.processes()? {
             on_node(&node, &["grep", "-q", LIBRARY, &format!("/proc/{pid}/maps")])
-                .with_context(|| format!("process {pid} of {node} asks the machine's clock"))?;
+                .with_context(|| format!("process {pid} of {node} reads the machine's clock"))?;
         }
         Ok(clocks)
     }
 
-    /// Changes the environment of all programs, and waits until they have it.
+    /// Changes the environment of all programs, and waits until they are restarted with it.
     fn environment(&self, change: &str) -> Result<()> {
-        for part in PARTS {
-            kubectl(&["-n", SYSTEM, "set", "env", part, change])?;
+        for workload in WORKLOADS {
+            kubectl(&["-n", SYSTEM, "set", "env", workload, change])?;
         }
-        // It is replaced when it is deleted, and not before: all MPS daemons go with it.
+        // MPS hosts have to be deleted to be replaced. Their MPS daemons end with them.
         kubectl(&["-n", SYSTEM, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
-        for part in [PARTS[0], PARTS[2]] {
-            kubectl(&["-n", SYSTEM, "rollout", "status", part, "--timeout=120s"])?;
+        for workload in [WORKLOADS[0], WORKLOADS[2]] {
+            kubectl(&["-n", SYSTEM, "rollout", "status", workload, "--timeout=120s"])?;
         }
-        wait_until("all of Cleave is ready", || {
+        wait_until("all of Cleave's pods are ready", || {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
-            let fine = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && ready(pod);
-            Ok(pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(fine))
+            let is_ready = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && ready(pod);
+            Ok(pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_ready))
         })
     }
 
-    /// Nodes and pids of the programs.
+    /// Node and pid of each program.
     fn processes(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
         for node in self.cluster.nodes()? {
@@ -65,15 +67,15 @@ impl<'a> Clocks<'a> {
                 all.push((node.clone(), process(&node, program)?));
             }
         }
-        let node = text(&part(self.cluster, "operator")?["spec"]["nodeName"]);
+        let node = text(&component_pod(self.cluster, "operator")?["spec"]["nodeName"]);
         all.push((node.clone(), process(&node, "cleave")?));
         Ok(all)
     }
 
-    /// Sets the time of day of all programs to so many seconds from what it is.
+    /// Sets the clock of all programs this many seconds ahead of the right time.
     fn set(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
-            // In place of what is there at once: half a number would be another time.
+            // Atomically, because a program that reads half a number would get another time.
             let write = "printf '%s' \"$1\" >\"$0.new\" && mv \"$0.new\" \"$0\"";
             let file = format!("/proc/{pid}/root/dev/shm/sim-clock");
             on_node(&node, &["sh", "-c", write, &file, &seconds.to_string()])?;
@@ -84,14 +86,14 @@ impl<'a> Clocks<'a> {
 
 impl Drop for Clocks<'_> {
     fn drop(&mut self) {
-        // The file goes with the pods.
+        // The file with the offset is deleted with the pods.
         if let Err(error) = self.environment("LD_PRELOAD-") {
-            let _ = writeln!(std::io::stderr(), "Cleave still asks the clock that tests set: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to restore the clock of Cleave's programs: {error:#}");
         }
     }
 }
 
-/// Who leads, and how often that turned.
+/// Holder and number of transitions of each lease.
 fn leases(cluster: &Cluster) -> Result<Vec<Value>> {
     let leases = cluster.list(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases"))?;
     let of = |lease: &Value| {
@@ -101,6 +103,7 @@ fn leases(cluster: &Cluster) -> Result<Vec<Value>> {
     Ok(leases.iter().map(of).collect())
 }
 
+/// UID and restart count of each of Cleave's pods.
 fn restarts(cluster: &Cluster) -> Result<Vec<Value>> {
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
     Ok(pods
@@ -109,47 +112,49 @@ fn restarts(cluster: &Cluster) -> Result<Vec<Value>> {
         .collect())
 }
 
-/// What must be the same whatever time it is.
-fn all_that_stays(clocks: &Clocks, scope: &Scope, pods: &[&str]) -> Result<Value> {
+/// The state that must not depend on the clock.
+fn invariant_state(clocks: &Clocks, scope: &Scope, pods: &[&str]) -> Result<Value> {
     let cluster = scope.cluster;
-    let pods: Vec<_> = pods.iter().map(|name| undisturbed(cluster, scope, name)).collect::<Result<_>>()?;
+    let pods: Vec<_> = pods.iter().map(|name| container_and_restarts(cluster, scope, name)).collect::<Result<_>>()?;
     Ok(json!([pods, daemon_pids(cluster)?, leases(cluster)?, restarts(cluster)?, clocks.processes()?]))
 }
 
+/// Number of MPS clients that the node reports for a pod.
 fn clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
-fn waits_at_the_gate(scope: &Scope, name: &str) -> Result<()> {
+/// Checks that a pod is still gated.
+fn check_gated(scope: &Scope, name: &str) -> Result<()> {
     let pod = scope.cluster.get(&scope.pod_path(name))?;
-    ensure!(is_gated(&pod), "{name} was let through to room that is held: {}", pod["spec"]);
+    ensure!(is_gated(&pod), "{name} was released although all shares are reserved: {}", pod["spec"]);
     Ok(())
 }
 
 #[test]
-fn no_jump_of_the_clock_loses_a_share_a_hold_or_a_grace_or_restarts_anything() -> Result<()> {
+fn jumps_of_the_clock_lose_no_share_reservation_or_grace_and_restart_nothing() -> Result<()> {
     const GRACE: u32 = 10;
     let cluster = Cluster::connect()?;
     let clocks = Clocks::new(&cluster)?;
     let scope = ten_shares(&cluster, "clocks")?;
-    // GPUs of their own, so that one is left.
+    // Each pod is on another GPU, so that one GPU is free.
     let full = ["a", "b", "c"];
     for name in full {
         scope.pod_on(NODE, name, &json!({SHARES: if name == "a" { 8 } else { 10 }}), HOLD)?;
         scope.running(name)?;
-        scope.seen(name)?;
+        scope.client_report(name)?;
     }
-    // Released, and the scheduler finds no node for it: its volume does not exist. Its reservation
-    // lasts for minutes.
-    let mut held = pod("held", &json!({SHARES: 10}), HOLD);
-    held["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
-    held["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);
-    cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &held)?;
-    wait_until("it is let through", || {
-        Ok(cluster.get(&scope.pod_path("held"))?["spec"]["schedulingGates"].as_array().is_none_or(Vec::is_empty))
+    // This pod is released, but its volume does not exist, so the scheduler finds no node. Its
+    // reservation lasts for minutes.
+    let mut reserved = pod("reserved", &json!({SHARES: 10}), HOLD);
+    reserved["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
+    reserved["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);
+    cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &reserved)?;
+    wait_until("the pod is released", || {
+        Ok(cluster.get(&scope.pod_path("reserved"))?["spec"]["schedulingGates"].as_array().is_none_or(Vec::is_empty))
     })?;
     scope.pod_on(NODE, "next", &json!({SHARES: 10}), HOLD)?;
-    let before = all_that_stays(&clocks, &scope, &full)?;
+    let before = invariant_state(&clocks, &scope, &full)?;
 
     for (at, off) in [HOUR, 0, -HOUR, 0].into_iter().enumerate() {
         let leaving = format!("leaving-{at}");
@@ -162,50 +167,50 @@ fn no_jump_of_the_clock_loses_a_share_a_hold_or_a_grace_or_restarts_anything() -
         let deleted = Instant::now();
         cluster.delete(&scope.pod_path(&leaving), Some(GRACE))?;
         clocks.set(off)?;
-        wait_until("its client is ended", || Ok(clients(&scope, &leaving)? == 0))?;
+        wait_until("its client is terminated", || Ok(clients(&scope, &leaving)? == 0))?;
         let took = deleted.elapsed();
         ensure!(
             took >= Duration::from_secs(6),
-            "{leaving} had {took:?} of {GRACE} s where the clock is off by {off} s"
+            "{leaving} got {took:?} of its grace of {GRACE} s while the clock is off by {off} s"
         );
         wait_until(&format!("{leaving} is gone"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
-        // One that comes, is let through and served: operator and agent have looked since.
+        // A pod that is released and served shows that operator and agent have run since the jump.
         let probe = format!("probe-{at}");
         scope.pod_on(NODE, &probe, &json!({SHARES: 2}), HOLD)?;
         scope.running(&probe)?;
-        ensure!(scope.seen(&probe)?["sms"] == 26, "{probe} has other limits");
-        waits_at_the_gate(&scope, "next")?;
-        let wrong = given_out_wrongly(&cluster.gpunode(NODE)?, &staying(&scope.pods()?), Some(10));
-        ensure!(wrong.is_empty(), "off by {off} s: {wrong:#?}");
+        ensure!(scope.client_report(&probe)?["sms"] == 26, "{probe} has other limits");
+        check_gated(&scope, "next")?;
+        let errors = allocation_errors(&cluster.gpunode(NODE)?, &not_deleted(&scope.pods()?), Some(10));
+        ensure!(errors.is_empty(), "off by {off} s: {errors:#?}");
         scope.delete_pod(&probe, 0)?;
-        let now = all_that_stays(&clocks, &scope, &full)?;
-        ensure!(now == before, "off by {off} s: it was\n{before}\nand is\n{now}");
+        let now = invariant_state(&clocks, &scope, &full)?;
+        ensure!(now == before, "off by {off} s: the state changed from\n{before}\nto\n{now}");
     }
-    scope.delete_pod("held", 0)?;
+    scope.delete_pod("reserved", 0)?;
     scope.running("next")?;
     offers(&cluster, SHARES, 10 * GPUS)
 }
 
 #[test]
-fn what_is_found_after_an_administrators_word_lasts_though_the_clock_was_set_back() -> Result<()> {
+fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let clocks = Clocks::new(&cluster)?;
     let scope = ten_shares(&cluster, "clocks-health")?;
-    let mended = Mended::new(&cluster);
+    let repair = RepairGuard::new(&cluster);
     clocks.set(HOUR)?;
-    mended.faults.simgpu(&["xid", "3", "48"])?;
+    repair.faults.simgpu(&["xid", "3", "48"])?;
     health(&cluster, 3, "NeedsReset")?;
     let ahead = text(&gpu(&cluster, 3)?["health"]["last"]);
     run(&cleave(), &["uncordon", NODE, "3"])?;
     health(&cluster, 3, "")?;
     clocks.set(0)?;
-    mended.faults.simgpu(&["xid", "3", "48"])?;
-    mended.faults.simgpu(&["xid", "2", "48"])?;
+    repair.faults.simgpu(&["xid", "3", "48"])?;
+    repair.faults.simgpu(&["xid", "2", "48"])?;
     health(&cluster, 3, "NeedsReset")?;
     health(&cluster, 2, "NeedsReset")?;
     let now = text(&gpu(&cluster, 2)?["health"]["last"]);
-    ensure!(now < ahead, "the clock was not set back: it was {ahead}, and is {now}");
-    // The word on another GPU comes with the one on this.
+    ensure!(now < ahead, "the clock was not set back: it was {ahead} and is {now}");
+    // Both uncordons are in the same object, so uncordoning GPU 2 also repeats the one of GPU 3.
     run(&cleave(), &["uncordon", NODE, "2"])?;
     health(&cluster, 2, "")?;
     health(&cluster, 3, "NeedsReset")?;

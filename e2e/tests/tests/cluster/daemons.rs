@@ -1,10 +1,12 @@
-//! MPS daemons that die: clients and pods wait for the next, no client runs unlimited, no pod is
-//! refused, and the node tells.
+//! MPS daemons that die: clients and pods wait for the restarted daemon, no client runs without
+//! limits, no pod is refused, and the node reports it.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Faults, PATIENCE, SYSTEM, Scope, hold_until, on_node, text, wait_for, wait_until};
+use cleave_e2e::{
+    Cluster, Faults, PATIENCE, SYSTEM, Scope, on_node, text, wait_for, wait_until, wait_without_violation,
+};
 use serde_json::{Value, json};
 
-use crate::restarts::{part, ready};
+use crate::restarts::{component_pod, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, daemon_pids, offers, ten_shares};
 
 #[test]
@@ -13,32 +15,32 @@ fn a_killed_daemon_comes_back_with_its_limits_and_clients_wait_for_it() -> Resul
     let scope = ten_shares(&cluster, "daemon")?;
     scope.pod("two", &json!({SHARES: 2}), "sleep infinity")?;
     scope.running("two")?;
-    wait_until("the node tells who holds the shares", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
+    wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
     let (_, daemon) = daemon_pids(&cluster)?.into_iter().find(|(of, _)| *of == device).context("no daemon for it")?;
-    // The daemon cannot come back until this is cleared: what starts meanwhile has to wait.
+    // The daemon cannot start until this fault is cleared, so new clients have to wait.
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    scope.exec("two", &["sh", "-c", "cleave-client --once >/seen 2>&1 & echo started"])?;
+    scope.exec("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
-        ensure!(scope.exec("two", &["cat", "/seen"])?.is_empty(), "it ran without a daemon");
+        ensure!(scope.exec("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
         waiting()
     })?;
     drop(faults);
-    wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/seen"])?.trim().is_empty()))?;
-    let seen: serde_json::Value = serde_json::from_str(scope.exec("two", &["cat", "/seen"])?.trim())?;
-    ensure!(seen["viaMps"] == true && seen["sms"] == 26, "it sees {seen}");
+    wait_until("the client runs", || Ok(!scope.exec("two", &["cat", "/report"])?.trim().is_empty()))?;
+    let report: serde_json::Value = serde_json::from_str(scope.exec("two", &["cat", "/report"])?.trim())?;
+    ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
     offers(&cluster, SHARES, 10 * GPUS)?;
-    wait_until("an Event says it", || {
+    wait_until("an Event reports it", || {
         let events = cluster.list("/api/v1/events")?;
         Ok(events
             .iter()
             .any(|event| text(&event["reason"]).starts_with("Mps") && text(&event["message"]).contains(&device)))
     })?;
     scope.pod("next", &json!({SHARES: 1}), HOLD)?;
-    ensure!(scope.seen("next")?["sms"] == 12);
+    ensure!(scope.client_report("next")?["sms"] == 12);
     Ok(())
 }
 
@@ -48,7 +50,7 @@ fn waiting() -> Result<bool> {
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }
 
-/// What the MPS host of [`NODE`] says.
+/// The status file of the MPS host of [`NODE`].
 fn host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
@@ -59,39 +61,39 @@ fn of_daemons(field: &str) -> Result<Vec<(String, Value)>> {
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
 }
 
-/// Pods that come just now, by name.
-fn come(scope: &Scope) -> Result<Vec<String>> {
+/// Creates six pods, and returns their names.
+fn create_pods(scope: &Scope) -> Result<Vec<String>> {
     let names: Vec<String> = (0..6).map(|number| format!("comes-{number}")).collect();
     names.iter().try_for_each(|name| scope.pod_on(NODE, name, &json!({SHARES: 1}), HOLD).map(drop))?;
     Ok(names)
 }
 
-/// The first pod that has failed, and why.
+/// Describes a pod that has failed, if there is one.
 fn failed(scope: &Scope) -> Result<Option<String>> {
     let pods = scope.pods()?;
     let failed = pods.iter().find(|pod| pod["status"]["phase"] == "Failed");
     Ok(failed.map(|pod| format!("{} failed: {}", text(&pod["metadata"]["name"]), pod["status"])))
 }
 
-/// They all run, each within its share; then they go.
-fn all_run(scope: &Scope, names: &[String]) -> Result<()> {
+/// Checks that all pods run with the limits of their share, and deletes them.
+fn check_and_delete(scope: &Scope, names: &[String]) -> Result<()> {
     for name in names {
         scope.running(name)?;
-        let seen = scope.seen(name)?;
-        ensure!(seen["viaMps"] == true && seen["sms"] == 12, "{name} sees {seen}");
+        let report = scope.client_report(name)?;
+        ensure!(report["viaMps"] == true && report["sms"] == 12, "{name} reports {report}");
     }
     names.iter().try_for_each(|name| scope.delete_pod(name, 0))
 }
 
 #[test]
-fn pods_that_come_while_daemons_or_servers_are_started_again_wait_and_none_is_refused() -> Result<()> {
+fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "away")?;
     for (field, late) in [("pid", "mps:start"), ("serverPid", "mps:server")] {
-        // A server that a pod of before has left open is just being replaced.
+        // An earlier pod may have caused a replacement of its server, which is not finished yet.
         let before = wait_for(&format!("each daemon has a {field}"), PATIENCE, || {
-            let of = of_daemons(field)?;
-            Ok((of.len() as u64 == GPUS && of.iter().all(|(_, pid)| pid.is_u64())).then_some(of))
+            let pids = of_daemons(field)?;
+            Ok((pids.len() as u64 == GPUS && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;
         let faults = Faults::on(NODE);
         faults.simgpu(&["hang", late, "--seconds", "2"])?;
@@ -99,9 +101,9 @@ fn pods_that_come_while_daemons_or_servers_are_started_again_wait_and_none_is_re
         let mut kill = vec!["sh", "-c", "kill -9 \"$@\"; true", "sh"];
         kill.extend(pids.iter().map(String::as_str));
         on_node(NODE, &kill)?;
-        let names = come(&scope)?;
-        hold_until(
-            &format!("all serve again with another {field}"),
+        let names = create_pods(&scope)?;
+        wait_without_violation(
+            &format!("all daemons serve with another {field}"),
             || {
                 let now = of_daemons(field)?;
                 let other = |device: usize| now[device].1.is_u64() && now[device] != before[device];
@@ -112,28 +114,28 @@ fn pods_that_come_while_daemons_or_servers_are_started_again_wait_and_none_is_re
                 let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
                 let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
                 let unhealthy: u64 = slices.filter_map(|slice| slice["unhealthy"].as_u64()).sum();
-                let told = (unhealthy > 0).then(|| format!("{unhealthy} shares were told as unhealthy"));
-                Ok(told.or(failed(&scope)?))
+                let violation = (unhealthy > 0).then(|| format!("{unhealthy} shares were reported as unhealthy"));
+                Ok(violation.or(failed(&scope)?))
             },
         )?;
-        all_run(&scope, &names)?;
+        check_and_delete(&scope, &names)?;
         drop(faults);
     }
     Ok(())
 }
 
 #[test]
-fn pods_that_come_while_the_mps_hosts_pod_is_replaced_wait_and_none_is_refused() -> Result<()> {
+fn pods_created_while_the_mps_host_is_replaced_wait_and_are_not_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "replaced")?;
     let name = |pod: &Value| text(&pod["metadata"]["name"]);
-    let old = name(&part(&cluster, "mps-host")?);
+    let old = name(&component_pod(&cluster, "mps-host")?);
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), None)?;
-    let names = come(&scope)?;
-    hold_until(
-        "another MPS host is there",
-        || Ok(part(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && ready(&pod))),
+    let names = create_pods(&scope)?;
+    wait_without_violation(
+        "the new MPS host is ready",
+        || Ok(component_pod(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && ready(&pod))),
         || failed(&scope),
     )?;
-    all_run(&scope, &names)
+    check_and_delete(&scope, &names)
 }

@@ -1,5 +1,5 @@
-//! What ends one pod does not break its neighbours: containers with shares are given a moment
-//! before SIGTERM, in which the agent ends what they have on the GPU.
+//! The termination of one pod does not break its neighbours. Containers with shares get a `preStop`
+//! hook that sleeps before SIGTERM. Meanwhile the agent terminates their GPU programs through MPS.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -11,50 +11,53 @@ use crate::chart::Setting;
 use crate::gate_admission::{GATING, REGISTRATIONS, admitted, label};
 use crate::{NODE, SHARES, allocations, ten_shares};
 
-/// How many pods are deleted in each way.
+/// Number of pods deleted for each combination of grace and program.
 const ROUNDS: usize = 4;
-/// With such a kernel in flight a kill breaks the neighbours every time.
+/// Runs long kernels. A kill while such a kernel runs always breaks the neighbours.
 const BUSY: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
-/// The same, and it ends in order when it is told to.
+/// Runs long kernels, and exits cleanly on SIGTERM.
 const POLITE: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
+/// Runs short kernels.
 const NEIGHBOUR: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
-/// Value of the chart: how long a `preStop` that is injected sleeps.
+/// Chart value: seconds that an injected `preStop` hook sleeps.
 const PRE_STOP: &str = "admission.preStopSeconds";
 
-/// A pod whose containers have the usual grace.
-fn asking(limits: &Value) -> Value {
+/// A pod with these limits and the default grace period.
+fn requesting(limits: &Value) -> Value {
     let mut pod = pod("t", limits, "true");
     pod["spec"]["terminationGracePeriodSeconds"] = json!(30);
     pod
 }
 
-/// What each container, and each init container, sleeps before its end.
+/// Seconds that the `preStop` hook of each container and then of each init container sleeps.
 fn sleeps(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
 }
 
-/// The API server learns of policies, webhooks and labels a moment later.
-fn soon(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
+/// Waits until a pod is admitted with these sleeps. The API server applies changes of policies,
+/// webhooks and labels with a short delay.
+fn wait_for_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
         let found = sleeps(&admitted(scope, pod)?);
-        ensure!(found == expected, "it has {found:?}");
+        ensure!(found == expected, "the sleeps are {found:?}");
         Ok(true)
     })
 }
 
-fn has(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
+/// Checks that a pod is admitted with these sleeps.
+fn check_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<()> {
     let found = sleeps(&admitted(scope, pod)?);
-    ensure!(found == expected, "{pod} has {found:?}, not {expected:?}");
+    ensure!(found == expected, "the sleeps of {pod} are {found:?}, not {expected:?}");
     Ok(())
 }
 
-/// Which containers sleep and which do not; the same by whatever means.
-fn the_list(scope: &Scope) -> Result<()> {
-    soon(scope, &asking(&json!({SHARES: 2})), &[Some(1)])?;
+/// Checks which containers get a hook. The rules do not depend on what injects it.
+fn check_which_containers_sleep(scope: &Scope) -> Result<()> {
+    wait_for_sleeps(scope, &requesting(&json!({SHARES: 2})), &[Some(1)])?;
     for limits in [json!({SHARES: "1"}), json!({"nvidia.com/gpu-10gb": 1}), json!({"nvidia.com/mig-1g.10gb.shared": 1})]
     {
-        has(scope, &asking(&limits), &[Some(1)])?;
+        check_sleeps(scope, &requesting(&limits), &[Some(1)])?;
     }
     for limits in [
         json!({}),
@@ -64,10 +67,10 @@ fn the_list(scope: &Scope) -> Result<()> {
         json!({"nvidia.com/gpu-timeslice": 1}),
         json!({"nvidia.com/mig-1g.10gb": 1}),
     ] {
-        has(scope, &asking(&limits), &[None])?;
+        check_sleeps(scope, &requesting(&limits), &[None])?;
     }
-    // Several containers, with hooks of their own and without, and those that come before.
-    let mut pod = asking(&json!({SHARES: 1}));
+    // Several containers with and without hooks, and init containers.
+    let mut pod = requesting(&json!({SHARES: 1}));
     let main = pod["spec"]["containers"][0].clone();
     let container = |name: &str, change: Value| {
         let mut container = main.clone();
@@ -84,7 +87,7 @@ fn the_list(scope: &Scope) -> Result<()> {
         container("own", json!({"lifecycle": {"preStop": command}})),
         container("sleeper", json!({"lifecycle": {"preStop": {"sleep": {"seconds": 7}}}})),
         container("starter", json!({"lifecycle": {"postStart": command}})),
-        // Which the API server takes, with a warning.
+        // The API server accepts this with a warning.
         container("twice", json!({"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]})),
     ]);
     pod["spec"]["initContainers"] =
@@ -100,85 +103,88 @@ fn the_list(scope: &Scope) -> Result<()> {
     ensure!(containers[2]["lifecycle"]["preStop"]["exec"].is_object(), "{}", containers[2]);
     ensure!(containers[4]["lifecycle"]["postStart"]["exec"].is_object(), "{}", containers[4]);
     ensure!(containers[5]["env"].as_array().is_some_and(|env| env.len() == 2), "{}", containers[5]);
-    // Where it would take the whole grace.
+    // No hook where the sleep would use up the grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
-        let mut pod = asking(&json!({SHARES: 1}));
+        let mut pod = requesting(&json!({SHARES: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
-        has(scope, &pod, &[expected])?;
+        check_sleeps(scope, &pod, &[expected])?;
     }
-    let mut declining = asking(&json!({SHARES: 1}));
-    declining["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
-    has(scope, &declining, &[None])?;
-    declining["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "please"});
-    has(scope, &declining, &[Some(1)])?;
-    let mut forged = asking(&json!({SHARES: 1}));
+    let mut opted_out = requesting(&json!({SHARES: 1}));
+    opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
+    check_sleeps(scope, &opted_out, &[None])?;
+    opted_out["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "please"});
+    check_sleeps(scope, &opted_out, &[Some(1)])?;
+    let mut forged = requesting(&json!({SHARES: 1}));
     forged["metadata"]["annotations"] = json!({"cleave.dev/pre-stopped": "none"});
-    let refused = admitted(scope, &forged).err().context("any annotation may be set")?.downcast::<Refused>()?;
+    let refused =
+        admitted(scope, &forged).err().context("an unknown annotation was accepted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("cleave.dev/pre-stopped"), "{refused}");
-    // It is refused for what is wrong with it.
-    let mut empty = asking(&json!({SHARES: 1}));
+    // An invalid pod is refused by validation, not by the policy.
+    let mut empty = requesting(&json!({SHARES: 1}));
     empty["spec"]["containers"] = Value::Null;
-    let refused = admitted(scope, &empty).err().context("it is admitted without containers")?.downcast::<Refused>()?;
+    let refused =
+        admitted(scope, &empty).err().context("a pod without containers was admitted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("spec.containers: Required value"), "{refused}");
     for (allow, expected) in
         [("pre-stop", None), ("size.pre-stop", None), ("placement", Some(1)), ("all", None), ("", Some(1))]
     {
         label(scope, allow)?;
-        soon(scope, &asking(&json!({SHARES: 1})), &[expected])?;
+        wait_for_sleeps(scope, &requesting(&json!({SHARES: 1})), &[expected])?;
     }
     Ok(())
 }
 
 #[test]
-fn a_policy_lets_containers_with_shares_sleep_before_their_end() -> Result<()> {
+fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-policy")?;
     let gating = Setting::of(GATING, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
-    the_list(&scope)?;
+    check_which_containers_sleep(&scope)?;
     drop(gating);
-    // Without the gate too: they have nothing to do with each other.
+    // The hook does not depend on the gate.
     let gating = Setting::of(GATING, "none")?;
-    soon(&scope, &asking(&json!({SHARES: 1})), &[Some(1)])?;
+    wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[Some(1)])?;
     drop(gating);
     let seconds = Setting::of(PRE_STOP, 3)?;
-    soon(&scope, &asking(&json!({SHARES: 1})), &[Some(3)])?;
+    wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[Some(3)])?;
     drop(seconds);
     let off = Setting::of(PRE_STOP, 0)?;
-    soon(&scope, &asking(&json!({SHARES: 1})), &[None])?;
+    wait_for_sleeps(&scope, &requesting(&json!({SHARES: 1})), &[None])?;
     drop(off);
     Ok(())
 }
 
 #[test]
-fn a_webhook_does_the_same() -> Result<()> {
+fn the_webhook_injects_the_same_sleeps() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-webhook")?;
     let _gating = Setting::of(GATING, "webhook")?;
     let path = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-pre-stop");
-    ensure!(cluster.find(&path)?.is_none(), "there is a policy besides");
-    the_list(&scope)
+    ensure!(cluster.find(&path)?.is_none(), "the admission policy is installed too");
+    check_which_containers_sleep(&scope)
 }
 
-/// How a pod is deleted.
+/// A kind of deletion: grace in seconds, the pod's program, and whether the pod opts out of the
+/// hook.
 #[derive(Clone, Copy)]
-struct Way {
+struct Deletion {
     grace: u32,
     script: &'static str,
-    declines: bool,
+    without_hook: bool,
 }
 
-/// What came of deletions in one way.
+/// Number of deletions, and of those that broke the neighbour.
 #[derive(Default)]
 struct Count {
     deletions: usize,
     broken: usize,
 }
 
-/// Makes the neighbour, unless there is one that works. Whether there was one that is broken.
+/// Creates the neighbour unless a working one exists. Returns whether the existing one was broken.
 fn neighbour(scope: &Scope) -> Result<bool> {
-    let broken = breakage(scope)?.is_some();
+    let broken = neighbour_error(scope)?.is_some();
     if broken || scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         scope.delete_pod("neighbour", 0)?;
         scope.pod("neighbour", &json!({SHARES: 1}), NEIGHBOUR)?;
@@ -190,17 +196,17 @@ fn neighbour(scope: &Scope) -> Result<bool> {
 /// Waits until a pod's program has a kernel in flight.
 fn works(scope: &Scope, name: &str) -> Result<()> {
     scope.running(name)?;
-    wait_until(&format!("{name} works"), || {
+    wait_until(&format!("{name} has launched a kernel"), || {
         let log = scope.log(name)?;
         if log.contains("\"error\"") {
-            bail!("it failed: {log}");
+            bail!("the program failed: {log}");
         }
         Ok(log.contains("\"launched\""))
     })
 }
 
-/// What broke the neighbour, if that is so.
-fn breakage(scope: &Scope) -> Result<Option<String>> {
+/// The neighbour's error, if it is broken.
+fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
     if scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         return Ok(None);
     }
@@ -208,26 +214,27 @@ fn breakage(scope: &Scope) -> Result<Option<String>> {
     Ok(log.lines().find(|line| line.contains("\"error\"")).map(str::to_owned))
 }
 
-/// Deletes busy pods beside the neighbour, one after the other.
-fn delete(scope: &Scope, way: Way) -> Result<Count> {
-    let Way { grace, script, declines } = way;
+/// Creates and deletes busy pods beside the neighbour, one after the other.
+fn delete(scope: &Scope, deletion: Deletion) -> Result<Count> {
+    let Deletion { grace, script, without_hook } = deletion;
     let mut count = Count::default();
     neighbour(scope)?;
     for round in 0..ROUNDS {
         let name = format!("busy-{round}");
         let mut object = pod(&name, &json!({SHARES: 2}), script);
         object["spec"]["terminationGracePeriodSeconds"] = json!(30);
-        // On the neighbour's GPU: it is the one that has the fewest free shares.
-        if declines {
+        // Placed on the neighbour's GPU, which has the fewest free shares.
+        if without_hook {
             object["metadata"]["annotations"] = json!({"cleave.dev/pre-stop": "none"});
         }
         let path = scope.pod_path(&name);
         scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
         works(scope, &name)?;
-        let [one, other] = [name.as_str(), "neighbour"].map(|pod| scope.seen(pod).map(|seen| text(&seen["uuid"])));
+        let [one, other] =
+            [name.as_str(), "neighbour"].map(|pod| scope.client_report(pod).map(|report| text(&report["uuid"])));
         let (one, other) = (one?, other?);
         ensure!(one == other, "{name} is on {one}, its neighbour on {other}");
-        let server = || -> Result<Value> {
+        let allocation = || -> Result<Value> {
             let node = scope.cluster.gpunode(NODE)?;
             let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
             let mut all = gpus.iter().flat_map(|gpu| gpu["allocations"].as_array().cloned().unwrap_or_default());
@@ -235,13 +242,14 @@ fn delete(scope: &Scope, way: Way) -> Result<Count> {
             Ok(all.find(|allocation| text(&allocation["pod"]) == own).unwrap_or(Value::Null))
         };
         scope.cluster.delete(&path, Some(grace))?;
-        // Deleted by force, its program outlives the object.
+        // After a deletion with grace 0 the program outlives the object.
         wait_until(&format!("{name} is gone, and its client with it"), || {
-            Ok(scope.cluster.find(&path)?.is_none() && server()?["clients"].as_u64().unwrap_or(0) == 0)
+            Ok(scope.cluster.find(&path)?.is_none() && allocation()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;
         count.deletions += 1;
-        // What breaks does so with the client's death, and says so within milliseconds: less than a
-        // command in its container takes, which fails where it has ended by then.
+        // A neighbour that breaks reports its error within milliseconds of the client's death.
+        // Running a command in its container takes longer. The command fails if the neighbour has
+        // exited.
         let _ = scope.exec("neighbour", &["true"]);
         count.broken += usize::from(neighbour(scope)?);
     }
@@ -253,24 +261,24 @@ fn busy_pods_are_deleted_and_their_neighbour_goes_on() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "ending")?;
     let mut out = std::io::stderr();
-    writeln!(out, "neighbours broken by the deletion of a pod that computes, kernels of 1 s:")?;
-    let mut foreseen = 0;
+    writeln!(out, "neighbours broken by the deletion of a pod that runs kernels of 1 s:")?;
+    let mut graceful = 0;
     for grace in [30, 5, 0] {
         for (what, script) in [("without a handler", BUSY), ("that handles SIGTERM", POLITE)] {
-            let count = delete(&scope, Way { grace, script, declines: false })?;
+            let count = delete(&scope, Deletion { grace, script, without_hook: false })?;
             writeln!(out, "  grace {grace:>2} s, {what}: {} of {}", count.broken, count.deletions)?;
             if grace > 0 {
-                foreseen += count.broken;
+                graceful += count.broken;
             }
         }
     }
-    let declined = delete(&scope, Way { grace: 30, script: BUSY, declines: true })?;
-    writeln!(out, "  grace 30 s, without a handler or a hook: {} of {}", declined.broken, declined.deletions)?;
-    ensure!(foreseen == 0, "{foreseen} neighbours were broken by deletions that could be seen coming");
+    let opted_out = delete(&scope, Deletion { grace: 30, script: BUSY, without_hook: true })?;
+    writeln!(out, "  grace 30 s, without a handler or a hook: {} of {}", opted_out.broken, opted_out.deletions)?;
+    ensure!(graceful == 0, "{graceful} neighbours were broken by deletions with a grace period");
     Ok(())
 }
 
-/// Stops the agent of the node, until the value goes.
+/// The agent of [`NODE`] is stopped. Dropping the value continues it.
 struct Stopped;
 
 impl Stopped {
@@ -283,7 +291,7 @@ impl Stopped {
 impl Drop for Stopped {
     fn drop(&mut self) {
         if let Err(error) = signal(NODE, "cleave-agent", "CONT") {
-            let _ = writeln!(std::io::stderr(), "the agent does not go on: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to continue the agent: {error:#}");
         }
     }
 }
@@ -296,28 +304,29 @@ fn without_the_agent_the_neighbours_break() -> Result<()> {
     for round in 0..2 {
         let _ = neighbour(&scope)?;
         let name = format!("busy-{round}");
-        // As the first process it gets SIGTERM and does not notice: it is killed at the end of the
-        // grace.
+        // A process with pid 1 and no handler ignores SIGTERM, so the kubelet kills it after the
+        // grace period.
         let mut object = pod(&name, &json!({SHARES: 2}), BUSY);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
         works(&scope, &name)?;
         let stopped = Stopped::new()?;
         scope.delete_pod(&name, 2)?;
-        let told = wait_for("the neighbour says that it is broken", PATIENCE, || breakage(&scope));
+        let error = wait_for("the neighbour reports an error", PATIENCE, || neighbour_error(&scope));
         drop(stopped);
-        broken += usize::from(told.is_ok());
+        broken += usize::from(error.is_ok());
     }
-    writeln!(std::io::stderr(), "neighbours broken where no agent sees it coming: {broken} of 2")?;
-    ensure!(broken == 2, "the simulated MPS does not break them: nothing is shown by the other test");
+    writeln!(std::io::stderr(), "neighbours broken while no agent runs: {broken} of 2")?;
+    ensure!(broken == 2, "the simulated MPS does not break neighbours, so the other test proves nothing");
     Ok(())
 }
 
-/// Where the kubelet of a node notes that it ends pods for a shutdown.
-const NOTE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
+/// File in which a kubelet records that it terminates pods for a node shutdown.
+const SHUTDOWN_STATE: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
-/// The agents know of these periods, until this goes; and no node shuts down then.
-struct Periods(#[expect(dead_code, reason = "held until it goes")] Setting);
+/// Agents are configured with these shutdown periods. Dropping the value restores the
+/// configuration, and ends the simulated shutdown.
+struct Periods(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
 impl Periods {
     fn set(periods: &[(i32, u32)]) -> Result<Self> {
@@ -330,21 +339,21 @@ impl Periods {
 
 impl Drop for Periods {
     fn drop(&mut self) {
-        if let Err(error) = on_node(NODE, &["rm", "-f", NOTE]) {
-            let _ = writeln!(std::io::stderr(), "agents still expect a shutdown: {error:#}");
+        if let Err(error) = on_node(NODE, &["rm", "-f", SHUTDOWN_STATE]) {
+            let _ = writeln!(std::io::stderr(), "failed to end the simulated shutdown: {error:#}");
         }
     }
 }
 
-/// How many clients the node says that a pod has.
+/// Number of MPS clients that the node reports for a pod.
 fn clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
-/// The kubelet's note is written in its place: its own shutdown would take the node's systemd
-/// along. So nobody is killed here, and who is ended was ended by the agent.
+/// Writes the kubelet's file instead of shutting the node down, which would need the node's
+/// systemd. So the kubelet kills no pod, and every terminated program was terminated by the agent.
 #[test]
-fn at_a_shutdown_pods_are_ended_through_mps_as_their_priority_has_its_turn() -> Result<()> {
+fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> Result<()> {
     const CLASS: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "ending-shutdown")?;
@@ -365,21 +374,23 @@ fn at_a_shutdown_pods_are_ended_through_mps_as_their_priority_has_its_turn() -> 
     let begun = Instant::now();
     let write = "printf '{\"startTime\":\"%s\",\"endTime\":\"0001-01-01T00:00:00Z\"}' \
         \"$(date -u +%Y-%m-%dT%H:%M:%SZ)\" >$0.new && mv $0.new $0";
-    on_node(NODE, &["sh", "-c", write, NOTE])?;
-    wait_until("what SIGTERM would end is ended", || Ok(clients(&scope, "first")? == 0))?;
+    on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE])?;
+    wait_until("the program without a SIGTERM handler is terminated", || Ok(clients(&scope, "first")? == 0))?;
     let took = begun.elapsed();
-    ensure!(took < Duration::from_secs(5), "the first were ended after {took:?}");
-    ensure!(clients(&scope, "polite")? == 1 && clients(&scope, "later")? == 1, "others were ended with them");
+    ensure!(took < Duration::from_secs(5), "it was terminated after {took:?}");
+    ensure!(clients(&scope, "polite")? == 1 && clients(&scope, "later")? == 1, "other programs were terminated too");
     for name in ["polite", "later"] {
         let log = scope.log(name)?;
         ensure!(!log.contains("\"error\""), "{name} was broken: {log}");
     }
-    wait_until("what handles SIGTERM is ended at the end of its group's time", || Ok(clients(&scope, "polite")? == 0))?;
+    wait_until("the program with a SIGTERM handler is terminated at the end of its period", || {
+        Ok(clients(&scope, "polite")? == 0)
+    })?;
     let took = begun.elapsed();
-    ensure!(took > Duration::from_secs(7), "it had {took:?} of 12 s");
-    // Its group's time is over, or nobody of it is left, of this test or otherwise.
-    wait_until("the next ones' turn comes", || Ok(clients(&scope, "later")? == 0))?;
+    ensure!(took > Duration::from_secs(7), "it was terminated after {took:?} of 12 s");
+    // The next group starts when the period is over, or when no pod of the first group is left.
+    wait_until("the pod of the next group is terminated", || Ok(clients(&scope, "later")? == 0))?;
     let took = begun.elapsed();
-    ensure!(took > Duration::from_secs(9), "it came after {took:?}");
+    ensure!(took > Duration::from_secs(9), "it was terminated after {took:?}");
     cluster.delete(&class, None)
 }

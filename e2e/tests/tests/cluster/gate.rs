@@ -1,58 +1,60 @@
-//! No pod reaches the scheduler before room of one GPU is held for it, and none waits that could
-//! run.
+//! The placement gate: it releases a pod once one GPU has a reservation for it, and keeps no pod
+//! that could run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, PATIENCE, Random, SYSTEM, Scope, given_out_wrongly, launcher, pod, signal, signal_component, staying,
+    Cluster, PATIENCE, Random, SYSTEM, Scope, allocation_errors, launcher, not_deleted, pod, signal, signal_component,
     text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
 use crate::gate_admission::GATE;
-use crate::restarts::agent_says;
-use crate::{GPUS, NODE, SHARES, allocations, ten_shares, undisturbed};
+use crate::restarts::query_agent;
+use crate::{GPUS, NODE, SHARES, allocations, container_and_restarts, ten_shares};
 
-/// Holds its shares and nothing else: hundreds of clients would only load the machine.
+/// Keeps its shares without using the GPU: hundreds of clients would only load the machine.
 const STAY: &str = "exec sleep 1000000";
 
+/// Whether a pod has the placement gate.
 pub(crate) fn is_gated(pod: &Value) -> bool {
     pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE))
 }
 
-/// Events of a pod, as «reason: message».
+/// Events of a pod, as `REASON: NOTE`.
 fn events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
     let events = scope.cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = events.iter().filter(|event| event["regarding"]["name"] == pod);
     Ok(of_pod.map(|event| format!("{}: {}", text(&event["reason"]), text(&event["note"]))).collect())
 }
 
-/// Waits until an Event of a pod says this.
+/// Waits until an Event of a pod contains this text.
 pub(crate) fn told(scope: &Scope, pod: &str, words: &str) -> Result<()> {
-    wait_until(&format!("{pod} is told «{words}»"), || {
+    wait_until(&format!("an Event of {pod} contains {words:?}"), || {
         let events = events(scope, pod)?;
         ensure!(events.iter().any(|event| event.contains(words)), "{events:?}");
         Ok(true)
     })
 }
 
-/// The one GPU that a pod is on, with so many shares.
+/// Waits until a pod has an allocation. Checks that it is of this many shares of one GPU, and
+/// returns that GPU.
 fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
-    wait_for(&format!("{pod} is listed"), PATIENCE, || {
-        let held = allocations(cluster, scope, pod)?;
-        if held.is_empty() {
+    wait_for(&format!("{pod} has an allocation"), PATIENCE, || {
+        let allocated = allocations(cluster, scope, pod)?;
+        if allocated.is_empty() {
             return Ok(None);
         }
-        ensure!(held.len() == 1, "it is on several GPUs: {held:?}");
-        ensure!(held[0]["ids"].as_array().map(Vec::len) == Some(shares), "{held:?}");
-        Ok(Some(text(&held[0]["device"])))
+        ensure!(allocated.len() == 1, "it is on several GPUs: {allocated:?}");
+        ensure!(allocated[0]["ids"].as_array().map(Vec::len) == Some(shares), "{allocated:?}");
+        Ok(Some(text(&allocated[0]["device"])))
     })
 }
 
 #[test]
-fn free_shares_of_several_gpus_are_no_room_and_the_pod_waits_until_one_has_enough() -> Result<()> {
+fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "fragments")?;
     for index in 0..GPUS {
@@ -64,8 +66,8 @@ fn free_shares_of_several_gpus_are_no_room_and_the_pod_waits_until_one_has_enoug
         scope.running(&name)?;
         devices.insert(on_one_gpu(&cluster, &scope, &name, 7)?);
     }
-    ensure!(devices.len() as u64 == GPUS, "sevens of ten share no GPU: {devices:?}");
-    // Twelve are free, three on each: a scheduler that adds them up would send it here.
+    ensure!(devices.len() as u64 == GPUS, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
+    // Twelve shares are free, three on each GPU: a scheduler that adds them up would bind the pod.
     scope.pod("five", &json!({SHARES: 5}), STAY)?;
     told(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
@@ -73,23 +75,23 @@ fn free_shares_of_several_gpus_are_no_room_and_the_pod_waits_until_one_has_enoug
     scope.pod("three", &json!({SHARES: 3}), STAY)?;
     scope.running("three")?;
     let taken = on_one_gpu(&cluster, &scope, "three", 3)?;
-    let other = (0..GPUS).map(|index| format!("seven-{index}"));
-    let leaves = other
+    let sevens = (0..GPUS).map(|index| format!("seven-{index}"));
+    let deleted = sevens
         .map(|name| Ok((on_one_gpu(&cluster, &scope, &name, 7)?, name)))
         .find(|found: &Result<_>| found.as_ref().is_ok_and(|(device, _)| *device != taken))
-        .context("all on one GPU")??;
-    scope.delete_pod(&leaves.1, 0)?;
+        .context("all pods are on one GPU")??;
+    scope.delete_pod(&deleted.1, 0)?;
     scope.running("five")?;
-    ensure!(on_one_gpu(&cluster, &scope, "five", 5)? == leaves.0, "it is where the room is");
+    ensure!(on_one_gpu(&cluster, &scope, "five", 5)? == deleted.0, "the pod is not on the GPU with free shares");
     Ok(())
 }
 
 #[test]
-fn what_no_gpu_can_hold_is_honestly_unschedulable() -> Result<()> {
+fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "never")?;
     scope.pod("eleven", &json!({SHARES: 11}), STAY)?;
-    let condition = wait_for("the scheduler says that it cannot be scheduled", PATIENCE, || {
+    let condition = wait_for("the scheduler reports the pod as unschedulable", PATIENCE, || {
         let pod = cluster.get(&scope.pod_path("eleven"))?;
         let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
         Ok(conditions.into_iter().find(|condition| condition["reason"] == "Unschedulable"))
@@ -98,15 +100,16 @@ fn what_no_gpu_can_hold_is_honestly_unschedulable() -> Result<()> {
     told(&scope, "eleven", "the largest has 10")
 }
 
-#[test]
-fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
-    let cluster = Cluster::connect()?;
-    let scope = ten_shares(&cluster, "kinds")?;
-    let ns = &scope.namespace;
-    let template = |app: &str, shares: u32| {
-        let spec = pod(app, &json!({SHARES: shares}), STAY)["spec"].clone();
-        json!({"metadata": {"labels": {"app": app}}, "spec": spec})
-    };
+/// A pod template with one container.
+fn template(app: &str, shares: u32) -> Value {
+    let spec = pod(app, &json!({SHARES: shares}), STAY)["spec"].take();
+    json!({"metadata": {"labels": {"app": app}}, "spec": spec})
+}
+
+/// Creates a Deployment, a StatefulSet, a DaemonSet and a Job whose pods request shares. Their
+/// names are `deployed`, `stateful`, `daemon` and `job`.
+fn create_controllers(scope: &Scope) -> Result<()> {
+    let (cluster, ns) = (scope.cluster, &scope.namespace);
     let always = |app: &str, shares: u32| {
         let mut template = template(app, shares);
         template["spec"]["restartPolicy"] = json!("Always");
@@ -132,8 +135,12 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
         &format!("/apis/batch/v1/namespaces/{ns}/jobs"),
         &json!({"metadata": {"name": "job"}, "spec": {"template": template("job", 2)}}),
     )?;
-    // Two containers with shares of their own, a sidecar, and an init container whose shares are
-    // used again.
+    Ok(())
+}
+
+/// Creates a pod `several` with two containers that request shares, a sidecar, and an init
+/// container whose shares the other containers use again.
+fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
     let mut several = pod("several", &json!({SHARES: 4}), STAY);
     let container = |name: &str, shares: u32, script: &str| {
         let mut container = several["spec"]["containers"][0].clone();
@@ -143,80 +150,92 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
         container
     };
     let (second, first) = (container("second", 5, STAY), container("first", 2, "true"));
-    let mut beside = container("beside", 1, STAY);
-    beside["restartPolicy"] = json!("Always");
+    let mut sidecar = container("sidecar", 1, STAY);
+    sidecar["restartPolicy"] = json!("Always");
     several["spec"]["containers"].as_array_mut().context("containers")?.push(second);
-    several["spec"]["initContainers"] = json!([first, beside]);
-    cluster.create(&format!("/api/v1/namespaces/{ns}/pods"), &several)?;
-    let held = wait_for("all of them run", PATIENCE, || {
-        let pods = scope.pods()?;
-        let running = |pod: &&Value| text(&pod["status"]["phase"]) == "Running";
-        ensure!(
-            pods.len() == 6 && pods.iter().filter(running).count() == 6,
-            "{} pods, {} run",
-            pods.len(),
-            pods.iter().filter(running).count()
-        );
-        let mut held: BTreeMap<String, Vec<(String, usize)>> = BTreeMap::new();
-        for pod in &pods {
-            let name = text(&pod["metadata"]["name"]);
-            for part in allocations(&cluster, &scope, &name)? {
-                let of = text(&pod["metadata"]["labels"]["app"]);
-                let of = if of.is_empty() { name.clone() } else { of };
-                held.entry(of)
-                    .or_default()
-                    .push((text(&part["container"]), part["ids"].as_array().map_or(0, Vec::len)));
-            }
+    several["spec"]["initContainers"] = json!([first, sidecar]);
+    scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &several).map(drop)
+}
+
+/// Containers with the number of shares that each has, by `app` label, or by name of a pod without
+/// one.
+type SharesByApp = BTreeMap<String, Vec<(String, usize)>>;
+
+/// Reads the allocations of these pods.
+fn shares_by_app(scope: &Scope, pods: &[Value]) -> Result<SharesByApp> {
+    let mut shares = SharesByApp::new();
+    for pod in pods {
+        let name = text(&pod["metadata"]["name"]);
+        for allocation in allocations(scope.cluster, scope, &name)? {
+            let label = text(&pod["metadata"]["labels"]["app"]);
+            let app = if label.is_empty() { name.clone() } else { label };
+            let count = allocation["ids"].as_array().map_or(0, Vec::len);
+            shares.entry(app).or_default().push((text(&allocation["container"]), count));
         }
-        Ok((held.values().map(Vec::len).sum::<usize>() >= 8).then_some(held))
+    }
+    shares.values_mut().for_each(|containers| containers.sort());
+    Ok(shares)
+}
+
+#[test]
+fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "kinds")?;
+    create_controllers(&scope)?;
+    create_pod_with_several_containers(&scope)?;
+    let shares = wait_for("all pods run and have their allocations", PATIENCE, || {
+        let pods = scope.pods()?;
+        let running = pods.iter().filter(|pod| text(&pod["status"]["phase"]) == "Running").count();
+        ensure!(pods.len() == 6 && running == 6, "{} pods, {running} run", pods.len());
+        let shares = shares_by_app(&scope, &pods)?;
+        Ok((shares.values().map(Vec::len).sum::<usize>() >= 8).then_some(shares))
     })?;
-    let of = |app: &str| {
-        let mut found = held.get(app).cloned().unwrap_or_default();
-        found.sort();
-        found
-    };
-    ensure!(of("deployed") == [("main".into(), 6), ("main".into(), 6)], "{held:?}");
-    ensure!(
-        of("stateful") == [("main".into(), 3)]
-            && of("daemon") == [("main".into(), 1)]
-            && of("job") == [("main".into(), 2)],
-        "{held:?}"
-    );
-    ensure!(of("several") == [("beside".into(), 1), ("main".into(), 4), ("second".into(), 5)], "{held:?}");
+    let expected = [
+        ("daemon", vec![("main", 1)]),
+        ("deployed", vec![("main", 6), ("main", 6)]),
+        ("job", vec![("main", 2)]),
+        ("several", vec![("main", 4), ("second", 5), ("sidecar", 1)]),
+        ("stateful", vec![("main", 3)]),
+    ];
+    for (app, containers) in expected {
+        let found = shares.get(app).cloned().unwrap_or_default();
+        let found: Vec<_> = found.iter().map(|(container, count)| (container.as_str(), *count)).collect();
+        ensure!(found == containers, "{app} has {found:?}, not {containers:?}");
+    }
     Ok(())
 }
 
-/// Cluster-wide priorities, gone with the value.
+/// Two PriorityClasses, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
 struct Priorities<'a>(&'a Cluster);
 
 const PRIORITIES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
 
 impl<'a> Priorities<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
-        let made = Self(cluster);
-        made.sweep()?;
+        let priorities = Self(cluster);
+        priorities.delete()?;
         for (name, policy) in [("e2e-high", "PreemptLowerPriority"), ("e2e-patient", "Never")] {
             let class = json!({"metadata": {"name": name}, "value": 1000, "preemptionPolicy": policy});
             cluster.create(PRIORITIES, &class)?;
         }
-        Ok(made)
+        Ok(priorities)
     }
 
-    fn sweep(&self) -> Result<()> {
+    fn delete(&self) -> Result<()> {
         ["e2e-high", "e2e-patient"].iter().try_for_each(|name| self.0.delete(&format!("{PRIORITIES}/{name}"), None))
     }
 }
 
 impl Drop for Priorities<'_> {
     fn drop(&mut self) {
-        if let Err(error) = self.sweep() {
-            let _ = writeln!(std::io::stderr(), "the priorities could not be swept away: {error:#}");
+        if let Err(error) = self.delete() {
+            let _ = writeln!(std::io::stderr(), "failed to delete the PriorityClasses: {error:#}");
         }
     }
 }
 
 #[test]
-fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() -> Result<()> {
+fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _priorities = Priorities::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt")?;
@@ -228,8 +247,8 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
         cluster.create(&pods, &pod)?;
-        // Of pods of one priority those that began last leave first, and that is to be the
-        // protected ones: times are whole seconds.
+        // Of pods with equal priority, the youngest is evicted first. The protected pods must be
+        // the younger ones, and start times are whole seconds.
         std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
@@ -241,10 +260,10 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
             let name = format!("seven-{index}");
             scope.running(&name)?;
             on_one_gpu(&cluster, &scope, &name, 7)?;
-            undisturbed(&cluster, &scope, &name)
+            container_and_restarts(&cluster, &scope, &name)
         })
         .collect::<Result<_>>()?;
-    wait_until("the budget counts its pods", || {
+    wait_until("the PodDisruptionBudget counts its pods", || {
         let budget = cluster.get(&format!("/apis/policy/v1/namespaces/{ns}/poddisruptionbudgets/keep"))?;
         Ok(budget["status"]["currentHealthy"] == GPUS - 1)
     })?;
@@ -253,20 +272,23 @@ fn a_pod_of_higher_priority_gets_room_on_one_gpu_from_whom_no_budget_protects() 
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // One that must not make others leave waits, however important.
+    // A pod whose policy is never to preempt waits, whatever its priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
     told(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
     cluster.create(&pods, &with("high", "e2e-high"))?;
     scope.running("high")?;
-    ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the one that nobody protects has left");
+    ensure!(cluster.find(&scope.pod_path("seven-0"))?.is_none(), "the pod without a budget was not evicted");
     for (index, before) in before.iter().enumerate().skip(1) {
-        ensure!(undisturbed(&cluster, &scope, &format!("seven-{index}"))? == *before, "seven-{index} was disturbed");
+        ensure!(
+            container_and_restarts(&cluster, &scope, &format!("seven-{index}"))? == *before,
+            "seven-{index} was disturbed"
+        );
     }
     told(&scope, "seven-0", "Preempted")
 }
 
-/// Shares of the node that are in use.
+/// Number of shares of [`NODE`] that are in use.
 fn in_use(cluster: &Cluster) -> Result<u64> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -274,128 +296,125 @@ fn in_use(cluster: &Cluster) -> Result<u64> {
     Ok(slices.filter_map(|slices| slices["inUse"].as_u64()).sum())
 }
 
-/// A kubelet that starts takes its pods in before it drops what its checkpoint has of pods that are
-/// no more, and it writes that file only when it gives something out or hears of devices.
+/// A starting kubelet admits pods before it removes deleted pods from its device checkpoint. It
+/// writes that file only when it allocates devices or receives a device list.
 #[test]
-fn what_the_kubelets_checkpoint_still_has_is_promised_to_nobody() -> Result<()> {
+fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "forgotten")?;
     let names: Vec<String> = (0..GPUS).map(|index| format!("full-{index}")).collect();
     names.iter().try_for_each(|name| scope.pod(name, &json!({SHARES: 10}), STAY).map(drop))?;
     names.iter().try_for_each(|name| scope.running(name).map(drop))?;
-    wait_until("all is held", || Ok(in_use(&cluster)? == 10 * GPUS))?;
+    wait_until("all shares are in use", || Ok(in_use(&cluster)? == 10 * GPUS))?;
     scope.delete_pod(&names[0], 0)?;
     wait_until("a GPU is free", || Ok(in_use(&cluster)? == 10 * (GPUS - 1)))?;
-    // It dies with the pod on its way to it.
+    // The kubelet dies while the pod is in transit to it.
     let kubelet = format!("kubelet@{NODE}");
     signal_component(&kubelet, "STOP")?;
     scope.pod("next", &json!({SHARES: 10}), STAY)?;
-    wait_until("it is bound", || Ok(cluster.get(&scope.pod_path("next"))?["spec"]["nodeName"] == NODE))?;
+    wait_until("the pod is bound", || Ok(cluster.get(&scope.pod_path("next"))?["spec"]["nodeName"] == NODE))?;
     launcher(&["kill", &kubelet])?;
     launcher(&["start", &kubelet])?;
     scope.running("next")?;
     on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
-/// What was seen of a storm.
+/// What was observed during a storm of pods.
 #[derive(Debug, Default)]
-struct Seen {
+struct Observed {
     created: u64,
     ran: BTreeSet<String>,
     /// Pods that the kubelet refused for good, and why.
     refused: BTreeMap<String, String>,
-    /// Pods over two GPUs, and GPUs with more than they have.
-    broken: BTreeSet<String>,
+    /// Pods with shares of two GPUs, and GPUs with too many shares allocated.
+    errors: BTreeSet<String>,
 }
 
-/// Looks at all pods and at what the node says of them.
-fn look(scope: &Scope, seen: &mut Seen) -> Result<Vec<Value>> {
+/// Reads all pods and their allocations, and adds them to `observed`.
+fn observe(scope: &Scope, observed: &mut Observed) -> Result<Vec<Value>> {
     let pods = scope.pods()?;
     for pod in &pods {
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
-            "Running" => drop(seen.ran.insert(name)),
-            // Who is killed for being deleted has failed too, for a moment, and has no reason: whom
-            // the kubelet refused has one.
+            "Running" => drop(observed.ran.insert(name)),
+            // A deleted pod whose container was killed is also `Failed` for a moment, but has no
+            // reason. A pod that the kubelet refused has one.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
-                seen.refused.insert(name, why);
+                observed.refused.insert(name, why);
             }
             _ => {}
         }
     }
-    seen.broken.extend(given_out_wrongly(&scope.cluster.gpunode(NODE)?, &staying(&pods), Some(10)));
+    observed.errors.extend(allocation_errors(&scope.cluster.gpunode(NODE)?, &not_deleted(&pods), Some(10)));
     Ok(pods)
 }
 
-/// Pods that are created between two kills.
+/// Number of pods created between two kills.
 const KILL_EVERY: u64 = 12;
 
-/// Creates and deletes pods of 1 to 10 shares in bursts; `kill` is called for every [`KILL_EVERY`]
-/// of them, with how often it was before. In the end all that is left runs, some after others.
-fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u64) -> Result<()>) -> Result<Seen> {
-    let mut seen = Seen::default();
+/// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every [`KILL_EVERY`]
+/// pods, with the number of earlier calls. At the end waits until each remaining pod has run.
+fn storm(scope: &Scope, count: u64, random: &mut Random, mut kill: impl FnMut(u64) -> Result<()>) -> Result<Observed> {
+    let mut observed = Observed::default();
     let mut kills = 0;
     let delete =
         |pod: &Value, grace| scope.cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(grace));
-    while seen.created < count {
-        let living = look(scope, &mut seen)?.len() as u64;
-        // The kubelet takes 110 pods.
-        for _ in 0..(1 + random.below(16)).min(count - seen.created).min(70_u64.saturating_sub(living)) {
+    while observed.created < count {
+        let living = observe(scope, &mut observed)?.len() as u64;
+        // The kubelet accepts 110 pods.
+        for _ in 0..(1 + random.below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
             let shares = 1 + random.below(10);
-            scope.pod(&format!("p{}", seen.created), &json!({SHARES: shares}), STAY)?;
-            seen.created += 1;
+            scope.pod(&format!("p{}", observed.created), &json!({SHARES: shares}), STAY)?;
+            observed.created += 1;
         }
-        if seen.created / KILL_EVERY > kills {
+        if observed.created / KILL_EVERY > kills {
             kill(kills)?;
             kills += 1;
         }
-        let pods = look(scope, &mut seen)?;
+        let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Most of those that go have run; some have not.
-            let goes =
+            // Deletes mostly running pods, and a few others.
+            let is_chosen =
                 if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(20) == 0 };
-            if ended || goes {
+            if ended || is_chosen {
                 delete(pod, u32::try_from(random.below(2))?)?;
             }
         }
         std::thread::sleep(Duration::from_millis(random.below(300)));
     }
-    // Whoever is left runs when others have gone.
-    let mut before = BTreeSet::new();
-    wait_for("all that are left have run", PATIENCE * 4, || {
-        let pods = look(scope, &mut seen)?;
+    // The remaining pods run as others are deleted.
+    wait_for("all remaining pods have run", PATIENCE * 4, || {
+        let pods = observe(scope, &mut observed)?;
         for pod in pods.iter().filter(|pod| text(&pod["status"]["phase"]) != "Pending") {
             delete(pod, 0)?;
         }
         let waiting: BTreeSet<String> = pods.iter().map(|pod| text(&pod["metadata"]["name"])).collect();
-        if waiting != before {
-            before.clone_from(&waiting);
-        }
-        ensure!(waiting.is_empty(), "{} are left: {waiting:?}", waiting.len());
+        ensure!(waiting.is_empty(), "{} pods remain: {waiting:?}", waiting.len());
         Ok(Some(()))
     })?;
-    Ok(seen)
+    Ok(observed)
 }
 
-/// Kills the agent while no pod is on its way, and lets none come until it serves again: for a
-/// tenth of a second the kubelet knows of no device, and refuses whoever comes for good.
+/// Kills the agent while no pod is in transit, and stops the scheduler until the agent serves
+/// again. For a tenth of a second the kubelet has no devices, and would refuse a pod for good.
 fn kill_agent(scope: &Scope) -> Result<()> {
-    let mut looks = 0;
+    let mut quiet_checks = 0;
     signal_component("scheduler", "STOP")?;
-    let killed = wait_until("no pod is on its way", || {
-        let on_its_way = |pod: &Value| pod["spec"]["nodeName"].is_string() && pod["status"]["phase"] == "Pending";
-        // What the scheduler sent before it was stopped may arrive after one look.
-        looks = if scope.pods()?.iter().any(on_its_way) { 0 } else { looks + 1 };
-        Ok(looks == 2)
+    let killed = wait_until("no pod is in transit", || {
+        let in_transit = |pod: &Value| pod["spec"]["nodeName"].is_string() && pod["status"]["phase"] == "Pending";
+        // A binding that the scheduler sent before it was stopped may arrive after one check.
+        quiet_checks = if scope.pods()?.iter().any(in_transit) { 0 } else { quiet_checks + 1 };
+        Ok(quiet_checks == 2)
     })
     .and_then(|()| signal(NODE, "cleave-agent", "KILL"))
-    .and_then(|()| wait_until("the agent serves again", || agent_says(scope.cluster, "readyz").map(|_| true)));
+    .and_then(|()| wait_until("the agent serves again", || query_agent(scope.cluster, "readyz").map(|_| true)));
     signal_component("scheduler", "CONT").and(killed)
 }
 
-/// `STORM` is how many pods: 1,000 show more than there is time for in every run of the tests.
+/// The environment variable `STORM` sets the number of pods. 1,000 pods show more, but take too
+/// long for every run of the tests.
 #[test]
 fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Result<()> {
     let count = std::env::var("STORM").map_or(Ok(120), |count| count.parse().context("STORM"))?;
@@ -425,7 +444,7 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
             }
         }
     })?;
-    // The same without the gate, in a namespace that an administrator has taken out.
+    // The same without the gate, in a namespace that an administrator has exempted.
     cluster.patch(
         &format!("/api/v1/namespaces/{}", scope.namespace),
         &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),
@@ -437,12 +456,12 @@ fn a_storm_of_pods_has_none_refused_and_none_split_whatever_is_killed() -> Resul
         gated.created,
         gated.ran.len(),
         gated.refused.len(),
-        gated.broken.len(),
+        gated.errors.len(),
         plain.created,
         plain.ran.len(),
         plain.refused.len()
     );
-    ensure!(gated.refused.is_empty() && gated.broken.is_empty(), "{gated:?}");
-    ensure!(!plain.refused.is_empty(), "the storm shows nothing: {plain:?}");
+    ensure!(gated.refused.is_empty() && gated.errors.is_empty(), "{gated:?}");
+    ensure!(!plain.refused.is_empty(), "no pod was refused without the gate, so the storm proves nothing: {plain:?}");
     Ok(())
 }

@@ -1,48 +1,50 @@
-//! Pods that ask for shares are gated when they are created, by the policy and by the webhook
-//! alike; nobody else notices.
+//! The API server gates pods that request shares when they are created. The admission policy and
+//! the webhook do the same, and neither affects other pods.
 //!
-//! What is looked at is mostly what the API server answers to a dry run: pods as admitted, before
-//! anybody opens a gate.
+//! The tests mostly check pods of dry runs: as admitted, before the operator releases them.
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, hold_until, kubectl, pod, text, wait_until};
+use cleave_e2e::{Cluster, Refused, SYSTEM, Scope, kubectl, pod, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
 use crate::{NODE, SHARES};
 
-/// Our gate, and one of somebody else's.
+/// Cleave's placement gate.
 pub(crate) const GATE: &str = "cleave.dev/placement";
+/// A scheduling gate of another controller.
 pub(crate) const OTHER: &str = "example.com/hold";
 pub(crate) const REGISTRATIONS: &str = "/apis/admissionregistration.k8s.io/v1";
-/// The operator, as the policies know it; in the group of administrators, because what it may do is
-/// not what is tested.
+/// Impersonates the operator, by the name that the policies check. The group of administrators
+/// gives it all rights, because these tests do not test its role.
 const OPERATOR: [&str; 2] = ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// Value of the chart: what gates pods.
+/// Chart value that selects what gates pods.
 pub(crate) const GATING: &str = "admission.gate";
 
-/// A pod as the API server admits it; it is not made.
+/// Returns a pod as the API server admits it in a dry run.
 pub(crate) fn admitted(scope: &Scope, pod: &Value) -> Result<Value> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod)
 }
 
-/// The names of a pod's gates.
+/// Names of a pod's scheduling gates.
 fn gates(pod: &Value) -> Vec<String> {
     pod["spec"]["schedulingGates"].as_array().into_iter().flatten().map(|gate| text(&gate["name"])).collect()
 }
 
-fn gated_by(pod: &mut Value, gates: &[&str]) {
+/// Sets a pod's scheduling gates.
+fn set_gates(pod: &mut Value, gates: &[&str]) {
     pod["spec"]["schedulingGates"] = gates.iter().map(|gate| json!({"name": gate})).collect();
 }
 
-fn asking(limits: &Value) -> Value {
+/// A pod with one container that has these limits.
+fn requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
-/// A pod that asks for nothing in its own container and for these in one that comes before it.
-fn asking_before(limits: &Value, sidecar: bool) -> Value {
-    let mut pod = asking(&json!({}));
+/// A pod whose init container or sidecar has these limits, and whose main container has none.
+fn requesting_in_init(limits: &Value, sidecar: bool) -> Value {
+    let mut pod = requesting(&json!({}));
     let mut first = pod["spec"]["containers"][0].clone();
     first["name"] = json!("first");
     first["resources"] = json!({"limits": limits});
@@ -53,13 +55,15 @@ fn asking_before(limits: &Value, sidecar: bool) -> Value {
     pod
 }
 
+/// Sets the exceptions (`cleave.dev/allow`) of the namespace.
 pub(crate) fn label(scope: &Scope, allow: &str) -> Result<()> {
     let change = json!({"metadata": {"labels": {"cleave.dev/allow": allow}}});
     scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(drop)
 }
 
-/// The API server learns of policies, webhooks and labels a moment later.
-fn soon(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
+/// Waits until a pod is admitted with these gates. The API server applies changes of policies,
+/// webhooks and labels with a short delay.
+fn wait_for_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
         let gates = gates(&admitted(scope, pod)?);
         ensure!(gates == expected, "it has {gates:?}");
@@ -67,16 +71,17 @@ fn soon(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     })
 }
 
-fn has(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
+/// Checks that a pod is admitted with these gates.
+fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     let gates = gates(&admitted(scope, pod)?);
     ensure!(gates == expected, "{pod} has {gates:?}, not {expected:?}");
     Ok(())
 }
 
-/// Who is gated and who is not; the same by whatever means.
-fn the_list(scope: &Scope) -> Result<()> {
+/// Checks which pods are gated. The rules do not depend on what gates them.
+fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let two = json!({SHARES: 2});
-    soon(scope, &asking(&two), &[GATE])?;
+    wait_for_gates(scope, &requesting(&two), &[GATE])?;
     for limits in [
         json!({SHARES: "1"}),
         json!({"nvidia.com/gpu-10gb": 1}),
@@ -85,19 +90,19 @@ fn the_list(scope: &Scope) -> Result<()> {
         json!({"nvidia.com/mig-1g.10gb": 1}),
         json!({SHARES: 1, "nvidia.com/mig-1g.10gb": 1, "nvidia.com/gpu": 1}),
     ] {
-        has(scope, &asking(&limits), &[GATE])?;
+        check_gates(scope, &requesting(&limits), &[GATE])?;
     }
-    let mut both = asking(&two);
+    let mut both = requesting(&two);
     both["spec"]["containers"][0]["resources"]["requests"] = two.clone();
-    has(scope, &both, &[GATE])?;
-    has(scope, &asking_before(&two, false), &[GATE])?;
-    has(scope, &asking_before(&two, true), &[GATE])?;
-    // Once, and with those of others.
+    check_gates(scope, &both, &[GATE])?;
+    check_gates(scope, &requesting_in_init(&two, false), &[GATE])?;
+    check_gates(scope, &requesting_in_init(&two, true), &[GATE])?;
+    // The gate is added once, and other gates are kept.
     for (given, expected) in [(&[GATE][..], &[GATE][..]), (&[OTHER], &[OTHER, GATE]), (&[GATE, OTHER], &[GATE, OTHER])]
     {
-        let mut pod = asking(&two);
-        gated_by(&mut pod, given);
-        has(scope, &pod, expected)?;
+        let mut pod = requesting(&two);
+        set_gates(&mut pod, given);
+        check_gates(scope, &pod, expected)?;
     }
     for limits in [
         json!({}),
@@ -106,21 +111,23 @@ fn the_list(scope: &Scope) -> Result<()> {
         json!({SHARES: 0}),
         json!({"example.com/gpu-mps": 1}),
     ] {
-        has(scope, &asking(&limits), &[])?;
-        has(scope, &asking_before(&limits, true), &[])?;
+        check_gates(scope, &requesting(&limits), &[])?;
+        check_gates(scope, &requesting_in_init(&limits, true), &[])?;
     }
-    let mut pinned = asking(&json!({}));
+    let mut pinned = requesting(&json!({}));
     pinned["spec"]["nodeName"] = json!(NODE);
-    has(scope, &pinned, &[])?;
-    // It is refused for what is wrong with it, which is looked at later.
-    let mut empty = asking(&two);
+    check_gates(scope, &pinned, &[])?;
+    // An invalid pod is refused by the later validation, not by the policy.
+    let mut empty = requesting(&two);
     empty["spec"]["containers"] = Value::Null;
-    let refused = admitted(scope, &empty).err().context("it is admitted without containers")?.downcast::<Refused>()?;
+    let refused =
+        admitted(scope, &empty).err().context("a pod without containers was admitted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("spec.containers: Required value"), "{refused}");
-    exceptions(scope)
+    check_exceptions(scope)
 }
 
-fn exceptions(scope: &Scope) -> Result<()> {
+/// Checks which exceptions of a namespace turn the gate off.
+fn check_exceptions(scope: &Scope) -> Result<()> {
     let two = json!({SHARES: 2});
     for (allow, expected) in [
         ("placement", &[][..]),
@@ -132,54 +139,54 @@ fn exceptions(scope: &Scope) -> Result<()> {
         ("", &[GATE]),
     ] {
         label(scope, allow)?;
-        soon(scope, &asking(&two), expected)?;
+        wait_for_gates(scope, &requesting(&two), expected)?;
     }
-    // Where a pod may name its node, it has none to be gated for.
-    let mut pinned = asking(&two);
+    // A pod that may name its node is not scheduled, so it is not gated.
+    let mut pinned = requesting(&two);
     pinned["spec"]["nodeName"] = json!(NODE);
     label(scope, "node-name")?;
     wait_until("a pod may name its node", || Ok(gates(&admitted(scope, &pinned)?).is_empty()))?;
     label(scope, "")?;
-    soon(scope, &asking(&two), &[GATE])
+    wait_for_gates(scope, &requesting(&two), &[GATE])
 }
 
-/// Only the operator takes the gate away, unless the namespace allows more.
-fn it_stays(scope: &Scope) -> Result<()> {
+/// Checks that only the operator removes the gate, unless the namespace has an exception.
+fn check_gate_is_protected(scope: &Scope) -> Result<()> {
     let pods = format!("/api/v1/namespaces/{}/pods", scope.namespace);
-    let left = |gates: &[&str]| {
+    let keep = |gates: &[&str]| {
         let mut change = json!({"spec": {}});
-        gated_by(&mut change, gates);
+        set_gates(&mut change, gates);
         change
     };
-    let make = |name: &str, limits: &Value| {
-        // The operator leaves a pod alone that waits for somebody else too.
+    let create = |name: &str, limits: &Value| {
+        // The operator does not release a pod that has another gate too.
         let mut pod = pod(name, limits, "true");
-        gated_by(&mut pod, &[OTHER, GATE]);
+        set_gates(&mut pod, &[OTHER, GATE]);
         scope.cluster.create(&pods, &pod)
     };
-    make("waits", &json!({SHARES: 1}))?;
+    create("waits", &json!({SHARES: 1}))?;
     let path = scope.pod_path("waits");
-    for change in [left(&[OTHER]), left(&[])] {
-        let refused = scope.cluster.patch(&path, &change).err().context("the gate was taken away")?;
+    for change in [keep(&[OTHER]), keep(&[])] {
+        let refused = scope.cluster.patch(&path, &change).err().context("the gate was removed")?;
         let refused = refused.downcast::<Refused>()?;
         ensure!(refused.code == 403, "{refused}");
         for part in ["only the Cleave operator may remove the scheduling gate", GATE, "cleave.dev/allow=placement"] {
             ensure!(refused.message.contains(part), "{refused} does not say {part:?}");
         }
     }
-    // What is not ours may change as before.
+    // Other fields of the pod can still be changed.
     scope.cluster.patch(&path, &json!({"metadata": {"labels": {"mine": "yes"}}}))?;
-    let change = left(&[OTHER]).to_string();
+    let change = keep(&[OTHER]).to_string();
     let args = ["-n", &scope.namespace, "patch", "pod", "waits", "--type=merge", "-p", &change];
     kubectl(&[&OPERATOR[..], &args].concat())?;
-    ensure!(gates(&scope.cluster.get(&path)?) == [OTHER], "the operator could not");
-    // On a pod that asks for nothing the gate promises nothing.
-    make("plain", &json!({}))?;
-    scope.cluster.patch(&scope.pod_path("plain"), &left(&[OTHER]))?;
-    make("allowed", &json!({SHARES: 1}))?;
+    ensure!(gates(&scope.cluster.get(&path)?) == [OTHER], "the operator failed to remove the gate");
+    // On a pod without shares anybody may remove the gate.
+    create("plain", &json!({}))?;
+    scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER]))?;
+    create("allowed", &json!({SHARES: 1}))?;
     label(scope, "placement")?;
-    wait_until("the namespace's label counts", || {
-        scope.cluster.patch(&scope.pod_path("allowed"), &left(&[OTHER])).map(|_| true)
+    wait_until("the API server applies the namespace's label", || {
+        scope.cluster.patch(&scope.pod_path("allowed"), &keep(&[OTHER])).map(|_| true)
     })?;
     label(scope, "")?;
     for name in ["waits", "plain", "allowed"] {
@@ -189,16 +196,16 @@ fn it_stays(scope: &Scope) -> Result<()> {
 }
 
 #[test]
-fn a_policy_gates_pods_that_ask_for_shares() -> Result<()> {
+fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-policy")?;
     let gating = Setting::of(GATING, "policy")?;
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
-    ensure!(cluster.find(&path)?.is_none(), "there is a webhook besides");
+    ensure!(cluster.find(&path)?.is_none(), "the webhook is installed too");
     let policy = cluster.get(&format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Fail", "{}", policy["spec"]);
-    the_list(&scope)?;
-    it_stays(&scope)?;
+    check_which_pods_are_gated(&scope)?;
+    check_gate_is_protected(&scope)?;
     drop(gating);
     Ok(())
 }
@@ -208,7 +215,7 @@ fn the_policy_on_gates_was_type_checked() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _gating = Setting::of(GATING, "policy")?;
     let path = format!("{REGISTRATIONS}/validatingadmissionpolicies/cleave-gate");
-    wait_until("it was type-checked", || {
+    wait_until("the policy was type-checked", || {
         let policy = cluster.get(&path)?;
         Ok(policy["status"]["observedGeneration"] == policy["metadata"]["generation"])
     })?;
@@ -218,19 +225,19 @@ fn the_policy_on_gates_was_type_checked() -> Result<()> {
 }
 
 #[test]
-fn without_a_gate_nothing_is_gated() -> Result<()> {
+fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
     let _gating = Setting::of(GATING, "none")?;
-    soon(&scope, &asking(&json!({SHARES: 2})), &[])?;
-    // A gate that a user wrote is the user's.
-    let mut pod = asking(&json!({SHARES: 2}));
-    gated_by(&mut pod, &[OTHER, GATE]);
+    wait_for_gates(&scope, &requesting(&json!({SHARES: 2})), &[])?;
+    // A user may remove a gate that the user has set.
+    let mut pod = requesting(&json!({SHARES: 2}));
+    set_gates(&mut pod, &[OTHER, GATE]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
     let change = json!({"spec": {"schedulingGates": [{"name": OTHER}]}});
-    // The API server learns of each policy that is gone by itself, and of this one it may later
-    // than of the one that gated.
-    wait_until("a user takes the gate away", || {
+    // The API server notices the deletion of each policy separately, and may notice this one later
+    // than the one that gates.
+    wait_until("a user removes the gate", || {
         scope.cluster.patch(&scope.pod_path("t"), &change)?;
         Ok(true)
     })?;
@@ -238,49 +245,52 @@ fn without_a_gate_nothing_is_gated() -> Result<()> {
 }
 
 #[test]
-fn a_webhook_gates_the_same_pods() -> Result<()> {
+fn the_webhook_gates_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-webhook")?;
     let gating = Setting::of(GATING, "webhook")?;
     let policy = format!("{REGISTRATIONS}/mutatingadmissionpolicies/cleave-gate");
-    ensure!(cluster.find(&policy)?.is_none(), "there is a policy besides");
+    ensure!(cluster.find(&policy)?.is_none(), "the admission policy is installed too");
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
     let webhook = &cluster.get(&path)?["webhooks"][0];
     ensure!(webhook["failurePolicy"] == "Fail" && webhook["sideEffects"] == "None", "{webhook}");
-    the_list(&scope)?;
-    it_stays(&scope)?;
+    check_which_pods_are_gated(&scope)?;
+    check_gate_is_protected(&scope)?;
     drop(gating);
     Ok(())
 }
 
 #[test]
-fn the_webhooks_certificate_is_replaced_without_a_pod_refused() -> Result<()> {
+fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
     let _gating = Setting::of(GATING, "webhook")?;
-    let asking = asking(&json!({SHARES: 2}));
-    soon(&scope, &asking, &[GATE])?;
+    let pod = requesting(&json!({SHARES: 2}));
+    wait_for_gates(&scope, &pod, &[GATE])?;
     let secret = format!("/api/v1/namespaces/{SYSTEM}/secrets/cleave-webhook");
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
     let before = certificate()?;
     ensure!(!before.is_empty(), "the Secret is empty");
-    // What is no certificate is replaced, as one is that ends soon.
+    // An invalid certificate is replaced like one that expires soon.
     cluster.patch(&secret, &json!({"data": {"tls.crt": "bm9uZQ=="}}))?;
-    hold_until(
-        "there is another certificate, and it is served",
+    wait_without_violation(
+        "the Secret has another certificate",
         || {
             let now = certificate()?;
             Ok(now != before && now != "bm9uZQ==")
         },
-        || match admitted(&scope, &asking) {
-            Ok(pod) => Ok((gates(&pod) != [GATE]).then(|| format!("{:?}", gates(&pod)))),
+        || match admitted(&scope, &pod) {
+            Ok(admitted) => Ok((gates(&admitted) != [GATE]).then(|| format!("gates: {:?}", gates(&admitted)))),
             Err(error) => Ok(Some(format!("refused: {error:#}"))),
         },
     )?;
-    // A CA that somebody took out of the configuration comes back.
+    // A removed CA is restored.
     let path = format!("{REGISTRATIONS}/mutatingwebhookconfigurations/cleave-webhook");
     let change = json!([{"op": "remove", "path": "/webhooks/0/clientConfig/caBundle"}]).to_string();
     kubectl(&["patch", "mutatingwebhookconfiguration", "cleave-webhook", "--type=json", "-p", &change])?;
-    wait_until("the CA is back", || Ok(cluster.get(&path)?["webhooks"][0]["clientConfig"]["caBundle"].is_string()))?;
-    soon(&scope, &asking, &[GATE])
+    wait_until(
+        "the CA is restored",
+        || Ok(cluster.get(&path)?["webhooks"][0]["clientConfig"]["caBundle"].is_string()),
+    )?;
+    wait_for_gates(&scope, &pod, &[GATE])
 }

@@ -1,8 +1,8 @@
-//! What hostile tenants, programs in their pods and an agent that was taken over try, one by one;
-//! `docs/explanation/attempts.md` is the same list.
+//! Attempts of hostile tenants, of hostile programs in their pods and of a compromised agent.
+//! `docs/explanation/attempts.md` has the same list.
 //!
-//! What is let be has to show what it would have changed and did not. None may be felt by Cleave's
-//! own parts, by an MPS daemon, or by a neighbour that computes meanwhile.
+//! An attempt that is expected to have no effect must show what it did not change. No attempt may
+//! affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on the same GPU.
 mod floods;
 mod programs;
 mod requests;
@@ -13,43 +13,43 @@ use anyhow::{Result, bail, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, process, wait_until};
 use serde_json::{Value, json};
 
-use crate::policies::agents;
-use crate::{NODE, daemon_pids, undisturbed};
+use crate::policies::cleave_pods;
+use crate::{NODE, container_and_restarts, daemon_pids};
 
-/// What is expected of an attempt.
+/// The expected outcome of an attempt.
 #[derive(Debug, Clone, Copy)]
 enum Expected {
-    /// It is refused; each refusal says all of these.
+    /// It is refused. Each refusal contains all of these texts.
     Refused(&'static [&'static str]),
-    /// It is let be, and changes nothing.
+    /// It is permitted, and changes nothing.
     NoEffect,
-    /// It succeeds, is found, and the pod is told this.
+    /// It succeeds, and the agent reports this finding on the pod.
     Found(&'static str),
 }
 
-/// What became of an attempt.
+/// The outcome of an attempt.
 #[derive(Debug)]
 enum Outcome {
-    /// What it was refused with, for each way in which it was tried.
+    /// It was refused: the message of each refusal.
     Refused(Vec<String>),
-    /// What is as it was.
+    /// It had no effect: a description of what did not change.
     NoEffect(String),
-    /// What its pod was told.
+    /// The agent reported this finding on the pod.
     Found(&'static str),
-    /// It got what it wanted.
+    /// It succeeded: a description of what it achieved.
     Succeeded(String),
 }
 
 /// One attempt.
 struct Attempt {
-    /// As in the documentation.
+    /// Name in the documentation.
     name: &'static str,
     expected: Expected,
-    tried: fn(&Ground<'_>) -> Result<Outcome>,
+    run: fn(&TestBed<'_>) -> Result<Outcome>,
 }
 
 impl Expected {
-    /// How the documentation's result begins.
+    /// First words of the result in the documentation.
     const fn word(self) -> &'static str {
         match self {
             Self::Refused(_) => "refused",
@@ -60,41 +60,41 @@ impl Expected {
 }
 
 impl Attempt {
-    /// Tries it; what came of it in words, if that is what is expected.
-    fn result(&self, ground: &Ground<'_>) -> Result<String> {
-        match (self.expected, (self.tried)(ground)?) {
+    /// Runs the attempt. Returns a description of its outcome if it is the expected one.
+    fn result(&self, bed: &TestBed<'_>) -> Result<String> {
+        match (self.expected, (self.run)(bed)?) {
             (Expected::Refused(words), Outcome::Refused(answers)) => {
-                ensure!(!answers.is_empty(), "it was not tried");
+                ensure!(!answers.is_empty(), "it was not attempted");
                 for answer in &answers {
                     let says = words.iter().all(|word| answer.contains(word));
-                    ensure!(says, "it is refused with {answer:?}, which does not say {words:?}");
+                    ensure!(says, "it is refused with {answer:?}, which does not contain {words:?}");
                 }
                 Ok(answers.concat())
             }
             (Expected::NoEffect, Outcome::NoEffect(same)) => Ok(same),
-            (Expected::Found(kind), Outcome::Found(told)) if kind == told => Ok(told.to_owned()),
-            (_, Outcome::Succeeded(what)) => bail!("it succeeds: {what}"),
-            (expected, outcome) => bail!("{expected:?} is expected, and it is {outcome:?}"),
+            (Expected::Found(kind), Outcome::Found(found)) if kind == found => Ok(found.to_owned()),
+            (_, Outcome::Succeeded(what)) => bail!("it succeeded: {what}"),
+            (expected, outcome) => bail!("expected {expected:?}, got {outcome:?}"),
         }
     }
 }
 
-/// Where attempts are made.
-struct Ground<'a> {
+/// The namespace and the accounts from which attempts are made.
+struct TestBed<'a> {
     scope: Scope<'a>,
-    /// The owner of the namespace: what the role `admin` may, and anything with its pods.
+    /// A client with the rights of the namespace's owner: the role `admin`, and all verbs on pods.
     tenant: Cluster,
-    /// The owner's token.
+    /// Token of the owner.
     token: String,
 }
 
-/// The owner's service account.
+/// Service account of the owner.
 const TENANT: &str = "tenant";
 
-impl<'a> Ground<'a> {
+impl<'a> TestBed<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
-        // More than any role gives: what only the lack of a right keeps from happening is not
-        // refused by Cleave.
+        // More rights than any built-in role gives, so that Cleave refuses the attempts and not
+        // RBAC.
         let pods = ["pods", "pods/status", "pods/ephemeralcontainers", "pods/resize", "pods/binding", "bindings"];
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles", scope.namespace);
@@ -103,27 +103,28 @@ impl<'a> Ground<'a> {
         Ok(Self { tenant: Cluster::by_token(&token, None)?, token, scope })
     }
 
-    /// The pods' path.
+    /// API path of the pods.
     fn pods(&self) -> String {
         format!("/api/v1/namespaces/{}/pods", self.scope.namespace)
     }
 
-    /// What attempts must not change.
+    /// Reads the state that attempts must not change.
     fn state(&self) -> Result<State> {
         let cluster = self.scope.cluster;
         let neighbour = cluster.find(&self.scope.pod_path(programs::NEIGHBOUR))?;
         Ok(State {
-            parts: agents(cluster)?,
+            pods: cleave_pods(cluster)?,
             daemons: daemon_pids(cluster)?,
-            neighbour: neighbour.map(|_| undisturbed(cluster, &self.scope, programs::NEIGHBOUR)).transpose()?,
+            neighbour: neighbour
+                .map(|_| container_and_restarts(cluster, &self.scope, programs::NEIGHBOUR))
+                .transpose()?,
         })
     }
 
-    /// Makes all attempts, tells what became of each, and fails if one was another than is
-    /// expected.
+    /// Runs all attempts and prints their outcomes. Fails if one is not the expected one.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
-        // The agent's supervisor hides its death from the kubelet.
+        // The state does not show a restart of the agent by its supervisor, so compare pids too.
         let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| process(NODE, program));
         let own = programs().into_iter().collect::<Result<Vec<_>>>()?;
         let mut before = self.state()?;
@@ -132,7 +133,7 @@ impl<'a> Ground<'a> {
             let mut result = attempt.result(self);
             let after = self.state()?;
             if after != before {
-                result = Err(anyhow::anyhow!("it is felt: before {before:?}, after {after:?}"));
+                result = Err(anyhow::anyhow!("it changed the state from {before:?} to {after:?}"));
                 before = after;
             }
             match result {
@@ -144,22 +145,22 @@ impl<'a> Ground<'a> {
             }
         }
         let now = programs().into_iter().collect::<Result<Vec<_>>>()?;
-        ensure!(now == own, "a program of Cleave's was started again");
-        ensure!(failed.is_empty(), "{} of {} attempts: {failed:?}", failed.len(), attempts.len());
+        ensure!(now == own, "a program of Cleave was restarted");
+        ensure!(failed.is_empty(), "{} of {} attempts failed: {failed:?}", failed.len(), attempts.len());
         Ok(())
     }
 }
 
-/// Cleave's pods, MPS daemons and the neighbour, by what they would not keep if they were
-/// disturbed.
+/// Identities of Cleave's pods, of the MPS daemons and of the neighbour's container. A disturbance
+/// changes them.
 #[derive(Debug, PartialEq)]
 struct State {
-    parts: Vec<(String, u64)>,
+    pods: Vec<(String, u64)>,
     daemons: Vec<(String, u64)>,
     neighbour: Option<(String, u64)>,
 }
 
-/// The token of a new service account that owns the namespace.
+/// Creates a service account with the rights of an owner, and returns its token.
 fn owner(scope: &Scope, account: &str) -> Result<String> {
     let (cluster, ns) = (scope.cluster, &scope.namespace);
     cluster.create(&format!("/api/v1/namespaces/{ns}/serviceaccounts"), &json!({"metadata": {"name": account}}))?;
@@ -173,13 +174,13 @@ fn owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server learns of roles a moment later: what it refuses before is refused for another
-    // reason.
+    // The API server applies roles with a short delay. Before, it would refuse an attempt for
+    // another reason.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
-        let asked = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
+        let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({
             "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": asked},
+            "spec": {"resourceAttributes": attributes},
         });
         wait_until(&format!("{account} may create {resource} {subresource}"), || {
             let answer = owner.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", &review)?;
@@ -189,7 +190,7 @@ fn owner(scope: &Scope, account: &str) -> Result<String> {
     Ok(token)
 }
 
-/// What the API server said no with, if it did each time.
+/// Collects refusals by the API server. A request that succeeds makes the outcome `Succeeded`.
 fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome> {
     let mut refusals = Vec::new();
     for answer in answers {
@@ -201,36 +202,36 @@ fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome>
     Ok(Outcome::Refused(refusals))
 }
 
-/// The JSON lines that programs printed.
+/// JSON objects in the output of programs, one on a line.
 fn lines(said: &str) -> Vec<Value> {
     said.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
 }
 
-/// The beginning of a sentence, in one line.
+/// The first 160 characters, in one line.
 fn start(said: &str) -> String {
     said.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(160).collect()
 }
 
 #[test]
-fn what_a_tenant_or_an_agent_asks_of_the_api_server_is_refused() -> Result<()> {
+fn hostile_requests_to_the_api_server_are_refused() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let ground = requests::ground(&cluster)?;
-    ground.run(requests::ATTEMPTS)
+    let bed = requests::test_bed(&cluster)?;
+    bed.run(requests::ATTEMPTS)
 }
 
 #[test]
 fn programs_in_pods_and_floods_of_pods_harm_nobody() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let ground = programs::ground(&cluster)?;
-    let programs = ground.run(programs::ATTEMPTS);
-    let floods = ground.run(floods::ATTEMPTS);
-    let log = ground.scope.log(programs::NEIGHBOUR)?;
-    ensure!(!log.contains("\"error\""), "the neighbour's program broke: {log}");
+    let bed = programs::test_bed(&cluster)?;
+    let programs = bed.run(programs::ATTEMPTS);
+    let floods = bed.run(floods::ATTEMPTS);
+    let log = bed.scope.log(programs::NEIGHBOUR)?;
+    ensure!(!log.contains("\"error\""), "the neighbour's program failed: {log}");
     programs.and(floods)
 }
 
 #[test]
-fn the_list_in_the_documentation_is_what_is_tried() {
+fn the_documentation_lists_exactly_these_attempts() {
     let documented = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/explanation/attempts.md"));
     let rows = documented.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| attempt |"));
     let cells = |row: &str| row.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
@@ -240,16 +241,16 @@ fn the_list_in_the_documentation_is_what_is_tried() {
             _ => (row.to_owned(), String::new()),
         })
         .collect();
-    let tried: Vec<&Attempt> =
+    let attempts: Vec<&Attempt> =
         [requests::ATTEMPTS, programs::ATTEMPTS, floods::ATTEMPTS].into_iter().flatten().collect();
-    let count = format!("\n{} attempts of", tried.len());
-    assert!(documented.contains(&count), "it does not say{count}");
+    let count = format!("\n{} attempts of", attempts.len());
+    assert!(documented.contains(&count), "the documentation does not contain{count}");
     let names = |names: Vec<&str>| names.join("\n");
     assert_eq!(
         names(listed.iter().map(|(name, _)| name.as_str()).collect()),
-        names(tried.iter().map(|attempt| attempt.name).collect())
+        names(attempts.iter().map(|attempt| attempt.name).collect())
     );
-    for ((name, result), attempt) in listed.iter().zip(tried) {
+    for ((name, result), attempt) in listed.iter().zip(attempts) {
         assert!(result.starts_with(attempt.expected.word()), "{name}: {result}");
     }
 }

@@ -1,7 +1,7 @@
-//! The promises of Cleave, on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2 has
-//! 2 A100-40.
+//! Tests of Cleave's promises on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2
+//! has 2 A100-40.
 //!
-//! One test at a time (`--test-threads=1`): they share the cluster, and each leaves it as it found
+//! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each one restores
 //! it.
 mod admission;
 mod chart;
@@ -28,17 +28,18 @@ use anyhow::Result;
 use cleave_e2e::{Cluster, Scope, text, wait_until};
 use serde_json::{Value, json};
 
-/// The node that most tests use, and its simulated GPUs.
+/// The node that most tests use, and the number of its simulated GPUs.
 const NODE: &str = "node1";
 const GPUS: u64 = 4;
 /// SMs of an H100.
 const SMS: u32 = 132;
-/// MPS shares, unless a policy names them otherwise.
+/// Resource of MPS shares, unless a policy sets another name.
 const SHARES: &str = "nvidia.com/gpu-mps";
-/// A client that prints what it sees and stays.
+/// Runs an MPS client that reports what it sees of its GPU, and keeps running.
 const HOLD: &str = "exec cleave-client --hold forever";
 
-/// A namespace and a policy that makes ten strict shares of each GPU of [`NODE`], in force.
+/// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.
+/// Waits until it is applied.
 fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     scope.policy(
@@ -46,30 +47,31 @@ fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
     offers(cluster, SHARES, 10 * GPUS)?;
-    // The kubelet is told first: the node's own words are written up to a fifth of a second later.
-    wait_until("the node says so itself", || Ok(other_than_ten(cluster, |_| true)?.is_empty()))?;
+    // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
+    wait_until("the node reports ten shares of each GPU", || Ok(other_than_ten(cluster, |_| true)?.is_empty()))?;
     Ok(scope)
 }
 
-/// What GPUs of [`NODE`] offer instead of ten healthy shares, by the node's own words.
-fn other_than_ten(cluster: &Cluster, asked: impl Fn(&Value) -> bool) -> Result<Vec<String>> {
+/// Describes the GPUs of [`NODE`] that do not have ten healthy shares in the `GpuNode`'s status.
+/// Considers only the GPUs that `selects` accepts.
+fn other_than_ten(cluster: &Cluster, selects: impl Fn(&Value) -> bool) -> Result<Vec<String>> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let healthy = |gpu: &Value| gpu["slices"][0]["total"] == 10 && gpu["slices"][0]["unhealthy"] == 0;
-    let others = gpus.iter().filter(|gpu| asked(gpu) && !healthy(gpu));
+    let others = gpus.iter().filter(|gpu| selects(gpu) && !healthy(gpu));
     Ok(others.map(|gpu| format!("GPU {}: {}", gpu["index"], gpu["slices"])).collect())
 }
 
-/// Waits until [`NODE`] offers exactly that many of a resource.
+/// Waits until exactly this many of a resource are in [`NODE`]'s allocatable.
 fn offers(cluster: &Cluster, resource: &str, count: u64) -> Result<()> {
     wait_until(&format!("{NODE} offers {count} {resource}"), || {
         let offered = cluster.allocatable(NODE, resource)?;
-        anyhow::ensure!(offered == count, "it offers {offered}");
+        anyhow::ensure!(offered == count, "the node offers {offered}");
         Ok(true)
     })
 }
 
-/// What the node says that a pod's container holds: one entry for each GPU that it is on.
+/// A pod's allocations in the status of [`NODE`]: one for each container and device.
 fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>> {
     let name = format!("{}/{pod}", scope.namespace);
     let node = cluster.gpunode(NODE)?;
@@ -78,7 +80,7 @@ fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>
     Ok(all.filter(|allocation| text(&allocation["pod"]) == name).collect())
 }
 
-/// Pids of the MPS daemons of [`NODE`], by device.
+/// Device and pid of the MPS daemons of [`NODE`].
 fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let node = cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -89,10 +91,10 @@ fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     Ok(pids)
 }
 
-/// Container id and restarts of a pod: what a disturbed pod would not keep.
-fn undisturbed(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
+/// Container id and restart count of a running pod. A disturbed pod does not keep them.
+fn container_and_restarts(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
     let pod = cluster.get(&scope.pod_path(pod))?;
     let status = &pod["status"]["containerStatuses"][0];
-    anyhow::ensure!(status["state"]["running"].is_object(), "it does not run: {status}");
+    anyhow::ensure!(status["state"]["running"].is_object(), "the container does not run: {status}");
     Ok((text(&status["containerID"]), status["restartCount"].as_u64().unwrap_or(u64::MAX)))
 }

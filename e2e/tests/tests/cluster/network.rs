@@ -1,16 +1,16 @@
-//! The policies of the network in the chart, on a network that enforces them: who reads metrics,
-//! whom Cleave speaks to, and that it works all the same.
+//! The chart's NetworkPolicies, on a network that enforces them: who can read metrics, where Cleave
+//! can connect to, and that Cleave works with them.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::restarts::{part, ready};
+use crate::restarts::{component_pod, ready};
 use crate::{GPUS, HOLD, NODE, SHARES, offers, ten_shares};
 
 /// Port of `/metrics`.
 const METRICS: &str = "8080";
-/// Answers everybody, by closing.
+/// Accepts every connection and closes it.
 const LISTEN: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn address(pod: &Value) -> Result<String> {
@@ -19,27 +19,29 @@ fn address(pod: &Value) -> Result<String> {
     Ok(address)
 }
 
-/// A shell's word on whether a connection can be had.
+/// A shell command that prints `yes` if it can connect to an address, else `no`.
 fn connects(address: &str, port: &str) -> String {
-    // Whoever answers, in whatever protocol, closes it then.
+    // Sends a request, so that a server of any protocol answers and closes the connection.
     format!(
         "printf 'GET / HTTP/1.0\\r\\n\\r\\n' | busybox nc -w 2 {address} {port} >/dev/null 2>&1 && echo yes || echo no"
     )
 }
 
-/// Whether a pod of the scope reaches an address.
+/// Whether a pod of the scope can connect to an address.
 fn reaches(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bool> {
     Ok(scope.exec(pod, &["sh", "-c", &connects(address, port)])?.trim() == "yes")
 }
 
-/// Whether a program of Cleave's on [`NODE`] reaches an address, from its pod's network.
+/// Whether a program of Cleave on [`NODE`] can connect to an address, from the network of its pod.
 fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
     let pid = process(NODE, program)?;
-    let said = on_node(NODE, &["nsenter", &format!("--net=/proc/{pid}/ns/net"), "sh", "-c", &connects(address, port)])?;
-    Ok(said.trim() == "yes")
+    let printed =
+        on_node(NODE, &["nsenter", &format!("--net=/proc/{pid}/ns/net"), "sh", "-c", &connects(address, port)])?;
+    Ok(printed.trim() == "yes")
 }
 
-/// A pod that can be told to connect, in a namespace of its own.
+/// Creates a namespace with a pod `caller`, in which tests run commands. `labelled` gives the
+/// namespace the label that admits it to metrics.
 fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     if labelled {
@@ -51,66 +53,66 @@ fn caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<
     Ok(scope)
 }
 
-/// All of Cleave's pods, and that each is ready.
-fn all_ready(cluster: &Cluster) -> Result<()> {
-    wait_until("all of Cleave is ready", || {
+/// Waits until all of Cleave's pods are ready.
+fn wait_all_ready(cluster: &Cluster) -> Result<()> {
+    wait_until("all of Cleave's pods are ready", || {
         let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
         Ok(pods.iter().all(ready))
     })
 }
 
 #[test]
-fn metrics_are_read_from_namespaces_that_have_the_label_and_cleave_speaks_to_the_api_server_alone() -> Result<()> {
+fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api_server() -> Result<()> {
     let cluster = Cluster::connect()?;
     let stranger = caller(&cluster, "network-stranger", false)?;
     let reader = caller(&cluster, "network-reader", true)?;
-    // Somebody to talk to, whom no policy protects.
+    // A server that no policy protects.
     stranger.pod_on("node2", "listener", &json!({}), LISTEN)?;
     let listener = address(&stranger.running("listener")?)?;
-    wait_until("the listener listens", || reaches(&reader, "caller", &listener, "8081"))?;
+    wait_until("the listener accepts connections", || reaches(&reader, "caller", &listener, "8081"))?;
 
     for component in ["agent", "operator"] {
-        let metrics = address(&part(&cluster, component)?)?;
+        let metrics = address(&component_pod(&cluster, component)?)?;
         wait_until(&format!("the {component}'s metrics can be read"), || {
             reaches(&reader, "caller", &metrics, METRICS)
         })?;
-        wait_until(&format!("the {component} does not answer others"), || {
+        wait_until(&format!("other namespaces cannot reach the {component}"), || {
             Ok(!reaches(&stranger, "caller", &metrics, METRICS)?)
         })?;
     }
     let service = cluster.get("/api/v1/namespaces/default/services/kubernetes")?;
     let api = text(&service["spec"]["clusterIP"]);
     ensure!(!api.is_empty(), "the API server has no address: {}", service["spec"]);
-    ensure!(cleave_reaches("cleave-agent", &api, "443")?, "the agent does not reach the API server");
-    ensure!(!cleave_reaches("cleave-mps-host", &api, "443")?, "the MPS host reaches the API server");
+    ensure!(cleave_reaches("cleave-agent", &api, "443")?, "the agent cannot reach the API server");
+    ensure!(!cleave_reaches("cleave-mps-host", &api, "443")?, "the MPS host can reach the API server");
     for program in ["cleave-agent", "cleave-mps-host"] {
-        ensure!(!cleave_reaches(program, &listener, "8081")?, "{program} reaches a pod");
+        ensure!(!cleave_reaches(program, &listener, "8081")?, "{program} can reach a pod");
     }
     let host = process(NODE, "cleave-mps-host")?;
     let listens = on_node(NODE, &["cat", &format!("/proc/{host}/net/tcp"), &format!("/proc/{host}/net/tcp6")])?;
-    // 0A is LISTEN.
+    // State 0A is LISTEN.
     let open: Vec<&str> = listens.lines().filter(|line| line.split_whitespace().nth(3) == Some("0A")).collect();
-    ensure!(open.is_empty(), "the MPS host has open ports: {open:?}");
-    all_ready(&cluster)?;
+    ensure!(open.is_empty(), "the MPS host listens on ports: {open:?}");
+    wait_all_ready(&cluster)?;
     drop((stranger, reader));
-    // And it does its work.
+    // Pods still get their shares.
     let scope = ten_shares(&cluster, "network")?;
     scope.pod("two", &json!({SHARES: 2}), HOLD)?;
-    ensure!(scope.seen("two")?["sms"] == 26, "it sees {}", scope.seen("two")?);
+    ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);
     offers(&cluster, SHARES, 10 * GPUS)
 }
 
-/// What the other test shows is the policies' doing.
+/// Shows that the result of the other test is due to the policies.
 #[test]
-fn without_the_policies_anybody_reads_metrics_and_the_agent_reaches_anybody() -> Result<()> {
+fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;
     let stranger = caller(&cluster, "network-open", false)?;
     stranger.pod_on("node2", "listener", &json!({}), LISTEN)?;
     let listener = address(&stranger.running("listener")?)?;
     let without = Setting::of("networkPolicy.enabled", false)?;
-    let metrics = address(&part(&cluster, "agent").context("no agent")?)?;
-    wait_until("anybody reads the agent's metrics", || reaches(&stranger, "caller", &metrics, METRICS))?;
-    wait_until("the agent reaches anybody", || cleave_reaches("cleave-agent", &listener, "8081"))?;
+    let metrics = address(&component_pod(&cluster, "agent").context("no agent")?)?;
+    wait_until("every namespace can read the agent's metrics", || reaches(&stranger, "caller", &metrics, METRICS))?;
+    wait_until("the agent can reach every pod", || cleave_reaches("cleave-agent", &listener, "8081"))?;
     drop(without);
-    wait_until("the agent does not answer others", || Ok(!reaches(&stranger, "caller", &metrics, METRICS)?))
+    wait_until("other namespaces cannot reach the agent", || Ok(!reaches(&stranger, "caller", &metrics, METRICS)?))
 }

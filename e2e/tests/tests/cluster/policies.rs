@@ -1,12 +1,12 @@
-//! Policies: refused with a sentence where they are wrong, in force without a restart where they
-//! are right.
+//! SharingPolicies: an invalid one is refused with an explanation, a valid one is applied without a
+//! restart.
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, POLICIES, Refused, Scope, hold_until, text, wait_until};
+use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
-use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, other_than_ten, ten_shares, undisturbed};
+use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, other_than_ten, ten_shares};
 
-/// A condition of a policy: its status, reason and message.
+/// Status, reason and message of a condition of a policy.
 fn condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
     let policy = cluster.get(&format!("{POLICIES}/{policy}"))?;
     let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -19,20 +19,20 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "resize")?;
     let before = daemon_pids(&cluster)?;
-    let agents = agents(&cluster)?;
+    let pods = cleave_pods(&cluster)?;
     ensure!(before.len() == 4, "daemons: {before:?}");
     cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
     offers(&cluster, SHARES, 5 * GPUS)?;
-    ensure!(agents == self::agents(&cluster)?, "the agent was started again");
+    ensure!(pods == cleave_pods(&cluster)?, "a pod of Cleave was restarted");
     scope.pod("one", &json!({SHARES: 1}), HOLD)?;
-    let seen = scope.seen("one")?;
-    ensure!(seen["sms"] == 26, "one of five shares sees {seen}");
-    ensure!(before == daemon_pids(&cluster)?, "the MPS daemons were started again");
+    let report = scope.client_report("one")?;
+    ensure!(report["sms"] == 26, "with one of five shares reports {report}");
+    ensure!(before == daemon_pids(&cluster)?, "the MPS daemons were restarted");
     Ok(())
 }
 
-/// Uids and restarts of Cleave's pods.
-pub(crate) fn agents(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
+/// UID and restart count of each of Cleave's pods.
+pub(crate) fn cleave_pods(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let pods = cluster.list("/api/v1/namespaces/cleave-system/pods")?;
     Ok(pods
         .iter()
@@ -44,24 +44,24 @@ pub(crate) fn agents(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
 }
 
 #[test]
-fn units_do_not_change_under_a_running_pod_and_the_policy_says_which() -> Result<()> {
+fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "inuse")?;
     scope.pod("holder", &json!({SHARES: 2}), HOLD)?;
     scope.running("holder")?;
-    let before = undisturbed(&cluster, &scope, "holder")?;
+    let before = container_and_restarts(&cluster, &scope, "holder")?;
     cluster.patch(&format!("{POLICIES}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
-    // Three idle GPUs change; the one that is in use keeps its ten.
+    // The three idle GPUs change. The one in use keeps its ten shares.
     offers(&cluster, SHARES, 5 * (GPUS - 1) + 10)?;
-    wait_until("the policy says which pod it waits for", || {
+    wait_until("the policy names the pod that it waits for", || {
         let Some((status, reason, message)) = condition(&cluster, "ten-shares", "Ready")? else { return Ok(false) };
         ensure!(message.contains(&format!("{}/holder", scope.namespace)), "{status} {reason}: {message}");
         Ok(status == "False")
     })?;
-    ensure!(before == undisturbed(&cluster, &scope, "holder")?, "the running pod was disturbed");
+    ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "the running pod was disturbed");
     scope.delete_pod("holder", 0)?;
     offers(&cluster, SHARES, 5 * GPUS)?;
-    wait_until("the policy is in force", || {
+    wait_until("the policy is Ready", || {
         Ok(condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True"))
     })
 }
@@ -87,13 +87,13 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
     let mut gpus = Vec::new();
     for (name, _) in pods {
         scope.running(name)?;
-        let seen = scope.seen(name)?;
-        ensure!(seen["viaMps"] == (name == "mps"), "{name} sees {seen}");
-        ensure!(seen["sms"] == if name == "mps" { 32 } else { 132 }, "{name} sees {seen}");
-        gpus.push(text(&seen["uuid"]));
+        let report = scope.client_report(name)?;
+        ensure!(report["viaMps"] == (name == "mps"), "{name} reports {report}");
+        ensure!(report["sms"] == if name == "mps" { 32 } else { 132 }, "{name} reports {report}");
+        gpus.push(text(&report["uuid"]));
     }
     gpus.dedup();
-    ensure!(gpus.len() == 3, "each is on a GPU of its own: {gpus:?}");
+    ensure!(gpus.len() == 3, "two pods are on one GPU: {gpus:?}");
     Ok(())
 }
 
@@ -121,11 +121,11 @@ fn a_wrong_policy_is_refused_with_a_sentence() -> Result<()> {
 }
 
 #[test]
-fn a_policy_that_selects_nothing_says_so_and_disturbs_nothing() -> Result<()> {
+fn a_policy_that_selects_no_gpu_is_not_accepted_and_changes_nothing() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "nothing")?;
     scope.policy("unknown", &json!({"gpus": {"models": ["RTX 9999"]}, "mode": "Mps", "mps": {"units": 2}}))?;
-    wait_until("the policy says that no GPU is of that model", || {
+    wait_until("the policy reports that no GPU is of that model", || {
         Ok(condition(&cluster, "unknown", "Accepted")?
             .is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
     })?;
@@ -133,7 +133,7 @@ fn a_policy_that_selects_nothing_says_so_and_disturbs_nothing() -> Result<()> {
 }
 
 #[test]
-fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_says_so() -> Result<()> {
+fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_reports_a_conflict() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "conflict")?;
     scope.policy(
@@ -142,7 +142,7 @@ fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_says_so() -> Re
     )?;
     offers(&cluster, "nvidia.com/gpu-timeslice", 3)?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    wait_until("the wider policy names the one that took a GPU", || {
+    wait_until("the wider policy names the one that overrides it", || {
         Ok(condition(&cluster, "ten-shares", "Conflict")?
             .is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
     })?;
@@ -151,7 +151,7 @@ fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_says_so() -> Re
 }
 
 #[test]
-fn without_a_policy_gpus_are_whole_again() -> Result<()> {
+fn without_a_policy_gpus_are_offered_whole() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole")?;
     cluster.delete(&format!("{POLICIES}/ten-shares"), None)?;
@@ -159,27 +159,27 @@ fn without_a_policy_gpus_are_whole_again() -> Result<()> {
     offers(&cluster, "nvidia.com/gpu", GPUS)?;
     scope.pod_on(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD)?;
     scope.running("whole")?;
-    let seen = scope.seen("whole")?;
-    ensure!(seen["viaMps"] == false && seen["sms"] == 132, "it sees {seen}");
+    let report = scope.client_report("whole")?;
+    ensure!(report["viaMps"] == false && report["sms"] == 132, "the client reports {report}");
     Ok(())
 }
 
 #[test]
-fn a_change_on_one_gpu_leaves_what_other_gpus_offer_alone() -> Result<()> {
+fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "flap")?;
     scope.policy(
         "last-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
     )?;
-    // The kubelet tells the API server every ten seconds: what it is told itself is in the node's
-    // own words.
-    hold_until(
+    // Checks the `GpuNode`, which shows what the kubelet gets at once. The kubelet updates the node
+    // only every ten seconds.
+    wait_without_violation(
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES)? == 50),
         || {
-            let broken = other_than_ten(&cluster, |gpu| gpu["index"] != 3)?;
-            Ok((!broken.is_empty()).then(|| broken.join(", ")))
+            let others = other_than_ten(&cluster, |gpu| gpu["index"] != 3)?;
+            Ok((!others.is_empty()).then(|| others.join(", ")))
         },
     )
 }

@@ -1,9 +1,9 @@
-//! A node that is started again: its power is cut, with it goes what a boot clears, and what lies
-//! on its disk stays.
+//! A node that reboots: its power is cut, everything that a boot clears is lost, and the files on
+//! its disk remain.
 //!
-//! The machine's boot id cannot be another. What the agent concludes from it, it concludes by the
-//! one in its checkpoint: that is made another while the node is down, as it would be on a real
-//! one. The kubelet's own view of the boot id decides nothing that is looked at here.
+//! The test cannot change the machine's boot id. The agent compares it with the boot id in its
+//! checkpoint, so the test changes that one while the node is down. The kubelet's own view of the
+//! boot id affects nothing that these tests check.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -13,83 +13,85 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{
-    Cluster, LABEL, PATIENCE, SYSTEM, Scope, given_out_wrongly, launcher, on_node, pod, staying, text, wait_for,
+    Cluster, LABEL, PATIENCE, SYSTEM, Scope, allocation_errors, launcher, not_deleted, on_node, pod, text, wait_for,
     wait_until,
 };
 use serde_json::{Value, json};
 
-use crate::health::{Mended, health};
-use crate::{GPUS, HOLD, NODE, SHARES, allocations, offers, ten_shares, undisturbed};
+use crate::health::{RepairGuard, health};
+use crate::{GPUS, HOLD, NODE, SHARES, allocations, container_and_restarts, offers, ten_shares};
 
-/// The node that stays.
+/// The node that does not reboot.
 const OTHER: &str = "node2";
-/// [`NODE`]'s first process: the others end with it.
+/// [`NODE`]'s first process. All other processes of the node end with it.
 const COMPONENT: &str = "node@node1";
-/// Pods of the Deployment, and what each asks for.
+/// Pods of the Deployment, and the shares that each requests.
 const REPLICAS: usize = 3;
 const EACH: u64 = 3;
 
-/// Where the machine has a file of the node's: it is there also while the node is not.
-fn of_node(path: &str) -> Result<PathBuf> {
+/// Path of a node's file on the machine. It can be read while the node is down.
+fn node_file(path: &str) -> Result<PathBuf> {
     let kubeconfig = std::env::var_os("KUBECONFIG").context("KUBECONFIG is not set")?;
-    let state = Path::new(&kubeconfig).parent().context("KUBECONFIG is in no folder")?;
+    let state = Path::new(&kubeconfig).parent().context("KUBECONFIG has no parent folder")?;
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 
-/// A node without power. It is started again when the value goes, at the latest.
-struct Down;
+/// A node without power. Dropping the value starts it, if it is still down.
+struct PowerCut;
 
-impl Down {
-    fn cut() -> Result<Self> {
-        let down = Self;
+impl PowerCut {
+    /// Cuts the power of [`NODE`], and makes its GPUs and its checkpoint look rebooted.
+    fn new() -> Result<Self> {
+        let guard = Self;
         launcher(&["kill", COMPONENT])?;
         let simgpu = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver/bin/simgpu");
-        let rebooted = Command::new(simgpu).arg("reboot").env("SIMGPU_STATE", of_node("/var/lib/simgpu")?).status()?;
-        ensure!(rebooted.success(), "the simulated GPUs were not started again: {rebooted}");
-        let path = of_node("/var/lib/cleave/agent.json")?;
+        let rebooted =
+            Command::new(simgpu).arg("reboot").env("SIMGPU_STATE", node_file("/var/lib/simgpu")?).status()?;
+        ensure!(rebooted.success(), "failed to reboot the simulated GPUs: {rebooted}");
+        let path = node_file("/var/lib/cleave/agent.json")?;
         let mut checkpoint: Value = serde_json::from_slice(&fs::read(&path)?)?;
         ensure!(checkpoint["bootId"].is_string(), "the checkpoint has no boot id: {checkpoint}");
         checkpoint["bootId"] = json!("00000000-0000-4000-8000-000000000000");
         fs::write(&path, serde_json::to_vec(&checkpoint)?)?;
-        Ok(down)
+        Ok(guard)
     }
 }
 
-impl Drop for Down {
+impl Drop for PowerCut {
     fn drop(&mut self) {
         if let Err(error) = launcher(&["start", COMPONENT]) {
-            let _ = writeln!(std::io::stderr(), "{NODE} is not back: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to start {NODE}: {error:#}");
         }
     }
 }
 
-/// No API server, until the value goes.
-struct NoApi;
+/// The API server is down. Dropping the value starts it.
+struct ApiServerDown;
 
-impl NoApi {
-    fn now() -> Result<Self> {
+impl ApiServerDown {
+    fn new() -> Result<Self> {
         let guard = Self;
         launcher(&["kill", "apiserver"])?;
         Ok(guard)
     }
 }
 
-impl Drop for NoApi {
+impl Drop for ApiServerDown {
     fn drop(&mut self) {
         if let Err(error) = launcher(&["start", "apiserver"]) {
-            let _ = writeln!(std::io::stderr(), "the API server is not back: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to start the API server: {error:#}");
         }
     }
 }
 
-/// A Deployment `made` of [`REPLICAS`] pods on [`NODE`].
+/// Creates a Deployment `deployed` of [`REPLICAS`] pods on [`NODE`].
 fn deploy(scope: &Scope) -> Result<()> {
-    let mut spec = pod("made", &json!({SHARES: EACH}), HOLD)["spec"].take();
+    let mut spec = pod("deployed", &json!({SHARES: EACH}), HOLD)["spec"].take();
     spec["restartPolicy"] = json!("Always");
     spec["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
-    let labels = json!({"app": "made"});
+    let labels = json!({"app": "deployed"});
     let deployment = json!({
-        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "made", "labels": {LABEL: "true"}},
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "deployed", "labels": {LABEL: "true"}},
         "spec": {
             "replicas": REPLICAS, "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": spec},
@@ -99,11 +101,12 @@ fn deploy(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-fn is_made(pod: &Value) -> bool {
-    text(&pod["metadata"]["labels"]["app"]) == "made"
+/// Whether a pod is of the Deployment.
+fn is_deployed(pod: &Value) -> bool {
+    text(&pod["metadata"]["labels"]["app"]) == "deployed"
 }
 
-/// A container of the pod runs that is none of `before`.
+/// Whether a pod runs in a container that is not one of `before`.
 fn runs(pod: &Value, before: &BTreeSet<String>) -> bool {
     let container = &pod["status"]["containerStatuses"][0];
     text(&pod["status"]["phase"]) == "Running"
@@ -112,13 +115,14 @@ fn runs(pod: &Value, before: &BTreeSet<String>) -> bool {
         && !before.contains(&text(&container["containerID"]))
 }
 
-/// The pods of the Deployment, when as many run as should, in containers that are none of `before`.
-fn made(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<String>> {
+/// Waits until all pods of the Deployment run, in containers that are not among `before`. Returns
+/// their names.
+fn deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<String>> {
     wait_for("the Deployment's pods run", 2 * PATIENCE, || {
         let pods = scope.pods()?;
         let names: Vec<String> = pods
             .iter()
-            .filter(|pod| is_made(pod) && runs(pod, before))
+            .filter(|pod| is_deployed(pod) && runs(pod, before))
             .map(|pod| text(&pod["metadata"]["name"]))
             .collect();
         ensure!(names.len() == REPLICAS, "{} of {REPLICAS} run", names.len());
@@ -126,91 +130,95 @@ fn made(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<String>> {
     })
 }
 
-/// The containers of the namespace's pods.
+/// Ids of the containers of the namespace's pods.
 fn containers(scope: &Scope) -> Result<BTreeSet<String>> {
     Ok(scope.pods()?.iter().map(|pod| text(&pod["status"]["containerStatuses"][0]["containerID"])).collect())
 }
 
-/// What became of a pod of an earlier boot.
+/// What happened to a pod whose node rebooted.
 #[derive(Debug, PartialEq, Eq)]
-enum Fate {
-    /// The kubelet has started its container again.
-    Back,
-    /// The kubelet has refused it, for good.
+enum Outcome {
+    /// The kubelet started a new container for it.
+    Restarted,
+    /// The kubelet refused it for good.
     Refused,
 }
 
-fn fate(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Fate> {
-    wait_for(&format!("{name} is back or refused"), 2 * PATIENCE, || {
+/// Waits until the kubelet has restarted or refused a pod.
+fn outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Outcome> {
+    wait_for(&format!("{name} is restarted or refused"), 2 * PATIENCE, || {
         let pod = scope.cluster.get(&scope.pod_path(name))?;
         let (phase, reason) = (text(&pod["status"]["phase"]), text(&pod["status"]["reason"]));
         match phase.as_str() {
-            "Failed" if is_refusal(&reason) => Ok(Some(Fate::Refused)),
-            "Failed" => bail!("it failed of something else: {}", pod["status"]),
-            _ => Ok(runs(&pod, before).then_some(Fate::Back)),
+            "Failed" if is_refusal(&reason) => Ok(Some(Outcome::Refused)),
+            "Failed" => bail!("the pod failed for another reason: {}", pod["status"]),
+            _ => Ok(runs(&pod, before).then_some(Outcome::Restarted)),
         }
     })
 }
 
-/// Whether it is how a kubelet tells that it does not admit a pod: its device manager, or what it
-/// counts.
+/// Whether a pod's reason says that the kubelet did not admit it: by its device manager, or for
+/// lack of a resource.
 fn is_refusal(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
 
-/// The shares that the kubelet has given out, by its own file: by the pods' UIDs.
-fn by_kubelet() -> Result<BTreeMap<String, BTreeSet<String>>> {
+/// The shares in the kubelet's device checkpoint, by UID of the pod.
+fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     let file: Value =
-        serde_json::from_slice(&fs::read(of_node("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")?)?)?;
-    let mut given: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        serde_json::from_slice(&fs::read(node_file("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")?)?)?;
+    let mut shares: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for entry in file["Data"]["PodDeviceEntries"].as_array().into_iter().flatten() {
         let ids = entry["DeviceIDs"].as_object().into_iter().flat_map(|by_numa| by_numa.values());
         let ids = ids.filter_map(Value::as_array).flatten().map(text);
         if text(&entry["ResourceName"]) == SHARES {
-            given.entry(text(&entry["PodUID"])).or_default().extend(ids);
+            shares.entry(text(&entry["PodUID"])).or_default().extend(ids);
         }
     }
-    Ok(given)
+    Ok(shares)
 }
 
-/// Waits until the node tells of just those shares that the kubelet has for its running pods, each
-/// given out once and each pod's of one GPU, and until there is a door for each of them and for
-/// nobody else.
-fn agreed(scope: &Scope) -> Result<()> {
-    wait_until("kubelet, agent and MPS host are of one mind", || {
+/// Waits until kubelet, agent and MPS host agree: the node's status has exactly the allocations
+/// that the kubelet has for its running pods, without an allocation error, and each has a door.
+fn wait_consistent(scope: &Scope) -> Result<()> {
+    wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
         running.retain(|pod| text(&pod["spec"]["nodeName"]) == NODE && runs(pod, &BTreeSet::new()));
         let node = scope.cluster.gpunode(NODE)?;
-        let wrong = given_out_wrongly(&node, &staying(&running), Some(10));
-        ensure!(wrong.is_empty(), "{wrong:#?}");
-        let mut told: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+        let errors = allocation_errors(&node, &not_deleted(&running), Some(10));
+        ensure!(errors.is_empty(), "{errors:#?}");
+        let mut reported: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {
-            for held in gpu["allocations"].as_array().into_iter().flatten() {
-                told.entry(text(&held["pod"]))
+            for allocation in gpu["allocations"].as_array().into_iter().flatten() {
+                reported
+                    .entry(text(&allocation["pod"]))
                     .or_default()
-                    .extend(held["ids"].as_array().into_iter().flatten().map(text));
+                    .extend(allocation["ids"].as_array().into_iter().flatten().map(text));
             }
         }
-        let by_kubelet = by_kubelet()?;
-        let mut has = BTreeMap::new();
+        let by_uid = kubelet_allocations()?;
+        let mut expected = BTreeMap::new();
         for pod in &running {
             let uid = text(&pod["metadata"]["uid"]);
-            let ids = by_kubelet.get(&uid).with_context(|| format!("the kubelet has nothing for {uid}"))?;
-            has.insert(format!("{}/{}", scope.namespace, text(&pod["metadata"]["name"])), ids.clone());
+            let ids = by_uid.get(&uid).with_context(|| format!("the kubelet has nothing for {uid}"))?;
+            expected.insert(format!("{}/{}", scope.namespace, text(&pod["metadata"]["name"])), ids.clone());
         }
-        ensure!(told == has, "the node tells {told:?}, and the kubelet has {has:?}");
-        let all: BTreeSet<&String> = has.values().flatten().collect();
-        ensure!(all.len() == has.values().map(BTreeSet::len).sum::<usize>(), "a share is given out twice: {has:?}");
+        ensure!(reported == expected, "the node reports {reported:?}, and the kubelet has {expected:?}");
+        let all: BTreeSet<&String> = expected.values().flatten().collect();
+        ensure!(
+            all.len() == expected.values().map(BTreeSet::len).sum::<usize>(),
+            "a share is allocated twice: {expected:?}"
+        );
         let desired: Value = serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/desired.json"])?)?;
         let doors = desired["allocations"].as_object().map_or(0, serde_json::Map::len);
-        ensure!(doors == has.len(), "there are {doors} doors for {} pods", has.len());
+        ensure!(doors == expected.len(), "there are {doors} doors for {} pods", expected.len());
         Ok(true)
     })
 }
 
-/// SMs that so many of ten shares of a GPU are.
+/// SMs of this many of the ten shares of a GPU.
 fn sms(shares: u64) -> u64 {
-    // In whole TPCs of two.
+    // Limits are whole TPCs, of two SMs each.
     match shares {
         2 => 26,
         3 => 38,
@@ -219,9 +227,93 @@ fn sms(shares: u64) -> u64 {
     }
 }
 
+/// Pods without a controller, and the shares that each requests.
+const BARE: [(&str, u64); 2] = [("two", 2), ("five", 5)];
+
+/// Makes two GPUs unhealthy: a reboot clears the fault of GPU 3, but not that of GPU 2.
+fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
+    // A boot clears a fault that needs a reset, but does not repair failed hardware.
+    repair.faults.simgpu(&["set", "2", "remap-failed=on"])?;
+    // After an XID the agent reads all of NVML's health information, so it also finds the fault of
+    // GPU 2.
+    repair.faults.simgpu(&["xid", "3", "48"])?;
+    offers(cluster, SHARES, 10 * (GPUS - 2))?;
+    health(cluster, 3, "NeedsReset")?;
+    health(cluster, 2, "NeedsReset")
+}
+
+/// Checks that a pod's program has the limits of its shares.
+fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
+    let report = scope.client_report(name)?;
+    ensure!(report["sms"] == sms(shares), "{name} has other limits: {report}");
+    Ok(())
+}
+
+/// Creates the pods of [`BARE`] on [`NODE`]. The kubelet may restart their containers.
+fn create_bare_pods(scope: &Scope) -> Result<()> {
+    for (name, shares) in BARE {
+        let mut object = pod(name, &json!({SHARES: shares}), HOLD);
+        object["spec"]["restartPolicy"] = json!("Always");
+        object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
+        scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
+        scope.running(name)?;
+        check_limits(scope, name, shares)?;
+    }
+    Ok(())
+}
+
+/// Ids of a pod's shares, for each of its containers.
+fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
+    let allocated = allocations(scope.cluster, scope, name)?;
+    Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())
+}
+
+/// Waits until each pod of [`BARE`] is restarted with the shares and limits that it had, or is
+/// refused. Returns how many were restarted.
+fn check_bare_pods(
+    scope: &Scope,
+    containers: &BTreeSet<String>,
+    shares_before: &BTreeMap<&str, Vec<Value>>,
+) -> Result<usize> {
+    let mut restarted = 0;
+    for (name, shares) in BARE {
+        if outcome(scope, name, containers)? == Outcome::Restarted {
+            restarted += 1;
+            check_limits(scope, name, shares)?;
+            wait_until(&format!("the node reports the shares of {name} from before the reboot"), || {
+                Ok(share_ids(scope, name)? == shares_before[name])
+            })?;
+        }
+    }
+    Ok(restarted)
+}
+
+/// Waits until the Deployment's pods run again, restarted or replaced, with their limits. Prints
+/// how many there were of each, and fails if the kubelet refused too many.
+fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<String>, bare: usize) -> Result<()> {
+    let now = deployed(scope, containers)?;
+    for name in &now {
+        check_limits(scope, name, EACH)?;
+    }
+    let restarted = now.iter().filter(|name| first.contains(*name)).count();
+    let refused =
+        scope.pods()?.iter().filter(|pod| is_deployed(pod) && is_refusal(&text(&pod["status"]["reason"]))).count();
+    writeln!(
+        std::io::stderr(),
+        "of {} pods with shares on a rebooted node, {} were restarted, {} were refused by the kubelet and replaced \
+         ({refused} refusals), {} were refused and have no controller to replace them",
+        BARE.len() + REPLICAS,
+        bare + restarted,
+        REPLICAS - restarted,
+        BARE.len() - bare,
+    )?;
+    // The gate keeps replacements until the node's agent serves.
+    ensure!(refused <= 3 * REPLICAS, "the kubelet refused {refused} pods for {REPLICAS} replicas");
+    Ok(())
+}
+
 #[test]
-fn a_node_that_is_started_again_loses_no_share_gives_none_twice_and_its_pods_come_back_or_are_made_anew() -> Result<()>
-{
+fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "reboot")?;
     scope.policy(
@@ -229,122 +321,77 @@ fn a_node_that_is_started_again_loses_no_share_gives_none_twice_and_its_pods_com
         &json!({"nodeSelector": {"kubernetes.io/hostname": OTHER}, "mode": "Mps", "mps": {"units": 5, "threads": "Strict"}}),
     )?;
     wait_until(&format!("{OTHER} offers ten shares"), || Ok(cluster.allocatable(OTHER, SHARES)? == 10))?;
-    let mended = Mended::new(&cluster);
-    // A boot heals what wants a reset, and not what is broken.
-    mended.faults.simgpu(&["set", "2", "remap-failed=on"])?;
-    // Of an XID the agent looks at all that NVML says.
-    mended.faults.simgpu(&["xid", "3", "48"])?;
-    offers(&cluster, SHARES, 10 * (GPUS - 2))?;
-    health(&cluster, 3, "NeedsReset")?;
-    health(&cluster, 2, "NeedsReset")?;
+    let repair = RepairGuard::new(&cluster);
+    break_gpus(&cluster, &repair)?;
 
-    let bare = [("two", 2), ("five", 5)];
-    for (name, shares) in bare {
-        let mut object = pod(name, &json!({SHARES: shares}), HOLD);
-        // What may be started again where it is.
-        object["spec"]["restartPolicy"] = json!("Always");
-        object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
-        cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
-        scope.running(name)?;
-        ensure!(scope.seen(name)?["sms"] == sms(shares), "{name} has other limits: {}", scope.seen(name)?);
-    }
+    create_bare_pods(&scope)?;
     deploy(&scope)?;
-    let first = made(&scope, &BTreeSet::new())?;
+    let first = deployed(&scope, &BTreeSet::new())?;
     scope.pod_on(OTHER, "beside", &json!({SHARES: 1}), HOLD)?;
     scope.running("beside")?;
-    scope.seen("beside")?;
-    agreed(&scope)?;
-    let beside = undisturbed(&cluster, &scope, "beside")?;
-    let ids = |name: &str| -> Result<Vec<Value>> {
-        Ok(allocations(&cluster, &scope, name)?.into_iter().map(|held| held["ids"].clone()).collect())
-    };
-    let held: BTreeMap<&str, Vec<Value>> =
-        bare.iter().map(|(name, _)| Ok((*name, ids(name)?))).collect::<Result<_>>()?;
+    scope.client_report("beside")?;
+    wait_consistent(&scope)?;
+    let beside = container_and_restarts(&cluster, &scope, "beside")?;
+    let shares_before: BTreeMap<&str, Vec<Value>> =
+        BARE.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
     let before = containers(&scope)?;
 
-    let down = Down::cut()?;
+    let power_cut = PowerCut::new()?;
     launcher(&["start", COMPONENT])?;
-    drop(down);
+    drop(power_cut);
 
-    let (mut back, mut lost) = (0, 0);
-    for (name, shares) in bare {
-        match fate(&scope, name, &before)? {
-            Fate::Back => {
-                back += 1;
-                ensure!(scope.seen(name)?["sms"] == sms(shares), "{name} has other limits: {}", scope.seen(name)?);
-                wait_until(&format!("the node tells of {name}"), || Ok(ids(name)? == held[name]))?;
-            }
-            Fate::Refused => lost += 1,
-        }
-    }
-    let now = made(&scope, &before)?;
-    for name in &now {
-        ensure!(scope.seen(name)?["sms"] == sms(EACH), "{name} has other limits: {}", scope.seen(name)?);
-    }
-    let stayed = now.iter().filter(|name| first.contains(*name)).count();
-    let refused =
-        scope.pods()?.iter().filter(|pod| is_made(pod) && is_refusal(&text(&pod["status"]["reason"]))).count();
-    writeln!(
-        std::io::stderr(),
-        "{} pods with shares of a node that was started again: {} came back, {} were refused by the kubelet and made anew \
-         ({refused} refusals), {lost} were refused and nothing makes them anew",
-        bare.len() + REPLICAS,
-        back + stayed,
-        REPLICAS - stayed,
-    )?;
-    // Those that are made anew wait until the node's agent serves.
-    ensure!(refused <= 3 * REPLICAS, "{refused} pods were refused for {REPLICAS}");
-    agreed(&scope)?;
+    let bare = check_bare_pods(&scope, &before, &shares_before)?;
+    check_deployment(&scope, &first, &before, bare)?;
+    wait_consistent(&scope)?;
     health(&cluster, 3, "")?;
     health(&cluster, 2, "NeedsReset")?;
     offers(&cluster, SHARES, 10 * (GPUS - 1))?;
-    ensure!(beside == undisturbed(&cluster, &scope, "beside")?, "a pod of another node was disturbed");
+    ensure!(beside == container_and_restarts(&cluster, &scope, "beside")?, "a pod of another node was disturbed");
     scope.pod_on(NODE, "new", &json!({SHARES: 5}), HOLD)?;
     scope.running("new")?;
-    ensure!(scope.seen("new")?["sms"] == sms(5), "the new pod has other limits");
-    agreed(&scope)
+    check_limits(&scope, "new", 5)?;
+    wait_consistent(&scope)
 }
 
 #[test]
-fn without_an_api_server_a_node_that_is_started_again_starts_nothing_and_with_it_all_that_is_made_anew_is_back()
--> Result<()> {
+fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "reboot-alone")?;
     deploy(&scope)?;
-    made(&scope, &BTreeSet::new())?;
+    deployed(&scope, &BTreeSet::new())?;
     let before = containers(&scope)?;
-    let socket = of_node("/var/lib/kubelet/device-plugins/kubelet.sock")?;
-    let bound = |path: &Path| fs::metadata(path).map(|found| (found.ino(), found.ctime(), found.ctime_nsec())).ok();
-    let down = Down::cut()?;
-    let no_api = NoApi::now()?;
-    let old = bound(&socket);
-    // It waits for the node to be Ready, which takes an API server, and lets nobody else start
-    // anything meanwhile.
+    let socket = node_file("/var/lib/kubelet/device-plugins/kubelet.sock")?;
+    let identity = |path: &Path| fs::metadata(path).map(|found| (found.ino(), found.ctime(), found.ctime_nsec())).ok();
+    let power_cut = PowerCut::new()?;
+    let api_server_down = ApiServerDown::new()?;
+    let old = identity(&socket);
+    // Runs in the background: it waits for the node to be Ready, which needs an API server, and
+    // meanwhile no other `cluster start` can run.
     let mut starting = Command::new("cluster").args(["start", COMPONENT]).spawn()?;
     let started =
-        wait_until("the kubelet takes device plugins", || Ok(bound(&socket).is_some_and(|new| Some(new) != old)));
+        wait_until("the kubelet accepts device plugins", || Ok(identity(&socket).is_some_and(|new| Some(new) != old)));
     starting.kill()?;
     starting.wait()?;
     started?;
-    // Pods come from the API server, and with them the agent: nobody registers, and nobody is
-    // refused.
+    // The kubelet gets its pods from the API server, the agent among them: without it no plugin
+    // registers and no pod is refused.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
-    drop(no_api);
-    // What of the node does not run yet.
+    drop(api_server_down);
+    // Starts the components of the node that do not run yet.
     launcher(&["start", COMPONENT])?;
-    drop(down);
-    for name in made(&scope, &before)? {
-        ensure!(scope.seen(&name)?["sms"] == sms(EACH), "{name} has other limits: {}", scope.seen(&name)?);
+    drop(power_cut);
+    for name in deployed(&scope, &before)? {
+        check_limits(&scope, &name, EACH)?;
     }
     offers(&cluster, SHARES, 10 * GPUS)?;
-    agreed(&scope)?;
-    let parts = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
-    let refused: Vec<String> = parts
+    wait_consistent(&scope)?;
+    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods"))?;
+    let refused: Vec<String> = pods
         .iter()
         .filter(|pod| is_refusal(&text(&pod["status"]["reason"])))
         .map(|pod| text(&pod["metadata"]["name"]))
         .collect();
-    ensure!(refused.is_empty(), "the kubelet refused Cleave's own: {refused:?}");
+    ensure!(refused.is_empty(), "the kubelet refused pods of Cleave: {refused:?}");
     Ok(())
 }

@@ -1,66 +1,69 @@
-//! Restarting, upgrading or killing any part of Cleave, or the kubelet, disturbs no running pod.
+//! A restart, an upgrade or a kill of any component of Cleave, or of the kubelet, disturbs no
+//! running pod.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM, Scope, hold_until, kubectl, launcher, on_node, process, run, signal, text, wait_until,
+    Cluster, SYSTEM, Scope, kubectl, launcher, on_node, process, run, signal, text, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
-use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
+use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, ten_shares};
 
-/// Two pods that hold seven shares, and what must not change about them.
+/// State of two pods with seven shares, and of the MPS daemons, that must not change.
 struct Running {
     pods: Vec<(String, u64)>,
     daemons: Vec<(String, u64)>,
 }
 
 const PODS: [&str; 2] = ["two", "five"];
-const HELD: u64 = 7;
+const IN_USE: u64 = 7;
 
+/// Creates the pods, and returns their state once they run.
 fn running(cluster: &Cluster, scope: &Scope) -> Result<Running> {
     for (name, shares) in PODS.into_iter().zip([2, 5]) {
         scope.pod(name, &json!({SHARES: shares}), HOLD)?;
     }
     PODS.iter().try_for_each(|name| scope.running(name).map(drop))?;
-    PODS.iter().try_for_each(|name| scope.seen(name).map(drop))?;
+    PODS.iter().try_for_each(|name| scope.client_report(name).map(drop))?;
     Ok(Running { pods: pods(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
+/// Container id and restarts of each pod.
 fn pods(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
-    PODS.iter().map(|name| undisturbed(cluster, scope, name)).collect()
+    PODS.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
 
 impl Running {
-    /// The same containers, the same daemons (which are real processes still), and room for new
-    /// pods.
-    fn still(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
+    /// Checks that the containers and daemons are the same, that the daemons still run, and that a
+    /// new pod starts.
+    fn check_unchanged(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
         ensure!(self.pods == pods(cluster, scope)?, "a running pod was disturbed");
-        wait_until("the node tells its daemons again", || Ok(!daemon_pids(cluster)?.is_empty()))?;
-        ensure!(self.daemons == daemon_pids(cluster)?, "an MPS daemon was started again");
+        wait_until("the node reports its daemons", || Ok(!daemon_pids(cluster)?.is_empty()))?;
+        ensure!(self.daemons == daemon_pids(cluster)?, "an MPS daemon was restarted");
         for (device, pid) in &self.daemons {
             on_node(NODE, &["test", "-d", &format!("/proc/{pid}")])
-                .with_context(|| format!("the daemon of {device} is gone"))?;
+                .with_context(|| format!("the daemon of {device} has exited"))?;
         }
         offers(cluster, SHARES, 10 * GPUS)?;
         scope.pod("new", &json!({SHARES: 3}), HOLD)?;
         scope.running("new")?;
-        ensure!(scope.seen("new")?["sms"] == 38, "the new pod has other limits");
+        ensure!(scope.client_report("new")?["sms"] == 38, "the new pod has other limits");
         Ok(())
     }
 }
 
-/// Fails when the node offers fewer shares than are held.
-fn never_below(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+/// A violation if the node offers fewer shares than are in use.
+fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let offered = cluster.allocatable(NODE, SHARES)?;
-        Ok((offered < HELD).then(|| format!("{offered} shares were offered while {HELD} were held")))
+        Ok((offered < IN_USE).then(|| format!("{offered} shares were offered while {IN_USE} were in use")))
     }
 }
 
-/// The pod of one of Cleave's parts; on [`NODE`] where there is one on each node.
-pub(crate) fn part(cluster: &Cluster, component: &str) -> Result<Value> {
+/// The pod of a component of Cleave: the operator's, or the one on [`NODE`].
+pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value> {
     let pods = cluster
         .list(&format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}"))?;
     let on_node = |pod: &&Value| component == "operator" || pod["spec"]["nodeName"] == NODE;
@@ -71,35 +74,38 @@ pub(crate) fn part(cluster: &Cluster, component: &str) -> Result<Value> {
         .with_context(|| format!("no {component} pod"))
 }
 
-/// What the agent of [`NODE`] answers at a path.
-pub(crate) fn agent_says(cluster: &Cluster, path: &str) -> Result<String> {
-    let name = text(&part(cluster, "agent")?["metadata"]["name"]);
+/// Requests a path from the agent's HTTP server on [`NODE`].
+pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
+    let name = text(&component_pod(cluster, "agent")?["metadata"]["name"]);
     kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM}/pods/{name}:8080/proxy/{path}")])
 }
 
+/// Restart count of a pod's container.
 fn restarts(pod: &Value) -> u64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
 }
 
+/// Whether a pod's container is ready.
 pub(crate) fn ready(pod: &Value) -> bool {
     pod["status"]["containerStatuses"][0]["ready"] == true
 }
 
 #[test]
-fn the_kubelet_is_killed_and_comes_back() -> Result<()> {
+fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "kubelet")?;
     let running = running(&cluster, &scope)?;
     launcher(&["kill", &format!("kubelet@{NODE}")])?;
     launcher(&["start", &format!("kubelet@{NODE}")])?;
-    running.still(&cluster, &scope)
+    running.check_unchanged(&cluster, &scope)
 }
 
-/// While the agent is away the kubelet has none of its devices, and says so if it is asked just
-/// then; its next word, a second later, takes that back. Fails when some are missing, or all for
-/// longer.
-fn none_for_a_moment_at_most(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
-    const MOMENT: Duration = Duration::from_secs(3);
+/// A violation if some of the shares in use are not offered, or none for more than a moment.
+///
+/// While the agent is down, the kubelet has no devices and may report that. It corrects this with
+/// its next report, a second later.
+fn partial_or_long_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+    const MAX_OUTAGE: Duration = Duration::from_secs(3);
     let mut none_since = None;
     move || {
         let offered = cluster.allocatable(NODE, SHARES)?;
@@ -107,39 +113,39 @@ fn none_for_a_moment_at_most(cluster: &Cluster) -> impl FnMut() -> Result<Option
             none_since = None;
         }
         let since = *none_since.get_or_insert_with(Instant::now);
-        let broken = if offered == 0 { since.elapsed() > MOMENT } else { offered < HELD };
-        Ok(broken.then(|| format!("{offered} shares were offered while {HELD} were held")))
+        let violation = if offered == 0 { since.elapsed() > MAX_OUTAGE } else { offered < IN_USE };
+        Ok(violation.then(|| format!("{offered} shares were offered while {IN_USE} were in use")))
     }
 }
 
 #[test]
-fn a_killed_agent_is_back_at_once_and_its_shares_with_it() -> Result<()> {
+fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "agent")?;
     let running = running(&cluster, &scope)?;
-    let before = restarts(&part(&cluster, "agent")?);
+    let before = restarts(&component_pod(&cluster, "agent")?);
     let supervisor = process(NODE, "cleave-supervise")?;
     for _ in 0..3 {
         let old = process(NODE, "cleave-agent")?;
         signal(NODE, "cleave-agent", "KILL")?;
-        hold_until(
-            "the agent is back",
+        wait_without_violation(
+            "the agent is ready",
             || {
                 let another = process(NODE, "cleave-agent").is_ok_and(|pid| pid != old);
                 let all = cluster.allocatable(NODE, SHARES)? == 10 * GPUS;
-                Ok(all && another && part(&cluster, "agent").is_ok_and(|pod| ready(&pod)))
+                Ok(all && another && component_pod(&cluster, "agent").is_ok_and(|pod| ready(&pod)))
             },
-            none_for_a_moment_at_most(&cluster),
+            partial_or_long_outage(&cluster),
         )?;
     }
-    running.still(&cluster, &scope)?;
-    ensure!(process(NODE, "cleave-supervise")? == supervisor, "the supervisor is another");
-    ensure!(restarts(&part(&cluster, "agent")?) == before, "the container was started again");
+    running.check_unchanged(&cluster, &scope)?;
+    ensure!(process(NODE, "cleave-supervise")? == supervisor, "the supervisor was restarted");
+    ensure!(restarts(&component_pod(&cluster, "agent")?) == before, "the container was restarted");
     Ok(())
 }
 
-/// Another agent on [`NODE`], as an upgrade has for a moment and a mistake for long, until this
-/// goes.
+/// A second agent on [`NODE`]. An upgrade causes one for a moment, a mistake for longer. Dropping
+/// the value deletes it.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -148,8 +154,8 @@ struct SecondAgent<'a> {
 impl<'a> SecondAgent<'a> {
     fn start(cluster: &'a Cluster) -> Result<Self> {
         let pods = format!("/api/v1/namespaces/{SYSTEM}/pods");
-        // Without the labels by which the DaemonSet knows its pods.
-        let spec = part(cluster, "agent")?["spec"].take();
+        // Without the labels of the DaemonSet, which would delete the pod.
+        let spec = component_pod(cluster, "agent")?["spec"].take();
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "second-agent"}, "spec": spec});
         let second = Self { cluster, path: format!("{pods}/second-agent") };
         cluster.create(&pods, &pod)?;
@@ -160,7 +166,7 @@ impl<'a> SecondAgent<'a> {
         Ok(ready(&self.cluster.get(&self.path)?))
     }
 
-    fn says(&self, words: &str) -> bool {
+    fn has_logged(&self, words: &str) -> bool {
         self.cluster.read(&format!("{}/log", self.path)).is_ok_and(|log| log.contains(words))
     }
 }
@@ -170,30 +176,32 @@ impl Drop for SecondAgent<'_> {
         let gone = self.cluster.delete(&self.path, None);
         let is_gone = || Ok(self.cluster.find(&self.path)?.is_none());
         if let Err(error) = gone.and_then(|()| wait_until("the second agent is gone", is_gone)) {
-            let _ = writeln!(std::io::stderr(), "there are two agents still: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to delete the second agent: {error:#}");
         }
     }
 }
 
 #[test]
-fn of_two_agents_on_a_node_one_waits_for_the_end_of_the_other_and_takes_over() -> Result<()> {
+fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "two-agents")?;
     let running = running(&cluster, &scope)?;
-    let first = part(&cluster, "agent")?;
+    let first = component_pod(&cluster, "agent")?;
     let second = SecondAgent::start(&cluster)?;
-    hold_until(
-        "the second agent says that it waits",
-        || Ok(second.says("waiting for another agent of this node to exit")),
-        never_below(&cluster),
+    wait_without_violation(
+        "the second agent logs that it waits",
+        || Ok(second.has_logged("waiting for another agent of this node to exit")),
+        fewer_than_in_use(&cluster),
     )?;
-    running.still(&cluster, &scope)?;
+    running.check_unchanged(&cluster, &scope)?;
     ensure!(!second.is_ready()?, "two agents are ready");
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&first["metadata"]["name"])), None)?;
-    hold_until("the second has taken over", || second.is_ready(), none_for_a_moment_at_most(&cluster))?;
+    wait_without_violation("the second agent has taken over", || second.is_ready(), partial_or_long_outage(&cluster))?;
     offers(&cluster, SHARES, 10 * GPUS)?;
     drop(second);
-    wait_until("the third has taken over", || Ok(part(&cluster, "agent").is_ok_and(|pod| ready(&pod))))?;
+    wait_until("the DaemonSet's new agent has taken over", || {
+        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| ready(&pod)))
+    })?;
     offers(&cluster, SHARES, 10 * GPUS)?;
     ensure!(running.pods == pods(&cluster, &scope)?, "a running pod was disturbed");
     scope.pod("last", &json!({SHARES: 1}), HOLD)?;
@@ -201,59 +209,64 @@ fn of_two_agents_on_a_node_one_waits_for_the_end_of_the_other_and_takes_over() -
 }
 
 #[test]
-fn the_agents_container_is_killed_and_comes_back() -> Result<()> {
+fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // Of one whose container was started again before, as by other tests, the kubelet waits longer
-    // each time.
+    // A new pod first: the kubelet delays the restart of a container longer each time, and other
+    // tests have restarted this one.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
-    let old = part(&cluster, "agent")?;
+    let old = component_pod(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&old["metadata"]["name"])), None)?;
-    wait_until("another agent", || Ok(part(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && ready(&pod))))?;
+    wait_until("another agent", || {
+        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| uid(&pod) != uid(&old) && ready(&pod)))
+    })?;
     let running = running(&cluster, &scope)?;
-    let before = restarts(&part(&cluster, "agent")?);
+    let before = restarts(&component_pod(&cluster, "agent")?);
     signal(NODE, "cleave-supervise", "KILL")?;
-    hold_until(
-        "the agent is back",
-        || part(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
-        never_below_once_offered(&cluster),
+    wait_without_violation(
+        "the agent is ready",
+        || component_pod(&cluster, "agent").map(|pod| restarts(&pod) > before && ready(&pod)),
+        partial_outage(&cluster),
     )?;
-    running.still(&cluster, &scope)
+    running.check_unchanged(&cluster, &scope)
 }
 
-/// While the agent's container is down the kubelet tells its devices as unhealthy, which is the
-/// kubelet's doing: allocatable falls to nothing and comes back whole. What must not be seen is
-/// some of them.
-fn never_below_once_offered(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+/// A violation if some, but not all, of the shares in use are missing.
+///
+/// While the agent's container is down, the kubelet reports its devices as unhealthy. Allocatable
+/// drops to zero and returns to all.
+fn partial_outage(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let offered = cluster.allocatable(NODE, SHARES)?;
-        Ok((offered != 0 && offered < HELD).then(|| format!("{offered} shares were offered while {HELD} were held")))
+        Ok((offered != 0 && offered < IN_USE)
+            .then(|| format!("{offered} shares were offered while {IN_USE} were in use")))
     }
 }
 
 #[test]
-fn the_operator_is_killed_and_comes_back() -> Result<()> {
+fn a_killed_operator_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "operator")?;
     let running = running(&cluster, &scope)?;
-    let old = text(&part(&cluster, "operator")?["metadata"]["name"]);
+    let old = text(&component_pod(&cluster, "operator")?["metadata"]["name"]);
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{old}"), Some(0))?;
-    hold_until(
-        "the operator is back",
-        || Ok(part(&cluster, "operator").is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && ready(&pod))),
-        never_below(&cluster),
+    wait_without_violation(
+        "the operator is ready",
+        || Ok(component_pod(&cluster, "operator").is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && ready(&pod))),
+        fewer_than_in_use(&cluster),
     )?;
-    running.still(&cluster, &scope)
+    running.check_unchanged(&cluster, &scope)
 }
 
 #[test]
-fn the_chart_is_upgraded_to_a_new_image() -> Result<()> {
+fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "upgrade")?;
     let running = running(&cluster, &scope)?;
-    let host = text(&part(&cluster, "mps-host")?["metadata"]["uid"]);
-    let old = text(&part(&cluster, "agent")?["metadata"]["uid"]);
-    // With the DaemonSet left as it is, --wait has something to come to while pods use MPS.
+    let host = text(&component_pod(&cluster, "mps-host")?["metadata"]["uid"]);
+    let old = text(&component_pod(&cluster, "agent")?["metadata"]["uid"]);
+    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Else `--wait` would wait for pods that
+    // use MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");
@@ -276,32 +289,32 @@ fn the_chart_is_upgraded_to_a_new_image() -> Result<()> {
         )
     };
     helm("next", "Never")?;
-    let upgraded = part(&cluster, "agent")?;
+    let upgraded = component_pod(&cluster, "agent")?;
     ensure!(text(&upgraded["metadata"]["uid"]) != old, "the agent was not upgraded");
     ensure!(text(&upgraded["spec"]["containers"][0]["image"]).ends_with(":next"), "{}", upgraded["spec"]);
     ensure!(
-        text(&part(&cluster, "mps-host")?["metadata"]["uid"]) == host,
+        text(&component_pod(&cluster, "mps-host")?["metadata"]["uid"]) == host,
         "the MPS host was replaced under running clients"
     );
-    let parts = cluster.list(&format!(
+    let sets = cluster.list(&format!(
         "/apis/apps/v1/namespaces/{SYSTEM}/daemonsets?labelSelector=app.kubernetes.io/component=mps-host"
     ))?;
     ensure!(
-        parts.iter().all(|set| set["status"]["updatedNumberScheduled"] == set["status"]["desiredNumberScheduled"]),
-        "who waits for the MPS host to be up to date waits for ever"
+        sets.iter().all(|set| set["status"]["updatedNumberScheduled"] == set["status"]["desiredNumberScheduled"]),
+        "the DaemonSet of the MPS hosts never becomes up to date"
     );
-    let checked = running.still(&cluster, &scope);
+    let checked = running.check_unchanged(&cluster, &scope);
     helm("dev", "WhenIdle")?;
     checked
 }
 
 #[test]
-fn kubectl_reads_well() -> Result<()> {
+fn kubectl_prints_useful_columns() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _scope = ten_shares(&cluster, "columns")?;
     let printed = kubectl(&["get", "sharingpolicies,gpunodes"])?;
     for word in ["ten-shares", "Mps", NODE, "H100"] {
-        ensure!(printed.contains(word), "{word:?} is missing in\n{printed}");
+        ensure!(printed.contains(word), "{word:?} is missing in:\n{printed}");
     }
     Ok(())
 }

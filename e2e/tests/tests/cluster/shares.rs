@@ -1,5 +1,5 @@
-//! `nvidia.com/gpu-mps: N` is N shares of one GPU, limited as N shares; a tenant cannot raise them,
-//! nor administer MPS.
+//! `nvidia.com/gpu-mps: N` gives N shares of one GPU, with the limits of N shares. A tenant cannot
+//! raise the limits or administer MPS.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, pod, text, wait_until};
 use cleave_plan::mps::{self, Threads};
@@ -9,11 +9,12 @@ use serde_json::json;
 use crate::gate::told;
 use crate::{HOLD, NODE, SHARES, SMS, allocations, ten_shares};
 
-/// What a client may see as free: its share less its own context, whose size is the driver's.
+/// Upper bound of the memory of a CUDA context, in MiB. A client sees its limit less its context as
+/// free.
 const CONTEXT: u64 = 600;
 
-/// SMs and MiB of `shares` of ten on a GPU with `total` MiB.
-pub(crate) fn worth(shares: u32, total: u64) -> (Sms, Mebibytes) {
+/// Limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
+pub(crate) fn limits(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::threads(shares, 10, Threads::Strict);
     (mps::sms(threads, Sms(SMS)), mps::memory(shares, 10, Mebibytes(total)))
 }
@@ -30,26 +31,29 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
     for shares in sizes {
         let name = format!("p{shares}");
         scope.running(&name)?;
-        let seen = scope.seen(&name)?;
-        let (sms, memory) = worth(shares, total);
-        ensure!(seen["viaMps"] == true && seen["sms"] == sms.0, "{name} sees {seen}, expected {sms}");
-        let free = seen["freeMiB"].as_u64().context("no freeMiB")?;
+        let report = scope.client_report(&name)?;
+        let (sms, memory) = limits(shares, total);
+        ensure!(report["viaMps"] == true && report["sms"] == sms.0, "{name} reports {report}, expected {sms}");
+        let free = report["freeMiB"].as_u64().context("no freeMiB")?;
         ensure!(
             free <= memory.0 && free + CONTEXT >= memory.0,
-            "{name} sees {free} MiB, expected {memory} less a context"
+            "{name} reports {free} MiB, expected {memory} less a context"
         );
-        wait_until(&format!("the node tells who holds {name}'s shares"), || {
+        wait_until(&format!("the node reports the allocation of {name}"), || {
             Ok(!allocations(&cluster, &scope, &name)?.is_empty())
         })?;
-        let held = allocations(&cluster, &scope, &name)?;
-        ensure!(held.len() == 1, "{name} is on several GPUs: {held:?}");
-        let ids = held[0]["ids"].as_array().map_or(0, Vec::len);
+        let allocated = allocations(&cluster, &scope, &name)?;
+        ensure!(allocated.len() == 1, "{name} is on several GPUs: {allocated:?}");
+        let ids = allocated[0]["ids"].as_array().map_or(0, Vec::len);
         ensure!(
-            ids == shares as usize && held[0]["sms"] == sms.0 && held[0]["memoryMib"] == memory.0,
-            "{name} holds {}",
-            held[0]
+            ids == shares as usize && allocated[0]["sms"] == sms.0 && allocated[0]["memoryMib"] == memory.0,
+            "{name} has the allocation {}",
+            allocated[0]
         );
-        ensure!(text(&seen["uuid"]) == text(&held[0]["device"]), "{name} sees another GPU than it holds");
+        ensure!(
+            text(&report["uuid"]) == text(&allocated[0]["device"]),
+            "{name} reports another GPU than it has shares of"
+        );
     }
     Ok(())
 }
@@ -62,25 +66,28 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
     scope.running("three")?;
     let shell = |script: &str| scope.exec("three", &["sh", "-c", script]);
     let listed = shell("ls -A \"$CUDA_MPS_PIPE_DIRECTORY\"")?;
-    ensure!(listed.trim() == "control", "the folder holds {listed:?}");
+    ensure!(listed.trim() == "control", "the folder has {listed:?}");
     let write = shell("touch \"$CUDA_MPS_PIPE_DIRECTORY\"/x 2>&1 || true")?;
-    ensure!(write.contains("Read-only"), "the folder can be written to: {write:?}");
+    ensure!(write.contains("Read-only"), "the folder is writable: {write:?}");
     for command in ["set_default_active_thread_percentage 100", "get_server_list", "terminate_client 1 1", "quit"] {
         let refused = shell(&format!("cleave-client --admin '{command}'"));
         ensure!(refused.is_err(), "{command} was answered: {refused:?}");
     }
-    let (sms, memory) = worth(3, 1 << 40);
+    let (sms, memory) = limits(3, 1 << 40);
     let raised =
         shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1000G cleave-client --once")?;
     let raised: serde_json::Value = serde_json::from_str(raised.trim())?;
-    ensure!(raised["sms"] == sms.0, "raised by hand, it sees {raised}");
-    ensure!(raised["freeMiB"].as_u64().is_some_and(|free| free < memory.0), "raised by hand, it sees {raised}");
+    ensure!(raised["sms"] == sms.0, "with raised limits the client reports {raised}");
+    ensure!(
+        raised["freeMiB"].as_u64().is_some_and(|free| free < memory.0),
+        "with raised limits the client reports {raised}"
+    );
     let lowered: serde_json::Value =
         serde_json::from_str(shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=10 cleave-client --once")?.trim())?;
-    ensure!(lowered["sms"] == worth(1, 1).0.0, "lowered by hand, it sees {lowered}");
-    // The daemons have outlived the attempts.
+    ensure!(lowered["sms"] == limits(1, 1).0.0, "with lowered limits the client reports {lowered}");
+    // The daemons still serve after these attempts.
     let after: serde_json::Value = serde_json::from_str(shell("cleave-client --once")?.trim())?;
-    ensure!(after["sms"] == sms.0 && after["viaMps"] == true, "afterwards it sees {after}");
+    ensure!(after["sms"] == sms.0 && after["viaMps"] == true, "afterwards the client reports {after}");
     Ok(())
 }
 
@@ -92,14 +99,14 @@ fn users_other_than_root_share_too() -> Result<()> {
     plain["spec"]["securityContext"] = json!({"runAsUser": 1000, "runAsGroup": 1000});
     scope.pod("root", &json!({SHARES: 1}), HOLD)?;
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &plain)?;
-    ensure!(scope.seen("root")?["sms"] == worth(1, 1).0.0);
-    let seen = scope.seen("plain")?;
-    ensure!(seen["sms"] == worth(2, 1).0.0 && seen["viaMps"] == true, "as uid 1000 it sees {seen}");
+    ensure!(scope.client_report("root")?["sms"] == limits(1, 1).0.0);
+    let report = scope.client_report("plain")?;
+    ensure!(report["sms"] == limits(2, 1).0.0 && report["viaMps"] == true, "as uid 1000 the client reports {report}");
     Ok(())
 }
 
 #[test]
-fn a_node_is_filled_to_its_last_share_and_what_is_freed_is_used_again() -> Result<()> {
+fn all_shares_of_a_node_can_be_used_and_reused() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "full")?;
     for index in 0..8 {
@@ -112,9 +119,9 @@ fn a_node_is_filled_to_its_last_share_and_what_is_freed_is_used_again() -> Resul
     told(&scope, "late", "no device has 5 nvidia.com/gpu-mps free")?;
     scope.delete_pod("five-3", 0)?;
     scope.running("late")?;
-    ensure!(scope.seen("late")?["sms"] == worth(5, 1).0.0);
+    ensure!(scope.client_report("late")?["sms"] == limits(5, 1).0.0);
     for name in scope.pods()?.iter().map(|pod| text(&pod["metadata"]["name"])) {
-        wait_until(&format!("the node tells who holds {name}'s shares"), || {
+        wait_until(&format!("the node reports the allocation of {name}"), || {
             Ok(!allocations(&cluster, &scope, &name)?.is_empty())
         })?;
         ensure!(allocations(&cluster, &scope, &name)?.len() == 1, "{name} is on several GPUs");
@@ -123,11 +130,11 @@ fn a_node_is_filled_to_its_last_share_and_what_is_freed_is_used_again() -> Resul
 }
 
 #[test]
-fn a_pod_around_the_gate_that_no_gpu_can_hold_is_refused_by_the_node_with_a_sentence() -> Result<()> {
+fn the_node_refuses_a_pod_that_bypassed_the_gate_and_fits_no_gpu() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "toomany")?;
-    let around = json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}});
-    cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &around)?;
+    let bypass = json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}});
+    cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &bypass)?;
     wait_until("pods of the namespace are not gated", || {
         let pod = scope.pod("eleven", &json!({SHARES: 11}), HOLD)?;
         let gated = pod["spec"]["schedulingGates"].is_array();
@@ -136,7 +143,7 @@ fn a_pod_around_the_gate_that_no_gpu_can_hold_is_refused_by_the_node_with_a_sent
         }
         Ok(!gated)
     })?;
-    wait_until("the pod says why it cannot run", || {
+    wait_until("the pod's status says why it cannot run", || {
         let status = cluster.get(&scope.pod_path("eleven"))?["status"].clone();
         Ok(text(&status["reason"]) == "UnexpectedAdmissionError" && text(&status["message"]).contains("no single GPU"))
     })

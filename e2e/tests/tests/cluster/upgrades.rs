@@ -1,20 +1,21 @@
-//! MPS hosts take what their `DaemonSet` is changed to when nothing uses MPS on their node, and not
-//! before (`mpsHost.upgrade: WhenIdle`).
+//! With `mpsHost.upgrade: WhenIdle`, the operator replaces an outdated MPS host once no pod uses
+//! MPS on its node.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM, hold_until, run, text, wait_until};
+use cleave_e2e::{Cluster, SYSTEM, run, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
 use crate::health::cleave;
-use crate::restarts::{part, ready};
-use crate::{GPUS, HOLD, NODE, SHARES, daemon_pids, offers, ten_shares, undisturbed};
+use crate::restarts::{component_pod, ready};
+use crate::{GPUS, HOLD, NODE, SHARES, container_and_restarts, daemon_pids, offers, ten_shares};
 
-/// Of the template, as an upgrade of the chart could change it.
+/// Annotation of the template. The tests change it to simulate an upgrade of the chart.
 const RELEASE: &str = "e2e/release";
 
-/// The `DaemonSet` of the MPS hosts; as it was, and all of them with it, when the value goes.
+/// The `DaemonSet` of the MPS hosts. Dropping the value restores it, and waits until all hosts
+/// match.
 struct Template<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -28,15 +29,17 @@ impl<'a> Template<'a> {
         let template = Self { cluster, path, image };
         // An earlier run may have been killed.
         template.annotate(&Value::Null)?;
-        template.reached()?;
+        template.wait_rolled_out()?;
         Ok(template)
     }
 
+    /// Changes the annotation of the template.
     fn annotate(&self, release: &Value) -> Result<()> {
         let change = json!({"spec": {"template": {"metadata": {"annotations": {RELEASE: release}}}}});
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
+    /// Changes the image of the template.
     fn image(&self, image: &str) -> Result<()> {
         let mut set = self.cluster.get(&self.path)?;
         let containers = &mut set["spec"]["template"]["spec"]["containers"];
@@ -45,8 +48,8 @@ impl<'a> Template<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Whether all hosts are as it says, and ready.
-    fn is_reached(&self) -> Result<bool> {
+    /// Whether all hosts match the template and are ready. An error has the status.
+    fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let status = &set["status"];
         let all = &status["desiredNumberScheduled"];
@@ -59,54 +62,58 @@ impl<'a> Template<'a> {
         Ok(true)
     }
 
-    fn reached(&self) -> Result<()> {
-        wait_until("all MPS hosts are of the newest revision", || self.is_reached())
+    /// Waits until all hosts match the template and are ready.
+    fn wait_rolled_out(&self) -> Result<()> {
+        wait_until("all MPS hosts are of the newest revision", || self.is_rolled_out())
     }
 }
 
 impl Drop for Template<'_> {
     fn drop(&mut self) {
-        let restored = self.annotate(&Value::Null).and_then(|()| self.image(&self.image)).and_then(|()| self.reached());
+        let restored =
+            self.annotate(&Value::Null).and_then(|()| self.image(&self.image)).and_then(|()| self.wait_rolled_out());
         if let Err(error) = restored {
-            let _ = writeln!(std::io::stderr(), "the MPS hosts are not as they were: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to restore the MPS hosts: {error:#}");
         }
     }
 }
 
-/// MPS hosts by node, those that are going left out.
+/// MPS host pods by node, without terminating ones.
 fn hosts(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM}/pods?{selector}"))?;
-    let stays = pods.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
-    Ok(stays.map(|pod| (text(&pod["spec"]["nodeName"]), pod)).collect())
+    let remaining = pods.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+    Ok(remaining.map(|pod| (text(&pod["spec"]["nodeName"]), pod)).collect())
 }
 
+/// UIDs of the MPS host pods, by node.
 fn uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
     Ok(hosts(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }
 
-/// Nodes without a host that is ready: more than one is one too many.
+/// A violation if more than one node has no MPS host that is ready.
 fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
     move || {
         let hosts = hosts(cluster)?;
         let up = hosts.values().filter(|pod| ready(pod)).count();
-        Ok((up + 1 < nodes).then(|| format!("of {nodes} MPS hosts {up} are up")))
+        Ok((up + 1 < nodes).then(|| format!("only {up} of {nodes} MPS hosts are ready")))
     }
 }
 
 #[test]
-fn an_mps_host_is_replaced_when_the_last_pod_with_shares_has_left_its_node_and_not_before() -> Result<()> {
+fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_has_left_its_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let template = Template::of(&cluster)?;
     let scope = ten_shares(&cluster, "idle-upgrade")?;
     scope.pod_on(NODE, "holder", &json!({SHARES: 2}), HOLD)?;
     scope.running("holder")?;
-    scope.seen("holder")?;
-    let (before, daemons, old) = (undisturbed(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, uids(&cluster)?);
-    let name = text(&part(&cluster, "mps-host")?["metadata"]["name"]);
+    scope.client_report("holder")?;
+    let (before, daemons, old) =
+        (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, uids(&cluster)?);
+    let name = text(&component_pod(&cluster, "mps-host")?["metadata"]["name"]);
     template.annotate(&json!("next"))?;
-    // Nobody uses MPS on the others.
-    hold_until(
+    // No pod uses MPS on the other nodes.
+    wait_without_violation(
         "the hosts of all other nodes are replaced",
         || {
             let hosts = hosts(&cluster)?;
@@ -117,30 +124,35 @@ fn an_mps_host_is_replaced_when_the_last_pod_with_shares_has_left_its_node_and_n
         },
         || {
             let uid = uids(&cluster)?.remove(NODE);
-            Ok((uid.as_ref() != old.get(NODE)).then(|| format!("the host of {NODE} was replaced under a client")))
+            Ok((uid.as_ref() != old.get(NODE))
+                .then(|| format!("the host of {NODE} was replaced while it had a client")))
         },
     )?;
-    // While it waits it takes new pods as ever.
+    // The node accepts new pods while the replacement is pending.
     scope.pod_on(NODE, "guest", &json!({SHARES: 3}), HOLD)?;
     scope.running("guest")?;
     scope.delete_pod("guest", 0)?;
-    ensure!(before == undisturbed(&cluster, &scope, "holder")?, "a running pod was disturbed");
-    ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was started again");
+    ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "a running pod was disturbed");
+    ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
 
     scope.delete_pod("holder", 0)?;
     wait_until("the host is replaced", || Ok(uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE))))?;
-    // It waits at the gate, or for its daemon, and fails in no case.
+    // The new pod waits at the gate or for its MPS daemon, but does not fail.
     scope.pod_on(NODE, "next", &json!({SHARES: 2}), HOLD)?;
     scope.running("next")?;
-    ensure!(scope.seen("next")?["sms"] == 26, "the new pod has other limits: {}", scope.seen("next")?);
-    template.reached()?;
+    ensure!(
+        scope.client_report("next")?["sms"] == 26,
+        "the new pod has other limits: {}",
+        scope.client_report("next")?
+    );
+    template.wait_rolled_out()?;
     offers(&cluster, SHARES, 10 * GPUS)?;
-    wait_until("the DaemonSet is told of it", || {
+    wait_until("the DaemonSet has an Event of the replacement", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM}/events"))?;
         let names = |event: &Value| text(&event["note"]).starts_with(&format!("{SYSTEM}/{name} is replaced"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
-    // What it is put back to waits for this one to leave.
+    // The restored template can roll out only after this pod has left.
     scope.delete_pod("next", 0)
 }
 
@@ -161,7 +173,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
         wait_until("the host is replaced", || {
             Ok(uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
         })?;
-        template.reached()
+        template.wait_rolled_out()
     };
     let outcome = drained();
     uncordon()?;
@@ -173,29 +185,34 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
 }
 
 #[test]
-fn an_image_that_cannot_be_had_takes_one_node_and_no_other_and_the_next_change_mends_it() -> Result<()> {
+fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Result<()> {
     let cluster = Cluster::connect()?;
     let template = Template::of(&cluster)?;
     let old = uids(&cluster)?;
     template.image("localhost/cleave:none")?;
-    let waits = |pod: &Value| {
+    let cannot_start = |pod: &Value| {
         let waiting = &pod["status"]["containerStatuses"][0]["state"]["waiting"];
         text(&waiting["reason"]).starts_with("ErrImage") || waiting["reason"] == "ImagePullBackOff"
     };
-    hold_until(
+    wait_without_violation(
         "one host cannot start",
-        || Ok(hosts(&cluster)?.values().any(waits)),
+        || Ok(hosts(&cluster)?.values().any(cannot_start)),
         more_than_one_down(&cluster, old.len()),
     )?;
-    // Back to what it was: those that are so still are up to date, and the other is replaced once
-    // more.
-    let bad: Vec<String> = hosts(&cluster)?.into_iter().filter(|(_, pod)| waits(pod)).map(|(node, _)| node).collect();
+    // With the old image the unaffected hosts are up to date, and the affected one is replaced
+    // again.
+    let affected: Vec<String> =
+        hosts(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
     template.image(&template.image)?;
-    hold_until("all hosts serve", || template.is_reached().or(Ok(false)), more_than_one_down(&cluster, old.len()))?;
+    wait_without_violation(
+        "all hosts are ready",
+        || template.is_rolled_out().or(Ok(false)),
+        more_than_one_down(&cluster, old.len()),
+    )?;
     let now = uids(&cluster)?;
     for (node, uid) in &old {
         let now = now.get(node).with_context(|| format!("{node} has no MPS host"))?;
-        ensure!((now == uid) != bad.contains(node), "the host of {node} was replaced without need, or not at all");
+        ensure!((now == uid) != affected.contains(node), "the host of {node} was replaced without need, or not at all");
     }
     Ok(())
 }

@@ -1,29 +1,29 @@
-//! What goes wrong, one thing at a time.
+//! Disrupts one component of the cluster at a time: kills it, stops it, or lets its calls fail.
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use cleave_e2e::{Cluster, Random, SYSTEM, launcher, on_node, process, signal, signal_component, text, wait_until};
 
-use crate::{CUT, Count, SHARED, listed, pick};
+use crate::common::{Counts, DYNAMIC, SHARED, listed, pick};
 
-/// What was struck.
-pub(crate) struct Victim {
-    /// What was done.
+/// One disruption that was carried out.
+pub(crate) struct Disruption {
+    /// Kind of disruption, from [`DISRUPTIONS`].
     pub(crate) what: &'static str,
-    /// The node.
+    /// The node on which it happened.
     pub(crate) node: &'static str,
-    /// The node whose clients of MPS may fail for it.
-    pub(crate) mps_of: Option<&'static str>,
+    /// Whether the MPS clients of the node may fail because of it.
+    pub(crate) breaks_clients: bool,
 }
 
-/// What was done so far.
+/// Carries out disruptions and counts them. Dropping it repairs what is still disrupted.
 #[derive(Debug, Default)]
 pub(crate) struct Chaos {
-    done: Count,
+    done: Counts,
 }
 
-/// What can happen, and whether it ends the node's clients of MPS.
-const BLOWS: [(&str, bool); 16] = [
+/// The kinds of disruption, and whether each one breaks the node's MPS clients.
+const DISRUPTIONS: [(&str, bool); 16] = [
     ("agent", false),
     ("agent's container", false),
     ("operator", false),
@@ -43,68 +43,71 @@ const BLOWS: [(&str, bool); 16] = [
 ];
 
 impl Chaos {
-    /// Strikes once, and waits until what was struck is back.
-    pub(crate) fn strike(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Victim> {
-        let node = *pick(random, &[SHARED, CUT]).context("no node")?;
-        let &(what, ends_clients) = pick(random, &BLOWS).context("nothing to do")?;
-        blow(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
+    /// Carries out a random disruption, and waits until the component has recovered.
+    pub(crate) fn disrupt(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Disruption> {
+        let node = *pick(random, &[SHARED, DYNAMIC]).context("no node")?;
+        let &(what, breaks_clients) = pick(random, &DISRUPTIONS).context("no disruption")?;
+        carry_out(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
-        Ok(Victim { what, node, mps_of: ends_clients.then_some(node) })
+        Ok(Disruption { what, node, breaks_clients })
     }
 
-    /// Takes away what is still wrong.
-    pub(crate) fn heal() -> Result<()> {
-        for node in [SHARED, CUT] {
+    /// Ends all disruptions that last.
+    pub(crate) fn repair() -> Result<()> {
+        for node in [SHARED, DYNAMIC] {
             simgpu(node, &["clear"])?;
             on_node(node, &["chattr", "-i", "/var/lib/cleave"])?;
         }
         Ok(())
     }
 
+    /// The disruptions so far, counted by kind.
     pub(crate) fn summary(&self) -> String {
-        format!("struck: {}", listed(&self.done))
+        format!("disrupted: {}", listed(&self.done))
     }
 }
 
 impl Drop for Chaos {
     fn drop(&mut self) {
-        if let Err(error) = Self::heal() {
-            eprintln!("what was broken could not be healed: {error:#}");
+        if let Err(error) = Self::repair() {
+            eprintln!("failed to repair the cluster: {error:#}");
         }
     }
 }
 
+/// Runs `simgpu` on a node: it injects faults into the simulated GPUs.
 fn simgpu(node: &str, args: &[&str]) -> Result<String> {
     let mut command = vec!["/opt/simgpu/bin/simgpu"];
     command.extend_from_slice(args);
     on_node(node, &command)
 }
 
-fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) -> Result<()> {
+/// Carries out one kind of disruption, and waits until the component has recovered.
+fn carry_out(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) -> Result<()> {
     match what {
         "agent" => {
             let old = process(node, "cleave-agent")?;
             signal(node, "cleave-agent", "KILL")?;
-            wait_until("another agent runs", || Ok(process(node, "cleave-agent")? != old))?;
-            ready(cluster, node, "agent")
+            wait_until("the agent was restarted", || Ok(process(node, "cleave-agent")? != old))?;
+            wait_ready(cluster, node, "agent")
         }
         "agent's container" => {
             signal(node, "cleave-supervise", "KILL")?;
-            // The kubelet starts a container that was killed often after minutes; a new pod at
-            // once.
-            renewed(cluster, node, "agent")
+            // The kubelet restarts a container that was killed often only after minutes, but starts
+            // a new pod at once.
+            replace_pods(cluster, node, "agent")
         }
         "MPS host" => {
             signal(node, "cleave-mps-host", "KILL")?;
-            renewed(cluster, node, "mps-host")?;
-            ready(cluster, node, "agent")
+            replace_pods(cluster, node, "mps-host")?;
+            wait_ready(cluster, node, "agent")
         }
-        "operator" => renewed(cluster, node, "operator"),
+        "operator" => replace_pods(cluster, node, "operator"),
         "kubelet" | "containerd" => {
             let component = format!("{what}@{node}");
             launcher(&["kill", &component])?;
             launcher(&["start", &component])?;
-            ready(cluster, node, "agent")
+            wait_ready(cluster, node, "agent")
         }
         "API server" | "scheduler" => {
             let component = if what == "scheduler" { what } else { "apiserver" };
@@ -112,12 +115,12 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
             launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => mps(cluster, random, what, node),
-        // No answers, late answers, and answers by 5xx.
-        "API server stopped" => stopped("apiserver", random),
-        "etcd stopped" => stopped("etcd", random),
+        // Requests get no answer, a late answer, or a 5xx status.
+        "API server stopped" => stop_briefly("apiserver", random),
+        "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
         "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
-        // What cannot be written is tried again until it can.
+        // An immutable folder refuses writes, as a full disk does. The agent must retry.
         "full disk" => {
             on_node(node, &["chattr", "+i", "/var/lib/cleave"])?;
             std::thread::sleep(Duration::from_secs(random.below(4)));
@@ -131,23 +134,25 @@ fn blow(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) 
     }
 }
 
-/// Stops a process of the cluster for some seconds.
-fn stopped(component: &str, random: &mut Random) -> Result<()> {
+/// Stops a component of the cluster for some seconds, then continues it.
+fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
     signal_component(component, "STOP")?;
     std::thread::sleep(Duration::from_secs(1 + random.below(8)));
     signal_component(component, "CONT")
 }
 
-/// Kills one of a node's MPS processes, where there is one.
+/// Kills one MPS daemon or server of a node, if there is one, and waits until all daemons serve.
 fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
-    // It may have ended by itself meanwhile.
+    // It may have exited by itself meanwhile.
     let _ = on_node(node, &["kill", "-9", pid]);
-    wait_until("it is gone", || Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err()))?;
-    wait_until("all of the node's MPS daemons serve", || {
+    wait_until("the killed process is gone", || {
+        Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
+    })?;
+    wait_until("all MPS daemons of the node serve", || {
         let object = cluster.gpunode(node)?;
         let gpus = object["status"]["gpus"].as_array().cloned().unwrap_or_default();
         let daemons: Vec<_> = gpus.iter().flat_map(|gpu| gpu["mps"].as_array().cloned().unwrap_or_default()).collect();
@@ -157,26 +162,28 @@ fn mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result
     })
 }
 
-fn parts(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
+/// A component's pods: the one of the node, or that of the operator.
+fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path = format!("/api/v1/namespaces/{SYSTEM}/pods?labelSelector=app.kubernetes.io/component={component}");
-    let of_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;
-    Ok(cluster.list(&path)?.into_iter().filter(of_node).collect())
+    let is_on_node = |pod: &serde_json::Value| component == "operator" || pod["spec"]["nodeName"] == node;
+    Ok(cluster.list(&path)?.into_iter().filter(is_on_node).collect())
 }
 
-/// Replaces the pods of a part of Cleave, and waits until the new ones are ready.
-fn renewed(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
-    for pod in parts(cluster, node, component)? {
+/// Deletes the pods of a component without grace, and waits until their replacements are ready.
+fn replace_pods(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
+    for pod in component_pods(cluster, node, component)? {
         cluster.delete(&format!("/api/v1/namespaces/{SYSTEM}/pods/{}", text(&pod["metadata"]["name"])), Some(0))?;
     }
-    ready(cluster, node, component)
+    wait_ready(cluster, node, component)
 }
 
-fn ready(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
+/// Waits until all pods of a component are ready.
+fn wait_ready(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
     wait_until(&format!("the {component} of {node} is ready"), || {
-        let parts = parts(cluster, node, component)?;
+        let pods = component_pods(cluster, node, component)?;
         let is_ready = |pod: &serde_json::Value| {
             pod["metadata"]["deletionTimestamp"].is_null() && pod["status"]["containerStatuses"][0]["ready"] == true
         };
-        Ok(!parts.is_empty() && parts.iter().all(is_ready))
+        Ok(!pods.is_empty() && pods.iter().all(is_ready))
     })
 }

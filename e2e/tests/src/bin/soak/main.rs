@@ -1,13 +1,13 @@
-//! Churn and chaos for a given time, and what of the promises was broken meanwhile, or is left
-//! behind.
+//! Runs pod churn and component failures for a given time, and checks Cleave's promises throughout.
+//! At the end it checks that nothing is left behind on the nodes and that no program has grown.
 //!
-//! `make soak MINUTES=30 SEED=1` brings up a cluster of two nodes with four GPUs each and runs
-//! this. The same seed makes the same choices; what they meet depends on timing.
+//! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
+//! program. A seed determines all choices; their effects depend on timing.
 mod chaos;
+mod common;
 mod promises;
-mod traces;
+mod resources;
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -16,29 +16,21 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::chaos::Chaos;
-use crate::promises::{Look, Seen};
-use crate::traces::Traces;
+use crate::common::{DYNAMIC, SHARED, SHARES, UNITS};
+use crate::promises::{Observation, Tracker};
+use crate::resources::ObjectCounts;
 
-/// Its GPUs have ten shares each.
-const SHARED: &str = "node1";
-/// Its GPUs are cut as pods ask for it.
-const CUT: &str = "node2";
-const SHARES: &str = "nvidia.com/gpu-mps";
+/// Resource of whole GPUs.
 const WHOLE: &str = "nvidia.com/gpu";
-const UNITS: usize = 10;
-/// Pods that live at once: the kubelet takes 110, and as many sandboxes are all that two cores can
-/// do.
-const CROWD: usize = 40;
-/// Holds what it got, and is hurt by nothing that happens to MPS.
+/// Maximum number of pods at a time. The kubelet accepts 110, but two cores cannot run that many
+/// sandboxes.
+const MAX_PODS: usize = 40;
+/// Keeps its allocation without using MPS, so that no failure of MPS affects it.
 const STAY: &str = "exec sleep 1000000";
-/// A client of MPS: it may fail when its daemon or server is killed, and never otherwise.
+/// An MPS client. It may fail when its MPS daemon or server is killed, and must not fail otherwise.
 const CLIENT: &str = "exec cleave-client --hold forever";
 
-/// One of some things.
-pub(crate) fn pick<'a, T>(random: &mut Random, of: &'a [T]) -> Option<&'a T> {
-    of.get(usize::try_from(random.below(of.len() as u64)).unwrap_or_default())
-}
-
+/// Reads a number from an environment variable.
 fn number(name: &str, default: u64) -> Result<u64> {
     std::env::var(name).map_or(Ok(default), |text| text.parse().with_context(|| format!("{name}={text}")))
 }
@@ -46,139 +38,144 @@ fn number(name: &str, default: u64) -> Result<u64> {
 fn main() -> Result<()> {
     let minutes = number("MINUTES", 5)?;
     let seed = number("SEED", 1)?;
-    ensure!(seed > 0, "SEED=0 gives no numbers");
+    ensure!(seed > 0, "SEED must not be 0");
     let mut random = Random::seeded(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "soak")?;
     policies(&scope)?;
-    settled(&scope)?;
-    let before = Traces::of_nodes()?;
+    wait_settled(&scope)?;
+    let before = ObjectCounts::of_nodes()?;
     println!("soak: {minutes} minutes, seed {seed}");
 
-    let mut seen = Seen::default();
-    let (mut chaos, mut blows) = (Chaos::default(), Vec::new());
-    let mut memory = vec![traces::memory()?];
+    let mut tracker = Tracker::default();
+    let (mut chaos, mut disruptions) = (Chaos::default(), Vec::new());
+    let mut memory = vec![resources::memory()?];
     let end = Instant::now() + Duration::from_secs(60 * minutes);
-    let mut told = Instant::now();
+    let mut reported = Instant::now();
     while Instant::now() < end {
-        churn(&scope, &mut random, &mut seen)?;
-        seen.look(&Look::at(&scope)?);
+        churn(&scope, &mut random, &mut tracker)?;
+        tracker.observe(&Observation::read(&scope)?);
         if random.below(6) == 0 {
-            // Whom the kubelet admits just now it may refuse for good: that is measured elsewhere,
-            // and told in docs/explanation/placement.md.
-            if calm(&scope, &mut seen)? {
+            // Wait first: a kubelet refuses for good the pods that it admits during a disruption.
+            // The cluster tests measure that, and docs/explanation/placement.md describes it.
+            if wait_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
-                let victim = chaos.strike(&cluster, &mut random)?;
-                blows.push(format!("{since} to {}: {} on {}", Timestamp::now(), victim.what, victim.node));
-                seen.struck(&victim, since);
-                seen.look(&Look::at(&scope)?);
+                let disruption = chaos.disrupt(&cluster, &mut random)?;
+                disruptions.push(format!(
+                    "{since} to {}: {} on {}",
+                    Timestamp::now(),
+                    disruption.what,
+                    disruption.node
+                ));
+                tracker.disrupted(&disruption, since);
+                tracker.observe(&Observation::read(&scope)?);
             }
         }
-        if told.elapsed() > Duration::from_secs(60) {
-            told = Instant::now();
-            memory.push(traces::memory()?);
-            println!("{}; {}", seen.summary(), chaos.summary());
+        if reported.elapsed() > Duration::from_secs(60) {
+            reported = Instant::now();
+            memory.push(resources::memory()?);
+            println!("{}; {}", tracker.summary(), chaos.summary());
         }
-        if !seen.broken.is_empty() {
+        if !tracker.violations.is_empty() {
             bail!(
-                "{:#?}\nthe last blows: {:#?}\nthe agents: {}",
-                seen.broken,
-                blows.iter().rev().take(8).collect::<Vec<_>>(),
-                agents(&cluster)?
+                "{:#?}\nlast disruptions: {:#?}\nlogs of the agents: {}",
+                tracker.violations,
+                disruptions.iter().rev().take(8).collect::<Vec<_>>(),
+                agent_logs(&cluster)?
             );
         }
     }
-    Chaos::heal()?;
+    Chaos::repair()?;
 
     for pod in scope.pods()? {
         cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
     }
     wait_until("all pods are gone", || Ok(scope.pods()?.is_empty()))?;
-    settled(&scope).context("slices are lost")?;
-    // What a container runtime that was killed has left, the kubelet sweeps away within a minute or
-    // two.
+    wait_settled(&scope).context("slices were lost")?;
+    // The kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
-    let _ = wait_for("nothing is left", 2 * PATIENCE, || {
-        left = traces::left(&before, &Traces::of_nodes()?);
+    let _ = wait_for("nothing is left behind", 2 * PATIENCE, || {
+        left = resources::left(&before, &ObjectCounts::of_nodes()?);
         Ok(left.is_empty().then_some(()))
     });
-    memory.push(traces::memory()?);
-    println!("{}; {}", seen.summary(), chaos.summary());
-    println!("resident KiB, at first, in the middle, at the end: {}", traces::course(&memory));
-    let grown = traces::grown(&memory);
+    memory.push(resources::memory()?);
+    println!("{}; {}", tracker.summary(), chaos.summary());
+    println!("resident KiB at the start, in the middle, at the end: {}", resources::course(&memory));
+    let grown = resources::grown(&memory);
     println!(
         "soak: {minutes} minutes, seed {seed}: {} promises broken, {} things left behind, {} programs grown",
-        seen.broken.len(),
+        tracker.violations.len(),
         left.len(),
         grown.len()
     );
-    ensure!(seen.broken.is_empty(), "{:#?}", seen.broken);
-    ensure!(left.is_empty(), "left behind: {left:#?}");
-    ensure!(grown.is_empty(), "grown: {grown:#?}");
+    ensure!(tracker.violations.is_empty(), "{:#?}", tracker.violations);
+    ensure!(left.is_empty(), "left behind on the nodes: {left:#?}");
+    ensure!(grown.is_empty(), "programs that have grown: {grown:#?}");
     Ok(())
 }
 
-/// What the agents said last.
-fn agents(cluster: &Cluster) -> Result<String> {
+/// The last log lines of the agents.
+fn agent_logs(cluster: &Cluster) -> Result<String> {
     let pods = "/api/v1/namespaces/cleave-system/pods";
     let agents = cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io%2Fcomponent%3Dagent"))?;
     let log = |pod: &Value| {
         let (name, node) = (text(&pod["metadata"]["name"]), text(&pod["spec"]["nodeName"]));
-        let said = cluster.read(&format!("{pods}/{name}/log?tailLines=400&timestamps=true"));
-        format!("{node}\n{}\n", said.unwrap_or_else(|error| format!("{error:#}")))
+        let lines = cluster.read(&format!("{pods}/{name}/log?tailLines=400&timestamps=true"));
+        format!("{node}\n{}\n", lines.unwrap_or_else(|error| format!("{error:#}")))
     };
     Ok(agents.iter().map(log).collect())
 }
 
+/// Creates a policy for each node.
 fn policies(scope: &Scope) -> Result<()> {
     scope.policy(
         "soak-shares",
         &json!({"nodeSelector": {"kubernetes.io/hostname": SHARED}, "mode": "Mps", "mps": {"units": UNITS, "threads": "Strict"}}),
     )?;
-    scope.policy("soak-cut", &json!({"nodeSelector": {"kubernetes.io/hostname": CUT}, "mode": "Auto"}))?;
+    scope.policy("soak-dynamic", &json!({"nodeSelector": {"kubernetes.io/hostname": DYNAMIC}, "mode": "Auto"}))?;
     Ok(())
 }
 
-/// Waits until the nodes offer all that they have, as without any pod.
-fn settled(scope: &Scope) -> Result<()> {
+/// Waits until both nodes offer all of their GPUs, healthy and without allocations.
+fn wait_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
-    wait_until("all slices are there", || {
+    wait_until("both nodes offer all of their slices", || {
         let gpus = |node: &str| -> Result<u64> {
             Ok(cluster.gpunode(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
         let (all, offered) = (UNITS as u64 * gpus(SHARED)?, cluster.allocatable(SHARED, SHARES)?);
         ensure!(all > 0 && offered == all, "{SHARED} offers {offered} of {all} shares");
-        for node in [SHARED, CUT] {
+        for node in [SHARED, DYNAMIC] {
             let object = cluster.gpunode(node)?;
             for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {
                 ensure!(gpu["health"]["healthy"] == true, "{node}: {}", gpu["health"]);
-                let held = gpu["allocations"].as_array().map_or(0, Vec::len);
-                ensure!(held == 0, "{node}: {} is held by {}", gpu["uuid"], gpu["allocations"]);
+                let allocations = gpu["allocations"].as_array().map_or(0, Vec::len);
+                ensure!(allocations == 0, "{node}: {} has the allocations {}", gpu["uuid"], gpu["allocations"]);
             }
-            ensure!(object["status"]["planId"] == object["spec"]["planId"], "{node} is not as planned yet");
+            ensure!(object["status"]["planId"] == object["spec"]["planId"], "{node} has not applied its plan yet");
         }
         Ok(true)
     })
 }
 
-/// A burst of pods comes, and some go.
-fn churn(scope: &Scope, random: &mut Random, seen: &mut Seen) -> Result<()> {
+/// Creates a burst of pods and deletes some.
+fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
     for _ in 0..=random.below(6) {
-        if living.len() >= CROWD {
+        if living.len() >= MAX_PODS {
             break;
         }
-        let name = format!("p{}", seen.created);
+        let name = format!("p{}", tracker.created);
         let (node, limits): (_, Value) = match random.below(10) {
-            0 => (CUT, json!({"nvidia.com/mig-1g.5gb": 1})),
-            1 => (CUT, json!({"nvidia.com/mig-3g.20gb": 1})),
-            2 => (CUT, json!({"nvidia.com/gpu-10gb": 1})),
-            3 => (CUT, json!({WHOLE: 1})),
+            0 => (DYNAMIC, json!({"nvidia.com/mig-1g.5gb": 1})),
+            1 => (DYNAMIC, json!({"nvidia.com/mig-3g.20gb": 1})),
+            2 => (DYNAMIC, json!({"nvidia.com/gpu-10gb": 1})),
+            3 => (DYNAMIC, json!({WHOLE: 1})),
             _ => (SHARED, json!({SHARES: 1 + random.below(UNITS as u64)})),
         };
         let script = if random.below(5) == 0 { CLIENT } else { STAY };
         scope.pod_on(node, &name, &limits, script)?;
-        seen.made(&name, node, limits[WHOLE].is_null(), script == CLIENT);
+        tracker.pod_created(&name, node, limits[WHOLE].is_null(), script == CLIENT);
     }
     for pod in &living {
         let name = text(&pod["metadata"]["name"]);
@@ -188,20 +185,20 @@ fn churn(scope: &Scope, random: &mut Random, seen: &mut Seen) -> Result<()> {
             _ => 40,
         };
         if random.below(odds) == 0 {
-            seen.unmade(&name);
+            tracker.pod_deleted(&name);
             scope.cluster.delete(&scope.pod_path(&name), Some(u32::try_from(random.below(2))?))?;
         }
     }
     Ok(())
 }
 
-/// Whether no pod is on its way to a node, within a few seconds.
-fn calm(scope: &Scope, seen: &mut Seen) -> Result<bool> {
+/// Waits a few seconds until no pod is in transit to a node. Returns whether that is so.
+fn wait_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
     let until = Instant::now() + Duration::from_secs(5);
     loop {
-        let look = Look::at(scope)?;
-        seen.look(&look);
-        if !look.is_anybody_on_the_way() {
+        let observation = Observation::read(scope)?;
+        tracker.observe(&observation);
+        if !observation.has_pod_in_transit() {
             return Ok(true);
         }
         if Instant::now() > until {
@@ -209,12 +206,4 @@ fn calm(scope: &Scope, seen: &mut Seen) -> Result<bool> {
         }
         std::thread::sleep(Duration::from_millis(100));
     }
-}
-
-/// Pods of each kind of fate, for the summary.
-pub(crate) type Count = BTreeMap<&'static str, u64>;
-
-pub(crate) fn listed(count: &Count) -> String {
-    let all: Vec<String> = count.iter().map(|(what, times)| format!("{what} {times}")).collect();
-    if all.is_empty() { "nothing".into() } else { all.join(", ") }
 }

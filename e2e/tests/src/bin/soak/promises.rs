@@ -1,164 +1,178 @@
-//! What must hold at every look, whatever was killed.
+//! Tracks the pods of the soak and checks the promises that must hold at every observation,
+//! whatever was disrupted.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::Result;
-use cleave_e2e::{Scope, given_out_wrongly, staying, text};
+use cleave_e2e::{Scope, allocation_errors, not_deleted, text};
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
-use crate::chaos::Victim;
-use crate::{CUT, Count, SHARED, UNITS, listed};
+use crate::chaos::Disruption;
+use crate::common::{Counts, DYNAMIC, SHARED, SHARES, UNITS, listed};
 
-/// The pods and what the nodes say of them, at one moment.
-pub(crate) struct Look {
+/// The pods and the `GpuNode`s at one moment.
+pub(crate) struct Observation {
     pods: Vec<Value>,
     nodes: BTreeMap<&'static str, Value>,
 }
 
-impl Look {
-    pub(crate) fn at(scope: &Scope) -> Result<Self> {
+impl Observation {
+    /// Reads them from the API server.
+    pub(crate) fn read(scope: &Scope) -> Result<Self> {
         let pods = scope.pods()?;
-        let nodes =
-            [SHARED, CUT].into_iter().map(|node| Ok((node, scope.cluster.gpunode(node)?))).collect::<Result<_>>()?;
+        let nodes = [SHARED, DYNAMIC]
+            .into_iter()
+            .map(|node| Ok((node, scope.cluster.gpunode(node)?)))
+            .collect::<Result<_>>()?;
         Ok(Self { pods, nodes })
     }
 
-    /// Whether the scheduler or a kubelet has a pod in hand.
-    pub(crate) fn is_anybody_on_the_way(&self) -> bool {
+    /// Whether the scheduler or a kubelet is about to start a pod.
+    pub(crate) fn has_pod_in_transit(&self) -> bool {
         self.pods.iter().any(|pod| {
             let gated = pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| !gates.is_empty());
             let bound = pod["spec"]["nodeName"].is_string();
-            text(&pod["status"]["phase"]) == "Pending" && (bound || !gated && wants_shares(pod))
+            text(&pod["status"]["phase"]) == "Pending" && (bound || !gated && requests_shares(pod))
         })
     }
 }
 
-/// What the gate is for; others wait at the scheduler until something is cut for them.
-fn wants_shares(pod: &Value) -> bool {
+/// Whether a pod requests shares. Only those pods are gated; other unbound pods wait in the
+/// scheduler until a GPU is partitioned for them.
+fn requests_shares(pod: &Value) -> bool {
     let limits = pod["spec"]["containers"][0]["resources"]["limits"].as_object();
-    limits.is_some_and(|limits| limits.keys().any(|name| name == crate::SHARES))
+    limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES))
 }
 
-/// How long after a blow a node's slices may be unhealthy that were not when the pod was let
-/// through: an NVML that fails is asked again after 10 s.
+/// How long after a disruption slices may be unhealthy that were healthy when a pod was released.
+/// The agent retries a failed NVML call after 10 s.
 const AFTERMATH: Duration = Duration::from_secs(40);
 
-/// From the moment at which something was struck to that at which it was back.
-type Blow = std::ops::Range<Timestamp>;
+/// From the start of a disruption to the recovery of the component.
+type Period = std::ops::Range<Timestamp>;
 
-/// Whether a pod that a kubelet refused at this time, in whole seconds, met one of these blows or
-/// what it had left.
-fn is_aftermath(blows: &[Blow], failed: Timestamp) -> bool {
-    blows.iter().any(|blow| {
-        failed.duration_since(blow.start) > SignedDuration::from_secs(-1)
-            && failed.duration_since(blow.end) < SignedDuration::try_from(AFTERMATH).unwrap_or_default()
+/// Whether a disruption or its aftermath explains a kubelet's refusal at this time. The kubelet
+/// reports whole seconds, so the time may be up to a second before the disruption.
+fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
+    disruptions.iter().any(|period| {
+        failed.duration_since(period.start) > SignedDuration::from_secs(-1)
+            && failed.duration_since(period.end) < SignedDuration::try_from(AFTERMATH).unwrap_or_default()
     })
 }
 
 /// A pod of the soak.
 #[derive(Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "each is another thing that happened to it, or not")]
-struct Made {
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about one pod")]
+struct TrackedPod {
     node: &'static str,
-    /// It waits at the gate until its slices are there; pods for whole GPUs do not, and one may be
-    /// cut while they are on their way.
+    /// Whether it waits at the placement gate. A pod for whole GPUs does not, and its GPU may be
+    /// partitioned while the pod is in transit.
     gated: bool,
-    /// It is a client of MPS.
+    /// Whether it is an MPS client.
     client: bool,
-    /// It was deleted: how it ends says nothing.
-    unmade: bool,
-    /// An MPS process of its node was killed in its life.
-    struck: bool,
-    /// Its container, once it ran.
+    /// Whether its end was already counted, or expected because it was deleted.
+    done: bool,
+    /// Whether an MPS process of its node was killed during its life.
+    mps_killed: bool,
+    /// Id of its container, once it ran.
     container: Option<String>,
 }
 
-/// What was seen, from the first look on.
+/// Everything observed since the start of the soak.
 #[derive(Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct Tracker {
+    /// Number of pods created.
     pub(crate) created: u64,
-    pods: BTreeMap<String, Made>,
-    fates: Count,
-    /// When a node was struck.
-    blows: BTreeMap<&'static str, Vec<Blow>>,
-    /// Promises that were broken, in words.
-    pub(crate) broken: BTreeSet<String>,
+    pods: BTreeMap<String, TrackedPod>,
+    outcomes: Counts,
+    /// Disruptions, by node.
+    disruptions: BTreeMap<&'static str, Vec<Period>>,
+    /// Descriptions of broken promises.
+    pub(crate) violations: BTreeSet<String>,
 }
 
-impl Seen {
-    pub(crate) fn made(&mut self, name: &str, node: &'static str, gated: bool, client: bool) {
+impl Tracker {
+    /// Records that the soak created a pod.
+    pub(crate) fn pod_created(&mut self, name: &str, node: &'static str, gated: bool, client: bool) {
         self.created += 1;
-        let made = Made { node, gated, client, unmade: false, struck: false, container: None };
-        self.pods.insert(name.to_owned(), made);
+        let pod = TrackedPod { node, gated, client, done: false, mps_killed: false, container: None };
+        self.pods.insert(name.to_owned(), pod);
     }
 
-    pub(crate) fn unmade(&mut self, name: &str) {
-        if let Some(made) = self.pods.get_mut(name) {
-            made.unmade = true;
+    /// Records that the soak deletes a pod: its end says nothing about Cleave.
+    pub(crate) fn pod_deleted(&mut self, name: &str) {
+        if let Some(pod) = self.pods.get_mut(name) {
+            pod.done = true;
         }
     }
 
-    pub(crate) fn struck(&mut self, victim: &Victim, since: Timestamp) {
-        self.blows.entry(victim.node).or_default().push(since..Timestamp::now());
-        if let Some(node) = victim.mps_of {
-            self.pods.values_mut().filter(|made| made.node == node).for_each(|made| made.struck = true);
+    /// Records a disruption that lasted from `since` until now.
+    pub(crate) fn disrupted(&mut self, disruption: &Disruption, since: Timestamp) {
+        self.disruptions.entry(disruption.node).or_default().push(since..Timestamp::now());
+        if disruption.breaks_clients {
+            let on_node = self.pods.values_mut().filter(|pod| pod.node == disruption.node);
+            on_node.for_each(|pod| pod.mps_killed = true);
         }
     }
 
-    pub(crate) fn look(&mut self, look: &Look) {
-        for pod in &look.pods {
-            self.pod(pod);
+    /// Checks the promises on an observation.
+    pub(crate) fn observe(&mut self, observation: &Observation) {
+        for pod in &observation.pods {
+            self.check_pod(pod);
         }
-        let staying = staying(&look.pods);
-        for (node, object) in &look.nodes {
+        let pods = not_deleted(&observation.pods);
+        for (node, object) in &observation.nodes {
             let units = (*node == SHARED).then_some(UNITS);
-            let broken = given_out_wrongly(object, &staying, units);
-            self.broken.extend(broken.into_iter().map(|broken| format!("{node}: {broken}")));
+            let errors = allocation_errors(object, &pods, units);
+            self.violations.extend(errors.into_iter().map(|error| format!("{node}: {error}")));
         }
     }
 
-    fn pod(&mut self, pod: &Value) {
+    /// Checks that a pod keeps its container and does not fail without an accepted cause.
+    fn check_pod(&mut self, pod: &Value) {
         let name = text(&pod["metadata"]["name"]);
-        let Some(made) = self.pods.get_mut(&name) else { return };
+        let Some(tracked) = self.pods.get_mut(&name) else { return };
         let status = &pod["status"]["containerStatuses"][0];
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => {
                 let container = text(&status["containerID"]);
-                match &made.container {
+                match &tracked.container {
                     None if !container.is_empty() => {
-                        made.container = Some(container);
-                        *self.fates.entry("ran").or_default() += 1;
+                        tracked.container = Some(container);
+                        *self.outcomes.entry("ran").or_default() += 1;
                     }
                     Some(before) if !container.is_empty() && *before != container => {
-                        self.broken.insert(format!("{name} has another container: {before}, {container}"));
+                        self.violations.insert(format!("{name} lost its container {before} and has {container}"));
                     }
                     _ => {}
                 }
             }
-            "Failed" if !made.unmade => {
-                made.unmade = true;
-                // When it failed and not when that is seen: a machine that is busy looks seldom.
+            "Failed" if !tracked.done => {
+                tracked.done = true;
+                // The time of the failure, not of the observation: on a busy machine observations
+                // are rare.
                 let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
-                let is_recent = self.blows.get(made.node).is_some_and(|blows| is_aftermath(blows, failed));
+                let is_recent = self.disruptions.get(tracked.node).is_some_and(|periods| is_aftermath(periods, failed));
                 let refused = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
                 let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
-                if made.client && made.struck {
-                    *self.fates.entry("lost their MPS").or_default() += 1;
+                if tracked.client && tracked.mps_killed {
+                    *self.outcomes.entry("failed as their MPS was killed").or_default() += 1;
                 } else if is_recent && refused {
-                    *self.fates.entry("refused by a node just struck").or_default() += 1;
-                } else if !made.gated && refused {
-                    *self.fates.entry("not gated and refused").or_default() += 1;
+                    *self.outcomes.entry("refused after a disruption").or_default() += 1;
+                } else if !tracked.gated && refused {
+                    *self.outcomes.entry("refused, not gated").or_default() += 1;
                 } else {
-                    self.broken.insert(format!("{name} on {} failed: {why} {}", made.node, status["state"]));
+                    self.violations.insert(format!("{name} on {} failed: {why} {}", tracked.node, status["state"]));
                 }
             }
             _ => {}
         }
     }
 
+    /// The outcomes so far, counted by kind.
     pub(crate) fn summary(&self) -> String {
-        format!("{} pods: {}; broken: {}", self.created, listed(&self.fates), self.broken.len())
+        format!("{} pods: {}; violations: {}", self.created, listed(&self.outcomes), self.violations.len())
     }
 }
 
@@ -167,15 +181,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_met_a_blow_or_what_it_left_is_judged_by_when_the_pod_failed() {
+    fn a_refusal_is_accepted_during_a_disruption_and_its_aftermath() {
         let at = |seconds: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_secs(seconds);
-        let blows = [at(100)..at(110), at(300)..at(300)];
+        let disruptions = [at(100)..at(110), at(300)..at(300)];
         for (failed, expected) in
             [(98, false), (100, true), (105, true), (149, true), (150, false), (299, false), (300, true), (340, false)]
         {
-            assert_eq!(is_aftermath(&blows, at(failed)), expected, "{failed}");
+            assert_eq!(is_aftermath(&disruptions, at(failed)), expected, "{failed}");
         }
-        // The kubelet drops what is less than a second.
+        // The kubelet truncates times to whole seconds.
         let within = at(100) + SignedDuration::from_millis(900);
         assert!(is_aftermath(&[within..within], at(100)));
         assert!(!is_aftermath(&[], at(100)));

@@ -1,90 +1,92 @@
-//! Much of everything, and what is much too long: others go on, and who comes next starts.
+//! Floods of connections, Events and pods, and values that are far too long. Other pods continue,
+//! and the next pod starts.
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
 use cleave_e2e::{pod, text, wait_until};
 use serde_json::{Value, json};
 
-use super::programs::{NEIGHBOUR, said, within};
+use super::programs::{NEIGHBOUR, shell, within};
 use super::requests::FORGED;
-use super::{Attempt, Expected, Ground, Outcome};
+use super::{Attempt, Expected, Outcome, TestBed};
 use crate::gate_admission::label;
-use crate::restarts::{part, ready};
+use crate::restarts::{component_pod, ready};
 use crate::{NODE, SHARES};
 
-/// Where connections to the agent's port come from.
+/// The pod that opens connections to the agent's port.
 const FROM: &str = "hostile";
 const CONNECTIONS: usize = 200;
 const EVENTS: usize = 300;
 const PODS: usize = 60;
-/// As many as the JSON Patch that lets the pod through will have operations.
+/// Number of node selector terms. The JSON Patch that releases the pod has one operation for each.
 const TERMS: usize = 1000;
-/// The longest name that the API server takes.
+/// Length of the longest name that the API server accepts.
 const LONGEST: usize = 253;
 const ONCE: &str = "exec cleave-client --once";
-/// The annotation that the operator believes, and the agent.
-const NOTE: &str = "cleave.dev/placement";
+/// The annotation in which the operator notes reservations.
+const ANNOTATION: &str = "cleave.dev/placement";
 
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "two hundred connections to the agent's metrics, and silence",
         expected: Expected::NoEffect,
-        tried: connections,
+        run: connections,
     },
     Attempt {
         name: "a resource of Cleave's prefix that nobody serves",
         expected: Expected::NoEffect,
-        tried: |ground| {
-            ground.tenant.create(&ground.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), ONCE))?;
-            crate::gate::told(&ground.scope, "nobody", "NoGpuFits")?;
-            let placed = ground.scope.cluster.get(&ground.scope.pod_path("nobody"))?;
+        run: |bed| {
+            bed.tenant.create(&bed.pods(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), ONCE))?;
+            crate::gate::told(&bed.scope, "nobody", "NoGpuFits")?;
+            let placed = bed.scope.cluster.get(&bed.scope.pod_path("nobody"))?;
             ensure!(placed["spec"]["nodeName"].is_null(), "{placed}");
-            Ok(Outcome::NoEffect("it is told that no node has it, and is bound to none".to_owned()))
+            Ok(Outcome::NoEffect("an Event says that no node has it, and it is not bound".to_owned()))
         },
     },
     Attempt {
         name: "a forged placement with paths, where the namespace has the exception",
         expected: Expected::NoEffect,
-        tried: |ground| noted(ground, "note-paths", FORGED),
+        run: |bed| forged_placement(bed, "note-paths", FORGED),
     },
     Attempt {
         name: "a placement of two hundred thousand letters, where the namespace has the exception",
         expected: Expected::NoEffect,
-        tried: |ground| noted(ground, "note-letters", &"{".repeat(200_000)),
+        run: |bed| forged_placement(bed, "note-letters", &"{".repeat(200_000)),
     },
-    Attempt { name: "a pod with a thousand node selector terms", expected: Expected::NoEffect, tried: terms },
-    Attempt { name: "a pod with the longest name that there can be", expected: Expected::NoEffect, tried: longest },
-    Attempt { name: "three hundred Events, in Cleave's words", expected: Expected::NoEffect, tried: events },
-    Attempt { name: "sixty pods of a whole GPU's shares at once", expected: Expected::NoEffect, tried: pods },
+    Attempt { name: "a pod with a thousand node selector terms", expected: Expected::NoEffect, run: terms },
+    Attempt { name: "a pod with the longest name that there can be", expected: Expected::NoEffect, run: longest },
+    Attempt { name: "three hundred Events, in Cleave's words", expected: Expected::NoEffect, run: events },
+    Attempt { name: "sixty pods of a whole GPU's shares at once", expected: Expected::NoEffect, run: pods },
 ];
 
-/// That another pod of one share starts, and has its limits.
-fn newcomer(ground: &Ground<'_>, name: &str, besides: &str) -> Result<Outcome> {
-    ground.scope.pod(name, &json!({SHARES: 1}), ONCE)?;
-    runs(ground, name, besides)
+/// Checks that another pod of one share starts and has its limits. `besides` is put before the
+/// description of the outcome.
+fn newcomer(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
+    bed.scope.pod(name, &json!({SHARES: 1}), ONCE)?;
+    runs(bed, name, besides)
 }
 
-/// That a pod of one share runs to its end, with its limits.
-fn runs(ground: &Ground<'_>, name: &str, besides: &str) -> Result<Outcome> {
-    let (phase, log) = ground.scope.finished(name)?;
+/// Checks that a pod of one share succeeds and has its limits.
+fn runs(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
+    let (phase, log) = bed.scope.finished(name)?;
     ensure!(phase == "Succeeded", "{name} is {phase}: {log}");
-    match within(ground, 1, &log, 1)? {
-        Outcome::NoEffect(saw) => Ok(Outcome::NoEffect(format!("{besides}; {name} runs: {saw}"))),
+    match within(bed, 1, &log, 1)? {
+        Outcome::NoEffect(limits) => Ok(Outcome::NoEffect(format!("{besides}; {name} runs: {limits}"))),
         other => Ok(other),
     }
 }
 
-/// Connections that say nothing, and stay for as long as somebody has the other end of their
-/// standard input.
-fn connections(ground: &Ground<'_>) -> Result<Outcome> {
-    let agent = part(ground.scope.cluster, "agent")?;
+/// Opens connections that send nothing. They stay open until the writer of their standard input
+/// exits.
+fn connections(bed: &TestBed<'_>) -> Result<Outcome> {
+    let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
-    let asked = format!("{{ printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n'; sleep 1; }} | timeout 20 nc {address} 8080");
-    // Else the chart's NetworkPolicy keeps it out, as `network` shows.
-    let let_in = json!({"metadata": {"labels": {"metrics": "enabled"}}});
-    ground.scope.cluster.patch(&format!("/api/v1/namespaces/{}", ground.scope.namespace), &let_in)?;
-    wait_until("the agent's port is reached", || {
-        let answer = said(ground, FROM, &asked)?;
+    let request = format!("{{ printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n'; sleep 1; }} | timeout 20 nc {address} 8080");
+    // Without the label the chart's NetworkPolicy blocks the connections; see the module `network`.
+    let label = json!({"metadata": {"labels": {"metrics": "enabled"}}});
+    bed.scope.cluster.patch(&format!("/api/v1/namespaces/{}", bed.scope.namespace), &label)?;
+    wait_until("the agent's port can be reached", || {
+        let answer = shell(bed, FROM, &request)?;
         ensure!(answer.contains("200 OK"), "{answer}");
         Ok(true)
     })?;
@@ -92,38 +94,39 @@ fn connections(ground: &Ground<'_>) -> Result<Outcome> {
         "mkfifo /tmp/silence; sleep 20 >/tmp/silence 2>&1 </dev/null &
         for i in $(seq {CONNECTIONS}); do nc {address} 8080 </tmp/silence >/dev/null 2>&1 & done"
     );
-    said(ground, FROM, &flood)?;
+    shell(bed, FROM, &flood)?;
     let established = format!("netstat -tn | grep -c '{address}:8080 .*ESTABLISHED'");
-    wait_until("as many connections are open", || {
-        let open = said(ground, FROM, &established)?;
+    wait_until("all connections are open", || {
+        let open = shell(bed, FROM, &established)?;
         let count: usize = open.lines().next().unwrap_or_default().trim().parse().unwrap_or(0);
-        ensure!(count >= CONNECTIONS, "{count} are");
+        ensure!(count >= CONNECTIONS, "{count} are open");
         Ok(true)
     })?;
-    let answer = said(ground, FROM, &asked)?;
-    ensure!(answer.contains("200 OK"), "the agent does not answer others: {answer}");
-    let outcome = newcomer(ground, "after-connections", "the agent answers")?;
-    ensure!(ready(&part(ground.scope.cluster, "agent")?), "the agent is not ready");
+    let answer = shell(bed, FROM, &request)?;
+    ensure!(answer.contains("200 OK"), "the agent does not answer another request: {answer}");
+    let outcome = newcomer(bed, "after-connections", "the agent answers")?;
+    ensure!(ready(&component_pod(bed.scope.cluster, "agent")?), "the agent is not ready");
     Ok(outcome)
 }
 
-/// A note of the owner's own making: it is let through by what the operator finds, which takes its
-/// place.
-fn noted(ground: &Ground<'_>, name: &str, note: &str) -> Result<Outcome> {
+/// Creates a pod with a forged annotation. The operator releases it with a reservation, which
+/// replaces the forged value.
+fn forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcome> {
     let mut object = pod(name, &json!({SHARES: 1}), ONCE);
-    object["metadata"]["annotations"] = json!({NOTE: note});
-    label(&ground.scope, "annotations")?;
-    // The API server learns of the label a moment later.
-    wait_until("the namespace has the exception", || ground.tenant.create(&ground.pods(), &object).map(|_| true))?;
-    let outcome = runs(ground, name, "its note is the operator's own")?;
-    let now = text(&ground.scope.cluster.get(&ground.scope.pod_path(name))?["metadata"]["annotations"][NOTE]);
-    ensure!(now != note && now.contains("\"device\":\"GPU-"), "its note is {now:.200}");
-    label(&ground.scope, "")?;
+    object["metadata"]["annotations"] = json!({ANNOTATION: value});
+    label(&bed.scope, "annotations")?;
+    // The API server applies the label with a short delay.
+    wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods(), &object).map(|_| true))?;
+    let outcome = runs(bed, name, "its annotation is the operator's")?;
+    let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][ANNOTATION]);
+    ensure!(now != value && now.contains("\"device\":\"GPU-"), "its annotation is {now:.200}");
+    label(&bed.scope, "")?;
     Ok(outcome)
 }
 
-fn terms(ground: &Ground<'_>) -> Result<Outcome> {
-    // Not yet narrowed to one node: each term is to be changed.
+/// Creates a pod with a thousand node selector terms.
+fn terms(bed: &TestBed<'_>) -> Result<Outcome> {
+    // Each term names two nodes, so that the operator has to change each one.
     let term = |index| {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
@@ -132,25 +135,27 @@ fn terms(ground: &Ground<'_>) -> Result<Outcome> {
     let mut object = pod("terms", &json!({SHARES: 1}), ONCE);
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
-    ground.tenant.create(&ground.pods(), &object)?;
-    runs(ground, "terms", "it is let through")
+    bed.tenant.create(&bed.pods(), &object)?;
+    runs(bed, "terms", "it is released")
 }
 
-/// Whether its node can run it is the kubelet's matter: a folder of its logs has the name.
-fn longest(ground: &Ground<'_>) -> Result<Outcome> {
+/// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
+/// it, because a folder for its logs would have the name too.
+fn longest(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(LONGEST);
-    ground.tenant.create(&ground.pods(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
-    let path = ground.scope.pod_path(&name);
-    wait_until("it is let through and bound", || {
-        Ok(text(&ground.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
+    bed.tenant.create(&bed.pods(), &pod(&name, &json!({SHARES: 1}), "exec sleep infinity"))?;
+    let path = bed.scope.pod_path(&name);
+    wait_until("the pod is released and bound", || {
+        Ok(text(&bed.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
     })?;
-    let outcome = newcomer(ground, "after-longest", "it is let through")?;
-    ground.scope.delete_pod(&name, 0)?;
+    let outcome = newcomer(bed, "after-longest", "it is released")?;
+    bed.scope.delete_pod(&name, 0)?;
     Ok(outcome)
 }
 
-fn events(ground: &Ground<'_>) -> Result<Outcome> {
-    let ns = &ground.scope.namespace;
+/// Creates Events that look like Cleave's.
+fn events(bed: &TestBed<'_>) -> Result<Outcome> {
+    let ns = &bed.scope.namespace;
     let event = json!({
         "apiVersion": "v1", "kind": "Event", "metadata": {"generateName": "flood-"}, "type": "Warning",
         "involvedObject": {"apiVersion": "v1", "kind": "Pod", "namespace": ns, "name": NEIGHBOUR},
@@ -158,29 +163,29 @@ fn events(ground: &Ground<'_>) -> Result<Outcome> {
         "source": {"component": "cleave-operator"},
     });
     for _ in 0..EVENTS {
-        ground.tenant.create(&format!("/api/v1/namespaces/{ns}/events"), &event)?;
+        bed.tenant.create(&format!("/api/v1/namespaces/{ns}/events"), &event)?;
     }
-    newcomer(ground, "after-events", "the neighbour stays")
+    newcomer(bed, "after-events", "the neighbour stays")
 }
 
-/// More than there is room for, before others that there is room for.
-fn pods(ground: &Ground<'_>) -> Result<Outcome> {
+/// Creates pods that cannot all be served, and then one that can.
+fn pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
     for index in 0..PODS {
-        ground.tenant.create(&ground.pods(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
+        bed.tenant.create(&bed.pods(), &pod(&name(index), &json!({SHARES: 10}), "exec sleep infinity"))?;
     }
-    let outcome = newcomer(ground, "after-pods", "no pod was refused")?;
+    let outcome = newcomer(bed, "after-pods", "no pod was refused")?;
     let flood: BTreeSet<String> = (0..PODS).map(name).collect();
     let (mut there, mut bound) = (0, 0);
-    for pod in ground.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
-        ensure!(text(&pod["status"]["phase"]) != "Failed", "it was refused: {}", pod["status"]);
+    for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
+        ensure!(text(&pod["status"]["phase"]) != "Failed", "a pod was refused: {}", pod["status"]);
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
-    // The other two GPUs have pods with fewer shares.
-    ensure!(there == PODS && bound <= 2, "{there} of {PODS} are there, and {bound} are bound");
+    // The other two GPUs have pods with some of the shares.
+    ensure!(there == PODS && bound <= 2, "{there} of {PODS} pods exist, and {bound} are bound");
     for name in flood {
-        ground.scope.cluster.delete(&ground.scope.pod_path(&name), Some(0))?;
+        bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;
     }
     Ok(outcome)
 }

@@ -1,31 +1,31 @@
-//! Programs in pods with shares: what they set, where they connect, what they say at the door, and
-//! what they take.
+//! Hostile programs in pods with shares: the environment that they set, the sockets that they
+//! connect to, what they send at the door, and the memory and processes that they use.
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, PATIENCE, Scope, on_node, output, pod, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Ground, Outcome, lines};
-use crate::shares::worth;
+use super::{Attempt, Expected, Outcome, TestBed, lines};
+use crate::shares::limits;
 use crate::tenants::found;
 use crate::{GPUS, HOLD, NODE, SHARES, allocations, offers};
 
-/// Tries what can be tried by hand, with three shares.
+/// The pod in which most attempts run, and its shares.
 const HOSTILE: &str = "hostile";
-const HOSTILES: u32 = 3;
-/// Computes on the same GPU, with two shares.
+const HOSTILE_SHARES: u32 = 3;
+/// A pod that computes on the same GPU, and its shares.
 pub(super) const NEIGHBOUR: &str = "neighbour";
-const NEIGHBOURS: u32 = 2;
-/// Lies in its handshakes, all at once, while others do the rest.
+const NEIGHBOUR_SHARES: u32 = 2;
+/// A pod that violates the protocol of the door in several connections at once, from its start.
 const LIAR: &str = "liar";
-/// Processes that the policy lets a pod have.
+/// Maximum number of GPU processes of a pod, by the policy.
 const CLIENTS: usize = 8;
 const STAY: &str = "exec sleep infinity";
-/// Where a container sees its door.
+/// Folder of the door in a container.
 const FOLDER: &str = "/run/cleave-mps";
 
-/// What [`LIAR`] says.
+/// The violations of [`LIAR`], as `cleave-client --lie` names them.
 const LIES: [&str; 18] = [
     "stall=0",
     "stall=4",
@@ -47,14 +47,16 @@ const LIES: [&str; 18] = [
     "last-word=7",
 ];
 
+/// The door closes the connection.
 const CLOSED: Expected = Expected::Refused(&["closed"]);
+/// The kernel refuses the credentials.
 const BY_THE_KERNEL: Expected = Expected::Refused(&["\"outcome\":\"refused\""]);
-/// What CUDA says where `EXCLUSIVE_PROCESS` lets a program have no context.
+/// CUDA's error where the compute mode `EXCLUSIVE_PROCESS` refuses a context.
 const NO_CONTEXT: Expected = Expected::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
 const READ_ONLY: Expected = Expected::Refused(&["Read-only file system"]);
 
-/// Ten shares of each GPU, and the pods that attempts are made from, beside the neighbour.
-pub(super) fn ground(cluster: &Cluster) -> Result<Ground<'_>> {
+/// Creates a policy with ten shares of each GPU, the neighbour, and the pods that attempts run in.
+pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let scope = Scope::new(cluster, "hostile")?;
     let spec = json!({
         "nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps",
@@ -62,32 +64,32 @@ pub(super) fn ground(cluster: &Cluster) -> Result<Ground<'_>> {
     });
     scope.policy("hostile", &spec)?;
     offers(cluster, SHARES, 10 * GPUS)?;
-    let ground = Ground::new(scope)?;
-    let scope = &ground.scope;
-    // These two first: they are to be on one GPU.
-    scope.pod(HOSTILE, &json!({SHARES: HOSTILES}), STAY)?;
+    let bed = TestBed::new(scope)?;
+    let scope = &bed.scope;
+    // These two first, so that they are on one GPU.
+    scope.pod(HOSTILE, &json!({SHARES: HOSTILE_SHARES}), STAY)?;
     scope.running(HOSTILE)?;
-    scope.pod(NEIGHBOUR, &json!({SHARES: NEIGHBOURS}), HOLD)?;
-    scope.seen(NEIGHBOUR)?;
-    ensure!(device(&ground, HOSTILE)? == device(&ground, NEIGHBOUR)?, "they are on two GPUs");
+    scope.pod(NEIGHBOUR, &json!({SHARES: NEIGHBOUR_SHARES}), HOLD)?;
+    scope.client_report(NEIGHBOUR)?;
+    ensure!(device(&bed, HOSTILE)? == device(&bed, NEIGHBOUR)?, "the hostile pod and its neighbour are on two GPUs");
     for (name, data) in [
         ("more", json!({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1000G"})),
         ("away", json!({"CUDA_MPS_PIPE_DIRECTORY": "/nowhere", "NVIDIA_VISIBLE_DEVICES": "all"})),
     ] {
         let settings = json!({"metadata": {"name": name}, "data": data});
-        ground.tenant.create(&format!("/api/v1/namespaces/{}/configmaps", scope.namespace), &settings)?;
+        bed.tenant.create(&format!("/api/v1/namespaces/{}/configmaps", scope.namespace), &settings)?;
     }
-    for pod in others() {
-        ground.tenant.create(&ground.pods(), &pod)?;
+    for pod in other_pods() {
+        bed.tenant.create(&bed.pods(), &pod)?;
     }
-    for pod in others() {
+    for pod in other_pods() {
         scope.running(&text(&pod["metadata"]["name"]))?;
     }
-    Ok(ground)
+    Ok(bed)
 }
 
-/// All but the two that are there first.
-fn others() -> Vec<Value> {
+/// The pods other than [`HOSTILE`] and [`NEIGHBOUR`].
+fn other_pods() -> Vec<Value> {
     let lies = format!(
         "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {STAY}",
         LIES.join(" ")
@@ -99,8 +101,8 @@ fn others() -> Vec<Value> {
         pod
     };
     let from = |name: &str| json!([{"configMapRef": {"name": name}}]);
-    // The kernel's word on the first comes at once; the flood's lie waits for its connections to be
-    // closed.
+    // In this order: the kernel refuses the first at once, and the flood waits until its
+    // connections are closed.
     let user = format!(
         "cleave-client --lie root --hold 10 >/tmp/root 2>&1; \
          cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {STAY}"
@@ -127,136 +129,136 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "another thread percentage, set in the container",
         expected: Expected::NoEffect,
-        tried: |ground| {
+        run: |bed| {
             let values =
                 "for p in 100 1000 abc 0 -1; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$p cleave-client --once; done";
-            within(ground, HOSTILES, &said(ground, HOSTILE, values)?, 5)
+            within(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 5)
         },
     },
     Attempt {
         name: "a higher memory limit, set in the container",
         expected: Expected::NoEffect,
-        tried: |ground| {
+        run: |bed| {
             let values =
                 "for m in 0=1000G 0=99999999M; do CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=$m cleave-client --once; done";
-            within(ground, HOSTILES, &said(ground, HOSTILE, values)?, 2)
+            within(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, values)?, 2)
         },
     },
     Attempt {
         name: "higher limits from a ConfigMap as a whole",
         expected: Expected::NoEffect,
-        tried: |ground| {
+        run: |bed| {
             let script =
                 "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; cleave-client --once";
-            let said = said(ground, "more", script)?;
-            ensure!(said.starts_with("100 0=1000G"), "the ConfigMap's are not those that the container has: {said}");
-            within(ground, 2, &said, 1)
+            let said = shell(bed, "more", script)?;
+            ensure!(said.starts_with("100 0=1000G"), "the container does not have the ConfigMap's values: {said}");
+            within(bed, 2, &said, 1)
         },
     },
     Attempt {
         name: "another pipe directory from a ConfigMap as a whole",
         expected: NO_CONTEXT,
-        tried: |ground| {
-            let said = said(ground, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
-            ensure!(said.starts_with("/nowhere"), "the ConfigMap's is not the one that the container has: {said}");
+        run: |bed| {
+            let said = shell(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
+            ensure!(said.starts_with("/nowhere"), "the container does not have the ConfigMap's value: {said}");
             without_context(&said, 1)
         },
     },
     Attempt {
         name: "the pipe directory unset in the container",
         expected: NO_CONTEXT,
-        tried: |ground| {
-            let said = said(ground, HOSTILE, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
+        run: |bed| {
+            let said = shell(bed, HOSTILE, "unset CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
             without_context(&said, 1)
         },
     },
     Attempt {
         name: "the pipe directory elsewhere",
         expected: NO_CONTEXT,
-        tried: |ground| {
-            let said = said(ground, HOSTILE, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
+        run: |bed| {
+            let said = shell(bed, HOSTILE, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
             without_context(&said, 1)
         },
     },
-    Attempt { name: "a volume over the door's folder", expected: Expected::NoEffect, tried: volume_over },
-    Attempt { name: "an MPS daemon of its own", expected: NO_CONTEXT, tried: own_daemon },
+    Attempt { name: "a volume over the door's folder", expected: Expected::NoEffect, run: volume_over },
+    Attempt { name: "an MPS daemon of its own", expected: NO_CONTEXT, run: own_daemon },
     Attempt {
         name: "another GPU of the node, through its own door",
         expected: Expected::Refused(&["CUDA_ERROR_NO_DEVICE"]),
-        tried: |ground| other_gpus(ground, "NVIDIA_VISIBLE_DEVICES=all"),
+        run: |bed| other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all"),
     },
     Attempt {
         name: "another GPU of the node, around MPS",
         expected: NO_CONTEXT,
-        tried: |ground| other_gpus(ground, "NVIDIA_VISIBLE_DEVICES=all CUDA_MPS_PIPE_DIRECTORY=/nowhere"),
+        run: |bed| other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all CUDA_MPS_PIPE_DIRECTORY=/nowhere"),
     },
     Attempt {
         name: "more memory than its shares have",
         expected: Expected::Refused(&["CUDA_ERROR_OUT_OF_MEMORY"]),
-        tried: |ground| {
-            let said = said(ground, HOSTILE, "cleave-client --allocate 30000")?;
+        run: |bed| {
+            let said = shell(bed, HOSTILE, "cleave-client --allocate 30000")?;
             let errors = lines(&said).into_iter().filter(|line| !line["error"].is_null());
             let errors: Vec<String> = errors.map(|line| line.to_string()).collect();
             Ok(if errors.is_empty() { Outcome::Succeeded(said) } else { Outcome::Refused(errors) })
         },
     },
-    Attempt { name: "more processes than the policy lets a pod have", expected: NO_CONTEXT, tried: too_many },
+    Attempt { name: "more processes than the policy lets a pod have", expected: NO_CONTEXT, run: too_many },
     Attempt {
         name: "no share, and the door all the same",
         expected: Expected::Refused(&["No such file"]),
-        tried: |ground| Ok(Outcome::Refused(vec![said(ground, "none", "ls /run/cleave-mps/control")?])),
+        run: |bed| Ok(Outcome::Refused(vec![shell(bed, "none", "ls /run/cleave-mps/control")?])),
     },
     Attempt {
         name: "files in the door's folder",
         expected: READ_ONLY,
-        tried: |ground| Ok(Outcome::Refused(vec![said(ground, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
+        run: |bed| Ok(Outcome::Refused(vec![shell(bed, HOSTILE, "touch $CUDA_MPS_PIPE_DIRECTORY/mine")?])),
     },
     Attempt {
         name: "another socket in the place of the door",
         expected: READ_ONLY,
-        tried: |ground| {
-            let remove = said(ground, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
-            Ok(Outcome::Refused(vec![remove, said(ground, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; mv control mine")?]))
+        run: |bed| {
+            let remove = shell(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; rm control")?;
+            Ok(Outcome::Refused(vec![remove, shell(bed, HOSTILE, "cd $CUDA_MPS_PIPE_DIRECTORY; mv control mine")?]))
         },
     },
     Attempt {
         name: "the door's folder mounted anew",
         expected: READ_ONLY,
-        tried: |ground| {
-            // None may succeed; the last shows that none has.
+        run: |bed| {
+            // All mounts must fail. The last command shows whether the folder is still read-only.
             let mounts = "cd $CUDA_MPS_PIPE_DIRECTORY; { mount -o remount,rw,bind none $PWD; umount -l $PWD; \
                 unshare -m mount -o remount,rw,bind none $PWD; } >/dev/null 2>&1; touch $CUDA_MPS_PIPE_DIRECTORY/mine";
-            Ok(Outcome::Refused(vec![said(ground, HOSTILE, mounts)?]))
+            Ok(Outcome::Refused(vec![shell(bed, HOSTILE, mounts)?]))
         },
     },
     Attempt {
         name: "the sockets of others, of the daemons and of the MPS host, by their paths",
         expected: Expected::Refused(&["No such file or directory"]),
-        tried: sockets,
+        run: sockets,
     },
     Attempt {
         name: "signals to the neighbour's program and to the MPS server",
         expected: Expected::Refused(&["No such process"]),
-        tried: |ground| {
-            let Processes { server, neighbour } = processes(ground)?;
-            let kill = |pid: u64| said(ground, HOSTILE, &format!("kill -9 {pid}"));
+        run: |bed| {
+            let Processes { server, neighbour } = processes(bed)?;
+            let kill = |pid: u64| shell(bed, HOSTILE, &format!("kill -9 {pid}"));
             Ok(Outcome::Refused(vec![kill(server)?, kill(neighbour)?]))
         },
     },
     Attempt {
         name: "an administrator's questions at the door",
         expected: Expected::Refused(&["no answer"]),
-        tried: |ground| {
-            let server = processes(ground)?.server;
+        run: |bed| {
+            let server = processes(bed)?.server;
             let asked = ["get_server_list", "ps", "lspart", "get_default_active_thread_percentage"].map(str::to_owned);
-            administrator(ground, &[&asked[..], &[format!("get_client_list {server}")]].concat())
+            administrator(bed, &[&asked[..], &[format!("get_client_list {server}")]].concat())
         },
     },
     Attempt {
         name: "an administrator's limits at the door",
         expected: Expected::Refused(&["no answer"]),
-        tried: |ground| {
-            let server = processes(ground)?.server;
+        run: |bed| {
+            let server = processes(bed)?.server;
             let set = [
                 "set_default_active_thread_percentage 100".to_owned(),
                 "set_default_device_pinned_mem_limit 0 80G".to_owned(),
@@ -264,16 +266,16 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 format!("set_device_pinned_mem_limit {server} 0 80G"),
                 "set_default_client_priority 0".to_owned(),
             ];
-            let refused = administrator(ground, &set)?;
-            let still = within(ground, HOSTILES, &said(ground, HOSTILE, "cleave-client --once")?, 1)?;
+            let refused = administrator(bed, &set)?;
+            let still = within(bed, HOSTILE_SHARES, &shell(bed, HOSTILE, "cleave-client --once")?, 1)?;
             Ok(if matches!(still, Outcome::NoEffect(_)) { refused } else { still })
         },
     },
     Attempt {
         name: "an administrator's end of the neighbour, of the server and of the daemon at the door",
         expected: Expected::Refused(&["no answer"]),
-        tried: |ground| {
-            let Processes { server, neighbour } = processes(ground)?;
+        run: |bed| {
+            let Processes { server, neighbour } = processes(bed)?;
             let end = [
                 format!("terminate_client {server} {neighbour}"),
                 format!("shutdown_server {server}"),
@@ -282,151 +284,143 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
                 "quit -t 0".to_owned(),
                 "start_server -uid 0".to_owned(),
             ];
-            let refused = administrator(ground, &end)?;
-            ensure!(processes(ground)?.server == server, "there is another server");
+            let refused = administrator(bed, &end)?;
+            ensure!(processes(bed)?.server == server, "the MPS server was replaced");
             Ok(refused)
         },
     },
     Attempt {
         name: "a handshake cut short",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["stall=0", "stall=4", "stall=9"]),
+        run: |bed| lied(bed, LIAR, &["stall=0", "stall=4", "stall=9"]),
     },
     Attempt {
         name: "a handshake of other words",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["garbage", "kind=3", "short-kind"]),
+        run: |bed| lied(bed, LIAR, &["garbage", "kind=3", "short-kind"]),
     },
     Attempt {
         name: "a handshake that is too long",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["huge", "long-command"]),
+        run: |bed| lied(bed, LIAR, &["huge", "long-command"]),
     },
-    Attempt {
-        name: "two introductions on one connection",
-        expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["twice"]),
-    },
+    Attempt { name: "two introductions on one connection", expected: CLOSED, run: |bed| lied(bed, LIAR, &["twice"]) },
     Attempt {
         name: "descriptors with the introduction",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["descriptors"]),
+        run: |bed| lied(bed, LIAR, &["descriptors"]),
     },
     Attempt {
         name: "another process's pid in the introduction",
         expected: BY_THE_KERNEL,
-        tried: |ground| lied(ground, LIAR, &["pid=1"]),
+        run: |bed| lied(bed, LIAR, &["pid=1"]),
     },
     Attempt {
         name: "another process's pid, with CAP_SYS_ADMIN",
         expected: CLOSED,
-        tried: |ground| lied(ground, "capable", &["pid=1"]),
+        run: |bed| lied(bed, "capable", &["pid=1"]),
     },
     Attempt {
         name: "root's uid in the introduction of another user",
         expected: BY_THE_KERNEL,
-        tried: |ground| lied(ground, "user", &["root"]),
+        run: |bed| lied(bed, "user", &["root"]),
     },
     Attempt {
         name: "an administrator's command after a client's introduction",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["administrator-after-client"]),
+        run: |bed| lied(bed, LIAR, &["administrator-after-client"]),
     },
-    Attempt {
-        name: "an answer that is never taken",
-        expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["unread"]),
-    },
+    Attempt { name: "an answer that is never taken", expected: CLOSED, run: |bed| lied(bed, LIAR, &["unread"]) },
     Attempt {
         name: "silence with the server's socket in hand",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["mute=0", "mute=1", "mute=2"]),
+        run: |bed| lied(bed, LIAR, &["mute=0", "mute=1", "mute=2"]),
     },
     Attempt {
         name: "a last word that is missing or wrong",
         expected: CLOSED,
-        tried: |ground| lied(ground, LIAR, &["no-last-word", "last-word=7"]),
+        run: |bed| lied(bed, LIAR, &["no-last-word", "last-word=7"]),
     },
-    Attempt { name: "death with the server's socket in hand", expected: Expected::NoEffect, tried: vanish },
-    Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, tried: shut_down },
+    Attempt { name: "death with the server's socket in hand", expected: Expected::NoEffect, run: vanish },
+    Attempt { name: "a socket to the server that is shut down", expected: Expected::NoEffect, run: shut_down },
     Attempt {
         name: "two hundred connections at once, and silence",
         expected: CLOSED,
-        tried: |ground| {
-            neighbour_starts(ground)?;
-            lied(ground, "user", &["flood=200"])
+        run: |bed| {
+            neighbour_starts(bed)?;
+            lied(bed, "user", &["flood=200"])
         },
     },
     Attempt {
         name: "a memory limit that MPS does not understand, set in the container",
         expected: Expected::Found("MemoryExceeded"),
-        tried: |ground| told(ground, "junk", "MemoryExceeded"),
+        run: |bed| wait_for_finding(bed, "junk", "MemoryExceeded"),
     },
     Attempt {
         name: "several processes with a pod's memory each",
         expected: Expected::Found("MemoryExceeded"),
-        tried: |ground| told(ground, "several", "MemoryExceeded"),
+        run: |bed| wait_for_finding(bed, "several", "MemoryExceeded"),
     },
     Attempt {
         name: "another pod's door, by a volume with the node's folder",
         expected: Expected::Found("NoShare"),
-        tried: anothers_door,
+        run: anothers_door,
     },
 ];
 
-/// What a command in a pod's container prints, errors included.
-pub(super) fn said(ground: &Ground<'_>, pod: &str, script: &str) -> Result<String> {
-    let output = output("kubectl", &["-n", &ground.scope.namespace, "exec", pod, "--", "sh", "-c", script])?;
+/// Runs a script in a pod's container, and returns its standard output and errors.
+pub(super) fn shell(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String> {
+    let output = output("kubectl", &["-n", &bed.scope.namespace, "exec", pod, "--", "sh", "-c", script])?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// That so many programs saw no more than so many shares.
-pub(super) fn within(ground: &Ground<'_>, shares: u32, said: &str, programs: usize) -> Result<Outcome> {
-    let node = ground.scope.cluster.gpunode(NODE)?;
+/// Checks that this many programs reported no more than the limits of this many shares.
+pub(super) fn within(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
+    let node = bed.scope.cluster.gpunode(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
-    let (sms, memory) = worth(shares, total);
-    let seen = lines(said);
-    ensure!(seen.len() == programs, "{programs} programs were to say what they see: {said}");
-    let keeps = |line: &&Value| {
+    let (sms, memory) = limits(shares, total);
+    let reports = lines(printed);
+    ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
+    let is_within = |line: &&Value| {
         line["viaMps"] == true
             && line["sms"] == sms.0
             && line["limitMiB"].as_u64().is_some_and(|limit| limit <= memory.0)
     };
-    match seen.iter().find(|line| !keeps(line)) {
+    match reports.iter().find(|line| !is_within(line)) {
         Some(more) => Ok(Outcome::Succeeded(more.to_string())),
-        None => Ok(Outcome::NoEffect(format!("it sees {} SMs and {} MiB", sms.0, memory.0))),
+        None => Ok(Outcome::NoEffect(format!("the limits are {} SMs and {} MiB", sms.0, memory.0))),
     }
 }
 
-/// That so many programs got no context.
-fn without_context(said: &str, programs: usize) -> Result<Outcome> {
-    let seen = lines(said);
-    ensure!(seen.len() == programs, "{programs} programs were to say what they see: {said}");
-    match seen.iter().find(|line| line["error"].is_null()) {
+/// Checks that this many programs got no CUDA context.
+fn without_context(printed: &str, programs: usize) -> Result<Outcome> {
+    let reports = lines(printed);
+    ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
+    match reports.iter().find(|line| line["error"].is_null()) {
         Some(context) => Ok(Outcome::Succeeded(context.to_string())),
-        None => Ok(Outcome::Refused(seen.iter().map(|line| text(&line["name"])).collect())),
+        None => Ok(Outcome::Refused(reports.iter().map(|line| text(&line["name"])).collect())),
     }
 }
 
-/// That the neighbour can start another program, with its own limits.
-fn neighbour_starts(ground: &Ground<'_>) -> Result<()> {
-    let outcome = within(ground, NEIGHBOURS, &said(ground, NEIGHBOUR, "cleave-client --once")?, 1)?;
+/// Checks that the neighbour can start another program with its own limits.
+fn neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
+    let outcome = within(bed, NEIGHBOUR_SHARES, &shell(bed, NEIGHBOUR, "cleave-client --once")?, 1)?;
     ensure!(matches!(outcome, Outcome::NoEffect(_)), "the neighbour's next program: {outcome:?}");
     Ok(())
 }
 
-/// The GPU that a pod is on.
-fn device(ground: &Ground<'_>, pod: &str) -> Result<String> {
-    wait_for(&format!("the node tells who holds {pod}'s shares"), PATIENCE, || {
-        let held = allocations(ground.scope.cluster, &ground.scope, pod)?;
-        Ok(held.first().map(|held| text(&held["device"])))
+/// The GPU on which a pod has its allocation.
+fn device(bed: &TestBed<'_>, pod: &str) -> Result<String> {
+    wait_for(&format!("the node reports the allocation of {pod}"), PATIENCE, || {
+        let allocated = allocations(bed.scope.cluster, &bed.scope, pod)?;
+        Ok(allocated.first().map(|allocation| text(&allocation["device"])))
     })
 }
 
-/// An attempt's program for each of the node's other GPUs.
-fn other_gpus(ground: &Ground<'_>, environment: &str) -> Result<Outcome> {
-    let own = device(ground, HOSTILE)?;
-    let node = ground.scope.cluster.gpunode(NODE)?;
+/// Runs a program on each of the node's other GPUs, with this environment.
+fn other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
+    let own = device(bed, HOSTILE)?;
+    let node = bed.scope.cluster.gpunode(NODE)?;
     let gpus = node["status"]["gpus"].as_array().into_iter().flatten().map(|gpu| text(&gpu["uuid"]));
     let others: Vec<String> = gpus.filter(|uuid| *uuid != own).collect();
     let script = others.iter().fold(String::new(), |mut script, uuid| {
@@ -434,13 +428,14 @@ fn other_gpus(ground: &Ground<'_>, environment: &str) -> Result<Outcome> {
         script
     });
     ensure!(!others.is_empty(), "there is no other GPU");
-    without_context(&said(ground, HOSTILE, &script)?, others.len())
+    without_context(&shell(bed, HOSTILE, &script)?, others.len())
 }
 
-/// The stand-in client is the stand-in daemon and server by other names.
-fn own_daemon(ground: &Ground<'_>) -> Result<Outcome> {
-    let said = said(
-        ground,
+/// Starts an MPS daemon in the pod. The simulated client is also the simulated daemon and server,
+/// under other names.
+fn own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
+    let said = shell(
+        bed,
         HOSTILE,
         "mkdir -p /tmp/own /tmp/pipe
         cp /usr/bin/cleave-client /tmp/own/nvidia-cuda-mps-control
@@ -454,96 +449,99 @@ fn own_daemon(ground: &Ground<'_>) -> Result<Outcome> {
     without_context(&said, 1)
 }
 
-/// The volume may hide the folder or be hidden by it: either way nothing is had around MPS.
-fn volume_over(ground: &Ground<'_>) -> Result<Outcome> {
-    let said = said(ground, "over", "cleave-client --once")?;
+/// Mounts a volume over the door's folder. It may hide the door or be hidden by it; neither gives
+/// access around MPS.
+fn volume_over(bed: &TestBed<'_>) -> Result<Outcome> {
+    let said = shell(bed, "over", "cleave-client --once")?;
     match without_context(&said, 1)? {
         Outcome::Refused(errors) => {
             ensure!(errors == ["CUDA_ERROR_DEVICE_UNAVAILABLE"], "{errors:?}");
-            Ok(Outcome::NoEffect("it has no context, and its GPU is as it was".to_owned()))
+            Ok(Outcome::NoEffect("it has no context, and its GPU is unchanged".to_owned()))
         }
-        _ => within(ground, 1, &said, 1),
+        _ => within(bed, 1, &said, 1),
     }
 }
 
-fn too_many(ground: &Ground<'_>) -> Result<Outcome> {
+/// Starts as many processes as the policy permits, and then one more.
+fn too_many(bed: &TestBed<'_>) -> Result<Outcome> {
     let hold = format!(
         "cleave-client --processes {CLIENTS} --hold forever --handle-sigterm >/tmp/many 2>&1 </dev/null & \
          echo $! >/tmp/many.pid"
     );
-    said(ground, HOSTILE, &hold)?;
-    let many = wait_for("as many processes as it may have", PATIENCE, || {
-        let many = said(ground, HOSTILE, "cat /tmp/many")?;
+    shell(bed, HOSTILE, &hold)?;
+    let many = wait_for("the pod has its maximum of processes", PATIENCE, || {
+        let many = shell(bed, HOSTILE, "cat /tmp/many")?;
         Ok((lines(&many).len() == CLIENTS).then_some(many))
     })?;
-    within(ground, HOSTILES, &many, CLIENTS)?;
-    let outcome = without_context(&said(ground, HOSTILE, "cleave-client --once")?, 1);
-    said(ground, HOSTILE, "kill $(cat /tmp/many.pid)")?;
-    wait_until("it may have another process", || {
-        let said = said(ground, HOSTILE, "cleave-client --once")?;
-        Ok(matches!(within(ground, HOSTILES, &said, 1)?, Outcome::NoEffect(_)))
+    within(bed, HOSTILE_SHARES, &many, CLIENTS)?;
+    let outcome = without_context(&shell(bed, HOSTILE, "cleave-client --once")?, 1);
+    shell(bed, HOSTILE, "kill $(cat /tmp/many.pid)")?;
+    wait_until("the pod can start another process", || {
+        let said = shell(bed, HOSTILE, "cleave-client --once")?;
+        Ok(matches!(within(bed, HOSTILE_SHARES, &said, 1)?, Outcome::NoEffect(_)))
     })?;
     outcome
 }
 
-/// Tries all sockets below Cleave's folder of the node, the own door's among them, by paths that
-/// could lead there.
-fn sockets(ground: &Ground<'_>) -> Result<Outcome> {
+/// Tries to connect to all sockets in Cleave's folder of the node, by paths that might lead there.
+fn sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     let found = on_node(NODE, &["find", "/run/cleave", "-type", "s"])?;
     let found: Vec<&str> = found.split_whitespace().collect();
-    ensure!(found.len() > 3, "there are no sockets to try: {found:?}");
+    ensure!(found.len() > 3, "found too few sockets: {found:?}");
     let mut script = String::new();
     for path in &found {
         for root in ["", "/proc/1/root", "/proc/self/root/..", "/run/cleave-mps/../.."] {
             let _ = writeln!(script, "cleave-client --admin get_server_list --socket {root}{path}");
         }
     }
-    let said = said(ground, HOSTILE, &script)?;
+    let said = shell(bed, HOSTILE, &script)?;
     if let Some(reached) = lines(&said).first() {
         return Ok(Outcome::Succeeded(reached.to_string()));
     }
     let refused: Vec<String> =
         said.lines().filter(|line| line.contains("os error")).map(|line| line.trim().to_owned()).collect();
-    ensure!(refused.len() == 4 * found.len(), "{} of {} paths: {said}", refused.len(), 4 * found.len());
+    ensure!(refused.len() == 4 * found.len(), "{} of {} paths were refused: {said}", refused.len(), 4 * found.len());
     Ok(Outcome::Refused(refused))
 }
 
-/// Processes of the node that share [`HOSTILE`]'s GPU, by its pids.
+/// Pids of processes on [`HOSTILE`]'s GPU, as the node sees them.
 struct Processes {
     server: u64,
     neighbour: u64,
 }
 
-/// What the MPS host says.
+/// The status file of the MPS host.
 fn status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-fn processes(ground: &Ground<'_>) -> Result<Processes> {
-    let (device, door) = (device(ground, NEIGHBOUR)?, door(ground)?);
+/// Reads the pids from the status of the MPS host.
+fn processes(bed: &TestBed<'_>) -> Result<Processes> {
+    let (device, door) = (device(bed, NEIGHBOUR)?, door(bed)?);
     let daemon = status()?["daemons"][&device].clone();
     let clients = daemon["clients"].as_array().cloned().unwrap_or_default();
     let neighbour = clients.iter().find(|client| client["allocation"] == door.as_str());
     Ok(Processes {
         server: daemon["serverPid"].as_u64().context("no server")?,
-        neighbour: neighbour.and_then(|client| client["pid"].as_u64()).context("the neighbour is no client")?,
+        neighbour: neighbour.and_then(|client| client["pid"].as_u64()).context("the neighbour is not a client")?,
     })
 }
 
-/// The neighbour's allocation.
-fn door(ground: &Ground<'_>) -> Result<String> {
-    let mounts = said(ground, NEIGHBOUR, "cat /proc/self/mountinfo")?;
+/// Id of the neighbour's allocation: the name of its door's folder on the node.
+fn door(bed: &TestBed<'_>) -> Result<String> {
+    let mounts = shell(bed, NEIGHBOUR, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {FOLDER} "))).context("no door")?;
     let root = mount.split(' ').nth(3).and_then(|root| root.rsplit('/').next()).context("no root of the mount")?;
     Ok(root.to_owned())
 }
 
-fn administrator(ground: &Ground<'_>, commands: &[String]) -> Result<Outcome> {
+/// Sends commands of an MPS administrator to the door of [`HOSTILE`].
+fn administrator(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome> {
     let script = commands.iter().fold(String::new(), |mut script, command| {
         let _ = writeln!(script, "cleave-client --admin '{command}'");
         script
     });
-    let said = said(ground, HOSTILE, &script)?;
+    let said = shell(bed, HOSTILE, &script)?;
     let replies = lines(&said);
     ensure!(replies.len() == commands.len(), "{commands:?}: {said}");
     match replies.iter().find(|reply| !reply["reply"].is_null()) {
@@ -552,61 +550,66 @@ fn administrator(ground: &Ground<'_>, commands: &[String]) -> Result<Outcome> {
     }
 }
 
-/// What became of lies that a pod told when it started.
-fn lied(ground: &Ground<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
+/// Waits for the outcomes of protocol violations that a pod started at its beginning.
+fn lied(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
     let mut outcomes = Vec::new();
     for lie in lies {
-        let outcome = wait_for(&format!("{pod} has said {lie}"), PATIENCE, || {
-            let told = said(ground, pod, &format!("cat /tmp/{lie}"))?;
-            Ok((!told.trim().is_empty()).then_some(told))
+        let outcome = wait_for(&format!("{pod} has the outcome of {lie}"), PATIENCE, || {
+            let printed = shell(bed, pod, &format!("cat /tmp/{lie}"))?;
+            Ok((!printed.trim().is_empty()).then_some(printed))
         })?;
         if outcome.contains("\"open\"") {
             return Ok(Outcome::Succeeded(outcome));
         }
-        // Where the door closes in the midst of a lie, the liar cannot end it.
+        // If the door closes the connection early, the client cannot send the rest.
         let ended = outcome.contains("cannot lie to");
         outcomes.push(if ended { format!("closed: {outcome}") } else { outcome });
     }
     Ok(Outcome::Refused(outcomes))
 }
 
-fn vanish(ground: &Ground<'_>) -> Result<Outcome> {
-    on_the_same_server(ground, (0..4).map(|words| format!("vanish={words}")))
+/// Clients that exit while they have the server's socket.
+fn vanish(bed: &TestBed<'_>) -> Result<Outcome> {
+    on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
-fn shut_down(ground: &Ground<'_>) -> Result<Outcome> {
-    on_the_same_server(ground, (0..6).map(|step| format!("shutdown={step}")))
+/// Clients that shut the socket to the server down.
+fn shut_down(bed: &TestBed<'_>) -> Result<Outcome> {
+    on_the_same_server(bed, (0..6).map(|step| format!("shutdown={step}")))
 }
 
-fn on_the_same_server(ground: &Ground<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
-    let server = processes(ground)?.server;
+/// Runs protocol violations, and checks after each that the neighbour can start another program and
+/// that the server was not replaced.
+fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
+    let server = processes(bed)?.server;
     for lie in lies {
-        said(ground, LIAR, &format!("cleave-client --lie {lie}"))?;
-        neighbour_starts(ground)?;
+        shell(bed, LIAR, &format!("cleave-client --lie {lie}"))?;
+        neighbour_starts(bed)?;
     }
-    let now = processes(ground)?.server;
-    ensure!(now == server, "the server was {server}, and is {now}");
+    let now = processes(bed)?.server;
+    ensure!(now == server, "the server {server} was replaced by {now}");
     Ok(Outcome::NoEffect("the neighbour's next programs start on the same server".to_owned()))
 }
 
-fn told(ground: &Ground<'_>, pod: &str, kind: &'static str) -> Result<Outcome> {
-    found(ground.scope.cluster, &ground.scope, pod, kind)?;
+/// Waits until the agent reports this finding on a pod.
+fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<Outcome> {
+    found(bed.scope.cluster, &bed.scope, pod, kind)?;
     Ok(Outcome::Found(kind))
 }
 
-/// Whoever may mount the node's folders is root on the node; what it does to GPUs through them is
-/// found all the same.
-fn anothers_door(ground: &Ground<'_>) -> Result<Outcome> {
-    let script = format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", door(ground)?);
+/// Mounts the node's folder of doors and uses the neighbour's. A pod that can mount it is root on
+/// the node, but the agent still reports its use of the GPU.
+fn anothers_door(bed: &TestBed<'_>) -> Result<Outcome> {
+    let script = format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", door(bed)?);
     let mut thief = pod("thief", &json!({}), &script);
     thief["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     thief["spec"]["volumes"] = json!([{"name": "doors", "hostPath": {"path": "/run/cleave/alloc"}}]);
     thief["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "doors", "mountPath": "/doors"}]);
     thief["spec"]["containers"][0]["env"] = json!([{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]);
-    ground.tenant.create(&ground.pods(), &thief)?;
-    let seen = ground.scope.seen("thief")?;
-    ensure!(seen["viaMps"] == true, "it does not get through the neighbour's door: {seen}");
-    let outcome = told(ground, "thief", "NoShare")?;
-    ground.scope.delete_pod("thief", 0)?;
+    bed.tenant.create(&bed.pods(), &thief)?;
+    let report = bed.scope.client_report("thief")?;
+    ensure!(report["viaMps"] == true, "the neighbour's door does not accept it: {report}");
+    let outcome = wait_for_finding(bed, "thief", "NoShare")?;
+    bed.scope.delete_pod("thief", 0)?;
     Ok(outcome)
 }

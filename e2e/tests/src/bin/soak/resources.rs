@@ -1,14 +1,16 @@
-//! What may be left behind on the nodes, and what the programs keep resident.
+//! Counts objects that may be left behind on the nodes, and measures the memory of Cleave's
+//! programs.
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use cleave_e2e::on_node;
 
-use crate::{CUT, SHARED};
+use crate::common::{DYNAMIC, SHARED};
 
-/// Things on the nodes that come and go with pods, counted: by node and kind.
-pub(crate) struct Traces(BTreeMap<(&'static str, String), u64>);
+/// Counts of objects that come and go with pods, by node and kind.
+pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 
+/// Prints one line `KIND COUNT` for each kind of object.
 const COUNT: &str = r"
 echo clients $(grep -lz '^cleave-client' /proc/[0-9]*/cmdline 2>/dev/null | wc -l)
 echo folders $(ls /run/cleave/alloc 2>/dev/null | wc -l)
@@ -16,10 +18,11 @@ echo mounts $(grep -c /run/cleave/alloc /proc/mounts)
 echo containers $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev/null | wc -l)
 ";
 
-impl Traces {
+impl ObjectCounts {
+    /// Counts the objects on all nodes.
     pub(crate) fn of_nodes() -> Result<Self> {
         let mut counts = BTreeMap::new();
-        for node in [SHARED, CUT] {
+        for node in [SHARED, DYNAMIC] {
             for line in on_node(node, &["sh", "-c", COUNT])?.lines() {
                 let (kind, count) = line.split_once(' ').with_context(|| format!("{line:?}"))?;
                 counts.insert((node, kind.to_owned()), count.trim().parse().with_context(|| format!("{line:?}"))?);
@@ -29,18 +32,19 @@ impl Traces {
     }
 }
 
-/// What there is more of than before.
-pub(crate) fn left(before: &Traces, after: &Traces) -> Vec<String> {
+/// Describes the kinds of which there are more objects than before.
+pub(crate) fn left(before: &ObjectCounts, after: &ObjectCounts) -> Vec<String> {
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = before.0.get(of).copied().unwrap_or_default();
-        (*now > was).then(|| format!("{} on {}: {was}, now {now}", of.1, of.0))
+        (*now > was).then(|| format!("{} on {}: {was} before, {now} now", of.1, of.0))
     };
     after.0.iter().filter_map(more).collect()
 }
 
-/// Resident memory in KiB of Cleave's programs, by node and program.
+/// Resident memory of Cleave's programs in KiB, by node and program.
 pub(crate) type Memory = BTreeMap<(&'static str, String), u64>;
 
+/// Prints one line `PROGRAM KIB` for each program.
 const RESIDENT: &str = r#"
 for p in /proc/[0-9]*; do
   case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in
@@ -53,9 +57,10 @@ for p in /proc/[0-9]*; do
 done
 "#;
 
+/// Measures the memory of Cleave's programs on all nodes.
 pub(crate) fn memory() -> Result<Memory> {
     let mut all = Memory::new();
-    for node in [SHARED, CUT] {
+    for node in [SHARED, DYNAMIC] {
         for line in on_node(node, &["sh", "-c", RESIDENT])?.lines() {
             if let Some((what, kib)) = line.split_once(' ') {
                 all.insert((node, what.to_owned()), kib.trim().parse().unwrap_or_default());
@@ -65,23 +70,23 @@ pub(crate) fn memory() -> Result<Memory> {
     Ok(all)
 }
 
-/// Each program's figures in the course of time.
+/// Formats each program's memory at the start, in the middle and at the end.
 pub(crate) fn course(memory: &[Memory]) -> String {
     let at = [0, memory.len() / 2, memory.len().saturating_sub(1)];
     let Some(last) = memory.last() else { return String::new() };
-    let one = |of: &(&'static str, String)| {
+    let figures = |of: &(&'static str, String)| {
         let figures: Vec<String> =
             at.iter().filter_map(|&at| memory.get(at)?.get(of)).map(ToString::to_string).collect();
         format!("{} of {} {}", of.1, of.0, figures.join(" "))
     };
-    last.keys().map(one).collect::<Vec<_>>().join("; ")
+    last.keys().map(figures).collect::<Vec<_>>().join("; ")
 }
 
-/// How much a program may be above its middle of the run at the end, KiB: what an allocator keeps
-/// of a burst.
+/// How much more memory a program may have at the end than in the middle of the run, in KiB. An
+/// allocator keeps this much after a burst.
 const LEEWAY: u64 = 4096;
 
-/// Programs that need much more at the end than in the middle of the run.
+/// Describes the programs whose memory grew by more than [`LEEWAY`] in the second half of the run.
 pub(crate) fn grown(memory: &[Memory]) -> Vec<String> {
     let (Some(middle), Some(last)) = (memory.get(memory.len() / 2), memory.last()) else { return Vec::new() };
     let more = |(of, now): (&(&'static str, String), &u64)| {

@@ -1,0 +1,72 @@
+//! Reads the node and pod lists of a trace.
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use cleave_plan::placement::{Demand, GPU, Node};
+
+/// A pod of the trace.
+pub(super) struct Pod {
+    pub(super) name: String,
+    pub(super) demand: Demand,
+    /// Seconds from creation to deletion, if the list has both times.
+    pub(super) lifetime: Option<f64>,
+}
+
+/// Reads the rows of a CSV file without quotes. Each row maps columns to values.
+fn rows(path: &Path) -> Result<Vec<BTreeMap<String, String>>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let mut lines = text.lines();
+    let header: Vec<&str> = lines.next().with_context(|| format!("{} is empty", path.display()))?.split(',').collect();
+    let row = |line: &str| header.iter().map(ToString::to_string).zip(line.split(',').map(str::to_owned)).collect();
+    Ok(lines.filter(|line| !line.is_empty()).map(row).collect())
+}
+
+/// Parses the number in a column.
+fn number<T: std::str::FromStr>(row: &BTreeMap<String, String>, column: &str) -> Result<T> {
+    let text = row.get(column).with_context(|| format!("no column {column}"))?;
+    text.parse().ok().with_context(|| format!("{column}: {text:?} is not a number"))
+}
+
+/// Reads the list of nodes. Returns their names and the nodes.
+pub(super) fn nodes(path: &Path) -> Result<(Vec<String>, Vec<Node>)> {
+    let mut names = Vec::new();
+    let mut nodes = Vec::new();
+    for row in rows(path)? {
+        names.push(row.get("sn").context("no column sn")?.clone());
+        let cpu = number(&row, "cpu_milli")?;
+        nodes.push(Node {
+            model: row.get("model").context("no column model")?.clone(),
+            cpu_total: cpu,
+            cpu,
+            memory: number(&row, "memory_mib")?,
+            gpus: vec![GPU; number(&row, "gpu")?],
+        });
+    }
+    Ok((names, nodes))
+}
+
+/// Reads the list of pods.
+pub(super) fn pods(path: &Path) -> Result<Vec<Pod>> {
+    rows(path)?
+        .iter()
+        .map(|row| {
+            let mut models: Vec<String> = row
+                .get("gpu_spec")
+                .filter(|spec| !spec.is_empty())
+                .map_or_else(Vec::new, |spec| spec.split('|').map(str::to_owned).collect());
+            models.sort();
+            let time = |column| number::<f64>(row, column).ok();
+            let demand = Demand {
+                cpu: number(row, "cpu_milli")?,
+                memory: number(row, "memory_mib")?,
+                gpus: number(row, "num_gpu")?,
+                per_gpu: number(row, "gpu_milli")?,
+                models,
+            };
+            ensure!(demand.per_gpu <= GPU, "gpu_milli above {GPU}");
+            let lifetime = time("deletion_time").zip(time("creation_time")).map(|(end, start)| end - start);
+            Ok(Pod { name: row.get("name").context("no column name")?.clone(), demand, lifetime })
+        })
+        .collect()
+}
