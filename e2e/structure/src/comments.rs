@@ -42,8 +42,8 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     }
 }
 
-/// Whether the line is a comment that can be wrapped: no directive, no row of a table and no address
-/// alone.
+/// Whether the line is a comment that can be wrapped: no directive, no row of a table and no
+/// address alone.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
     if marker == SLASHES && comment.starts_with("go:") {

@@ -54,8 +54,8 @@ pub(super) fn sample_turn() -> Actions {
 /// Runs an agent's model on all of its inputs, and returns its last actions.
 ///
 /// Checks after each step that others can read what the agent writes. The checks are weaker if the
-/// checkpoint has GPUs that NVML does not list. Those are lost and keep their layout: an instance may
-/// be there twice until the next agent refuses such a checkpoint.
+/// checkpoint has GPUs that NVML does not list. Those are lost and keep their layout: an instance
+/// may be there twice until the next agent refuses such a checkpoint.
 fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS).map(fixtures::uuid).collect();
     let contradicts = |known: &Checkpoint| {
