@@ -57,5 +57,5 @@ fn is_prose(line: &str, marker: &str) -> bool {
     let content = content.rsplit_once("]: ").map_or(content, |(_, address)| address);
     let address = content.trim_start_matches('<');
     let is_address = address.starts_with("https://") || address.starts_with("http://");
-    !(is_address && !address.contains(char::is_whitespace))
+    !is_address || address.contains(char::is_whitespace)
 }

@@ -259,7 +259,7 @@ fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPart
     let MigPartition { whole, mps, time_slicing } = partition;
     match (whole, mps, time_slicing) {
         (Some(Whole { resource }), None, None) => {
-            layout.pools.push(whole_pool(&instance.uuid, resource_name(resource)?))
+            layout.pools.push(whole_pool(&instance.uuid, resource_name(resource)?));
         }
         (None, Some(mps), None) => {
             let (pools, daemon) = mps_pools(&instance.uuid, mps, true)?;

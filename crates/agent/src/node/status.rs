@@ -46,7 +46,7 @@ pub mod reason {
     pub const NO_SPEC: &str = "NoSpec";
     /// Not Applied: the object does not match its CRD.
     pub const MALFORMED: &str = "Malformed";
-    /// GpusHealthy: all GPUs are healthy.
+    /// `GpusHealthy`: all GPUs are healthy.
     pub const HEALTHY: &str = "Healthy";
 }
 

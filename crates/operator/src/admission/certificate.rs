@@ -74,8 +74,8 @@ pub(crate) enum Error {
 /// A certificate with its key and the CAs to trust.
 #[derive(Debug, Clone)]
 pub(crate) struct Certificate {
-    certificate: String,
-    key: String,
+    chain_pem: String,
+    key_pem: String,
     /// The certificate's own CA comes first.
     authorities: Vec<CertificateDer<'static>>,
     authorities_pem: String,
@@ -121,14 +121,14 @@ impl Certificate {
 
     /// The data of the Secret.
     pub(crate) fn data(&self) -> BTreeMap<String, ByteString> {
-        let parts = [(CERTIFICATE, &self.certificate), (KEY, &self.key), (AUTHORITIES, &self.authorities_pem)];
+        let parts = [(CERTIFICATE, &self.chain_pem), (KEY, &self.key_pem), (AUTHORITIES, &self.authorities_pem)];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
     }
 
-    fn new(certificate: String, key: String, authorities_pem: String) -> Result<Self, Error> {
-        let chain = certificates(&certificate, CERTIFICATE)?;
+    fn new(chain_pem: String, key_pem: String, authorities_pem: String) -> Result<Self, Error> {
+        let chain = certificates(&chain_pem, CERTIFICATE)?;
         let authorities = certificates(&authorities_pem, AUTHORITIES)?;
-        let private = PrivateKeyDer::from_pem_slice(key.as_bytes()).map_err(|error| Error::Pem(KEY, error))?;
+        let private = PrivateKeyDer::from_pem_slice(key_pem.as_bytes()).map_err(|error| Error::Pem(KEY, error))?;
         let provider = provider();
         let served = CertifiedKey::from_der(chain, private, &provider).map_err(Error::Unusable)?;
         let mut roots = RootCertStore::empty();
@@ -138,7 +138,7 @@ impl Certificate {
         let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider)
             .build()
             .map_err(Error::Authorities)?;
-        Ok(Self { certificate, key, authorities, authorities_pem, served: Arc::new(served), verifier })
+        Ok(Self { chain_pem, key_pem, authorities, authorities_pem, served: Arc::new(served), verifier })
     }
 
     /// The certificate and key in the form that connections are served with.

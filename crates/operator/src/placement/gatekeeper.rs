@@ -141,7 +141,7 @@ impl Gatekeeper {
         // reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
-        let mut actions = Actions { requeue, rollout, ..Actions::default() };
+        let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let input = Input { cluster, living: &living, unsettled: &unsettled, demand, now };
         actions.rescue = self.rescue(&ledger, &input);
         if let Some(requeue) = actions.rescue.requeue {
