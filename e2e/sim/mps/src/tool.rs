@@ -8,9 +8,9 @@ use crate::daemon::{self, Config};
 use crate::handshake;
 use crate::limits::Settings;
 
-/// Where daemons and clients meet unless `CUDA_MPS_PIPE_DIRECTORY` says otherwise.
+/// The default of `CUDA_MPS_PIPE_DIRECTORY`.
 pub const DEFAULT_PIPE_DIRECTORY: &str = "/tmp/nvidia-mps";
-/// Where daemons in the background log unless `CUDA_MPS_LOG_DIRECTORY` says otherwise.
+/// The default of `CUDA_MPS_LOG_DIRECTORY`.
 const DEFAULT_LOG_DIRECTORY: &str = "/var/log/nvidia-mps";
 
 const HELP: &str = "\
@@ -38,24 +38,24 @@ Faults are injected through the simulated machine: `simgpu fail` and `simgpu han
 mps:client, mps:server or mps:command:<name>.
 ";
 
-/// What the arguments ask for.
+/// What the arguments request.
 #[derive(Debug, PartialEq, Eq)]
 enum Request {
     Daemon { background: bool, multi_user: bool },
     Version,
     Help,
     Commands(Option<String>),
-    Mistake(String),
+    Invalid(String),
 }
 
-/// The program.
+/// The program's main function.
 pub fn main() -> ExitCode {
     let arguments: Vec<String> =
         std::env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
     match parse(&arguments) {
         Request::Help => print(HELP),
         Request::Version => print("CUDA MPS Control binary version: 13000\n"),
-        Request::Mistake(what) => {
+        Request::Invalid(what) => {
             eprintln!("{what}\n\n{HELP}");
             ExitCode::FAILURE
         }
@@ -77,21 +77,21 @@ fn parse(arguments: &[String]) -> Request {
     let mut command: Vec<&str> = Vec::new();
     for argument in arguments {
         match argument.as_str() {
-            // A command's own options come after its name.
+            // A command's options follow its name.
             word if !command.is_empty() => command.push(word),
             "-d" => daemon = Some(true),
             "-f" => daemon = Some(false),
             "-M" | "-multiuser-server" | "--multiuser-server" => multi_user = true,
             "-v" => return Request::Version,
             "-h" | "--help" => return Request::Help,
-            option if option.starts_with('-') => return Request::Mistake(format!("unknown option {option}")),
+            option if option.starts_with('-') => return Request::Invalid(format!("unknown option {option}")),
             word => command.push(word),
         }
     }
     match daemon {
         Some(background) if command.is_empty() => Request::Daemon { background, multi_user },
-        Some(_) => Request::Mistake("a daemon takes no command".to_owned()),
-        None if multi_user => Request::Mistake("-multiuser-server is for -d and -f".to_owned()),
+        Some(_) => Request::Invalid("-d and -f accept no command".to_owned()),
+        None if multi_user => Request::Invalid("-multiuser-server requires -d or -f".to_owned()),
         None => Request::Commands((!command.is_empty()).then(|| command.join(" "))),
     }
 }
@@ -119,7 +119,7 @@ fn directory(variable: &str, default: &str) -> PathBuf {
     std::env::var_os(variable).filter(|value| !value.is_empty()).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }
 
-/// Sends commands, each over a connection of its own, and prints the answers.
+/// Sends each command over a separate connection and prints the answers.
 fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
     for command in commands {
         let Ok(command) = command else { break };
@@ -130,7 +130,7 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
             Ok(Some(answer)) => {
                 print(&answer);
             }
-            // The daemon was there, and went: `quit` does that.
+            // Expected after `quit`: the daemon was there and has exited.
             Ok(None) => {
                 eprintln!("The MPS control daemon closed the connection");
                 return ExitCode::FAILURE;
@@ -144,7 +144,7 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Over `control_privileged` where that can be opened, else over `control`.
+/// Sends a command over `control_privileged` if accessible, else over `control`.
 fn ask(directory: &Path, command: &str) -> io::Result<Option<String>> {
     match handshake::ask(&directory.join("control_privileged"), command) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
@@ -171,13 +171,13 @@ mod tests {
     }
 
     #[test]
-    fn arguments_ask_for_a_daemon_or_a_command() {
+    fn arguments_request_a_daemon_or_a_command() {
         assert_eq!(parsed("-f -multiuser-server"), Request::Daemon { background: false, multi_user: true });
         assert_eq!(parsed("-d"), Request::Daemon { background: true, multi_user: false });
         assert_eq!(parsed(""), Request::Commands(None));
         assert_eq!(parsed("shutdown_server 17 -f"), Request::Commands(Some("shutdown_server 17 -f".into())));
-        assert!(matches!(parsed("-d get_server_list"), Request::Mistake(_)));
-        assert!(matches!(parsed("-multiuser-server"), Request::Mistake(_)));
-        assert!(matches!(parsed("-x"), Request::Mistake(_)));
+        assert!(matches!(parsed("-d get_server_list"), Request::Invalid(_)));
+        assert!(matches!(parsed("-multiuser-server"), Request::Invalid(_)));
+        assert!(matches!(parsed("-x"), Request::Invalid(_)));
     }
 }

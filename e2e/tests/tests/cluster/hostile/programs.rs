@@ -564,7 +564,7 @@ fn lied(ground: &Ground<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
             return Ok(Outcome::Succeeded(outcome));
         }
         // Where the door closes in the midst of a lie, the liar cannot end it.
-        let ended = outcome.contains("cannot lie to");
+        let ended = outcome.contains("cannot connect to");
         outcomes.push(if ended { format!("closed: {outcome}") } else { outcome });
     }
     Ok(Outcome::Refused(outcomes))
