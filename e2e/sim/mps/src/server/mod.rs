@@ -92,7 +92,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
         devices,
         inner: Mutex::new(Inner { clients: Clients::new(rule), connections: BTreeMap::new(), bound: BTreeMap::new() }),
     });
-    server.say_settings(&settings);
+    server.log_settings(&settings);
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(Status::Active))?;
     let watched = Arc::clone(&server);
@@ -404,7 +404,7 @@ impl Server {
             // The log names a living client and never the one that died. Measured in 47 of 47 such
             // faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
-            let named = inner.connections.keys().copied().filter(lives).min();
+            let named = inner.connections.keys().copied().filter(alive).min();
             if let Some((pid, id)) =
                 named.and_then(|other| Some((inner.clients.pid(other)?, inner.connections[&other].id)))
             {
