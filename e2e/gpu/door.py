@@ -131,8 +131,8 @@ def beside_lies(lies):
     before, rows = status()["daemons"][uuid], []
     for lie in lies:
         began = time.monotonic()
-        told = subprocess.run([liar, "--lie", lie, "--hold", "8"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("02"))}, capture_output=True, text=True, timeout=60).stdout.strip()
-        row = {"lie": lie, "told": told and json.loads(told), "seconds": round(time.monotonic() - began, 2)}
+        reported = subprocess.run([liar, "--lie", lie, "--hold", "8"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("02"))}, capture_output=True, text=True, timeout=60).stdout.strip()
+        row = {"lie": lie, "reported": reported and json.loads(reported), "seconds": round(time.monotonic() - began, 2)}
         other, own = once(door("05")), once(door("02"))
         now = status()["daemons"][uuid]
         row |= {"othersMs": other.get("contextMs"), "ownMs": own.get("contextMs")}

@@ -236,8 +236,8 @@ def limits(results):
         create(*[pod for _, pod in pods])
         for k, pod in pods:
             line = pod.line("allocatableMiB", 90)
-            told = wait(f"cleave status lists {pod.name}", lambda: [a for a in status()["allocations"] if a["pod"] == f"{NAMESPACE}/{pod.name}"], 20, 0.2)[0]
-            rows.append({"threads": policy_name, "shares": k, "told": {key: told[key] for key in ("shares", "threads", "sms", "memoryMib", "usableMib")}, **line})
+            reported = wait(f"cleave status lists {pod.name}", lambda: [a for a in status()["allocations"] if a["pod"] == f"{NAMESPACE}/{pod.name}"], 20, 0.2)[0]
+            rows.append({"threads": policy_name, "shares": k, "reported": {key: reported[key] for key in ("shares", "threads", "sms", "memoryMib", "usableMib")}, **line})
         delete(*[pod for _, pod in pods])
 
     for name in ("Strict",) if QUICK else ("Strict", "Burst", "Uncapped"):
@@ -247,11 +247,11 @@ def limits(results):
             wait("the GPU's memory is free", lambda: int(smi("memory.used").splitlines()[0]) < 2048, 20, 0.05)
             measure(name, [(k, Pod(f"limits-{name.lower()}-{k}", "--allocate", "--wait", "/drill/never", count=k)) for k in group])
     results.note(rows=rows)
-    wrong = [row for row in rows if row.get("sms") != row["told"]["sms"]]
+    wrong = [row for row in rows if row.get("sms") != row["reported"]["sms"]]
     results.check("each pod sees the SMs that `cleave status` reports", not wrong, wrong=wrong, of=len(rows))
-    gaps = [row["told"]["memoryMib"] - row["allocatableMiB"] for row in rows]
+    gaps = [row["reported"]["memoryMib"] - row["allocatableMiB"] for row in rows]
     results.check("no pod can allocate more than the limit that `cleave status` reports", min(gaps) >= 0, least=min(gaps), most=max(gaps))
-    off = [abs(row["told"]["usableMib"] - row["allocatableMiB"]) for row in rows]
+    off = [abs(row["reported"]["usableMib"] - row["allocatableMiB"]) for row in rows]
     results.check("each pod can allocate the usable memory that `cleave status` reports, within 16 MiB", max(off) <= 16, worstMiB=max(off), of=len(rows))
     # The context itself uses a fixed part of the limit, and a part for each SM that it may use.
     xs, count = [row["sms"] for row in rows], len(rows)
@@ -600,7 +600,7 @@ def fault(results):
         kernel = following.line("firstKernel", seconds)
         results.check(f"{what}: no pod is rejected meanwhile", rejected == 0, rejected=rejected)
         results.check(f"{what}: the next pod computes under its limits", kernel.get("firstKernel") and following.lines()[0]["sms"] == sms(2), clientCode=line["code"],
-                      toldMs=line["at"] and round((line["at"] - at) * 1000), nextKernelMs=kernel.get("firstKernel") and round((kernel["firstKernel"] - at) * 1000))
+                      reportedMs=line["at"] and round((line["at"] - at) * 1000), nextKernelMs=kernel.get("firstKernel") and round((kernel["firstKernel"] - at) * 1000))
 
     broken("the server is killed", lambda: on_node("kill", "-9", str(daemon()["serverPid"])))
     broken("the daemon is killed", lambda: on_node("kill", "-9", str(daemon()["pid"])))
@@ -697,8 +697,8 @@ def isolation(results):
         find = lambda: [e for e in get("events", "-n", NAMESPACE)["items"] if e["involvedObject"]["name"] == pod.name and "cleave" in json.dumps([e.get("source"), e.get("reportingComponent")])]
         try:
             event = wait("an Event about the pod", find, 6, 0.05)[0]
-            told = round(time.time() - line["at"], 2) if "at" in line else None
-            results.check(f"{what} is detected within 2 s", told is not None and told <= 2, seconds=told, event=event.get("message") or event.get("note"), seen=pod.lines()[:2])
+            reported = round(time.time() - line["at"], 2) if "at" in line else None
+            results.check(f"{what} is detected within 2 s", reported is not None and reported <= 2, seconds=reported, event=event.get("message") or event.get("note"), seen=pod.lines()[:2])
         except TimeoutError:
             results.check(f"{what} is detected within 2 s", False, seen=pod.lines()[:2])
         if evicted:

@@ -452,7 +452,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 		return err
 	}
 	defer log.Close()
-	ready, told, err := os.Pipe()
+	ready, readyWriter, err := os.Pipe()
 	if err != nil {
 		return err
 	}
@@ -464,13 +464,13 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	}
 	command.Stdin, command.Stdout, command.Stderr = bytes.NewReader(spec), log, log
 	command.Env, command.Dir = c.layout.nodeEnv(), "/"
-	command.ExtraFiles = []*os.File{told} // readyDescriptor
+	command.ExtraFiles = []*os.File{readyWriter} // readyDescriptor
 	command.SysProcAttr = &syscall.SysProcAttr{
 		Setsid:     true,
 		Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWNET | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC,
 	}
 	err = command.Start()
-	told.Close()
+	readyWriter.Close()
 	if err != nil {
 		return fmt.Errorf("create the namespaces of %s: %w", name, err)
 	}

@@ -376,8 +376,11 @@ mod tests {
             for packet in words[..said].iter().chain(&words) {
                 client.send(packet).unwrap();
             }
-            let heard = receive(&server, &channel);
-            assert!(heard.is_ok() || said > 0 && matches!(heard, Err(Refusal::Malformed(_))), "{said}: {heard:?}");
+            let received = receive(&server, &channel);
+            assert!(
+                received.is_ok() || said > 0 && matches!(received, Err(Refusal::Malformed(_))),
+                "{said}: {received:?}"
+            );
         }
     }
 

@@ -14,27 +14,27 @@ pub const DEFAULT_PIPE_DIRECTORY: &str = "/tmp/nvidia-mps";
 const DEFAULT_LOG_DIRECTORY: &str = "/var/log/nvidia-mps";
 
 const HELP: &str = "\
-Stand-in for NVIDIA's MPS control daemon over the simulated machine ($SIMGPU_STATE, /var/lib/simgpu).
+Simulated MPS control daemon for the simulated machine ($SIMGPU_STATE, /var/lib/simgpu).
 
-Usage: nvidia-cuda-mps-control -d|-f [-multiuser-server]    start the daemon, in the background or in the foreground
-       nvidia-cuda-mps-control [COMMAND...]                 send a command, or those read from standard input, one a line
+Usage: nvidia-cuda-mps-control -d|-f [-multiuser-server]    start the daemon in the background or foreground
+       nvidia-cuda-mps-control [COMMAND...]                 send a command, or one per line of standard input
        nvidia-cuda-mps-control -v                           print the version
 
-Commands: get_server_list, help and others (`nvidia-cuda-mps-control help` asks the daemon).
+Commands: get_server_list, help and others (see `nvidia-cuda-mps-control help`).
 
 Environment of daemon and commands:
-  CUDA_MPS_PIPE_DIRECTORY            where the sockets are (/tmp/nvidia-mps)
+  CUDA_MPS_PIPE_DIRECTORY            folder of the sockets (/tmp/nvidia-mps)
 Environment of the daemon:
-  CUDA_MPS_LOG_DIRECTORY             where -d logs (/var/log/nvidia-mps); -f logs to standard output
+  CUDA_MPS_LOG_DIRECTORY             log folder of -d (/var/log/nvidia-mps); -f logs to standard output
   CUDA_VISIBLE_DEVICES               GPUs or MIG devices to serve, by UUID or index
   CUDA_MPS_ACTIVE_THREAD_PERCENTAGE  default thread percentage
   CUDA_MPS_PINNED_DEVICE_MEM_LIMIT   default memory limits, such as 0=8G
-  SIM_MPS_SERVER_START_MS            how long a server takes to start (150)
+  SIM_MPS_SERVER_START_MS            start time of a server (150)
   SIM_MPS_BREAK                      whether a client killed with a kernel in flight breaks its neighbours:
                                      measured (by the kernel's length), always, never
-  SIM_MPS_SEED                       shifts which deaths with kernels of 1 to 100 ms break: every twelfth does
+  SIM_MPS_SEED                       which of twelve deaths with kernels of 1 to 100 ms breaks the neighbours
 
-Faults are injected through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
+Tests inject faults through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
 mps:client, mps:server or mps:command:<name>.
 ";
 
