@@ -1,10 +1,11 @@
-"""A small CUDA driver-API program for the drills on a real GPU: prints JSON lines of what it sees, then does as it is told.
+"""A small CUDA driver-API program for the drills on a real GPU. It prints JSON lines.
 
-Without further arguments: {"sms", "freeMiB", "totalMiB", "contextMs"}, or {"error"}. Times are seconds since the epoch.
+Without arguments it prints {"sms", "freeMiB", "totalMiB", "contextMs"} or {"error"}. Its arguments
+add further actions. Times are seconds since the epoch.
 """
 import argparse, ctypes, json, os, random, signal, statistics, subprocess, sys, threading, time
 
-# spin: keeps one SM busy for so many cycles. fault: writes where nothing is mapped.
+# spin keeps one SM busy for a number of cycles. fault writes to an unmapped address.
 PTX = b"""
 .version 7.0
 .target sm_75
@@ -69,12 +70,12 @@ class Gpu:
         return free.value, total.value
 
     def allocate(self, size):
-        """The address of so many bytes, or None where they cannot be had."""
+        """Returns the address of `size` bytes, or None if the allocation fails."""
         pointer = ctypes.c_uint64()
         return None if self.cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) else pointer
 
     def allocatable(self):
-        """The most that one allocation can get, by halving steps; plain memory, given back at once."""
+        """Finds the largest possible allocation in halving steps, and frees it immediately."""
         total, got, step = self.memory()[1], 0, 1 << 37
         while step >= 1 << 20:
             if got + step <= total and (pointer := self.allocate(got + step)):
@@ -104,7 +105,7 @@ class Gpu:
         self.call("cuCtxSynchronize")
 
     def made(self, make, end, *arguments):
-        """Makes something of the driver's and ends it."""
+        """Creates and destroys an object of the driver."""
         thing = ctypes.c_void_p()
         self.call(make, ctypes.byref(thing), *arguments)
         self.call(end, thing)
@@ -143,7 +144,7 @@ def seen(process):
 
 
 def exercise(gpu, seconds):
-    """What CUDA programs do all the time, each for so many seconds: how often a second."""
+    """Measures the rates of common CUDA calls, each for `seconds`, in calls per second."""
     size = 1 << 20
     host, block = ctypes.create_string_buffer(size), gpu.allocate(size)
     gpu.spin(0.01)
@@ -174,14 +175,14 @@ def exercise(gpu, seconds):
             act()
             done += 1
         rates[name] = round(done / (time.monotonic() - began), 1)
-    # Memory for another process.
+    # Shares memory with another process.
     handle = (ctypes.c_ubyte * 64)()
     code = gpu.cuda.cuIpcGetMemHandle(handle, block)
     say(rates=rates, ipcHandleCode=code)
 
 
 def starts(count, parallel):
-    """Programs that start in bursts, every second of them with raised limits in its environment: how many SMs each sees."""
+    """Starts programs in bursts, half of them with raised limits, and counts their SMs."""
     counts, failed, raised, slowest = {}, [], {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}, 0
     random.seed(os.getpid())
     for begun in range(0, count, parallel):
@@ -199,13 +200,13 @@ def starts(count, parallel):
 
 
 def compare(direct, times):
-    """A context's time by the daemon's own directory and through this container's door, in turns."""
+    """Measures context creation directly and through the container's door, in turns."""
     measured = {"directMs": [], "throughMs": []}
     for _ in range(times):
         measured["directMs"].append(seen(child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))
         measured["throughMs"].append(seen(child()).get("contextMs"))
     if None in measured["directMs"] + measured["throughMs"]:
-        say(error="a context could not be made", **measured)
+        say(error="a context could not be created", **measured)
     else:
         say(medians={name: statistics.median(values) for name, values in measured.items()}, **measured)
 
@@ -216,7 +217,7 @@ def await_file(path):
 
 
 def hoard(path):
-    """Takes memory of the machine, as soon as there is such a file, until the kernel ends it."""
+    """Allocates host memory once the file exists, until the kernel kills this process."""
     await_file(path)
     taken = []
     while True:
@@ -224,7 +225,7 @@ def hoard(path):
 
 
 def supervise(arguments):
-    """Runs this program as a child with the arguments, so that its end can be told to the millisecond."""
+    """Runs this program as a child and reports its exit within a millisecond."""
     process = subprocess.Popen([sys.executable, __file__, *arguments, *(["--log", options.log] if options.log else [])])
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     status = process.wait()
@@ -272,27 +273,27 @@ def main():
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--log", help="file that lines are written to as well")
-parser.add_argument("--allocate", action="store_true", help="also find the most that can be allocated")
+parser.add_argument("--log", help="also write lines to this file")
+parser.add_argument("--allocate", action="store_true", help="also find the largest possible allocation")
 parser.add_argument("--hold", action="store_true", help="keep the context until standard input ends")
-parser.add_argument("--wait", metavar="FILE", help="keep the context until there is such a file")
-parser.add_argument("--after", metavar="FILE", help="begin when there is such a file")
+parser.add_argument("--wait", metavar="FILE", help="keep the context until the file exists")
+parser.add_argument("--after", metavar="FILE", help="start once the file exists")
 parser.add_argument("--touch", action="store_true", help="run one short kernel")
-parser.add_argument("--work", type=float, metavar="MS", help="run kernels of so many milliseconds, one after the other")
-parser.add_argument("--until", metavar="FILE", help="with --work and --starts: until there is such a file")
+parser.add_argument("--work", type=float, metavar="MS", help="run kernels of this length, one after the other")
+parser.add_argument("--until", metavar="FILE", help="with --work and --starts: until the file exists")
 parser.add_argument("--block", action="store_true", help="wait for kernels without a busy loop")
-parser.add_argument("--sigterm", choices=("finish", "ignore"), help="on SIGTERM: finish the kernel and exit, or go on")
-parser.add_argument("--stay", action="store_true", help="after an error, stay, whatever the signal")
-parser.add_argument("--hoard", metavar="FILE", help="take memory of the machine without end, when there is such a file")
-parser.add_argument("--exercise", type=float, metavar="SECONDS", help="after a line on standard input: calls of all kinds, each for so many seconds")
-parser.add_argument("--fault", metavar="FILE", help="an illegal access when there is such a file")
-parser.add_argument("--take", type=int, metavar="GIB", help="allocate so many GiB and keep them")
-parser.add_argument("--linger", type=float, default=0, metavar="SECONDS", help="with --supervise: go on for so long after the child's end")
+parser.add_argument("--sigterm", choices=("finish", "ignore"), help="on SIGTERM: finish the kernel and exit, or ignore it")
+parser.add_argument("--stay", action="store_true", help="after an error, keep running and ignore SIGTERM")
+parser.add_argument("--hoard", metavar="FILE", help="allocate host memory without end once the file exists")
+parser.add_argument("--exercise", type=float, metavar="SECONDS", help="after a line on standard input: measure all kinds of calls, each for this time")
+parser.add_argument("--fault", metavar="FILE", help="access memory illegally once the file exists")
+parser.add_argument("--take", type=int, metavar="GIB", help="allocate this much memory and keep it")
+parser.add_argument("--linger", type=float, default=0, metavar="SECONDS", help="with --supervise: continue for this time after the child's exit")
 parser.add_argument("--starts", type=int, metavar="N")
 parser.add_argument("--parallel", type=int, default=4)
 parser.add_argument("--compare", metavar="DIRECTORY")
 parser.add_argument("--times", type=int, default=25)
-parser.add_argument("--supervise", nargs=argparse.REMAINDER, help="run with the arguments that follow in a child, and tell its end")
+parser.add_argument("--supervise", nargs=argparse.REMAINDER, help="run with the remaining arguments in a child, and report its exit")
 options = parser.parse_args()
 if __name__ == "__main__":
     if options.after:
@@ -310,5 +311,5 @@ if __name__ == "__main__":
         if options.stay:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(3600)
-        # The context is broken: what Python would do on the way out can hang in it.
+        # The context is broken, and Python's cleanup could hang in it.
         os._exit(1)

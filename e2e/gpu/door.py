@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""The MPS host and its doors against the real driver, without Kubernetes. One JSON object of results on standard output.
+"""Tests the MPS host and its doors with the real driver, without Kubernetes.
 
-usage: door.py HOST [LIAR [LIE...]]      HOST is cleave-mps-host; needs root, a GPU, and its driver's nvidia-cuda-mps-control on the PATH
-LIAR is cleave-client, which breaks the handshake in many ways beside programs that must go on; with LIEs named that is all that is done.
-Compute mode, MIG mode, clocks and persistence are left alone.
+usage: door.py HOST [LIAR [LIE...]]
+
+HOST is cleave-mps-host. LIAR is cleave-client, which violates the handshake while other programs
+must continue. With LIEs only these violations are tested. The results are one JSON object on
+standard output. Requires root, a GPU, and the driver's nvidia-cuda-mps-control on PATH. Compute
+mode, MIG mode, clocks and persistence mode do not change.
 """
 import json, os, pathlib, random, shutil, signal, socket, statistics, subprocess, sys, tempfile, time
 
@@ -17,7 +20,7 @@ results, failed = {}, []
 
 
 class Enough(Exception):
-    """What was asked for is done."""
+    """The requested part of the tests is complete."""
 
 
 def check(name, holds, figures=None):
@@ -102,7 +105,7 @@ def processor_seconds(pid):
 
 
 def exercised(pipe, stopped=False):
-    """What a client can do through this pipe directory, with the MPS host at work or stopped; and what that costs the host."""
+    """A client's call rates through this pipe directory, and the MPS host's CPU time."""
     process = client(pipe, "--exercise", "0.4")
     seen(process)
     before = processor_seconds(host.pid)
@@ -113,7 +116,7 @@ def exercised(pipe, stopped=False):
         got = json.loads(said.splitlines()[0]) if said else {"error": f"no line, status {process.returncode}"}
     except subprocess.TimeoutExpired:
         process.kill()
-        got = {"error": "it waits for the MPS host"}
+        got = {"error": "the client waits for the MPS host"}
     finally:
         host.send_signal(signal.SIGCONT)
     process.wait()
@@ -121,15 +124,15 @@ def exercised(pipe, stopped=False):
 
 
 def beside_lies(lies):
-    """Each lie beside a program that computes and programs that start, of others and of its own allocation."""
+    """Runs each violation beside programs of the same and of other allocations."""
     until, of = run / "enough", once(door("ff"))["sms"]
     neighbour = client(door("03"), "--work", "1", "--until", str(until))
     [seen(neighbour) for _ in range(2)]
     before, rows = status()["daemons"][uuid], []
     for lie in lies:
         began = time.monotonic()
-        told = subprocess.run([liar, "--lie", lie, "--hold", "8"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("02"))}, capture_output=True, text=True, timeout=60).stdout.strip()
-        row = {"lie": lie, "told": told and json.loads(told), "seconds": round(time.monotonic() - began, 2)}
+        reported = subprocess.run([liar, "--lie", lie, "--hold", "8"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("02"))}, capture_output=True, text=True, timeout=60).stdout.strip()
+        row = {"lie": lie, "reported": reported and json.loads(reported), "seconds": round(time.monotonic() - began, 2)}
         other, own = once(door("05")), once(door("02"))
         now = status()["daemons"][uuid]
         row |= {"othersMs": other.get("contextMs"), "ownMs": own.get("contextMs")}
@@ -148,7 +151,7 @@ def beside_lies(lies):
     until.touch()
     kernels = seen(neighbour)
     neighbour.wait()
-    check(f"{len(lies)} lies: the server is the same after each, and neighbours compute and start", "kernels" in kernels and not any("harmed" in row for row in rows),
+    check(f"{len(lies)} handshake violations: the server stays the same, and neighbours compute and start", "kernels" in kernels and not any("harmed" in row for row in rows),
           {"harmed": [row for row in rows if "harmed" in row], "slowestStartMs": max(row["othersMs"] or 0 for row in rows), "slowestOwnStartMs": max(row["ownMs"] or 0 for row in rows), "neighbour": kernels})
     results["lies"] = rows
 
@@ -168,9 +171,9 @@ try:
     start = time.monotonic()
     wait("the MPS host answers", lambda: (run / "mps" / "host.sock").exists())
     reply = ask(op="await", allocation="ff", timeoutMs=30000)
-    check("the daemon is up and the door open", reply.get("result") == "done", {"reply": reply, "seconds": round(time.monotonic() - start, 2)})
+    check("the daemon runs and the door is open", reply.get("result") == "done", {"reply": reply, "seconds": round(time.monotonic() - start, 2)})
     daemon = status()["daemons"][uuid]
-    check("the handshake is the known one: limits are hard", daemon["enforcement"] == "Hard", daemon)
+    check("the handshake is known, so limits are hard", daemon["enforcement"] == "Hard", daemon)
     door = lambda key: run / "alloc" / key
     if lies:
         beside_lies(lies)
@@ -183,7 +186,7 @@ try:
     for k in range(1, units + 1):
         got = once(door(f"{k:02x}"), "--allocate")
         rows.append({"shares": k, "expectedSms": sms(100 * k // units, of), "limitMiB": usable * k // units, **got})
-    check("k of 10 shares: SMs and memory are those of k shares",
+    check("k of 10 shares give the SMs and memory of k shares",
           all("error" not in row and row["sms"] == row["expectedSms"] and row["limitMiB"] - 1024 <= row["freeMiB"] <= row["limitMiB"] for row in rows), rows)
     raised = once(door("02"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=f"0={total}M")
     check("limits cannot be raised by the environment", raised.get("sms") == sms(20, of) and raised["freeMiB"] <= usable * 2 // units, raised)
@@ -207,9 +210,9 @@ try:
         if got.get("sms") != sms(limits[key], of):
             wrong.append({"door": key, **got})
     listed = len(status()["daemons"][uuid]["clients"])
-    check("48 clients of six allocations at once each see their own limits", not wrong, {"wrong": wrong, "listed": listed})
+    check("48 concurrent clients of six allocations see their own limits", not wrong, {"wrong": wrong, "listed": listed})
     over = once(door("01"))
-    check("the 49th is refused, not let in without limits", over.get("sms") != of, over)
+    check("the 49th client is rejected, not accepted without limits", over.get("sms") != of, over)
     for _, process in held:
         process.stdin.close()
         process.wait()
@@ -223,9 +226,10 @@ try:
             got = seen(process)
             process.wait()
             starts.append(got.get("sms") == sms(limits[key], of))
-    check("200 starts in bursts of 8 each see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
+    check("200 starts in bursts of 8 see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
 
-    # Beside a client that stays: on a GPU without clients the server is replaced after each (docs/explanation/faults.md).
+    # A client must stay connected: on a GPU without clients the server is replaced after each one
+    # (docs/explanation/faults.md).
     stays = client(door("01"), "--hold")
     seen(stays)
     direct, through = [], []
@@ -233,21 +237,21 @@ try:
         direct.append(once(run / "mps" / uuid).get("contextMs"))
         through.append(once(door("0a")).get("contextMs"))
     figures = {"directMs": statistics.median(direct), "throughMs": statistics.median(through), "direct": direct, "through": through}
-    check("a context through the door takes at most 10 ms more in the median", figures["throughMs"] - figures["directMs"] <= 10, figures)
+    check("a context through the door takes at most 10 ms longer (median)", figures["throughMs"] - figures["directMs"] <= 10, figures)
 
     stays.stdin.close()
     stays.wait()
     idle = [once(door("0a")).get("contextMs") for _ in range(9)]
-    results["a context on a GPU without clients, right after another client's end"] = {"figures": {"medianMs": statistics.median(idle), "through": idle}}
+    results["a context on a GPU without clients, right after another client exited"] = {"figures": {"medianMs": statistics.median(idle), "through": idle}}
 
     turns = [(exercised(run / "mps" / uuid), exercised(door("ff"))) for _ in range(3)]
     stopped = exercised(door("ff"), stopped=True)
     names = list(turns[0][0].get("rates", {}))
     rates = {name: [statistics.median(turn[way]["rates"][name] for turn in turns) for way in (0, 1)] + [stopped.get("rates", {}).get(name)] for name in names}
     seconds = sum(turn[1]["hostSeconds"] for turn in turns)
-    check("a running client needs the MPS host for nothing: it does the same while that is stopped", "rates" in stopped, {"perSecondDirectByDoorHostStopped": rates, "ipc": [stopped.get("ipcHandleCode"), turns[0][0].get("ipcHandleCode")], "error": stopped.get("error")})
-    check("what clients do costs the MPS host no time", seconds <= 0.1, {"hostSeconds": round(seconds, 3), "ofClientSeconds": round(3 * 0.4 * len(names), 1)})
-    check("calls by the door are as many as direct, to within 10 % for each kind", all(by >= 0.9 * straight for straight, by, _ in rates.values()), {name: round(by / straight, 3) for name, (straight, by, _) in rates.items()})
+    check("a running client does not need the MPS host and works while it is stopped", "rates" in stopped, {"perSecondDirectByDoorHostStopped": rates, "ipc": [stopped.get("ipcHandleCode"), turns[0][0].get("ipcHandleCode")], "error": stopped.get("error")})
+    check("clients' work costs the MPS host no CPU time", seconds <= 0.1, {"hostSeconds": round(seconds, 3), "ofClientSeconds": round(3 * 0.4 * len(names), 1)})
+    check("call rates through the door are within 10 % of direct ones", all(by >= 0.9 * straight for straight, by, _ in rates.values()), {name: round(by / straight, 3) for name, (straight, by, _) in rates.items()})
 
     if liar:
         beside_lies(LIES)
@@ -261,9 +265,9 @@ try:
     after = [seen(process) for process in late]
     waited = round(time.monotonic() - start, 2)
     [process.wait() for process in late]
-    check("clients that knock while the daemon is dead wait, and run under their limits", all(got.get("sms") == sms(30, of) for got in after), {"clients": after, "seconds": waited})
-    again = wait("the daemon is back", lambda: (d := status()["daemons"][uuid]) and d["pid"] not in (None, pid) and d["state"] == "Active" and d)
-    check("the daemon is back with its limits", once(door("02")).get("sms") == sms(20, of), again)
+    check("clients that connect while the daemon is dead wait and then run under their limits", all(got.get("sms") == sms(30, of) for got in after), {"clients": after, "seconds": waited})
+    again = wait("the daemon has restarted", lambda: (d := status()["daemons"][uuid]) and d["pid"] not in (None, pid) and d["state"] == "Active" and d)
+    check("the restarted daemon has its limits", once(door("02")).get("sms") == sms(20, of), again)
     check("the MPS host's memory", resident(host.pid)["rssKiB"] <= 4096, resident(host.pid))
 except Enough:
     pass
@@ -273,11 +277,11 @@ finally:
         results["exit"] = host.wait(30)
     except subprocess.TimeoutExpired:
         host.kill()
-        failed.append("the MPS host did not end")
+        failed.append("the MPS host did not exit")
     log.close()
     results["log"] = (run / "host.log").read_text().splitlines()[-200:]
     results["modes"] = {"before": modes_before, "after": smi("compute_mode,mig.mode.current,persistence_mode")}
-    check("the GPU's modes are as they were", modes_before == results["modes"]["after"], results["modes"])
+    check("the GPU's modes are unchanged", modes_before == results["modes"]["after"], results["modes"])
     shutil.rmtree(run, ignore_errors=True)
     print(json.dumps(results, indent=1))
 print(f"{sum(1 for value in results.values() if isinstance(value, dict) and value.get('passed'))} passed, {len(failed)} failed", file=sys.stderr)

@@ -1,6 +1,8 @@
-"""Drills of Cleave on a real GPU, as pods of the local cluster. Started by `run`, which has set up cluster and chart; not by hand.
+"""Drills of Cleave on a real GPU, as pods of the local cluster, started by `run`.
 
-usage: drills.py OUT NAME...    each drill passes or fails and prints its figures; all of it is in OUT/results.json
+usage: drills.py OUT NAME...
+
+Each drill passes or fails and prints its figures. All results go to OUT/results.json.
 """
 import json, os, pathlib, re, select, shutil, signal, statistics, subprocess, sys, threading, time, traceback, urllib.request
 
@@ -8,7 +10,7 @@ from lies import LIES
 
 HERE = pathlib.Path(__file__).parent
 NODE = "node1"
-HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's / on the machine
+HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's root folder on the machine
 CLUSTER, CLEAVE, LIAR = os.environ["DRILL_CLUSTER"], os.environ["DRILL_CLEAVE"], pathlib.Path(os.environ["DRILL_LIAR"])
 NAMESPACE = "drill"
 SHARED = "/var/lib/drill"  # on the node; /drill in pods
@@ -44,9 +46,9 @@ def wait(what, condition, seconds=60.0, pause=0.02):
             if value := condition():
                 return value
         except (OSError, ValueError, LookupError, RuntimeError, subprocess.CalledProcessError, StopIteration):
-            pass  # not there yet
+            pass  # not yet
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {seconds} s")
+            raise TimeoutError(f"{what}: timed out after {seconds} s")
         time.sleep(pause)
 
 
@@ -67,7 +69,7 @@ def daemon():
 
 
 def policy(mode, resource, total, /, enforcement="Report", **section):
-    """Makes the one policy this, and waits until the kubelet offers what it says and nothing else."""
+    """Replaces the policy and waits until the kubelet offers its resources only."""
     spec = {"mode": mode, "enforcement": enforcement}
     if section:
         spec["mps" if mode == "Mps" else "timeSlicing"] = section
@@ -81,9 +83,9 @@ def policy(mode, resource, total, /, enforcement="Report", **section):
 
     wait(f"{total} {resource}", offered, 60, 0.2)
     if mode == "Mps":
-        # The limits of the shares, not only their number, have to be those of this policy.
+        # The shares' limits must be those of this policy too, not only their number.
         threads = {"Strict": 100 // total, "Burst": min(100, 200 // total), "Uncapped": None}[section["threads"]]
-        wait("the policy's limits", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
+        wait("the policy's limits are in the spec", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
         generation = get("gpunode", NODE)["metadata"]["generation"]
         wait("the agent has applied them", lambda: (n := get("gpunode", NODE)) and n["status"].get("observedGeneration", 0) >= generation and n["status"].get("planId") == n["spec"]["planId"], 30)
 
@@ -93,13 +95,13 @@ def shares(units=10, threads="Strict", enforcement="Report"):
 
 
 def sms(count, units=10):
-    """SMs of a Strict share by the rule that was measured: down to an even number, never below 8."""
+    """SMs of a Strict share by the measured rule: rounded down to an even number, at least 8."""
     total = status()["nodes"][0]["gpus"][0]["sms"]
     return total if count >= units else max(8, total * (100 * count // units) // 100 & ~1)
 
 
 class Pod:
-    """A pod with the machine's /usr, Python and this folder's programs; what they say is read from the shared folder."""
+    """A pod with the machine's /usr and this folder's programs."""
 
     def __init__(self, name, *command, count=1, resource=MPS, user=0, capabilities=None, privileged=False, env=None, grace=0, mounts=(), program="client.py", memory=None):
         self.name, self.log = name, FOLDER / f"{name}.log"
@@ -133,10 +135,10 @@ class Pod:
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
     def line(self, key, seconds=60.0):
-        """The first line that has the key; a line of an error ends the wait too."""
+        """Waits for the first line with the key, or with an error."""
         found = lambda: next((line for line in self.lines() if key in line or "error" in line), None)
         try:
-            return wait(f"{self.name} says {key}", found, seconds, 0.005)
+            return wait(f"{self.name} prints {key}", found, seconds, 0.005)
         except TimeoutError as error:
             object_ = get("pod", self.name, "-n", NAMESPACE)
             log = shell("kubectl", "logs", "-n", NAMESPACE, self.name, check=False)
@@ -148,7 +150,7 @@ def create(*pods):
 
 
 def delete(*pods, grace=1):
-    """Deletes pods and waits until they are gone and their shares free again. Grace 0 does not wait for the kubelet: programs may still run."""
+    """Deletes pods and waits until their shares are free, even if programs still run."""
     kubectl("delete", "pod", "-n", NAMESPACE, "--ignore-not-found", f"--grace-period={grace}", *(["--force"] if grace == 0 else []), *[pod.name for pod in pods])
     wait("the pods' shares are free", lambda: not held([pod.name for pod in pods]), 60, 0.05)
 
@@ -163,9 +165,9 @@ def touch(name):
 
 
 def clear():
-    """No pods, no files of an earlier step."""
+    """Deletes the pods and files of earlier steps."""
     kubectl("delete", "pod", "-n", NAMESPACE, "--all", "--grace-period=0", "--force")
-    wait("no pod holds shares", lambda: not any(gpu.get("allocations") for gpu in get("gpunode", NODE)["status"]["gpus"]), 90, 0.1)
+    wait("no pod has shares", lambda: not any(gpu.get("allocations") for gpu in get("gpunode", NODE)["status"]["gpus"]), 90, 0.1)
     for path in FOLDER.iterdir():
         path.unlink()
     for program in (HERE / "client.py", HERE / "infer.py", LIAR):
@@ -174,7 +176,7 @@ def clear():
 
 
 class Cut(Exception):
-    """The time that there was for all drills is over."""
+    """The time limit of all drills has passed."""
 
 
 def cut(*_):
@@ -195,7 +197,7 @@ class Results:
 
 
 def memory_of(program):
-    """Resident and anonymous KiB of the processes of this name."""
+    """Resident and anonymous memory, in KiB, of the processes with this name."""
     found = []
     for comm in pathlib.Path("/proc").glob("[0-9]*/comm"):
         try:
@@ -208,10 +210,10 @@ def memory_of(program):
 
 
 def doctor(results):
-    """`cleave doctor` on the node, while no policy shares the GPU."""
+    """Runs `cleave doctor` on the node while no policy shares the GPU."""
     kubectl("delete", "sharingpolicy", "--all")
-    wait("no daemon is left", lambda: not (HOST / "run/cleave/mps/status.json").exists() or not mps_status()["daemons"], 60, 0.1)
-    # Another user runs it too, who may not read everywhere.
+    wait("no daemon runs", lambda: not (HOST / "run/cleave/mps/status.json").exists() or not mps_status()["daemons"], 60, 0.1)
+    # doctor also runs the probe as another user, who cannot read every folder.
     probe = pathlib.Path("/tmp/drill-probe.py")
     shutil.copy(HERE / "probe.py", probe)
     probe.chmod(0o755)
@@ -221,53 +223,54 @@ def doctor(results):
     probe.unlink()
     results.note(table=done.stdout.splitlines())
     differ = re.findall(r"^- ([a-z-]+):", done.stdout.partition("What that means:")[2], re.M)
-    # Over the daemon's own socket, which no pod has: docs/how-to/check-driver.md.
-    results.check("nothing differs from what Cleave relies on, but what is known of this driver", done.returncode in (0, 1) and set(differ) <= {"privileges"}, differ=differ, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
+    # This difference is known for the daemon's own socket, which no pod has
+    # (docs/how-to/check-driver.md).
+    results.check("the driver behaves as Cleave requires, except for known differences", done.returncode in (0, 1) and set(differ) <= {"privileges"}, differ=differ, status=done.returncode, error=done.stderr.strip()[-600:], summary=done.stdout.strip().splitlines()[-8:])
 
 
 def limits(results):
-    """What k of 10 shares see, against what `cleave status` says."""
+    """Compares what k of 10 shares see with the output of `cleave status`."""
     rows = []
 
     def measure(policy_name, pods):
         create(*[pod for _, pod in pods])
         for k, pod in pods:
             line = pod.line("allocatableMiB", 90)
-            told = wait(f"cleave status lists {pod.name}", lambda: [a for a in status()["allocations"] if a["pod"] == f"{NAMESPACE}/{pod.name}"], 20, 0.2)[0]
-            rows.append({"threads": policy_name, "shares": k, "told": {key: told[key] for key in ("shares", "threads", "sms", "memoryMib", "usableMib")}, **line})
+            reported = wait(f"cleave status lists {pod.name}", lambda: [a for a in status()["allocations"] if a["pod"] == f"{NAMESPACE}/{pod.name}"], 20, 0.2)[0]
+            rows.append({"threads": policy_name, "shares": k, "reported": {key: reported[key] for key in ("shares", "threads", "sms", "memoryMib", "usableMib")}, **line})
         delete(*[pod for _, pod in pods])
 
     for name in ("Strict",) if QUICK else ("Strict", "Burst", "Uncapped"):
         shares(10, name)
         for group in [(10,), (1, 9), (2, 8), (3, 7), (4, 6), (5,)]:
-            # What the pod before had may be free a moment later than its shares.
+            # The previous pod's memory may become free slightly later than its shares.
             wait("the GPU's memory is free", lambda: int(smi("memory.used").splitlines()[0]) < 2048, 20, 0.05)
             measure(name, [(k, Pod(f"limits-{name.lower()}-{k}", "--allocate", "--wait", "/drill/never", count=k)) for k in group])
     results.note(rows=rows)
-    wrong = [row for row in rows if row.get("sms") != row["told"]["sms"]]
-    results.check("each pod sees the SMs that `cleave status` says", not wrong, wrong=wrong, of=len(rows))
-    gaps = [row["told"]["memoryMib"] - row["allocatableMiB"] for row in rows]
-    results.check("no pod can allocate more than its limit, as `cleave status` says", min(gaps) >= 0, least=min(gaps), most=max(gaps))
-    off = [abs(row["told"]["usableMib"] - row["allocatableMiB"]) for row in rows]
-    results.check("each pod can allocate what `cleave status` says is usable, to within 16 MiB", max(off) <= 16, worstMiB=max(off), of=len(rows))
-    # The context itself lies in the limit: a part for each SM that it may use, and a fixed one.
+    wrong = [row for row in rows if row.get("sms") != row["reported"]["sms"]]
+    results.check("each pod sees the SMs that `cleave status` reports", not wrong, wrong=wrong, of=len(rows))
+    gaps = [row["reported"]["memoryMib"] - row["allocatableMiB"] for row in rows]
+    results.check("no pod can allocate more than the limit that `cleave status` reports", min(gaps) >= 0, least=min(gaps), most=max(gaps))
+    off = [abs(row["reported"]["usableMib"] - row["allocatableMiB"]) for row in rows]
+    results.check("each pod can allocate the usable memory that `cleave status` reports, within 16 MiB", max(off) <= 16, worstMiB=max(off), of=len(rows))
+    # The context itself uses a fixed part of the limit, and a part for each SM that it may use.
     xs, count = [row["sms"] for row in rows], len(rows)
     mean_x, mean_y = sum(xs) / count, sum(gaps) / count
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, gaps)) / sum((x - mean_x) ** 2 for x in xs)
     constant = mean_y - slope * mean_x
     residuals = [abs(y - constant - slope * x) for x, y in zip(xs, gaps)]
-    results.check("what is missing from it is the context's own, so much for each SM, to within 16 MiB", max(residuals) <= 16, eachSmMiB=round(slope, 3), constantMiB=round(constant, 1), worstMiB=round(max(residuals), 1))
+    results.check("the rest of the limit is the context's own memory, linear in its SMs within 16 MiB", max(residuals) <= 16, eachSmMiB=round(slope, 3), constantMiB=round(constant, 1), worstMiB=round(max(residuals), 1))
 
     shares(10, "Strict")
     pair = [Pod(f"limits-pair-{n}", "--starts", 2, "--parallel", 2, count=3, user=user) for n, user in enumerate((0, 1000))]
     create(*pair)
     lines = [pod.line("starts", 90) for pod in pair]
-    results.check("two processes in a pod of root's beside two in another user's each see 3 shares", all(line.get("sms") == {str(sms(3)): 2} for line in lines), lines=lines)
+    results.check("two processes of root's pod and two of another user's pod each see 3 shares", all(line.get("sms") == {str(sms(3)): 2} for line in lines), lines=lines)
     delete(*pair)
 
 
 def door(results):
-    """Hard limits for each pod through its door."""
+    """Tests each pod's hard limits through its door."""
     shares(10, "Strict")
     right_for = {k: str(sms(k)) for k in (1, 2, 3, 4)}
     count = 12 if QUICK else 50
@@ -277,11 +280,12 @@ def door(results):
     lines = {k: pod.line("starts", 240) for k, pod in pods.items()}
     seconds = round(time.monotonic() - began, 1)
     right = sum(line.get("sms", {}).get(right_for[k], 0) for k, line in lines.items())
-    results.check(f"{4 * count} starts in bursts of 4 from pods of 1, 2, 3 and 4 shares, every second one with raised limits in its environment, see their own pod's SMs",
+    results.check(f"{4 * count} starts in bursts of 4 from pods of 1, 2, 3 and 4 shares, half of them with raised limits in the environment, see their pod's SMs",
                   right == 4 * count, right=right, of=4 * count, seconds=seconds, lines=lines)
     delete(*pods.values())
 
-    # Beside a program that stays: on a GPU without clients the server is replaced after each (docs/explanation/faults.md), which both ways have to wait for.
+    # A client must stay connected: on a GPU without clients the server is replaced after each one
+    # (docs/explanation/faults.md), and both ways have to wait for that.
     stays = Pod("door-stays", "--wait", "/drill/compared", count=1)
     create(stays)
     stays.line("sms")
@@ -290,7 +294,7 @@ def door(results):
     create(pod)
     line = pod.line("medians", 120)
     medians = line["medians"]
-    results.check("a context by the door takes at most 10 ms more than direct, in the median", medians["throughMs"] - medians["directMs"] <= 10, **line)
+    results.check("a context through the door takes at most 10 ms longer than a direct one (median)", medians["throughMs"] - medians["directMs"] <= 10, **line)
     delete(pod, stays)
 
     pods = {k: Pod(f"door-knock-{k}", "--starts", 12, "--parallel", 3, "--after", "/drill/knock", count=k) for k in (2, 3)}
@@ -301,12 +305,12 @@ def door(results):
     touch("knock")
     on_node("kill", "-9", str(before["pid"]))
     killed = time.monotonic()
-    after = wait("the daemon is back", lambda: (d := daemon()) and d["pid"] not in (None, before["pid"]) and d["state"] == "Active" and d)
+    after = wait("the daemon has restarted", lambda: (d := daemon()) and d["pid"] not in (None, before["pid"]) and d["state"] == "Active" and d)
     back = round(time.monotonic() - killed, 3)
     lines = {k: pod.line("starts", 120) for k, pod in pods.items()}
-    # A client may die with the daemon, by an error; none may run with other limits.
+    # A client may fail with an error when the daemon dies, but none may run with other limits.
     wrong = {k: line for k, line in lines.items() if set(line.get("sms", {})) - {right_for[k]}}
-    results.check("the daemon is killed while clients knock: none runs with other limits than its pod's", not wrong, lines=lines, backSeconds=back, restarts=after["restarts"])
+    results.check("the daemon is killed while clients connect: none runs with limits other than its pod's", not wrong, lines=lines, backSeconds=back, restarts=after["restarts"])
     delete(*pods.values())
 
 
@@ -315,7 +319,7 @@ def percentile(values, part):
 
 
 class ByHand:
-    """Seven programs outside Kubernetes under an MPS daemon that is set up by hand, with the limits that Cleave gives seven shares."""
+    """Seven programs under a manually started MPS daemon, with the limits of shares."""
 
     def __init__(self, threads, percent, names):
         self.folder = pathlib.Path(f"/tmp/drill-hand-{threads}")
@@ -326,7 +330,7 @@ class ByHand:
             path.mkdir()
         self.env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log), "LD_LIBRARY_PATH": str(DRIVER / "lib64"), "HOME": "/tmp"}
         self.daemon = subprocess.Popen([DRIVER / "bin/nvidia-cuda-mps-control", "-f"], env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait("the daemon by hand", lambda: (pipe / "control").exists())
+        wait("the manually started daemon listens", lambda: (pipe / "control").exists())
         memory = (int(smi("memory.total").splitlines()[0]) - 128) // 7
         limited = {**self.env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
         self.clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", self.folder, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
@@ -344,13 +348,13 @@ class ByHand:
 
 
 class Inference:
-    """Phases of inference and training by programs that wait for them in a folder, and what came of them."""
+    """Phases of inference and training, and their results."""
 
     def __init__(self):
         self.rows, self.times, self.phases = [], {}, {}
 
     def phase(self, folder, who, names, seconds, train=(), what=None, warm=0.7):
-        """All of the names at once; those of `train` train. Pools the times of phases of the same kind."""
+        """Runs all names concurrently, those in `train` with training."""
         number = self.phases[folder] = self.phases.get(folder, -1) + 1
         (folder / ".phase").write_text(json.dumps({"begin": time.time() + warm, "seconds": seconds, "names": names, "train": list(train)}))
         (folder / ".phase").rename(folder / f"phase-{number}.json")
@@ -358,7 +362,8 @@ class Inference:
         wait(f"{who}, {len(names)} clients", lambda: all(file.exists() for file in files), seconds + 60)
         times = {name: json.loads(file.read_text()) for name, file in zip(names, files)}
         infer = [times[name] for name in names if name not in train]
-        # By the time that they took: the last of each ends after the phase, and would count for more the slower they are.
+        # Divides by the time used: each program's last step ends after the phase, the later the
+        # slower it is.
         rate = lambda t: 1000 * len(t) / sum(t)
         row = {"who": who, "what": what or f"{len(names)} infer", "perSecond": round(sum(map(rate, infer)), 1)}
         if infer:
@@ -377,12 +382,12 @@ class Inference:
 
 
 def worth(results):
-    """Inference by 1 to 7 pods at once: time-slicing and MPS by Cleave, MPS by hand; shares of several sizes; training beside inference."""
+    """Compares inference and training with time-slicing, Cleave's MPS and manual MPS."""
     short, long, turns = (1.5, 2, 1) if QUICK else (2.5, 6, 3)
     names = [f"infer-{n}" for n in range(7)]
     run = Inference()
     results.figures["rows"] = run.rows
-    ready = lambda folder, of: wait(f"{folder}: all are ready", lambda: all((folder / f"ready-{name}").exists() for name in of), 90, 0.1)
+    ready = lambda folder, of: wait(f"{folder}: all programs are ready", lambda: all((folder / f"ready-{name}").exists() for name in of), 90, 0.1)
 
     def few(folder, who):
         for size in () if QUICK else (1, 3, 5):
@@ -415,7 +420,7 @@ def worth(results):
     for threads, percent in (("Burst", 28), ("Strict", 14), ("Uncapped", None)):
         clear()
         shares(7, threads)
-        # Both stand ready all the time and take turns, so that what drifts is the same for both.
+        # Both groups are ready all the time and take turns, so drift affects both equally.
         hand = ByHand(threads, percent, names)
         try:
             pods = configure(f"Cleave {threads}", MPS)
@@ -428,7 +433,7 @@ def worth(results):
             for turn in range(turns):
                 for folder, who in pair if turn % 2 == 0 else pair[::-1]:
                     run.phase(folder, who, names, long)
-            results.note(**{f"{threads}: processor seconds of the MPS host meanwhile": (host() - before) / os.sysconf("SC_CLK_TCK")})
+            results.note(**{f"{threads}: CPU seconds of the MPS host": (host() - before) / os.sysconf("SC_CLK_TCK")})
         finally:
             hand.end()
         delete(*pods)
@@ -448,19 +453,19 @@ def worth(results):
     sliced = seven("time-slicing", "perSecond")
     best = max(("Strict", "Burst", "Uncapped"), key=lambda threads: seven(f"Cleave {threads}", "perSecond"))
     for threads in dict.fromkeys((best, "Burst")):
-        results.check(f"7 pods under MPS ({threads}) do at least 3 times what time-slicing does", seven(f"Cleave {threads}", "perSecond") >= 3 * sliced,
+        results.check(f"7 pods under MPS ({threads}) have at least 3 times the throughput of time-slicing", seven(f"Cleave {threads}", "perSecond") >= 3 * sliced,
                       timeSlicing=sliced, perSecond=seven(f"Cleave {threads}", "perSecond"), times=round(seven(f"Cleave {threads}", "perSecond") / sliced, 2))
     for threads in ("Burst", "Strict", "Uncapped"):
         ours, theirs = (seven(f"{who} {threads}", "perSecond") for who in ("Cleave", "by hand"))
-        results.check(f"{threads}: at least 98 % of MPS by hand with the same caps", ours >= 0.98 * theirs, cleave=ours, byHand=theirs, part=round(ours / theirs, 4))
+        results.check(f"{threads}: at least 98 % of the throughput of manual MPS with the same limits", ours >= 0.98 * theirs, cleave=ours, byHand=theirs, part=round(ours / theirs, 4))
         ours, theirs = (pooled[f"{who} {threads}"]["p99Ms"] for who in ("Cleave", "by hand"))
-        results.check(f"{threads}: p99 of all inferences at most 2 % above it", ours <= 1.02 * theirs, cleaveMs=ours, byHandMs=theirs)
+        results.check(f"{threads}: p99 of all inferences at most 2 % above manual MPS", ours <= 1.02 * theirs, cleaveMs=ours, byHandMs=theirs)
     ends = [together[name] / size for name, size in sizes.items()]
-    results.check("shares of 1, 2 and 4 of 7 side by side do as much as alone, less what bandwidth costs: at least half", all(together[name] >= 0.5 * alone[name] for name in sizes), perShare=[round(x, 1) for x in ends])
+    results.check("concurrent pods with 1, 2 and 4 of 7 shares have at least half of their throughput alone", all(together[name] >= 0.5 * alone[name] for name in sizes), perShare=[round(x, 1) for x in ends])
 
 
 class Watch(threading.Thread):
-    """Changes of the MPS host's status and of the agent's count of unhealthy shares, with times."""
+    """Records changes of the MPS host's status and of the agent's count of unhealthy shares."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -489,7 +494,7 @@ class Watch(threading.Thread):
 
 
 class KernelLog(threading.Thread):
-    """The driver's XIDs in the kernel's log, with the process that each names as it was then."""
+    """Records XIDs in the kernel log with the command line of the process that each names."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -503,7 +508,7 @@ class KernelLog(threading.Thread):
             try:
                 record = os.read(self.log, 16384).decode(errors="replace").splitlines()[0]
             except (BlockingIOError, BrokenPipeError):
-                continue  # nothing new, or overwritten before it was read
+                continue  # no new record, or it was overwritten before it was read
             if "NVRM: Xid" not in record or not (named := re.search(r"pid=(\d+)", record)):
                 continue
             try:
@@ -519,7 +524,7 @@ class KernelLog(threading.Thread):
 
 
 def fault(results):
-    """An illegal access among three pods; the server killed; the daemon killed; the MPS host's pod deleted."""
+    """Causes an illegal access, kills server, daemon and agent, and deletes the MPS host."""
     shares(10, "Strict")
     supervised = lambda *arguments: ("--linger", 600, "--supervise", *arguments)
     trials, kernel_log = 2 if QUICK else 6, KernelLog()
@@ -528,7 +533,7 @@ def fault(results):
         clear()
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         culprit = Pod("fault-culprit", *supervised("--fault", "/drill/now"), count=3)
-        # In the last trial one of them neither exits nor heeds SIGTERM.
+        # In the last trial one of the other pods neither exits nor handles SIGTERM.
         refuses = trial == trials - 1
         others = [Pod(f"fault-other-{n}", *supervised("--work", 1, *(["--stay"] if refuses and n else [])), count=2) for n in range(2)]
         create(culprit, *others)
@@ -538,10 +543,10 @@ def fault(results):
         watch.start()
         touch("now")
         exits = [pod for pod in (culprit, *others)]
-        ended = {pod.name: wait(f"{pod.name} ends", lambda: next((line["exited"] for line in pod.lines() if "exited" in line), None), 30) for pod in exits}
+        ended = {pod.name: wait(f"{pod.name} exits", lambda: next((line["exited"] for line in pod.lines() if "exited" in line), None), 30) for pod in exits}
         at = culprit.line("fault")["fault"]
         codes = {pod.name: next((line.get("code") for line in pod.lines() if "code" in line), None) for pod in exits}
-        wait("the daemon is Active with a server that takes clients", lambda: daemon()["state"] == "Active", 30, 0.005)
+        wait("the daemon is Active with a server that accepts clients", lambda: daemon()["state"] == "Active", 30, 0.005)
         next_pod = Pod("fault-next", "--touch", count=1)
         began = time.time()
         create(next_pod)
@@ -559,43 +564,43 @@ def fault(results):
             "states": [(milliseconds(t, at), s["state"], s["serverPid"]) for t, s in watch.states], "unhealthy": [(milliseconds(t, at), count) for t, count in watch.unhealthy],
         }
         results.note(**{f"trial {trial}": figures})
-        results.check("the fault is seen as the server's state", faulted, milliseconds=figures["faultToStateMs"])
+        results.check("the server's state shows the fault", faulted, milliseconds=figures["faultToStateMs"])
         back = figures["lastExitToHealthyMs"] if healthy else figures["lastExitToActiveMs"]
-        results.check("shares are Healthy within 300 ms of the last client's exit", back is not None and back <= 300, milliseconds=back)
+        results.check("shares are Healthy within 300 ms after the last client's exit", back is not None and back <= 300, milliseconds=back)
         results.check("the next pod computes", "firstKernel" in kernel, milliseconds=figures["creationToFirstKernelMs"])
         events = [f"{e['reason']}: {e.get('message') or e.get('note')}" for e in get("events", "-n", NAMESPACE)["items"] if "cleave" in json.dumps(e.get("source", {})) + str(e.get("reportingComponent"))]
         results.note(**{f"events after trial {trial}": events[-6:]})
         if refuses:
-            results.check("who refuses to exit is ended, and told so", codes["fault-other-1"] and any("EndedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
-        results.check("the pods that were hit are named", any("fault" in event.lower() for event in events))
-        results.check("nobody is accused: none was killed", not [event for event in events if event.startswith("CausedGpuFault")])
+            results.check("a program that does not exit is terminated with an Event", codes["fault-other-1"] and any("EndedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
+        results.check("Events name the affected pods", any("fault" in event.lower() for event in events))
+        results.check("no Event accuses a pod, because none was killed", not [event for event in events if event.startswith("CausedGpuFault")])
         named = [event.split(":")[1].strip() for event in events if event.startswith("NamedInGpuFault")]
-        # Neither log is to be relied on for whose it was; what each says is kept for who looks into it.
+        # Neither log reliably names the culprit. Both are kept for analysis.
         results.note(**{f"the MPS server's log names, trial {trial}": named, "the kernel's log": kernel_log.said})
     kernel_log.stop()
 
     def broken(what, act, seconds=60):
-        """A client is running; something is killed. What the client is told, and how long until another runs."""
+        """Kills something while a client runs, and starts another client."""
         clear()
         pod = Pod("broken", *supervised("--work", 1), count=2)
         create(pod)
         pod.line("firstKernel")
         at = time.time()
         act()
-        line = wait("the client hears of it, or goes on", lambda: next((line for line in pod.lines() if "code" in line), None) or (time.time() - at > 8 and {"code": None, "at": None}), 20)
+        line = wait("the client fails or continues", lambda: next((line for line in pod.lines() if "code" in line), None) or (time.time() - at > 8 and {"code": None, "at": None}), 20)
         rejected = 0
         while True:
             following = Pod(f"following-{rejected}", "--touch", count=2)
             create(following)
             phase = lambda: following.lines() and "Running" or get("pod", following.name, "-n", NAMESPACE)["status"].get("reason")
-            if wait("the next pod runs, or is rejected", phase, seconds) != "UnexpectedAdmissionError":
+            if wait("the next pod runs or is rejected", phase, seconds) != "UnexpectedAdmissionError":
                 break
             rejected += 1
-            time.sleep(0.2)  # pods come five times a second
+            time.sleep(0.2)  # retry five times a second
         kernel = following.line("firstKernel", seconds)
-        results.check(f"{what}: no pod that comes meanwhile is rejected", rejected == 0, rejected=rejected)
+        results.check(f"{what}: no pod is rejected meanwhile", rejected == 0, rejected=rejected)
         results.check(f"{what}: the next pod computes under its limits", kernel.get("firstKernel") and following.lines()[0]["sms"] == sms(2), clientCode=line["code"],
-                      toldMs=line["at"] and round((line["at"] - at) * 1000), nextKernelMs=kernel.get("firstKernel") and round((kernel["firstKernel"] - at) * 1000))
+                      reportedMs=line["at"] and round((line["at"] - at) * 1000), nextKernelMs=kernel.get("firstKernel") and round((kernel["firstKernel"] - at) * 1000))
 
     broken("the server is killed", lambda: on_node("kill", "-9", str(daemon()["serverPid"])))
     broken("the daemon is killed", lambda: on_node("kill", "-9", str(daemon()["pid"])))
@@ -604,7 +609,7 @@ def fault(results):
 
 
 def churn(results):
-    """Pods created and deleted in waves of 20 until there were 200."""
+    """Creates and deletes 200 pods in waves of 20."""
     wave_size = 20
     shares(wave_size, "Strict")
     clear()
@@ -631,24 +636,24 @@ def churn(results):
     results.note(allocateSecondsByKubelet={"within": buckets, "of": counted and float(counted[1])},
                  preStartMs=started and {"calls": len(started), "p50": percentile(started, 0.5), "p99": percentile(started, 0.99), "most": max(started)})
     results.check(f"{total} pods each run a kernel under their limits", len(times) == total and not wrong, wrong=wrong[:5], right=len(times))
-    # What a terminated pod leaves on disk goes when the kubelet no longer lists it.
+    # The kubelet first stops listing a terminated pod. Then its folder is removed.
     left = lambda: len(list((HOST / "run/cleave/alloc").iterdir()))
     try:
-        wait("no allocation's folder is left", lambda: left() == 0, 20, 0.2)
+        wait("no allocation's folder remains", lambda: left() == 0, 20, 0.2)
     except TimeoutError:
         pass
-    results.check("no allocation's folder is left", left() == 0, left=left())
+    results.check("no allocation's folder remains", left() == 0, left=left())
     results.note(creationToFirstKernelMs=results.figures["creationToFirstKernelMs"], before=before, after=after)
     grown = {program: (after[program][0]["rssKiB"] - before[program][0]["rssKiB"]) if before[program] and after[program] else None for program in after}
-    results.check("agent and MPS host have not grown by more than 2 MiB", all(value is not None and value <= 2048 for value in grown.values()), grownKiB=grown)
+    results.check("agent and MPS host grew by at most 2 MiB", all(value is not None and value <= 2048 for value in grown.values()), grownKiB=grown)
 
 
 def isolation(results):
-    """What a tenant can do to MPS by what it is given, and how an escape is found."""
+    """What a tenant can do to MPS through its mounts, and how escapes are detected."""
     shares(10, "Strict")
     clear()
     control = str(DRIVER / "bin/nvidia-cuda-mps-control")
-    # Each with a time limit: a command that gets no answer must not hold up the drill.
+    # Each command has a time limit, because one without an answer must not block the drill.
     commands = ["get_server_list", "get_default_active_thread_percentage", "set_default_active_thread_percentage 100", "set_default_device_pinned_mem_limit 0 80G", "terminate_client 1 1", "quit"]
     server = daemon()
     script = "; ".join(f"echo \"== {command}\"; echo '{command}' | timeout 5 {control} 2>&1; echo \"status $?\"" for command in commands)
@@ -666,7 +671,7 @@ def isolation(results):
         answered = [line for line in said.split("== ", 1)[1].splitlines() if re.fullmatch(r"[\d.]+", line.strip())]
         now = daemon()
         unharmed = now["pid"] == server["pid"] and now["state"] == "Active" and not any("error" in line for line in bystander.lines())
-        results.check(f"root with {kind} can neither read, set nor end anything through what is mounted", not answered and unharmed and "control" in said.rsplit("status", 1)[1], said=said[-1500:], daemon=now["pid"])
+        results.check(f"root with {kind} can neither read, set nor terminate anything through its mounts", not answered and unharmed and "control" in said.rsplit("status", 1)[1], said=said[-1500:], daemon=now["pid"])
         touch(f"stop-{number}")
         bystander.line("kernels")
         delete(pod, bystander)
@@ -676,32 +681,32 @@ def isolation(results):
         try:
             create(pod)
             delete(pod)
-            results.check(f"{what} is refused at admission", False)
+            results.check(f"{what} is rejected at admission", False)
         except RuntimeError as error:
-            results.check(f"{what} is refused at admission", "Cleave sets these" in str(error), said=str(error)[-400:])
+            results.check(f"{what} is rejected at admission", "Cleave sets these" in str(error), said=str(error)[-400:])
 
     refused("a pod that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", env={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "junk"})
     refused("a pod that sets CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
 
     def escape(what, *command, evicted=False):
-        """A program that leaves its limits from within the container, where no admission sees it."""
+        """Runs a program that leaves its limits where admission cannot see it."""
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         pod = Pod("isolation-escape", "/bin/sh", "-c", " ".join(command), program=None)
         create(pod)
         line = pod.line("takenMiB", 60)
         find = lambda: [e for e in get("events", "-n", NAMESPACE)["items"] if e["involvedObject"]["name"] == pod.name and "cleave" in json.dumps([e.get("source"), e.get("reportingComponent")])]
         try:
-            event = wait("an event about it", find, 6, 0.05)[0]
-            told = round(time.time() - line["at"], 2) if "at" in line else None
-            results.check(f"{what} is found within 2 s", told is not None and told <= 2, seconds=told, event=event.get("message") or event.get("note"), seen=pod.lines()[:2])
+            event = wait("an Event about the pod", find, 6, 0.05)[0]
+            reported = round(time.time() - line["at"], 2) if "at" in line else None
+            results.check(f"{what} is detected within 2 s", reported is not None and reported <= 2, seconds=reported, event=event.get("message") or event.get("note"), seen=pod.lines()[:2])
         except TimeoutError:
-            results.check(f"{what} is found within 2 s", False, seen=pod.lines()[:2])
+            results.check(f"{what} is detected within 2 s", False, seen=pod.lines()[:2])
         if evicted:
             try:
-                wait("it is evicted", lambda: (lambda found: not found or found[0]["metadata"].get("deletionTimestamp"))([p for p in get("pods", "-n", NAMESPACE)["items"] if p["metadata"]["name"] == pod.name]), 20, 0.05)
-                results.check(f"{what} is evicted where the policy says so", True, seconds=round(time.time() - line["at"], 2))
+                wait("the pod is evicted", lambda: (lambda found: not found or found[0]["metadata"].get("deletionTimestamp"))([p for p in get("pods", "-n", NAMESPACE)["items"] if p["metadata"]["name"] == pod.name]), 20, 0.05)
+                results.check(f"{what} is evicted if the policy says so", True, seconds=round(time.time() - line["at"], 2))
             except TimeoutError as error:
-                results.check(f"{what} is evicted where the policy says so", False, error=str(error))
+                results.check(f"{what} is evicted if the policy says so", False, error=str(error))
         delete(pod)
 
     run = "/usr/bin/python3 /drill/client.py --log /drill/isolation-escape.log --take 20 --wait /drill/never"
@@ -714,7 +719,7 @@ def isolation(results):
 
 
 def hostile(results):
-    """Handshakes broken in every way at a pod's door, beside pods that compute and start programs."""
+    """Violates the handshake at a pod's door beside pods that compute and start programs."""
     shares(10, "Strict")
     clear()
     before = daemon()
@@ -729,33 +734,33 @@ def hostile(results):
         liar = Pod(name, "/bin/sh", "-c", f"{{ {tell} }} > /drill/{name}.txt 2>&1; echo '{{\"done\": true}}' > /drill/{name}.log", program=None, user=user, count=2)
         create(liar)
         liar.line("done", 240)
-        results.note(**{f"lies of user {user}": (FOLDER / f"{name}.txt").read_text().splitlines()})
+        results.note(**{f"handshake violations of user {user}": (FOLDER / f"{name}.txt").read_text().splitlines()})
         after = Pod(f"{name}-after", "--touch", count=1)
         create(after)
         kernel = after.line("firstKernel")
-        results.check(f"after {len(lies)} lies of user {user} another pod computes under its limits", "firstKernel" in kernel and after.lines()[0]["sms"] == sms(1), lines=after.lines())
+        results.check(f"after {len(lies)} handshake violations of user {user} another pod computes under its limits", "firstKernel" in kernel and after.lines()[0]["sms"] == sms(1), lines=after.lines())
         delete(liar, after)
     touch("enough")
     line, kernels = starts.line("starts"), computes.line("kernels")
-    results.check("a neighbour's programs start all the while, under their limits", not line.get("failed") and set(line.get("sms", {})) == {str(sms(3))}, **line)
-    results.check("a neighbour's program computes all the while", kernels.get("kernels", 0) > 1000, **kernels)
+    results.check("a neighbour's programs start throughout, under their limits", not line.get("failed") and set(line.get("sms", {})) == {str(sms(3))}, **line)
+    results.check("a neighbour's program computes throughout", kernels.get("kernels", 0) > 1000, **kernels)
     now = daemon()
-    results.check("daemon and server are the same", all(now[key] == before[key] for key in ("pid", "restarts")) and now["state"] == "Active", before=before, after=now)
+    results.check("daemon and server are unchanged", all(now[key] == before[key] for key in ("pid", "restarts")) and now["state"] == "Active", before=before, after=now)
     delete(computes, starts)
 
 
 KERNELS = (0.5, 10, 100, 1000)  # ms
-UNITS = 48  # so that many may leave at once
+UNITS = 48  # so that many pods can terminate together
 
 
 class Bystanders:
-    """Pods that compute and must go on while others beside them end."""
+    """Pods that compute and must continue while others terminate."""
 
     def __init__(self, count):
         self.count, self.pods, self.serial = count, [], 0
 
     def ready(self, *others):
-        """They run, and so do the others, which are made along with them."""
+        """Creates missing bystanders and the other pods, and waits until all of them compute."""
         new = []
         if not self.pods:
             self.serial += 1
@@ -766,7 +771,7 @@ class Bystanders:
                 raise RuntimeError(f"{pod.name} does not compute: {line}")
 
     def broken(self):
-        """The CUDA errors that they got; if there are any, others take their place."""
+        """Returns the bystanders' CUDA errors. If there are any, new bystanders replace them."""
         codes = [line["code"] for pod in self.pods for line in pod.lines() if "error" in line]
         if codes:
             delete(*self.pods)
@@ -785,7 +790,7 @@ def victims(kind, number, kernels, *options, make=Pod, **more):
 
 
 def deleted_together(results, kind, grace, total, each, *options, promised=True):
-    """Busy pods deleted by many at once, kernels of all lengths among them. How many times a bystander broke."""
+    """Deletes busy pods in groups and counts how often a bystander broke."""
     bystanders, breaks, done, codes, rounds, took = Bystanders(2), [], 0, {}, 0, []
     clear()
     while done < total:
@@ -807,13 +812,13 @@ def deleted_together(results, kind, grace, total, each, *options, promised=True)
     bystanders.end()
     figures = {"broken": len(breaks), "deletions": total, "atOnce": each, "seconds": took, "victims": codes}
     if promised:
-        results.check(f"{kind}: {total} deletions, no neighbour breaks", not breaks, **figures)
+        results.check(f"{kind}: {total} deletions, no neighbour broke", not breaks, **figures)
     else:
         results.note(**{kind: figures})
 
 
 def ended_alone(results, kind, trials, end, *options, expect=False, kernels=KERNELS, **more):
-    """Busy pods ended one after the other, each looked at by itself: how many of them broke their neighbour, by length of kernel."""
+    """Terminates busy pods one by one and counts broken neighbours by kernel length."""
     bystanders, table, number = Bystanders(1), {}, 0
     for kernel in kernels:
         tried, broken, size = 0, 0, 4
@@ -830,23 +835,24 @@ def ended_alone(results, kind, trials, end, *options, expect=False, kernels=KERN
                 tried += 1
                 if bystanders.broken():
                     broken, spoiled = broken + 1, True
-                    break  # the others of this round are broken too, and say nothing
+                    break  # the other pods of this round are broken too
             delete(*pods, grace=0)
-            # A server in which somebody died so may break a later one: the next round has another.
+            # A server in which a busy client died may break a later one, so the next round needs a
+            # new server.
             bystanders.end()
-            wait("nobody holds the server", lambda: not daemon()["clients"], 20)
+            wait("the server has no clients", lambda: not daemon()["clients"], 20)
             size = 1 if spoiled else min(12, 2 * size)
         table[f"{kernel} ms"] = {"broken": broken, "of": tried}
         total, of = sum(row["broken"] for row in table.values()), sum(row["of"] for row in table.values())
         results.figures[kind] = {"broken": total, "of": of, "byKernel": table}
     print(f"       {kind}: {json.dumps(results.figures[kind])}", flush=True)
     if expect:
-        results.check(f"{kind}: some neighbours break, or the drill shows nothing", total > 0, broken=total, of=of)
+        results.check(f"{kind}: some neighbours break, otherwise the drill proves nothing", total > 0, broken=total, of=of)
     return total, of
 
 
 def neighbour(results):
-    """Busy pods deleted beside some that must go on, in all ways that a node sees coming."""
+    """Deletes busy pods, with notice to the node, beside pods that must continue."""
     shares(UNITS, "Strict")
     total, each = (24, 12) if QUICK else (100, 25)
     deleted_together(results, "grace 5", 5, total, each)
@@ -859,7 +865,7 @@ def neighbour(results):
 
 
 def unended(results):
-    """What `neighbour` would be without Cleave's ending: busy pods deleted while its agent is stopped."""
+    """Deletes busy pods while the agent is stopped, so that Cleave cannot terminate them."""
     shares(UNITS, "Strict")
 
     def unseen(pod):
@@ -873,7 +879,7 @@ def unended(results):
 
 
 def killed(results):
-    """Busy pods that end as no node can see coming: without grace, and killed by the kernel for the machine's memory. The true numbers."""
+    """Ends busy pods without notice: with grace 0, and by the kernel's OOM killer."""
     shares(UNITS, "Strict")
     trials, total = (2, 10) if QUICK else (15, 100)
     deleted_together(results, "grace 0", 0, total, 10, promised=False)
@@ -883,7 +889,7 @@ def killed(results):
     def starved(pod):
         touch(f"hoard-{pod.name}")
         state = lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["containerStatuses"][0]["state"].get("terminated")
-        reason = wait(f"{pod.name} is killed", state, 30, 0.05)["reason"]
+        reason = wait(f"{pod.name} was killed", state, 30, 0.05)["reason"]
         reasons[reason] = reasons.get(reason, 0) + 1
 
     class Hoarder(Pod):
@@ -891,7 +897,7 @@ def killed(results):
             super().__init__(name, *command, "--hoard", f"/drill/hoard-{name}", memory="1Gi", **more)
 
     ended_alone(results, "out of memory", trials, starved, expect=True, make=Hoarder, grace=30)
-    results.check("it was the kernel that killed them", reasons.get("OOMKilled", 0) == sum(reasons.values()), reasons=reasons)
+    results.check("the kernel killed them", reasons.get("OOMKilled", 0) == sum(reasons.values()), reasons=reasons)
 
 
 DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault, churn, isolation, hostile, neighbour, unended, killed)}
@@ -915,10 +921,10 @@ def main(out, names):
         try:
             clear()
             DRILLS[drill](results)
-        except Exception as error:  # one drill's trouble is not the others'
+        except Exception as error:  # a failed drill must not stop the others
             over = isinstance(error, Cut)
-            results.check("the drill runs to its end", False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc().splitlines()[-6:])
-        results.check("the GPU's modes are as they were", modes() == before, modes=modes())
+            results.check("the drill completes", False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc().splitlines()[-6:])
+        results.check("the GPU's modes are unchanged", modes() == before, modes=modes())
         failed = [check["what"] for check in results.checks if not check["passed"]]
         summary[drill] = {"passed": len(results.checks) - len(failed), "failed": failed, "seconds": round(time.monotonic() - began, 1)}
         everything[drill] = {**summary[drill], "checks": results.checks, "figures": results.figures}
@@ -927,7 +933,7 @@ def main(out, names):
         clear()
         kubectl("delete", "sharingpolicy", "--all")
     except Exception as error:
-        print(f"clearing up: {error}", flush=True)
+        print(f"cleanup failed: {error}", flush=True)
     print(json.dumps(summary, indent=1), flush=True)
     return 1 if any(drill["failed"] for drill in summary.values()) else 0
 

@@ -1,6 +1,9 @@
-"""Inference and training of the shape of YOLOS-small (random weights, batch 1, 512x864), in phases that a file in the shared folder begins.
+"""Runs inference and training like YOLOS-small (random weights, batch 1, 512x864), in phases.
 
-usage: infer.py FOLDER NAME    FOLDER/phase-K.json is {"begin": epoch, "seconds", "names": [...], "train": [...]}; answers in FOLDER/result-K-NAME
+usage: infer.py FOLDER NAME
+
+FOLDER/phase-K.json starts a phase: {"begin": epoch, "seconds", "names": [...], "train": [...]}.
+The program writes the times of its steps to FOLDER/result-K-NAME.
 """
 import json, pathlib, sys, time
 
@@ -30,7 +33,7 @@ class Infer:
 
 
 class Train:
-    """Steps of training the same model, towards nothing."""
+    """Training steps of the same model, without a useful target."""
 
     def __init__(self):
         self.model = YolosForObjectDetection(shape).train().cuda()

@@ -1,5 +1,5 @@
-"""Ways to break the handshake by which MPS clients are let in, as `cleave-client --lie` knows them."""
-# Not `shutdown-channel`: what the real server gives its clients are pipes.
+"""Violations of the MPS handshake, as values of `cleave-client --lie`."""
+# `shutdown-channel` is missing, because the real server gives its clients pipes.
 _HALVES = ("shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon")
 LIES = [
     *(f"{half}={step}" for half in _HALVES for step in range(6)),

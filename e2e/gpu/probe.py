@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The CUDA program of `cleave doctor`: prints what a context sees as a line of JSON, {"sms", "freeMiB"}, or {"error": code}.
+"""The CUDA program of `cleave doctor`. Prints a line {"sms", "freeMiB"} or {"error": code}.
 
-With --allocate it allocates so much after that, and prints a line more; with --read-line it waits for a line, or the end, of its standard
-input before. It needs Python and the driver's libcuda.so.1, and nothing else.
+With --read-line it then waits for a line, or the end, of standard input. With --allocate it then
+allocates memory and prints another line. It requires only Python and the driver's libcuda.so.1.
 """
 import argparse, ctypes, json, os, sys
 
@@ -51,5 +51,5 @@ try:
     main()
 except CudaError as error:
     say(error=error.args[0])
-    # The context is broken: what Python would do on the way out can hang in it.
+    # The context is broken, and Python's cleanup could hang in it.
     os._exit(1)

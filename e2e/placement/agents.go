@@ -15,40 +15,39 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// What the simulated nodes have.
+// The properties of simulated nodes.
 const (
 	gpusPerNode  = 8
 	sharesPerGPU = 10
 )
 
-// How the stand-in for an agent tells what was given out: after a pod was bound,
-// what the kubelet and the agent take until they list it; then as the agent does,
-// a burst of changes being one write, and what was given out being gathered longer
-// than what was given back.
+// Delays of the simulated agents. After a pod is bound, the kubelet and the agent take some time to
+// list it. Like the agent, bursts of changes are collected into one write, and allocations are
+// collected longer than releases.
 const (
 	listedAfter   = 100 * time.Millisecond
 	betweenWrites = 200 * time.Millisecond
 	gatherGiven   = 500 * time.Millisecond
 )
 
-// deviceOf is the UUID of a node's GPU.
+// deviceOf returns the UUID of a node's GPU.
 func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// holding is what a pod holds: ids of one GPU.
+// holding is a pod's allocation: ids of one GPU.
 type holding struct {
 	gpu int
 	ids []int
 }
 
-// machine is one node's GPUs and who holds what of them.
+// machine contains one node's GPUs and their allocations.
 type machine struct {
 	used [gpusPerNode][sharesPerGPU]bool
 	held map[string]holding // by pod, namespace/name
 }
 
-// free is how many shares a GPU has left.
+// free is the number of free shares of a GPU.
 func (m *machine) free(gpu int) int {
 	free := 0
 	for _, used := range m.used[gpu] {
@@ -59,8 +58,8 @@ func (m *machine) free(gpu int) int {
 	return free
 }
 
-// tightest is the GPU that has room and the least of it, as Cleave's agent chooses
-// where nothing is noted; -1 where no GPU has.
+// tightest returns the GPU with the fewest free shares that suffice, like Cleave's agent without a
+// reservation, or -1 if none has enough.
 func (m *machine) tightest(shares int) int {
 	best := -1
 	for gpu := range gpusPerNode {
@@ -71,7 +70,7 @@ func (m *machine) tightest(shares int) int {
 	return best
 }
 
-// take gives a pod shares of a GPU; false where it has too few.
+// take allocates shares of a GPU to a pod. It returns false if too few are free.
 func (m *machine) take(pod string, gpu, shares int) bool {
 	if m.free(gpu) < shares {
 		return false
@@ -90,7 +89,7 @@ func (m *machine) take(pod string, gpu, shares int) bool {
 	return true
 }
 
-// give takes back what a pod has; false where it has nothing.
+// give frees a pod's allocation. It returns false if there is none.
 func (m *machine) give(pod string) bool {
 	h, ok := m.held[pod]
 	for _, id := range h.ids {
@@ -100,7 +99,7 @@ func (m *machine) give(pod string) bool {
 	return ok
 }
 
-// holders are the pods that hold shares of a GPU, and how many.
+// holders lists the pods with shares of a GPU and their numbers of shares.
 func (m *machine) holders(gpu int) string {
 	var all []string
 	for pod, h := range m.held {
@@ -123,7 +122,7 @@ type placement struct {
 
 const placementAnnotation = cleaveGroup + "/placement"
 
-// noted is the GPU of a node that a pod's annotation names; -1 where it names none.
+// noted returns the GPU of a node in a pod's annotation, or -1 without one.
 func noted(annotation string, node string, index int) (int, error) {
 	if annotation == "" {
 		return -1, nil
@@ -143,19 +142,19 @@ func noted(annotation string, node string, index int) (int, error) {
 	return -1, nil
 }
 
-// agents stand in for the kubelets' and agents' part: each bound pod gets shares of
-// one GPU, or is counted as one that its node had to refuse.
+// agents simulates the kubelets and agents: each bound pod gets shares of one GPU, or counts as one
+// that its node refused.
 type agents struct {
-	// Where a GpuNode's status is told; nil in systems without.
-	tell *teller
+	// Writes GpuNode statuses, or nil in systems without them.
+	statuses *statusWriter
 
 	mutex sync.Mutex
 	nodes []machine
 	names map[string]int
 
-	refused   int      // pods that no single GPU of their node had room for
-	elsewhere []string // pods whose GPU, as noted, had no room, and who had it
-	unnoted   int      // pods without a note of where
+	refused   int      // pods for which no single GPU of their node had enough shares
+	elsewhere []string // pods whose reserved GPU lacked shares, and the pods that used them
+	unnoted   int      // pods without a reservation
 	malformed []error
 }
 
@@ -167,7 +166,7 @@ func newAgents(nodes int) *agents {
 	return a
 }
 
-// bound is called once for each pod, in the order in which they were bound.
+// bound is called once for each pod, in the order of binding.
 func (a *agents) bound(pod, node, annotation string, shares int) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -207,12 +206,12 @@ func (a *agents) gone(pod, node string) {
 }
 
 func (a *agents) changed(index int, gather time.Duration) {
-	if a.tell != nil {
-		a.tell.changed(index, gather)
+	if a.statuses != nil {
+		a.statuses.changed(index, gather)
 	}
 }
 
-// copyOf is a node as it is now.
+// copyOf returns a copy of a node's current state.
 func (a *agents) copyOf(index int) machine {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -224,54 +223,54 @@ func (a *agents) copyOf(index int) machine {
 	return m
 }
 
-// teller writes the statuses of GpuNodes.
-type teller struct {
+// statusWriter writes the statuses of GpuNodes.
+type statusWriter struct {
 	client rest.Interface
 	ctx    context.Context
 	agents *agents
 	specs  []spec // by node
 
 	mutex   sync.Mutex
-	nodes   []told
+	nodes   []nodeWrite
 	pending int
 	slots   chan struct{}
 	writes  atomic.Int64
 	failed  atomic.Pointer[error]
 }
 
-// told is where the telling of a node is.
-type told struct {
-	due     *time.Timer // a write is planned, at
+// nodeWrite is the state of writing one node's status.
+type nodeWrite struct {
+	due     *time.Timer // time of the planned write
 	at      time.Time
-	under   bool // one is under way
-	again   bool // and what has changed since is not in it
+	writing bool // a write is in progress
+	stale   bool // changes since its start need another write
 	gather  time.Duration
 	last    time.Time
-	version string // of the object, as last written
+	version string // resource version of the last write
 }
 
-func newTeller(ctx context.Context, client rest.Interface, a *agents) *teller {
+func newStatusWriter(ctx context.Context, client rest.Interface, a *agents) *statusWriter {
 	count := len(a.nodes)
-	// As many at once as a cluster's agents would hardly exceed.
-	return &teller{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]told, count), slots: make(chan struct{}, 64)}
+	// This many concurrent writes exceed those of a real cluster's agents.
+	return &statusWriter{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]nodeWrite, count), slots: make(chan struct{}, 64)}
 }
 
-// changed plans a write of the node's status, which may gather others for a while.
-func (t *teller) changed(index int, gather time.Duration) {
+// changed plans a write of the node's status, which may collect more changes until then.
+func (t *statusWriter) changed(index int, gather time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	node := &t.nodes[index]
-	if node.under {
-		if !node.again || gather < node.gather {
-			node.again, node.gather = true, gather
+	if node.writing {
+		if !node.stale || gather < node.gather {
+			node.stale, node.gather = true, gather
 		}
 		return
 	}
 	t.plan(index, gather)
 }
 
-// plan is called under the mutex. A write that is planned for later is brought forward.
-func (t *teller) plan(index int, gather time.Duration) {
+// plan must be called with the mutex held. It brings a later write forward.
+func (t *statusWriter) plan(index int, gather time.Duration) {
 	node := &t.nodes[index]
 	wait := max(listedAfter+gather, time.Until(node.last.Add(betweenWrites)))
 	at := time.Now().Add(wait)
@@ -287,8 +286,8 @@ func (t *teller) plan(index int, gather time.Duration) {
 	node.due = time.AfterFunc(wait, func() {
 		t.slots <- struct{}{}
 		t.mutex.Lock()
-		// What changes from here on needs another write.
-		node.due, node.under, node.again = nil, true, false
+		// Later changes need another write.
+		node.due, node.writing, node.stale = nil, true, false
 		t.mutex.Unlock()
 		err := t.write(t.ctx, index)
 		<-t.slots
@@ -298,15 +297,15 @@ func (t *teller) plan(index int, gather time.Duration) {
 		t.mutex.Lock()
 		defer t.mutex.Unlock()
 		t.pending--
-		node.under, node.last = false, time.Now()
-		if node.again {
+		node.writing, node.last = false, time.Now()
+		if node.stale {
 			t.plan(index, node.gather)
 		}
 	})
 }
 
-// idle tells whether nothing is left to be told.
-func (t *teller) idle() (bool, error) {
+// idle reports whether all changes are written.
+func (t *statusWriter) idle() (bool, error) {
 	if err := t.failed.Load(); err != nil {
 		return false, *err
 	}
@@ -315,11 +314,11 @@ func (t *teller) idle() (bool, error) {
 	return t.pending == 0, nil
 }
 
-// write tells the node's status as the agent does: all of it, in place of the version
-// that it knows; by a merge patch where it knows none, or another was written since.
-func (t *teller) write(ctx context.Context, index int) error {
+// write writes the whole status like the agent: for the known version of the object, or with a
+// merge patch if none is known or another write happened.
+func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
-	told := status(t.specs[index], index, t.agents.copyOf(index))
+	current := status(t.specs[index], index, t.agents.copyOf(index))
 	t.writes.Add(1)
 	t.mutex.Lock()
 	version := t.nodes[index].version
@@ -330,7 +329,7 @@ func (t *teller) write(ctx context.Context, index int) error {
 		var body []byte
 		if body, err = json.Marshal(object{
 			"apiVersion": cleaveGroup + "/v1alpha1", "kind": "GpuNode",
-			"metadata": object{"name": name, "resourceVersion": version}, "status": told,
+			"metadata": object{"name": name, "resourceVersion": version}, "status": current,
 		}); err != nil {
 			return err
 		}
@@ -338,7 +337,7 @@ func (t *teller) write(ctx context.Context, index int) error {
 	}
 	if version == "" || apierrors.IsConflict(err) {
 		var body []byte
-		if body, err = json.Marshal(object{"status": told}); err != nil {
+		if body, err = json.Marshal(object{"status": current}); err != nil {
 			return err
 		}
 		raw, err = t.client.Patch(types.MergePatchType).AbsPath(gpuNodesPath, name, "status").
@@ -348,7 +347,7 @@ func (t *teller) write(ctx context.Context, index int) error {
 		if ctx.Err() != nil {
 			return nil
 		}
-		return fmt.Errorf("tell the status of %s: %w", name, err)
+		return fmt.Errorf("write the status of %s: %w", name, err)
 	}
 	var written struct {
 		Metadata struct {
@@ -364,14 +363,14 @@ func (t *teller) write(ctx context.Context, index int) error {
 	return nil
 }
 
-// spec is what is read of a GpuNode's desired state.
+// spec is the part of a GpuNode's desired state that is used here.
 type spec struct {
 	Generation int64
 	PlanID     string
-	Memory     []uint64 // MiB of k shares, at k-1
+	Memory     []uint64 // MiB of k shares at index k-1
 }
 
-// gpuNode is what is read of a GpuNode.
+// gpuNode is the part of a GpuNode that is used here.
 type gpuNode struct {
 	Metadata struct {
 		Name       string `json:"name"`
@@ -393,7 +392,7 @@ type gpuNode struct {
 	} `json:"spec"`
 }
 
-// spec is the object's; false where it does not yet say that all GPUs are shared.
+// spec returns the object's spec, or false until it shares all GPUs.
 func (n gpuNode) spec() (spec, bool) {
 	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
 	for _, gpu := range n.Spec.GPUs {
@@ -405,8 +404,8 @@ func (n gpuNode) spec() (spec, bool) {
 	return s, len(n.Spec.GPUs) == gpusPerNode
 }
 
-// status is a GpuNode's, as the agent of a node with H100s writes it. Without a
-// plan the GPUs are whole.
+// status is the status of a GpuNode with H100s, as the agent writes it. Without a plan the GPUs are
+// whole.
 func status(s spec, index int, m machine) object {
 	gpus := make([]object, gpusPerNode)
 	total := 0
@@ -445,7 +444,7 @@ func status(s spec, index int, m machine) object {
 	}
 }
 
-// allocations are what pods hold of a GPU, by name.
+// allocations lists the pods' allocations of a GPU by name.
 func allocations(s spec, uuid string, gpu int, m machine) []object {
 	rows := make([]object, 0, sharesPerGPU)
 	for pod, h := range m.held {
@@ -473,7 +472,8 @@ func allocations(s spec, uuid string, gpu int, m machine) []object {
 	return rows
 }
 
-// migProfiles are what NVML says of an H100 with 80 GB: a status is as long as a real one.
+// migProfiles are the profiles of an H100 with 80 GB in NVML, so that a status has a realistic
+// length.
 var migProfiles = []object{
 	{"name": "1g.10gb", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},
 	{"name": "1g.10gb+me", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},

@@ -1,7 +1,6 @@
-// Command placement measures how fast pods that ask for shares of GPUs are bound,
-// and at what cost: with a plain extended resource, with DRA and consumable
-// capacity, and with Cleave. Each runs on a control plane of its own, with kwok in
-// place of kubelets.
+// Command placement measures how fast pods with GPU shares are bound, and at what cost: with a
+// plain extended resource, with DRA and consumable capacity, and with Cleave. Each system runs on a
+// separate control plane, with kwok instead of kubelets.
 package main
 
 import (
@@ -26,7 +25,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// options are the command line's.
+// options contains the command line's options.
 type options struct {
 	programs programs
 	chart    string
@@ -49,24 +48,24 @@ func parse(arguments []string) (options, error) {
 	var o options
 	var nodes, pods, names string
 	flags := flag.NewFlagSet("placement", flag.ContinueOnError)
-	flags.StringVar(&o.programs.kube, "kube", "", "folder with kube-apiserver, etcd and so on")
+	flags.StringVar(&o.programs.kube, "kube", "", "folder with kube-apiserver, etcd and other programs")
 	flags.StringVar(&o.programs.helm, "helm", "", "helm")
 	flags.StringVar(&o.programs.kwok, "kwok", "", "kwok")
-	flags.StringVar(&o.programs.operator, "operator", "", "the program cleave")
+	flags.StringVar(&o.programs.operator, "operator", "", "path of the program cleave")
 	flags.StringVar(&o.chart, "chart", "charts/cleave", "the chart")
 	flags.StringVar(&o.logs, "logs", "", "folder for the components' logs")
-	flags.StringVar(&o.out, "out", "", "file for the results, a line of JSON each; none when empty")
-	flags.StringVar(&nodes, "nodes", "200,1000", "how many nodes; several with commas")
-	flags.StringVar(&pods, "pods", "2000,4000", "how many pods at full speed, for each number of nodes")
-	flags.StringVar(&names, "systems", "extended,dra,cleave", "which, in this order")
-	flags.IntVar(&o.paced, "paced", 100, "how many pods at a rate, before")
-	flags.Float64Var(&o.rate, "rate", 20, "that rate, pods a second")
-	flags.IntVar(&o.clients, "clients", 16, "how many clients create pods at once")
-	flags.IntVar(&o.rounds, "rounds", 1, "how often all of it is done; the table shows medians")
-	flags.Uint64Var(&o.seed, "seed", 42, "of the pods' sizes")
-	flags.IntVar(&o.qps, "qps", 0, "requests a second that the scheduler and the controller manager may send; their own defaults, 50 and 20, when 0")
-	flags.DurationVar(&o.stall, "stall", 30*time.Second, "how long no pod is bound until the others count as not bound")
-	flags.DurationVar(&o.limit, "limit", time.Minute, "how long pods are created and waited for at most; those not bound by then are counted")
+	flags.StringVar(&o.out, "out", "", "file for the results, one line of JSON each; empty for none")
+	flags.StringVar(&nodes, "nodes", "200,1000", "numbers of nodes, separated by commas")
+	flags.StringVar(&pods, "pods", "2000,4000", "numbers of pods of the burst, one for each number of nodes")
+	flags.StringVar(&names, "systems", "extended,dra,cleave", "systems to measure, in this order")
+	flags.IntVar(&o.paced, "paced", 100, "number of pods that are created at -rate before the burst")
+	flags.Float64Var(&o.rate, "rate", 20, "rate of the paced pods, in pods per second")
+	flags.IntVar(&o.clients, "clients", 16, "number of concurrent clients that create pods")
+	flags.IntVar(&o.rounds, "rounds", 1, "number of rounds; the table shows medians")
+	flags.Uint64Var(&o.seed, "seed", 42, "seed of the pods' sizes")
+	flags.IntVar(&o.qps, "qps", 0, "maximum requests per second of the scheduler and the controller manager; 0 for their defaults, 50 and 20")
+	flags.DurationVar(&o.stall, "stall", 30*time.Second, "time without a bound pod after which the remaining pods count as not bound")
+	flags.DurationVar(&o.limit, "limit", time.Minute, "maximum time to create pods and wait for them; pods not bound by then are counted")
 	if err := flags.Parse(arguments); err != nil {
 		return o, err
 	}
@@ -84,11 +83,11 @@ func parse(arguments []string) (options, error) {
 	o.systems = strings.Split(names, ",")
 	for _, name := range o.systems {
 		if !slices.ContainsFunc(known, func(s system) bool { return s.name == name }) {
-			return o, fmt.Errorf("-systems: there is no %q", name)
+			return o, fmt.Errorf("-systems: unknown system %q", name)
 		}
 	}
 	if o.clients < 1 || o.rounds < 1 || o.paced < 0 || o.qps < 0 || o.rate <= 0 {
-		return o, errors.New("-clients and -rounds are at least 1, -rate is above 0, -paced and -qps not below")
+		return o, errors.New("-clients and -rounds must be at least 1, -rate above 0, -paced and -qps at least 0")
 	}
 	return o, nil
 }
@@ -105,7 +104,7 @@ func numbers(text string) ([]int, error) {
 	return all, nil
 }
 
-// trial is one system on one number of nodes.
+// trial is a run of one system on one number of nodes.
 type trial struct {
 	options  options
 	system   system
@@ -119,7 +118,7 @@ type trial struct {
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// What goes wrong in the client libraries comes back as an error too.
+	// Errors of the client libraries are also returned, so their log is not needed.
 	klog.SetLogger(logr.Discard())
 	o, err := parse(os.Args[1:])
 	if err == nil {
@@ -174,7 +173,7 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
-// run starts everything, creates the pods, and ends everything.
+// run starts everything, creates the pods, and stops everything.
 func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return r, err
@@ -186,7 +185,7 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 		return r, err
 	}
 	defer t.plane.stop()
-	// What went wrong is what ended the context, if something did.
+	// If an error ended the context, it is the cause of all other errors.
 	defer func() {
 		if cause := context.Cause(ctx); err != nil && cause != nil {
 			err = cause
@@ -212,8 +211,8 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 	return t.measure(ctx, pods)
 }
 
-// measure creates pods: some for warming up, which are deleted again; then some at a
-// rate, which tells how long one takes that waits for no other; then all others at once.
+// measure creates pods in three steps: some for warming up, which are deleted again; some at a
+// fixed rate, to measure the latency without queueing; and the burst.
 func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options
 	r := result{System: t.system.name, Nodes: t.nodes}
@@ -227,7 +226,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		return r, err
 	}
 	if bound := t.tracker.count(warm, func(r *record) bool { return r.node != "" }); bound < warming {
-		return r, fmt.Errorf("of the first %d pods %d were bound: this does not work", warming, bound)
+		return r, fmt.Errorf("only %[2]d of the first %[1]d pods were bound", warming, bound)
 	}
 	if err := t.remove(ctx, warm); err != nil {
 		return r, err
@@ -274,7 +273,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		return r, errors.Join(t.agents.malformed[:min(len(t.agents.malformed), 5)]...)
 	}
 	if t.system.check != nil {
-		// Where devices are chosen by the scheduler, the stand-ins' own choice says nothing.
+		// With DRA the scheduler chooses devices, so the simulated agents' refusals are meaningless.
 		r.Refused = 0
 		if r.Overcommitted, err = t.system.check(ctx, t); err != nil {
 			return r, err
@@ -283,32 +282,32 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	return r, nil
 }
 
-// quiet waits until what is to be bound is, runs, and has been told.
+// quiet waits until all pods are bound and running and all allocations are reported.
 func (t *trial) quiet(ctx context.Context, pods []string) error {
 	if err := t.tracker.settle(ctx, pods, t.options.stall, t.options.limit); err != nil {
 		return err
 	}
-	if t.agents.tell == nil {
+	if t.agents.statuses == nil {
 		return nil
 	}
-	return until(ctx, time.Minute, "all allocations to be told", func(context.Context) (bool, error) { return t.agents.tell.idle() })
+	return until(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.idle() })
 }
 
-// looked is what was seen at one moment.
-type looked struct {
+// snapshot contains counters at one moment.
+type snapshot struct {
 	writes    writes
 	processes map[string]usage
 }
 
-func (t *trial) look(ctx context.Context) (looked, error) {
+func (t *trial) look(ctx context.Context) (snapshot, error) {
 	counted, err := countWrites(ctx, t.plane)
 	if err != nil {
-		return looked{}, err
+		return snapshot{}, err
 	}
-	seen := looked{writes: counted, processes: make(map[string]usage)}
+	seen := snapshot{writes: counted, processes: make(map[string]usage)}
 	for _, one := range t.plane.running {
 		if seen.processes[one.name], err = one.usage(); err != nil {
-			return looked{}, err
+			return snapshot{}, err
 		}
 	}
 	return seen, nil

@@ -20,7 +20,7 @@ import (
 	toolswatch "k8s.io/client-go/tools/watch"
 )
 
-// sizes are how many shares each pod asks for, 1 to 10: the same for the same seed.
+// sizes returns the pods' numbers of shares, 1 to 10, which depend only on the seed.
 func sizes(seed uint64, count int) []int {
 	random := rand.New(rand.NewPCG(seed, 0))
 	drawn := make([]int, count)
@@ -30,11 +30,11 @@ func sizes(seed uint64, count int) []int {
 	return drawn
 }
 
-// record is what is known of one pod, by this process's clock.
+// record contains the times of one pod, by this process's clock.
 type record struct {
 	shares  int
 	sent    time.Time // just before the request that creates it
-	bound   time.Time // the watch told a node
+	bound   time.Time // the watch reported a node
 	node    string
 	running bool
 	failed  bool
@@ -86,7 +86,7 @@ func (t *tracker) sent(pod string, shares int, now time.Time) {
 	t.pods[pod] = &record{shares: shares, sent: now}
 }
 
-// see takes one event.
+// see processes one event.
 func (t *tracker) see(kind watch.EventType, pod *corev1.Pod, now time.Time) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -107,7 +107,7 @@ func (t *tracker) see(kind watch.EventType, pod *corev1.Pod, now time.Time) {
 	}
 }
 
-// count tells for how many of these pods something is so.
+// count returns the number of these pods that satisfy a condition.
 func (t *tracker) count(pods []string, is func(*record) bool) int {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -120,8 +120,8 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 	return count
 }
 
-// settle waits until all of the pods are bound, or none has been for a while, or the
-// time is over that began with the first of them; and then until those that are bound run.
+// settle waits until all pods are bound, or none was bound for stall, or limit has passed since the
+// first. Then it waits until the bound pods run.
 func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started, began := time.Now(), t.first(pods)
@@ -142,13 +142,13 @@ func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.D
 	})
 }
 
-// latencies are what came of some pods.
+// latencies contains the results of some pods.
 type latencies struct {
 	Pods          int     `json:"pods"`
 	Bound         int     `json:"bound"`
-	Seconds       float64 `json:"seconds"` // first create → last bound
+	Seconds       float64 `json:"seconds"` // from the first create to the last bound pod
 	PodsPerSecond float64 `json:"podsPerSecond"`
-	P50           float64 `json:"p50Ms"` // create → bound
+	P50           float64 `json:"p50Ms"` // from create to bound
 	P99           float64 `json:"p99Ms"`
 	Max           float64 `json:"maxMs"`
 }
@@ -165,7 +165,7 @@ func (t *tracker) latencies(pods []string) latencies {
 	return summarize(records)
 }
 
-// summarize is of those pods that were bound; the others are counted only.
+// summarize computes latencies of the bound pods. Other pods are only counted.
 func summarize(records []record) latencies {
 	l := latencies{Pods: len(records)}
 	var first, last time.Time
@@ -195,14 +195,14 @@ func summarize(records []record) latencies {
 	return l
 }
 
-// percentile is the smallest of the sorted values that p percent of them do not exceed.
+// percentile returns the smallest sorted value that at least p percent of the values do not exceed.
 func percentile(sorted []float64, p int) float64 {
 	rank := (len(sorted)*p + 99) / 100
 	return sorted[max(rank, 1)-1]
 }
 
-// create makes pods from several clients at once: as fast as they can, or at a rate
-// a second. It returns the names of those for which there was time.
+// create creates pods from concurrent clients, at full speed or at a rate per second. It returns
+// the names of the pods created in time.
 func (t *trial) create(ctx context.Context, prefix string, shares []int, clients int, rate float64) ([]string, error) {
 	names := make([]string, len(shares))
 	for i := range names {
@@ -222,7 +222,7 @@ func (t *trial) create(ctx context.Context, prefix string, shares []int, clients
 			}
 		}
 		one := pod(names[index])
-		t.system.asks(one, shares[index])
+		t.system.request(one, shares[index])
 		t.tracker.sent(one.Name, shares[index], time.Now())
 		_, err := t.plane.client.CoreV1().Pods(namespace).Create(ctx, one, metav1.CreateOptions{})
 		return err
@@ -249,11 +249,11 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 	})
 }
 
-// writes are the API server's counts of requests that write, by verb and resource.
+// writes contains the API server's counts of write requests by verb and resource.
 type writes map[string]float64
 
-// countWrites asks the API server. What nodes write to say that they live is left out:
-// it is a matter of time, not of pods.
+// countWrites queries the API server's metrics. Nodes' heartbeats are omitted, because they depend
+// on time and not on pods.
 func countWrites(ctx context.Context, p *plane) (writes, error) {
 	text, err := p.custom.Get().AbsPath("/metrics").SetHeader("Accept", "text/plain").Do(ctx).Raw()
 	if err != nil {
@@ -264,7 +264,7 @@ func countWrites(ctx context.Context, p *plane) (writes, error) {
 
 func parseWrites(text []byte) (writes, error) {
 	const family = "apiserver_request_total"
-	// The rest of it is long, and of no use here.
+	// Parse only this family, because the rest is long.
 	var lines bytes.Buffer
 	fmt.Fprintf(&lines, "# TYPE %s counter\n", family)
 	for line := range bytes.Lines(text) {
@@ -290,7 +290,7 @@ func parseWrites(text []byte) (writes, error) {
 		if !slices.Contains([]string{"POST", "PUT", "PATCH", "APPLY", "DELETE"}, verb) || resource == "leases" || resource == "nodes" {
 			continue
 		}
-		// Reviews ask, and write nothing.
+		// Reviews only query.
 		if strings.HasSuffix(resource, "reviews") {
 			continue
 		}
@@ -302,7 +302,7 @@ func parseWrites(text []byte) (writes, error) {
 	return counted, nil
 }
 
-// since is what was written after the earlier count.
+// since returns the writes after an earlier count.
 func (w writes) since(earlier writes) writes {
 	more := make(writes)
 	for what, count := range w {
@@ -321,7 +321,7 @@ func (w writes) total() float64 {
 	return total
 }
 
-// first is when the first of the pods was sent.
+// first returns the time at which the first of the pods was sent.
 func (t *tracker) first(pods []string) time.Time {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()

@@ -11,10 +11,10 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 )
 
-func TestSizesAreThoseOfTheSeed(t *testing.T) {
+func TestSizesDependOnlyOnTheSeed(t *testing.T) {
 	first := sizes(1, 1000)
 	if !slices.Equal(first, sizes(1, 1000)) || slices.Equal(first, sizes(2, 1000)) {
-		t.Error("the seed does not decide")
+		t.Error("equal seeds give different sizes")
 	}
 	if !slices.Equal(first[:10], sizes(1, 10)) {
 		t.Error("more pods change the first ones")
@@ -42,7 +42,7 @@ func TestPercentileIsANearestRank(t *testing.T) {
 	}
 }
 
-func TestPodsThatWereNotBoundAreCountedOnly(t *testing.T) {
+func TestUnboundPodsAreOnlyCounted(t *testing.T) {
 	start := time.Now()
 	l := summarize([]record{
 		{sent: start.Add(time.Second), bound: start.Add(2 * time.Second), node: "n"},
@@ -80,11 +80,11 @@ apiserver_request_duration_seconds_count{verb="POST",resource="pods"} 99
 		t.Errorf("%v, %s", more, more.perPod(4))
 	}
 	if _, err := parseWrites([]byte("apiserver_request_total{verb=\"POST\"\n")); err == nil {
-		t.Error("what is cut off is read")
+		t.Error("truncated metrics are accepted")
 	}
 }
 
-func TestUsageIsReadWhateverTheProgramIsCalled(t *testing.T) {
+func TestUsageIsParsedWithAnyProgramName(t *testing.T) {
 	stat := "12 (a) b (c)) S 1 2 3 4 5 6 7 8 9 10 150 50 0 0 20 0"
 	used, err := parseUsage(stat, "Name:\ta\nVmHWM:\t  4096 kB\nVmRSS:\t  2048 kB\n")
 	if err != nil || used != (usage{CPUSeconds: 2, ResidentMiB: 2, PeakMiB: 4}) {
@@ -92,19 +92,19 @@ func TestUsageIsReadWhateverTheProgramIsCalled(t *testing.T) {
 	}
 	for _, bad := range [][2]string{{"", "VmRSS: 1 kB"}, {"12 (a) S 1", "VmRSS: 1 kB"}, {stat, "Name: a"}} {
 		if _, err := parseUsage(bad[0], bad[1]); err == nil {
-			t.Errorf("%q is read", bad)
+			t.Errorf("%q is accepted", bad)
 		}
 	}
 }
 
-func TestAPodWithANoteGetsThatGPU(t *testing.T) {
+func TestAReservedPodGetsItsGPU(t *testing.T) {
 	a := newAgents(2)
 	note := `{"until":9,"nodes":{"node-0001":[{"resource":"nvidia.com/gpu-mps","units":4,"device":"` + deviceOf(1, 5) + `"}]}}`
 	a.bound("n/p", "node-0001", note, 4)
 	if free := a.nodes[1].free(5); free != 6 || a.unnoted+len(a.elsewhere)+a.refused != 0 {
 		t.Errorf("%d free, %+v", free, a)
 	}
-	// Another GPU where that one is full, and counted.
+	// If that GPU is full, the pod gets another one and is counted.
 	a.bound("n/q", "node-0001", note, 7)
 	if len(a.elsewhere) != 1 || !strings.HasSuffix(a.elsewhere[0], "n/q (7 shares) on node-0001, GPU 5: n/p has 4") || a.nodes[1].free(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
 		t.Errorf("%q", a.elsewhere)
@@ -121,20 +121,20 @@ func TestAPodWithANoteGetsThatGPU(t *testing.T) {
 	}
 }
 
-func TestAPodThatNoGPUHasRoomForIsRefused(t *testing.T) {
+func TestAPodThatFitsNoGPUIsRefused(t *testing.T) {
 	a := newAgents(1)
 	for gpu := range gpusPerNode {
 		a.bound("n/"+string(rune('a'+gpu)), "node-0000", "", 6)
 	}
-	// 32 shares are free, four on each.
+	// 32 shares are free, four on each GPU.
 	a.bound("n/five", "node-0000", "", 5)
 	a.bound("n/four", "node-0000", "", 4)
 	if a.refused != 1 || a.unnoted != gpusPerNode+2 {
-		t.Errorf("%d refused, %d without a note", a.refused, a.unnoted)
+		t.Errorf("%d refused, %d without a reservation", a.refused, a.unnoted)
 	}
 }
 
-func TestAStatusIsOfWhatIsHeld(t *testing.T) {
+func TestAStatusReportsAllocations(t *testing.T) {
 	var m machine
 	m.take("n/b", 2, 3)
 	m.take("n/a", 2, 2)
@@ -168,20 +168,20 @@ func TestAPodIsBoundOnce(t *testing.T) {
 		t.Errorf("%+v", l)
 	}
 	if a.unnoted != 1 || tracker.count([]string{"p"}, func(r *record) bool { return r.running }) != 1 {
-		t.Error("it is bound again, or does not run")
+		t.Error("the pod was bound again, or does not run")
 	}
 	tracker.see(watch.Deleted, event, now)
 	tracker.see(watch.Deleted, event, now)
 	if a.nodes[0].held["namespace/p"].ids != nil || len(a.nodes[0].held) != 0 {
-		t.Error("it holds something still")
+		t.Error("the pod still has an allocation")
 	}
 }
 
-func TestTableHasRatiosOfTheSameNodes(t *testing.T) {
+func TestTableComparesSystemsOnEqualNodes(t *testing.T) {
 	speeds := []result{
 		{System: "extended", Nodes: 5, Burst: latencies{PodsPerSecond: 100}}, {System: "dra", Nodes: 5, Burst: latencies{PodsPerSecond: 40}},
 		{System: "cleave", Nodes: 5, Burst: latencies{PodsPerSecond: 90}}, {System: "cleave", Nodes: 9, Burst: latencies{PodsPerSecond: 10}},
-		// Rounds: the one in the middle counts.
+		// The median of the rounds counts.
 		{System: "cleave", Nodes: 5, Burst: latencies{PodsPerSecond: 80}}, {System: "cleave", Nodes: 5, Burst: latencies{PodsPerSecond: 300}},
 	}
 	lines := strings.Split(table(speeds), "\n")
@@ -194,23 +194,23 @@ func TestTableHasRatiosOfTheSameNodes(t *testing.T) {
 	}
 }
 
-func TestArgumentsThatMakeNoSenseAreRefused(t *testing.T) {
+func TestInvalidArgumentsAreRejected(t *testing.T) {
 	if _, err := parse(nil); err != nil {
 		t.Error(err)
 	}
 	for _, bad := range []string{"-nodes=0", "-nodes=1", "-pods=x,y", "-systems=other", "-clients=0", "-rate=0", "-paced=-1", "-rounds=0"} {
 		if _, err := parse([]string{bad}); err == nil {
-			t.Errorf("%s is taken", bad)
+			t.Errorf("%s is accepted", bad)
 		}
 	}
 }
 
-func TestTheirOwnDefaultsAreLeftToTheScheduler(t *testing.T) {
+func TestSchedulerKeepsItsDefaults(t *testing.T) {
 	if stock := (tuning{}).connection("k"); len(stock) != 2 || stock["kubeconfig"] != "k" {
-		t.Errorf("the scheduler's connection says more than where and how: %v", stock)
+		t.Errorf("the scheduler's connection changes defaults: %v", stock)
 	}
 	if flags := (tuning{}).flags(); len(flags) != 0 {
-		t.Errorf("the controller manager is told %q", flags)
+		t.Errorf("the controller manager gets %q", flags)
 	}
 	if raised := (tuning{qps: 7}).connection("k"); raised["qps"] != 7 || raised["burst"] != 7 {
 		t.Errorf("not raised: %v", raised)

@@ -27,20 +27,20 @@ import (
 	podfast "sigs.k8s.io/kwok/kustomize/stage/pod/fast"
 )
 
-// The users of a plane. The operator is who it is in a cluster, so that the
-// chart's roles and admission policies are about it.
+// The users of a plane. The operator uses the name of its service account, so that the chart's
+// roles and admission policies apply to it.
 const (
 	userAdmin             = "admin"
-	userKwok              = "kwok" // nodes and their kubelets: of their group, which admission policies let pass
+	userKwok              = "kwok" // nodes and kubelets; admission policies accept their group
 	userScheduler         = "system:kube-scheduler"
 	userControllerManager = "system:kube-controller-manager"
 	userOperator          = "system:serviceaccount:" + cleaveNamespace + ":cleave-operator"
 )
 
-// startTimeout is how long a component may take until it serves.
+// startTimeout is the maximum time until a component serves.
 const startTimeout = time.Minute
 
-// programs are the paths of what a plane is made of.
+// programs contains the paths of the plane's programs.
 type programs struct {
 	kube     string // folder with etcd, kube-apiserver …
 	helm     string
@@ -50,8 +50,8 @@ type programs struct {
 
 func (p programs) kubernetes(name string) string { return filepath.Join(p.kube, name) }
 
-// plane is a control plane of its own: etcd, API server, controller manager,
-// scheduler, and kwok in place of kubelets, on free loopback ports.
+// plane is a separate control plane on free loopback ports: etcd, API server, controller manager,
+// scheduler, and kwok instead of kubelets.
 type plane struct {
 	programs programs
 	dir      string
@@ -65,11 +65,11 @@ type plane struct {
 	custom rest.Interface       // JSON, by absolute paths
 }
 
-// tuning is what the scheduler and the controller manager are given in place of
-// their defaults: requests a second, none when 0.
+// tuning replaces defaults of the scheduler and the controller manager. qps is in requests per
+// second, or 0 for the default.
 type tuning struct{ qps int }
 
-// connection is the scheduler's to the API server.
+// connection is the scheduler's configuration of its connection to the API server.
 func (t tuning) connection(kubeconfig string) object {
 	connection := object{"kubeconfig": kubeconfig, "contentType": "application/vnd.kubernetes.protobuf"}
 	if t.qps > 0 {
@@ -78,7 +78,7 @@ func (t tuning) connection(kubeconfig string) object {
 	return connection
 }
 
-// flags are those of the controller manager.
+// flags returns the controller manager's flags.
 func (t tuning) flags() []string {
 	if t.qps == 0 {
 		return nil
@@ -86,8 +86,8 @@ func (t tuning) flags() []string {
 	return []string{fmt.Sprintf("--kube-api-qps=%d", t.qps), fmt.Sprintf("--kube-api-burst=%d", t.qps)}
 }
 
-// startPlane starts a control plane whose files are below dir. The context that
-// it returns ends when one of its processes does.
+// startPlane starts a control plane with its files below dir. The returned context ends when one of
+// its processes exits.
 func startPlane(parent context.Context, with programs, dir, logs string, t tuning) (_ *plane, _ context.Context, err error) {
 	ctx, cancel := context.WithCancelCause(parent)
 	p := &plane{programs: with, dir: dir, logs: logs, tokens: make(map[string]string), failed: cancel}
@@ -120,8 +120,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file="+p.path("service-accounts.key"), "--service-account-signing-key-file="+p.path("service-accounts.key"),
 		"--authorization-mode=RBAC", "--allow-privileged=true",
-		// No controllers run here that would make service accounts, or take the taint off nodes that are
-		// Ready.
+		// No controllers here create service accounts, or remove the taint of nodes that are Ready.
 		"--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"); err != nil {
 		return nil, nil, err
 	}
@@ -142,7 +141,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	}
 	manager := p.kubeconfig(userControllerManager)
 	argv := append([]string{with.kubernetes("kube-controller-manager"),
-		// What makes claims from templates; nothing else here needs a controller.
+		// This controller creates claims from templates. No other is necessary.
 		"--controllers=resourceclaim-controller", "--use-service-account-credentials=true", "--leader-elect=false",
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[3]),
 		"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager, "--authorization-kubeconfig=" + manager,
@@ -154,7 +153,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	if err := os.WriteFile(p.path("stages.yaml"), []byte(strings.Join(stages, "\n---\n")), 0o644); err != nil {
 		return nil, nil, err
 	}
-	// The length of leases that kwokctl gives it, and addresses for more pods than its default has.
+	// The lease duration of kwokctl, and addresses for more pods than the default.
 	if _, err := p.start("kwok", nil, with.kwok, "--kubeconfig="+p.kubeconfig(userKwok), "--config="+p.path("stages.yaml"),
 		"--manage-all-nodes=true", "--node-lease-duration-seconds=40", "--cidr=10.64.0.0/10"); err != nil {
 		return nil, nil, err
@@ -172,13 +171,12 @@ func (p *plane) writeJSON(name string, value any) error {
 	return os.WriteFile(p.path(name), text, 0o600)
 }
 
-// kubeconfig is the file of a user's configuration.
+// kubeconfig is the path of a user's configuration.
 func (p *plane) kubeconfig(user string) string {
 	return p.path(strings.ReplaceAll(user, ":", "-") + ".kubeconfig")
 }
 
-// start runs a program whose output goes to a log. Its end, unless it was asked
-// for, ends the plane's context.
+// start runs a program with its output in a log. Its unexpected exit ends the plane's context.
 func (p *plane) start(name string, env []string, argv ...string) (*process, error) {
 	started, err := startProcess(name, filepath.Join(p.logs, name+".log"), env, argv)
 	if err != nil {
@@ -188,15 +186,15 @@ func (p *plane) start(name string, env []string, argv ...string) (*process, erro
 	go func() {
 		<-started.done
 		if !started.stopping.Load() {
-			p.failed(fmt.Errorf("%s has ended (%v): see %s", name, started.err, started.log))
+			p.failed(fmt.Errorf("%s exited (%v): see %s", name, started.err, started.log))
 		}
 	}()
 	return started, nil
 }
 
-// stop ends what runs, last started first.
+// stop stops the processes in reverse order.
 func (p *plane) stop() {
-	// First, so that nobody here asks an API server that is gone.
+	// First, so that no goroutine queries a stopped API server.
 	p.failed(errors.New("the control plane was stopped"))
 	for i := len(p.running) - 1; i >= 0; i-- {
 		p.running[i].stop()
@@ -240,10 +238,10 @@ func (p *plane) writeCredentials() error {
 		os.WriteFile(p.path("tokens.csv"), []byte(lines.String()), 0o600))
 }
 
-// connect waits for the API server and makes the clients.
+// connect waits for the API server and creates the clients.
 func (p *plane) connect(ctx context.Context) error {
 	err := until(ctx, startTimeout, "the API server to serve", func(ctx context.Context) (bool, error) {
-		// Before it has written its certificate there is nothing to trust.
+		// The certificate is not yet known to this process.
 		transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, p.url+"/readyz", nil)
 		if err != nil {
@@ -275,24 +273,24 @@ func (p *plane) connect(ctx context.Context) error {
 	return err
 }
 
-// freePorts are ports of the loopback device that nobody listens on now.
+// freePorts returns unused ports of the loopback device.
 func freePorts(count int) ([]int, error) {
 	ports := make([]int, 0, count)
 	for range count {
 		listener, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
-			return nil, fmt.Errorf("a free port: %w", err)
+			return nil, fmt.Errorf("find a free port: %w", err)
 		}
-		// Until all are known: the same is not given twice.
+		// Close only when all are known, so that no port is returned twice.
 		defer listener.Close()
 		ports = append(ports, listener.Addr().(*net.TCPAddr).Port)
 	}
 	return ports, nil
 }
 
-// until asks again and again whether something is so. An error ends it at once.
+// until repeats a check until it succeeds. An error stops it.
 func until(ctx context.Context, limit time.Duration, what string, ask func(context.Context) (bool, error)) error {
-	late := fmt.Errorf("waited %s for %s", limit, what)
+	late := fmt.Errorf("timed out after %s waiting for %s", limit, what)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, late)
 	defer cancel()
 	for {
@@ -311,8 +309,8 @@ func until(ctx context.Context, limit time.Duration, what string, ask func(conte
 	}
 }
 
-// workDir makes a folder for one run, and removes those of runs that were killed.
-// The folder is locked for as long as this process lives.
+// workDir creates a folder for one run and removes the folders of killed runs. The folder is locked
+// until this process exits.
 func workDir() (dir string, remove func(), err error) {
 	const prefix = "cleave-placement-"
 	stale, err := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))
@@ -338,7 +336,7 @@ func workDir() (dir string, remove func(), err error) {
 	}, nil
 }
 
-// lockDir fails where another process has the lock.
+// lockDir fails if another process holds the lock.
 func lockDir(dir string) (*os.File, error) {
 	file, err := os.Open(dir)
 	if err != nil {

@@ -12,22 +12,22 @@ import (
 	"time"
 )
 
-// process is a program that was started here and ends with this one.
+// process is a child process that is killed with this one.
 type process struct {
 	name     string
 	log      string
 	command  *exec.Cmd
 	stopping atomic.Bool
 	done     chan struct{}
-	err      error // after done
+	err      error // set when done is closed
 }
 
-// toStart are commands for the thread that starts all of them.
+// toStart receives functions for the thread that starts all processes.
 var toStart = func() chan func() {
 	queue := make(chan func())
 	go func() {
-		// A child gets its signal of a parent's death when the thread ends that started it: this one
-		// never does.
+		// A child gets its parent-death signal when the thread that started it exits. This thread never
+		// exits.
 		runtime.LockOSThread()
 		for start := range queue {
 			start()
@@ -45,8 +45,8 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	command := exec.Command(argv[0], argv[1:]...)
 	command.Env = append(os.Environ(), env...)
 	command.Stdout, command.Stderr = output, output
-	// Not in the terminal's group: an interrupt is for this process, which then ends the others in
-	// order.
+	// A separate process group: an interrupt from the terminal reaches only this process, which then
+	// stops the others in order.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	toStart <- func() { started <- command.Start() }
@@ -61,7 +61,7 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	return p, nil
 }
 
-// stop ends the process and waits for its end.
+// stop stops the process and waits for its exit.
 func (p *process) stop() {
 	p.stopping.Store(true)
 	_ = p.command.Process.Signal(syscall.SIGTERM)
@@ -73,14 +73,14 @@ func (p *process) stop() {
 	}
 }
 
-// usage is what a process has used of the machine.
+// usage contains the resources that a process has used.
 type usage struct {
 	CPUSeconds  float64 `json:"cpuSeconds"`
 	ResidentMiB float64 `json:"residentMiB"`
 	PeakMiB     float64 `json:"peakMiB"`
 }
 
-// usage reads it; CPU since the process began.
+// usage reads the process's usage. CPU time counts from its start.
 func (p *process) usage() (usage, error) {
 	dir := "/proc/" + strconv.Itoa(p.command.Process.Pid)
 	stat, err := os.ReadFile(dir + "/stat")
@@ -98,10 +98,10 @@ func (p *process) usage() (usage, error) {
 	return used, nil
 }
 
-// parseUsage reads a process's files stat and status in /proc.
+// parseUsage parses the files stat and status of a process in /proc.
 func parseUsage(stat, status string) (usage, error) {
 	const ticksPerSecond = 100 // USER_HZ, on every architecture of Linux that Go builds for
-	// The name, in brackets, may hold anything.
+	// The name in parentheses may contain any character.
 	_, rest, found := strings.Cut(stat[strings.LastIndex(stat, ")")+1:], " ")
 	fields := strings.Fields(rest)
 	if !found || len(fields) < 13 {

@@ -7,7 +7,7 @@ import (
 	"text/tabwriter"
 )
 
-// result is what came of one system on one number of nodes.
+// result contains the results of one system on one number of nodes.
 type result struct {
 	System        string           `json:"system"`
 	Nodes         int              `json:"nodes"`
@@ -19,19 +19,19 @@ type result struct {
 	WritesPerPod  float64          `json:"writesPerPod"`
 	Writes        writes           `json:"writes"`
 	Failed        int              `json:"failed"`        // ended as failed
-	Refused       int              `json:"refused"`       // bound to a node without room on one GPU
-	Elsewhere     []string         `json:"elsewhere"`     // bound to a node where the GPU that was noted had no room
-	Unnoted       int              `json:"unnoted"`       // bound without a note of which GPU
-	Overcommitted int              `json:"overcommitted"` // devices with more than they have
+	Refused       int              `json:"refused"`       // bound to a node without enough shares on one GPU
+	Elsewhere     []string         `json:"elsewhere"`     // bound to a node whose reserved GPU lacked shares
+	Unnoted       int              `json:"unnoted"`       // bound without a reservation
+	Overcommitted int              `json:"overcommitted"` // devices with more allocations than shares
 	Processes     map[string]usage `json:"processes"`     // CPU during the burst
 }
 
-// controlPlane are the processes whose work is the system's cost; kwok and the
-// benchmark's own are not.
+// controlPlane names the processes whose CPU time counts for the system. kwok and the benchmark do
+// not count.
 var controlPlane = []string{"operator", "scheduler", "apiserver", "etcd", "controller-manager"}
 
-// cpuPerPod is the control plane's, in milliseconds. Unlike speed it depends little
-// on what else the machine does.
+// cpuPerPod is the control plane's CPU time per pod in milliseconds. Unlike throughput it depends
+// little on the machine's other load.
 func (r result) cpuPerPod() float64 {
 	seconds := 0.0
 	for _, name := range controlPlane {
@@ -44,7 +44,7 @@ var titles = map[string]string{
 	"extended": "(a) extended resource", "dra": "(b) DRA, consumable capacity", "cleave": "(c) Cleave",
 }
 
-// median of several rounds: the round whose throughput is in the middle.
+// median returns the round with the median throughput.
 func median(results []result) result {
 	sorted := slices.Clone(results)
 	slices.SortFunc(sorted, func(a, b result) int {
@@ -59,7 +59,7 @@ func median(results []result) result {
 	return sorted[len(sorted)/2]
 }
 
-// table is what a person reads.
+// table returns the results as a table.
 func table(results []result) string {
 	type key struct {
 		nodes  int
@@ -103,19 +103,19 @@ func table(results []result) string {
 	for _, k := range keys {
 		r := median(grouped[k])
 		if len(r.Elsewhere)+r.Failed > 0 || (r.System == "cleave" && r.Unnoted > 0) {
-			fmt.Fprintf(&out, "%d nodes, %s: %d bound where the GPU that was noted had no room, %d without a note, %d failed\n",
+			fmt.Fprintf(&out, "%d nodes, %s: %d bound although their reserved GPU lacked shares, %d without a reservation, %d failed\n",
 				k.nodes, titles[k.system], len(r.Elsewhere), r.Unnoted, r.Failed)
 			for _, one := range r.Elsewhere[:min(len(r.Elsewhere), 5)] {
 				fmt.Fprintf(&out, "  %s\n", one)
 			}
 		}
 	}
-	fmt.Fprintln(&out, "\nWrites, per pod:")
+	fmt.Fprintln(&out, "\nWrites per pod:")
 	for _, k := range keys {
 		r := median(grouped[k])
 		fmt.Fprintf(&out, "  %d nodes, %s: %s\n", k.nodes, titles[k.system], r.Writes.perPod(max(r.Burst.Bound, 1)))
 	}
-	fmt.Fprintln(&out, "\nProcesses: CPU seconds in the burst; MiB resident afterwards, at most")
+	fmt.Fprintln(&out, "\nProcesses: CPU seconds in the burst; MiB resident afterwards and at peak")
 	for _, k := range keys {
 		r := median(grouped[k])
 		var parts []string
@@ -129,7 +129,7 @@ func table(results []result) string {
 	return out.String()
 }
 
-// perPod are the writes by verb and resource, the most frequent first.
+// perPod returns the writes by verb and resource, the most frequent first.
 func (w writes) perPod(pods int) string {
 	names := make([]string, 0, len(w))
 	for name := range w {

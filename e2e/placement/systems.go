@@ -36,37 +36,36 @@ const (
 	image           = "localhost/pause:dev"
 )
 
-// object is a part of an object of the API; JSON is YAML.
+// object is a part of an API object. JSON is valid YAML.
 type object = map[string]any
 
-// system is a way to ask for shares of a GPU.
+// system is a way to request shares of a GPU.
 type system struct {
 	name     string
-	resource corev1.ResourceName // that nodes have; "" where it is not one
-	// prepare puts what it needs beside the nodes, which are Ready.
+	resource corev1.ResourceName // the nodes' resource, or "" if there is none
+	// prepare sets up the system after the nodes are Ready.
 	prepare func(context.Context, *trial) error
-	// asks makes a pod ask for shares.
-	asks func(pod *corev1.Pod, shares int)
-	// check looks at the end whether no GPU has more than it can; nil where it is the agents who see
-	// it.
+	// request makes a pod request shares.
+	request func(pod *corev1.Pod, shares int)
+	// check counts overcommitted GPUs at the end, or is nil if the simulated agents count them.
 	check func(context.Context, *trial) (overcommitted int, err error)
 }
 
 func systems() []system {
 	return []system{
-		{name: "extended", resource: plainResource, asks: asksFor(plainResource)},
-		{name: "dra", prepare: prepareDRA, asks: asksByClaim, check: checkDRA},
-		{name: "cleave", resource: cleaveResource, prepare: prepareCleave, asks: asksFor(cleaveResource)},
+		{name: "extended", resource: plainResource, request: requestResource(plainResource)},
+		{name: "dra", prepare: prepareDRA, request: requestByClaim, check: checkDRA},
+		{name: "cleave", resource: cleaveResource, prepare: prepareCleave, request: requestResource(cleaveResource)},
 	}
 }
 
-func asksFor(name corev1.ResourceName) func(*corev1.Pod, int) {
+func requestResource(name corev1.ResourceName) func(*corev1.Pod, int) {
 	return func(pod *corev1.Pod, shares int) {
 		pod.Spec.Containers[0].Resources.Limits = corev1.ResourceList{name: *resource.NewQuantity(int64(shares), resource.DecimalSI)}
 	}
 }
 
-// pod is one that asks for nothing yet.
+// pod returns a pod without requests.
 func pod(name string) *corev1.Pod {
 	grace := int64(0)
 	return &corev1.Pod{
@@ -80,7 +79,7 @@ func pod(name string) *corev1.Pod {
 
 func nodeName(index int) string { return fmt.Sprintf("node-%04d", index) }
 
-// forEach does something for 0 to count-1, some at once. The first error ends it.
+// forEach calls do for 0 to count-1, some concurrently. The first error stops it.
 func forEach(ctx context.Context, count, atOnce int, do func(context.Context, int) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -108,7 +107,7 @@ func forEach(ctx context.Context, count, atOnce int, do func(context.Context, in
 
 const atOnce = 32
 
-// makeNodes makes the simulated nodes and waits until kwok says that they are Ready.
+// makeNodes creates the simulated nodes and waits until they are Ready.
 func makeNodes(ctx context.Context, t *trial) error {
 	err := forEach(ctx, t.nodes, atOnce, func(ctx context.Context, index int) error {
 		name := nodeName(index)
@@ -125,7 +124,7 @@ func makeNodes(ctx context.Context, t *trial) error {
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("make the nodes: %w", err)
+		return fmt.Errorf("create the nodes: %w", err)
 	}
 	return until(ctx, time.Minute, "kwok to make all nodes Ready", func(ctx context.Context) (bool, error) {
 		nodes, err := t.plane.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
@@ -144,7 +143,7 @@ func makeNodes(ctx context.Context, t *trial) error {
 	})
 }
 
-// prepareDRA makes a ResourceSlice for each node, and a template for each size.
+// prepareDRA creates a ResourceSlice for each node and a template for each size.
 func prepareDRA(ctx context.Context, t *trial) error {
 	api := t.plane.client.ResourceV1()
 	one, all, several := resource.MustParse("1"), *resource.NewQuantity(sharesPerGPU, resource.DecimalSI), true
@@ -155,7 +154,7 @@ func prepareDRA(ctx context.Context, t *trial) error {
 		}},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		return fmt.Errorf("make the device class: %w", err)
+		return fmt.Errorf("create the device class: %w", err)
 	}
 	err = forEach(ctx, t.nodes, atOnce, func(ctx context.Context, index int) error {
 		name := nodeName(index)
@@ -181,7 +180,7 @@ func prepareDRA(ctx context.Context, t *trial) error {
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("make the resource slices: %w", err)
+		return fmt.Errorf("create the resource slices: %w", err)
 	}
 	for shares := 1; shares <= sharesPerGPU; shares++ {
 		_, err := api.ResourceClaimTemplates(namespace).Create(ctx, &resourcev1.ResourceClaimTemplate{
@@ -196,7 +195,7 @@ func prepareDRA(ctx context.Context, t *trial) error {
 			}}},
 		}, metav1.CreateOptions{})
 		if err != nil {
-			return fmt.Errorf("make a claim template: %w", err)
+			return fmt.Errorf("create a claim template: %w", err)
 		}
 	}
 	return nil
@@ -204,13 +203,13 @@ func prepareDRA(ctx context.Context, t *trial) error {
 
 func templateName(shares int) string { return "shares-" + strconv.Itoa(shares) }
 
-func asksByClaim(pod *corev1.Pod, shares int) {
+func requestByClaim(pod *corev1.Pod, shares int) {
 	name := templateName(shares)
 	pod.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimTemplateName: &name}}
 	pod.Spec.Containers[0].Resources.Claims = []corev1.ResourceClaim{{Name: "gpu"}}
 }
 
-// checkDRA adds up what claims have of each device.
+// checkDRA sums the claims of each device.
 func checkDRA(ctx context.Context, t *trial) (int, error) {
 	claims, err := t.plane.client.ResourceV1().ResourceClaims(namespace).List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -238,8 +237,8 @@ func checkDRA(ctx context.Context, t *trial) (int, error) {
 	return over, nil
 }
 
-// prepareCleave installs the chart without its workloads, gives each node an agent's
-// pod, starts the operator, and lets the stand-ins do what the policy says.
+// prepareCleave installs the chart without its workloads, adds an agent's pod to each node, starts
+// the operator, and makes the simulated agents apply the policy.
 func prepareCleave(ctx context.Context, t *trial) error {
 	manifests, err := t.chart(ctx)
 	if err != nil {
@@ -271,7 +270,7 @@ func prepareCleave(ctx context.Context, t *trial) error {
 		return err
 	}
 	if err := t.plane.custom.Post().AbsPath(policiesPath).Body(policy).Do(ctx).Error(); err != nil {
-		return fmt.Errorf("make the policy: %w", err)
+		return fmt.Errorf("create the policy: %w", err)
 	}
 	if err := makeAgents(ctx, t); err != nil {
 		return err
@@ -303,13 +302,13 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	return share(ctx, t)
 }
 
-// chart renders the chart's cluster objects: definitions, roles, admission with the
-// policy that puts the gate on pods.
+// chart renders the chart's cluster objects: definitions, roles, and admission with the policy that
+// adds the placement gate to pods.
 func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	var stderr bytes.Buffer
 	command := exec.CommandContext(ctx, t.plane.programs.helm, "template", "cleave", t.options.chart,
 		"--namespace", cleaveNamespace, "--kube-version", "1.36", "--set", "admission.gate=policy")
-	// Nothing of the user's own Helm is read or written.
+	// The user's own Helm configuration must not be read or written.
 	command.Env = append(os.Environ(), "HOME="+t.plane.dir)
 	command.Stderr = &stderr
 	text, err := command.Output()
@@ -332,7 +331,7 @@ func (t *trial) chart(ctx context.Context) ([]byte, error) {
 		}
 		switch meta.Kind {
 		case "", "Deployment", "DaemonSet":
-			// The operator runs beside, and what is on nodes is simulated.
+			// The operator runs outside the cluster, and the components of nodes are simulated.
 		default:
 			kept.WriteString("---\n")
 			kept.Write(document)
@@ -340,7 +339,7 @@ func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	}
 }
 
-// makeAgents gives each node an agent's pod, which kwok makes Ready.
+// makeAgents creates an agent's pod on each node, which kwok makes Ready.
 func makeAgents(ctx context.Context, t *trial) error {
 	pods := t.plane.client.CoreV1().Pods(cleaveNamespace)
 	err := forEach(ctx, t.nodes, atOnce, func(ctx context.Context, index int) error {
@@ -352,7 +351,7 @@ func makeAgents(ctx context.Context, t *trial) error {
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("make the agents' pods: %w", err)
+		return fmt.Errorf("create the agents' pods: %w", err)
 	}
 	return until(ctx, 2*time.Minute, "the agents' pods to be Ready", func(ctx context.Context) (bool, error) {
 		found, err := pods.List(ctx, metav1.ListOptions{FieldSelector: "status.phase=Running"})
@@ -360,11 +359,11 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// share does what agents do when a node joins: they tell its GPUs, and once the
-// operator has planned, that these are shared.
+// share does what agents do when a node joins: report its GPUs, and report them as shared once the
+// operator has planned.
 func share(ctx context.Context, t *trial) error {
-	t.agents.tell = newTeller(ctx, t.plane.custom, t.agents)
-	tell := t.agents.tell
+	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)
+	statuses := t.agents.statuses
 	nodes := func(ctx context.Context) ([]gpuNode, error) {
 		raw, err := t.plane.custom.Get().AbsPath(gpuNodesPath).Do(ctx).Raw()
 		if err != nil {
@@ -373,13 +372,13 @@ func share(ctx context.Context, t *trial) error {
 		var list struct{ Items []gpuNode }
 		return list.Items, json.Unmarshal(raw, &list)
 	}
-	if err := until(ctx, 5*time.Minute, "the operator to make a GpuNode for each node", func(ctx context.Context) (bool, error) {
+	if err := until(ctx, 5*time.Minute, "the operator to create a GpuNode for each node", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		return len(found) == t.nodes, err
 	}); err != nil {
 		return err
 	}
-	if err := forEach(ctx, t.nodes, atOnce, tell.write); err != nil {
+	if err := forEach(ctx, t.nodes, atOnce, statuses.write); err != nil {
 		return err
 	}
 	if err := until(ctx, 5*time.Minute, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
@@ -391,7 +390,7 @@ func share(ctx context.Context, t *trial) error {
 		for _, node := range found {
 			index, known := t.agents.names[node.Metadata.Name]
 			if s, shared := node.spec(); known && shared {
-				tell.specs[index] = s
+				statuses.specs[index] = s
 				planned++
 			}
 		}
@@ -399,7 +398,7 @@ func share(ctx context.Context, t *trial) error {
 	}); err != nil {
 		return err
 	}
-	if err := forEach(ctx, t.nodes, atOnce, tell.write); err != nil {
+	if err := forEach(ctx, t.nodes, atOnce, statuses.write); err != nil {
 		return err
 	}
 	return until(ctx, 5*time.Minute, "the policy to be Ready", func(ctx context.Context) (bool, error) {

@@ -87,7 +87,7 @@ fn at<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     sorted.get(rank - 1).copied()
 }
 
-/// A reproducible random number generator (SplitMix64).
+/// A reproducible random number generator (`SplitMix64`).
 struct Numbers(u64);
 
 impl Numbers {

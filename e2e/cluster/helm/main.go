@@ -1,4 +1,4 @@
-// Command helm is Helm, from its own packages.
+// Command helm is Helm, built from its packages.
 package main
 
 import (
@@ -11,7 +11,7 @@ import (
 )
 
 func main() {
-	// The field manager of what Helm applies: without this it is the name of the program.
+	// The field manager of applied objects. The default is the program's name.
 	kube.ManagedFieldsManager = "helm"
 	command, err := helm.NewRootCmd(os.Stdout, os.Args[1:], helm.SetupLogging)
 	if err != nil {

@@ -1,6 +1,5 @@
-// Command kube is Kubernetes in one binary: it runs the component that it is
-// called as (a link named kube-apiserver, kubectl, etcd …), or the one that its
-// first argument names.
+// Command kube is Kubernetes in one binary. It runs the component in its program name (a link such
+// as kube-apiserver, kubectl or etcd) or in its first argument.
 package main
 
 import (
@@ -28,9 +27,8 @@ import (
 	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
 
-// components maps a name to its entry point. Only the chosen one is built:
-// building a command registers its feature gates in a registry that the whole
-// process shares.
+// components maps names to entry points. Only the selected command is created, because each
+// registers feature gates in a global registry.
 var components = map[string]func(){
 	"etcd":                    func() { etcdmain.Main(os.Args) },
 	"kube-apiserver":          func() { run(apiserver.NewAPIServerCommand()) },
@@ -40,7 +38,7 @@ var components = map[string]func(){
 	"kubelet":                 func() { run(kubelet.NewKubeletCommand(context.Background())) },
 	"kubectl": func() {
 		if err := cli.RunNoErrOutput(kubectl.NewDefaultKubectlCommand()); err != nil {
-			// CheckErr prints the error as kubectl does, and ends the process.
+			// CheckErr prints the error like kubectl and exits.
 			kubectlutil.CheckErr(err)
 		}
 	},

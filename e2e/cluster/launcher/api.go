@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// api asks the API server what the launcher needs to know. That is little enough
-// to do without client-go, which would take longer to build than all the rest here.
+// api is a minimal client of the API server. client-go would take longer to build than the rest of
+// the launcher.
 type api struct {
 	client *http.Client
 	url    string
@@ -36,7 +36,7 @@ func newAPI(l layout) (*api, error) {
 		return nil, err
 	}
 	if len(config.Clusters) != 1 || len(config.Users) != 1 {
-		return nil, fmt.Errorf("%s is not the launcher's", l.kubeconfig())
+		return nil, fmt.Errorf("%s was not written by the launcher", l.kubeconfig())
 	}
 	pair, err := tls.X509KeyPair(config.Users[0].User.Certificate, config.Users[0].User.Key)
 	if err != nil {
@@ -50,14 +50,14 @@ func newAPI(l layout) (*api, error) {
 	return &api{client: &http.Client{Transport: transport, Timeout: 10 * time.Second}, url: l.apiURL()}, nil
 }
 
-// statusError is an answer that is not one of success.
+// statusError is an unsuccessful response.
 type statusError struct {
 	code int
 	body string
 }
 
 func (e *statusError) Error() string {
-	return fmt.Sprintf("the API server answers %d: %.300s", e.code, e.body)
+	return fmt.Sprintf("the API server returned %d: %.300s", e.code, e.body)
 }
 
 func isStatus(err error, code int) bool {
@@ -94,7 +94,7 @@ func (a *api) do(ctx context.Context, method, path string, body any) ([]byte, er
 	return output, nil
 }
 
-// nodeReady reads a node's object: its condition Ready.
+// nodeReady returns the Ready condition of a Node object.
 func nodeReady(object []byte) (ready bool, reason string, err error) {
 	var n struct {
 		Status struct {
@@ -109,7 +109,7 @@ func nodeReady(object []byte) (ready bool, reason string, err error) {
 			return condition.Status == "True", condition.Message, nil
 		}
 	}
-	return false, "it has no condition Ready yet", nil
+	return false, "it has no Ready condition yet", nil
 }
 
 func (a *api) waitNodeReady(ctx context.Context, name string) error {
@@ -130,26 +130,26 @@ func (a *api) waitNodeReady(ctx context.Context, name string) error {
 	return nil
 }
 
-// prepareCluster waits for what a first pod needs, and makes the DNS service that
-// kubelets name to pods. It has no endpoints: look-ups are refused at once.
+// prepareCluster waits for what a first pod needs, and creates the DNS service of the kubelets. The
+// service has no endpoints, so queries fail at once.
 func (a *api) prepareCluster(ctx context.Context) error {
 	err := poll(ctx, func() error {
 		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("the default service account is not there: %w", err)
+		return fmt.Errorf("the default service account does not exist: %w", err)
 	}
 	_, err = a.do(ctx, http.MethodPost, "/api/v1/namespaces/kube-system/services", object{
 		"apiVersion": "v1", "kind": "Service",
-		"metadata": object{"name": "kube-dns", "annotations": object{"description": "There is no DNS server in this cluster: names are refused at once."}},
+		"metadata": object{"name": "kube-dns", "annotations": object{"description": "This cluster has no DNS server. Queries fail at once."}},
 		"spec": object{"clusterIP": dnsServiceAddress, "ports": []object{
 			{"name": "dns", "port": 53, "protocol": "UDP"}, {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
 		}},
 	})
-	// 422 too means that it is there: its address is taken.
+	// 422 also means that the service exists, because its address is in use.
 	if err != nil && !isStatus(err, http.StatusConflict) && !isStatus(err, http.StatusUnprocessableEntity) {
-		return fmt.Errorf("make the service kube-dns: %w", err)
+		return fmt.Errorf("create the service kube-dns: %w", err)
 	}
 	return nil
 }
@@ -162,7 +162,7 @@ func (a *api) deleteNode(ctx context.Context, name string) error {
 	return err
 }
 
-// poll tries until it succeeds; at the end of its time it returns the last error.
+// poll retries until success, or returns the last error at the deadline.
 func poll(ctx context.Context, try func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, serveTimeout)
 	defer cancel()
@@ -183,7 +183,7 @@ func poll(ctx context.Context, try func() error) error {
 	}
 }
 
-// waitServing waits until a component answers, or has ended.
+// waitServing waits until a component serves or has exited.
 func (c *cluster) waitServing(ctx context.Context, one component, p process) error {
 	err := poll(ctx, func() error {
 		err := c.serving(ctx, one)
@@ -202,11 +202,11 @@ type endedError struct{ component component }
 
 func (e *endedError) Error() string { return e.component.String() + " has ended" }
 
-// serving asks a component whether it serves.
+// serving checks whether a component serves.
 func (c *cluster) serving(ctx context.Context, one component) error {
 	switch one.kind {
 	case kindNode:
-		return nil // bootNode has waited
+		return nil // bootNode has already waited
 	case kindContainerd:
 		connection, err := net.DialTimeout("unix", c.layout.inNode(one.node, containerdSocket), time.Second)
 		if err != nil {
@@ -225,7 +225,7 @@ func (c *cluster) serving(ctx context.Context, one component) error {
 	if err != nil {
 		return err
 	}
-	// Their certificates are their own, and this is the machine itself.
+	// The certificates are self-signed, and the connection is local.
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 	client := &http.Client{Transport: transport, Timeout: 5 * time.Second}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
@@ -238,7 +238,7 @@ func (c *cluster) serving(ctx context.Context, one component) error {
 	}
 	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s answers %s", url, response.Status)
+		return fmt.Errorf("%s returned %s", url, response.Status)
 	}
 	return nil
 }

@@ -21,18 +21,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The versions that the programs tell; a test compares them with the go.mod files.
+// The versions that the programs report. A test compares them with the go.mod files.
 const (
 	kubernetesVersion = "v1.36.4"
 	containerdVersion = "v2.4.2"
 )
 
-// unit is what is built by one call of Go and kept as one folder in the cache.
+// unit is a set of programs that one go build produces, kept in one folder of the cache.
 type unit struct {
 	name     string
 	dir      string // of the Go module, relative to e2e/cluster
 	packages []string
-	links    map[string]string // further names → program
+	links    map[string]string // additional name → program
 	ldflags  string
 }
 
@@ -57,7 +57,7 @@ func units() []unit {
 	}
 }
 
-// binaries are the folders with the built programs, by unit.
+// binaries are the folders of the built programs, by unit.
 type binaries map[string]string
 
 func (b binaries) dirs() []string {
@@ -69,22 +69,23 @@ func (b binaries) dirs() []string {
 	return dirs
 }
 
-// fingerprint tells two sets of programs apart.
+// fingerprint identifies a set of programs.
 func (b binaries) fingerprint() string { return strings.Join(b.dirs(), "\n") }
 
-// cacheDir is where built programs are kept: outside the tree, so that cleaning it costs nothing.
+// cacheDir is the folder of built programs, outside the source tree so that cleaning the tree keeps
+// them.
 func cacheDir() (string, error) {
 	if dir := os.Getenv("CLEAVE_CACHE"); dir != "" {
 		return filepath.Abs(dir)
 	}
 	dir, err := os.UserCacheDir()
 	if err != nil {
-		return "", fmt.Errorf("no place for built programs: %w; set CLEAVE_CACHE", err)
+		return "", fmt.Errorf("no folder for built programs: %w: set CLEAVE_CACHE", err)
 	}
 	return filepath.Join(dir, "cleave"), nil
 }
 
-// sourceVariable names the folder e2e/cluster; the script in it sets it.
+// sourceVariable names the folder e2e/cluster. The script there sets it.
 const sourceVariable = "CLEAVE_CLUSTER_SOURCE"
 
 func sourceDir() (string, error) {
@@ -95,8 +96,8 @@ func sourceDir() (string, error) {
 	return dir, nil
 }
 
-// cacheKey is a hash of what the unit's programs are made of: the compiler, its
-// options, and the module's files. Of other modules go.sum holds the hashes.
+// cacheKey is a hash of a unit's inputs: the compiler, its options and the module's files. go.sum
+// contains the hashes of other modules.
 func cacheKey(u unit, source, goVersion string) (string, error) {
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s\n%s\n%s\n%q\n%v\n", goVersion, runtime.GOARCH, u.ldflags, u.packages, u.links)
@@ -127,10 +128,10 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 	return hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// programsVariable names a folder with programs that were built elsewhere.
+// programsVariable names a folder with prebuilt programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
-// programsIn takes a folder's programs for those of all units.
+// programsIn uses the programs of a folder for all units.
 func programsIn(dir string) (binaries, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -148,7 +149,7 @@ func programsIn(dir string) (binaries, error) {
 	return given, nil
 }
 
-// buildAll returns the folders of all programs, building those that the cache lacks.
+// buildAll returns the folders of all programs and builds those that the cache lacks.
 func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 	if dir := os.Getenv(programsVariable); dir != "" {
 		return programsIn(dir)
@@ -180,8 +181,8 @@ func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 	return built, nil
 }
 
-// ensure builds the unit into dir unless it is there. A folder of that name is
-// always complete: it is built beside and renamed.
+// ensure builds the unit into dir if it does not exist. Such a folder is always complete, because
+// it is built beside and renamed.
 func (u unit) ensure(ctx context.Context, source, dir string, progress *progress) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil
@@ -200,7 +201,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 	if _, err := os.Stat(dir); err == nil {
 		return nil
 	}
-	// Under the lock, folders like this are what an interrupted build left.
+	// With the lock held, such folders are the remains of interrupted builds.
 	stale, err := filepath.Glob(filepath.Join(cache, ".building-"+u.name+"-*"))
 	if err != nil {
 		return err
@@ -229,7 +230,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 	return os.Rename(temporary, dir)
 }
 
-// compile runs Go, with a line of progress every ten seconds.
+// compile runs go build and prints progress every ten seconds.
 func (u unit) compile(ctx context.Context, module, output string, progress *progress) error {
 	start := time.Now()
 	progress.printf("building %s (kept in %s afterwards)", u.name, filepath.Dir(output))
@@ -237,7 +238,7 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 	command := exec.CommandContext(ctx, "go", arguments...)
 	command.Dir = module
 	command.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=")
-	// The compilers are Go's children: all of them end with it.
+	// The compilers are Go's children, so the whole process group must be killed.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	command.Cancel = func() error { return unix.Kill(-command.Process.Pid, unix.SIGTERM) }
 	command.WaitDelay = 10 * time.Second
@@ -275,12 +276,12 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 	return nil
 }
 
-// buildLog keeps what `go build -v` says: a package's path as it begins, and errors.
+// buildLog collects the output of go build -v: the path of each package at its start, and errors.
 type buildLog struct {
 	mutex    sync.Mutex
 	packages int
 	last     string
-	lines    []string // the last few
+	lines    []string // the last lines
 }
 
 func (l *buildLog) follow(from io.Reader) {
@@ -288,7 +289,7 @@ func (l *buildLog) follow(from io.Reader) {
 	for scanner.Scan() {
 		l.add(scanner.Text())
 	}
-	_, _ = io.Copy(io.Discard, from) // a line too long for the scanner must not block Go
+	_, _ = io.Copy(io.Discard, from) // drain, so that a line too long for the scanner does not block Go
 }
 
 func (l *buildLog) add(line string) {
@@ -322,8 +323,8 @@ func (l *buildLog) tail() string {
 	return strings.Join(l.lines, "\n")
 }
 
-// lockFile takes the lock at path, which its holder's end releases too. It calls
-// waiting once if another has it. The holder may remove the file.
+// lockFile locks the file at path, until unlock or the process's exit. It calls waiting once if
+// another process holds the lock. The holder may remove the file.
 func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), err error) {
 	for first := true; ; first = false {
 		file, err := tryLock(path)
@@ -344,14 +345,14 @@ func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), 
 	}
 }
 
-// tryLock returns nil if another has the lock.
+// tryLock returns nil if another process holds the lock.
 func tryLock(path string) (*os.File, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, err
 	}
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
-		return nil, ignoreMissing(err) // its holder has just removed the folder
+		return nil, ignoreMissing(err) // the holder has just removed the folder
 	}
 	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		file.Close()
@@ -360,7 +361,7 @@ func tryLock(path string) (*os.File, error) {
 		}
 		return nil, err
 	}
-	// A lock on a file that its holder has removed meanwhile keeps nobody out.
+	// A lock on a removed file excludes no other process.
 	if !isAt(file, path) {
 		file.Close()
 		return nil, nil
@@ -368,7 +369,7 @@ func tryLock(path string) (*os.File, error) {
 	return file, nil
 }
 
-// isAt tells whether the open file is the one that has the path now.
+// isAt reports whether the open file is the one at path.
 func isAt(file *os.File, path string) bool {
 	opened, err := file.Stat()
 	if err != nil {
@@ -378,7 +379,7 @@ func isAt(file *os.File, path string) bool {
 	return err == nil && os.SameFile(opened, current)
 }
 
-// progress prints lines with the time since the command began.
+// progress prints lines with the time since the command's start.
 type progress struct {
 	mutex sync.Mutex
 	out   io.Writer

@@ -18,7 +18,7 @@ func write(t *testing.T, path, content string) {
 	}
 }
 
-// smallModule is a module with one program; the unit builds it.
+// smallModule writes a module with one program and returns the unit that builds it.
 func smallModule(t *testing.T) (source string, u unit) {
 	t.Helper()
 	source = t.TempDir()
@@ -37,16 +37,16 @@ func mustKey(t *testing.T, u unit, source, version string) string {
 	return key
 }
 
-func TestCacheKeyIsOfWhatProgramsAreMadeOf(t *testing.T) {
+func TestCacheKeyDependsOnAllInputs(t *testing.T) {
 	source, u := smallModule(t)
 	first := mustKey(t, u, source, "go1")
 	if again := mustKey(t, u, source, "go1"); again != first {
-		t.Errorf("the same gives %s and %s", first, again)
+		t.Errorf("equal inputs give %s and %s", first, again)
 	}
 	write(t, source+"/m/main_test.go", "package main\n")
 	write(t, source+"/m/README.md", "x")
 	if again := mustKey(t, u, source, "go1"); again != first {
-		t.Error("a test or a text changes the key")
+		t.Error("a test or a text file changes the key")
 	}
 	seen := map[string]string{first: "the first"}
 	check := func(what, key string) {
@@ -69,13 +69,13 @@ func TestCacheKeyIsOfWhatProgramsAreMadeOf(t *testing.T) {
 	check("another source", mustKey(t, u, source, "go1"))
 }
 
-func TestUnitsKeysAreOfFilesThatAreThere(t *testing.T) {
+func TestUnitsKeysUseExistingFiles(t *testing.T) {
 	for _, u := range units() {
 		mustKey(t, u, "..", "go1")
 	}
 }
 
-func TestVersionsAreThoseOfTheModules(t *testing.T) {
+func TestVersionsMatchTheModules(t *testing.T) {
 	for file, line := range map[string]string{
 		"../kube/go.mod":       "k8s.io/kubernetes " + kubernetesVersion,
 		"../containerd/go.mod": "github.com/containerd/containerd/v2 " + containerdVersion,
@@ -90,7 +90,7 @@ func TestVersionsAreThoseOfTheModules(t *testing.T) {
 	}
 }
 
-func TestEnsureBuildsOnceHoweverManyAsk(t *testing.T) {
+func TestEnsureBuildsOnceForConcurrentCallers(t *testing.T) {
 	source, u := smallModule(t)
 	dir := filepath.Join(t.TempDir(), "cache", "small-1")
 	var said strings.Builder
@@ -116,7 +116,7 @@ func TestEnsureBuildsOnceHoweverManyAsk(t *testing.T) {
 	}
 }
 
-func TestEnsureTellsWhatDoesNotCompile(t *testing.T) {
+func TestEnsureReportsCompileErrors(t *testing.T) {
 	source, u := smallModule(t)
 	write(t, source+"/m/main.go", "package main\n\nfunc main() { undefinedThing() }\n")
 	dir := filepath.Join(t.TempDir(), "small-1")
@@ -127,9 +127,9 @@ func TestEnsureTellsWhatDoesNotCompile(t *testing.T) {
 	onlyLock(t, filepath.Dir(dir))
 }
 
-func TestInterruptedBuildLeavesNothing(t *testing.T) {
+func TestInterruptedBuildLeavesNoFiles(t *testing.T) {
 	source, u := smallModule(t)
-	// A compiler that has written a half of the program, and hangs, with a child that hangs too.
+	// A compiler that has written half of the program and hangs, with a child that hangs too.
 	fake := t.TempDir()
 	started := filepath.Join(fake, "started")
 	write(t, fake+"/go", `#!/bin/sh
@@ -152,7 +152,7 @@ wait
 		}
 		select {
 		case err := <-done:
-			t.Fatalf("ended early: %v", err)
+			t.Fatalf("exited early: %v", err)
 		case <-time.After(time.Millisecond):
 		}
 	}
@@ -163,7 +163,7 @@ wait
 	onlyLock(t, filepath.Dir(dir))
 }
 
-func TestEnsureClearsWhatAKilledBuildLeft(t *testing.T) {
+func TestEnsureRemovesFilesOfAKilledBuild(t *testing.T) {
 	source, u := smallModule(t)
 	cache := t.TempDir()
 	write(t, cache+"/.building-small-123/m", "half")
@@ -172,7 +172,7 @@ func TestEnsureClearsWhatAKilledBuildLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(cache + "/.building-small-123"); err == nil {
-		t.Error("it is still there")
+		t.Error("the stale folder still exists")
 	}
 }
 
@@ -189,30 +189,30 @@ func onlyLock(t *testing.T, cache string) {
 	}
 }
 
-func TestBuildLogTellsWhatIsBuilt(t *testing.T) {
+func TestBuildLogReportsTheCurrentPackage(t *testing.T) {
 	var log buildLog
 	if got := log.now(); got != "starting" {
-		t.Errorf("at first %q", got)
+		t.Errorf("initially %q", got)
 	}
 	log.follow(strings.NewReader("go: downloading example.org/a v1.0.0\n"))
 	if got := log.now(); !strings.Contains(got, "downloading") {
-		t.Errorf("while it downloads %q", got)
+		t.Errorf("during the download %q", got)
 	}
 	log.follow(strings.NewReader("example.org/a\nexample.org/b\n"))
 	if got := log.now(); got != "2 packages, at example.org/b" {
-		t.Errorf("while it builds %q", got)
+		t.Errorf("during the build %q", got)
 	}
 }
 
 func TestLockIsReleasedByItsHolder(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
-	unlock, err := lockFile(context.Background(), path, func() { t.Error("nobody has it") })
+	unlock, err := lockFile(context.Background(), path, func() { t.Error("no process holds the lock") })
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	if _, err := lockFile(ctx, path, cancel); err == nil {
-		t.Fatal("two have it")
+		t.Fatal("two processes hold the lock")
 	}
 	second, err := lockFile(context.Background(), path, unlock)
 	if err != nil {
@@ -221,7 +221,7 @@ func TestLockIsReleasedByItsHolder(t *testing.T) {
 	second()
 }
 
-func TestLockOnARemovedFileKeepsNobodyOut(t *testing.T) {
+func TestLockOnARemovedFileExcludesNoProcess(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "dir", "lock")
 	first, err := lockFile(context.Background(), path, func() {})
 	if err != nil {
@@ -237,7 +237,7 @@ func TestLockOnARemovedFileKeepsNobodyOut(t *testing.T) {
 	}
 	defer second()
 	if file, err := tryLock(path); err != nil || file != nil {
-		t.Errorf("two have it: %v, %v", file, err)
+		t.Errorf("two processes hold the lock: %v, %v", file, err)
 	}
 }
 
@@ -249,16 +249,16 @@ func TestRemovedFileIsNotAtItsPath(t *testing.T) {
 	}
 	defer file.Close()
 	if !isAt(file, path) {
-		t.Error("it is not where it was made")
+		t.Error("a new file is not at its path")
 	}
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
 	if isAt(file, path) {
-		t.Error("it is removed, and at its path")
+		t.Error("a removed file is at its path")
 	}
 	write(t, path, "another")
 	if isAt(file, path) {
-		t.Error("another has its path")
+		t.Error("a replaced file is at its path")
 	}
 }

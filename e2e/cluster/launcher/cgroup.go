@@ -15,18 +15,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hierarchy is a mounted tree of cgroups: one per controller in version 1, one
-// for all in version 2, both at once on a hybrid machine.
+// hierarchy is a mounted cgroup tree. Version 1 has one per controller, version 2 has one for all,
+// and hybrid machines have both.
 type hierarchy struct {
-	mount string // where it is mounted
-	// data are its mount options, as to mount it again.
+	mount string // mount point
+	// Mount options for mounting it again.
 	data    string
 	unified bool
-	// controllers of version 1; nil for a named hierarchy.
+	// Controllers of version 1, or nil for a named hierarchy.
 	controllers []string
 }
 
-// parseHierarchies finds the trees in /proc/self/mountinfo, each once.
+// parseHierarchies returns the trees in /proc/self/mountinfo, each once.
 func parseHierarchies(mountinfo string) []hierarchy {
 	var found []hierarchy
 	scanner := bufio.NewScanner(strings.NewReader(mountinfo))
@@ -73,11 +73,11 @@ func hierarchies() ([]hierarchy, error) {
 	return found, nil
 }
 
-// pureUnified tells whether version 2 has the controllers. A node's processes
-// then cannot sit in the cgroup whose children the kubelet gives controllers to.
+// pureUnified reports whether version 2 has the controllers. Then a node's processes cannot be in a
+// cgroup to whose children the kubelet passes controllers.
 func pureUnified(all []hierarchy) bool { return len(all) == 1 && all[0].unified }
 
-// nodeLeaf is where below its cgroup a node's own processes sit.
+// nodeLeaf is the path below a node's cgroup of the node's own processes.
 func nodeLeaf() string {
 	if all, err := hierarchies(); err == nil && pureUnified(all) {
 		return "/init"
@@ -85,7 +85,7 @@ func nodeLeaf() string {
 	return ""
 }
 
-// makeCgroup makes a cgroup in every hierarchy, with all controllers usable below it.
+// makeCgroup creates a cgroup in every hierarchy, with all controllers available to its children.
 func makeCgroup(path string) error {
 	all, err := hierarchies()
 	if err != nil {
@@ -98,8 +98,8 @@ func makeCgroupIn(all []hierarchy, path string) error {
 	for _, h := range all {
 		dir := h.mount
 		for depth, part := range strings.Split(strings.Trim(path, "/"), "/") {
-			// Not below a node's own cgroup, which is the second: its first process has to
-			// pass through it, and could not. The kubelet does it there.
+			// Not in the node's own cgroup (the second level): its first process must join it, and could
+			// not. The kubelet enables the controllers there.
 			if pureUnified(all) && depth < 2 {
 				if err := enableControllers(dir); err != nil {
 					return err
@@ -111,7 +111,7 @@ func makeCgroupIn(all []hierarchy, path string) error {
 				return err
 			}
 			if slices.Contains(h.controllers, "cpuset") {
-				// A new one has no processors and no memory, and takes no process.
+				// A new cpuset has no processors and memory, and accepts no process.
 				for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 					value, err := os.ReadFile(filepath.Join(parent, file))
 					if err != nil {
@@ -127,7 +127,7 @@ func makeCgroupIn(all []hierarchy, path string) error {
 	return nil
 }
 
-// enableControllers lets the children of a cgroup of version 2 have what it has itself.
+// enableControllers passes all controllers of a version 2 cgroup to its children.
 func enableControllers(dir string) error {
 	available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
 	if err != nil {
@@ -141,7 +141,7 @@ func enableControllers(dir string) error {
 	return nil
 }
 
-// joinCgroup moves this process into the cgroup in every hierarchy.
+// joinCgroup moves this process to the cgroup in every hierarchy.
 func joinCgroup(path string) error {
 	all, err := hierarchies()
 	if err != nil {
@@ -156,7 +156,7 @@ func joinCgroup(path string) error {
 	return nil
 }
 
-// cgroupDirs are the folders of a cgroup in all hierarchies, those that exist.
+// cgroupDirs returns the existing folders of a cgroup in all hierarchies.
 func cgroupDirs(path string) ([]string, error) {
 	all, err := hierarchies()
 	if err != nil {
@@ -172,7 +172,7 @@ func cgroupDirs(path string) ([]string, error) {
 	return dirs, nil
 }
 
-// cgroupProcesses are the ids of the processes in a cgroup and below it.
+// cgroupProcesses returns the process ids in a cgroup and its descendants.
 func cgroupProcesses(path string) ([]int, error) {
 	dirs, err := cgroupDirs(path)
 	if err != nil {
@@ -206,7 +206,7 @@ func cgroupProcesses(path string) ([]int, error) {
 	return pids, nil
 }
 
-// removeCgroup removes a cgroup with all below it, whose processes have ended.
+// removeCgroup removes a cgroup and its descendants. Their processes must have exited.
 func removeCgroup(path string, deadline time.Time) error {
 	dirs, err := cgroupDirs(path)
 	if err != nil {
@@ -218,7 +218,7 @@ func removeCgroup(path string, deadline time.Time) error {
 			if err == nil {
 				break
 			}
-			// Processes that have just ended are still counted for a moment.
+			// Processes that have just exited still count briefly.
 			if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) {
 				return err
 			}
@@ -240,12 +240,12 @@ func removeCgroupTree(dir string) error {
 			}
 		}
 	}
-	// Rmdir, as the files in it are the kernel's.
+	// Only rmdir works, because the kernel owns the files.
 	return ignoreMissing(unix.Rmdir(dir))
 }
 
 func ignoreMissing(err error) error {
-	// ENODEV: a cgroup that went away while its file was open.
+	// ENODEV: the cgroup was removed while its file was open.
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
 		return nil
 	}

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// With version 2 alone, a node has its controllers only if the cgroup above it
-// passes them on; the node's own must not yet, or its first process could not join it.
+// With only version 2, a node has the controllers that the parent of its cgroup passes on. The
+// node's own cgroup must not pass them on yet, or its first process could not join it.
 func TestControllersReachTheNode(t *testing.T) {
 	root := t.TempDir()
 	for _, dir := range []string{"", "top", "top/node1"} {

@@ -21,26 +21,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layoutVersion changes when clusters of an earlier launcher cannot be used by
-// this one: `up` then makes them anew.
+// layoutVersion increases when this launcher cannot use the clusters of earlier ones. up then
+// replaces them.
 const layoutVersion = 1
 
-// clusterState is what `up` notes about a cluster.
+// clusterState is the stored state of a cluster.
 type clusterState struct {
 	Layout   int      `json:"layout"`
 	Binaries binaries `json:"binaries"`
 	Policies bool     `json:"policies,omitempty"`
 }
 
-// cluster is a layout that commands act on.
+// cluster is a cluster's layout and the commands on it.
 type cluster struct {
 	layout   layout
 	progress *progress
 	built    binaries
 }
 
-// lock keeps other commands from changing the cluster. Where there is none in the
-// end, unlocking removes the lock's file too.
+// lock keeps other commands from changing the cluster. If no cluster remains, unlocking also
+// removes the lock file.
 func (c *cluster) lock(ctx context.Context) (func(), error) {
 	path := c.layout.lockPath()
 	unlock, err := lockFile(ctx, path, func() { c.progress.printf("waiting for another command on this cluster") })
@@ -50,7 +50,7 @@ func (c *cluster) lock(ctx context.Context) (func(), error) {
 	return func() {
 		if _, err := os.Stat(c.layout.dir); errors.Is(err, fs.ErrNotExist) {
 			_ = os.Remove(path)
-			_ = os.Remove(defaultPlace) // fails while other clusters are in it
+			_ = os.Remove(defaultPlace) // fails while it contains other clusters
 		}
 		unlock()
 	}, nil
@@ -58,12 +58,12 @@ func (c *cluster) lock(ctx context.Context) (func(), error) {
 
 func (c *cluster) mustExist() error {
 	if _, err := os.Stat(c.layout.stateFile()); err != nil {
-		return fmt.Errorf("there is no cluster %q (no %s); `cluster up` makes one", c.layout.name, c.layout.stateFile())
+		return fmt.Errorf("there is no cluster %q (no %s); `cluster up` creates one", c.layout.name, c.layout.stateFile())
 	}
 	return nil
 }
 
-// component reads a component's name.
+// component parses a component's name.
 func (c *cluster) component(text string) (component, error) {
 	if err := c.mustExist(); err != nil {
 		return component{}, err
@@ -75,7 +75,7 @@ func (c *cluster) component(text string) (component, error) {
 	return parseComponent(text, nodes)
 }
 
-// process is the component's, and whether it runs.
+// process returns a component's process and whether it runs.
 func (c *cluster) process(one component) (process, bool, error) {
 	p, err := readJSON[process](c.layout.processFile(one))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -86,7 +86,7 @@ func (c *cluster) process(one component) (process, bool, error) {
 	return p, p.alive(), nil
 }
 
-// nodeProcess is process 1 of a node that runs.
+// nodeProcess returns process 1 of a running node.
 func (c *cluster) nodeProcess(name string) (process, error) {
 	one, err := c.component(kindNode + "@" + name)
 	if err != nil {
@@ -102,16 +102,16 @@ func (c *cluster) nodeProcess(name string) (process, error) {
 	return p, nil
 }
 
-// upOptions are what a cluster may be made with.
+// upOptions are the settings of a cluster.
 type upOptions struct {
 	driverRoot string
-	// The seconds between two words of a node's kubelet, by the node's name.
+	// The seconds between status reports of a node's kubelet, by node name.
 	status map[string]int
-	// NetworkPolicies are enforced.
+	// Whether NetworkPolicies are enforced.
 	policies bool
 }
 
-// up brings the cluster to having at least this many nodes, all Ready.
+// up makes the cluster have at least this many nodes, all Ready.
 func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	built, err := buildAll(ctx, c.progress)
 	if err != nil {
@@ -121,19 +121,19 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	if other, err := c.otherCluster(); err != nil {
 		return err
 	} else if other != "" {
-		return fmt.Errorf("another cluster runs, with its state in %[1]s; there can be one at a time: take it down first (cluster --state %[1]s down)", other)
+		return fmt.Errorf("another cluster runs with its state in %[1]s: remove it first, because only one can run at a time (cluster --state %[1]s down)", other)
 	}
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		// Nothing there, or what an interrupted `up` or `down` left.
+		// There is no cluster, or only the remains of an interrupted up or down.
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}
 	case err != nil:
 		return fmt.Errorf("%w (`cluster down` removes the cluster)", err)
 	case state.Layout != layoutVersion || state.Binaries.fingerprint() != built.fingerprint():
-		c.progress.printf("the cluster that is there is of another version: making it anew")
+		c.progress.printf("replacing the cluster, which has another version")
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}
@@ -149,7 +149,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 		want := nodes[i]
 		want.DriverRoot, want.StatusSeconds = options.driverRoot, options.status[want.Name]
 		if want != nodes[i] {
-			c.progress.printf("%s gets other settings: booting it anew", want.Name)
+			c.progress.printf("rebooting %s with new settings", want.Name)
 			if err := c.stop(ctx, component{kindNode, want.Name}, unix.SIGKILL); err != nil {
 				return err
 			}
@@ -185,7 +185,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	return nil
 }
 
-// prepare makes all that components need before they start.
+// prepare creates everything that components need before they start.
 func (c *cluster) prepare(policies bool) error {
 	for _, dir := range []string{"logs", "run", "bin", "etcd", "helm"} {
 		if err := os.MkdirAll(filepath.Join(c.layout.dir, dir), 0o755); err != nil {
@@ -199,7 +199,7 @@ func (c *cluster) prepare(policies bool) error {
 		return err
 	}
 	if err := c.layout.makeCredentials(); err != nil {
-		return fmt.Errorf("make certificates: %w", err)
+		return fmt.Errorf("create certificates: %w", err)
 	}
 	if err := c.makePrograms(); err != nil {
 		return err
@@ -210,12 +210,12 @@ func (c *cluster) prepare(policies bool) error {
 		return err
 	}
 	if err := makeCgroup(c.layout.cgroup("")); err != nil {
-		return fmt.Errorf("make cgroup: %w", err)
+		return fmt.Errorf("create cgroup: %w", err)
 	}
 	return c.layout.makeBridge()
 }
 
-// makePrograms fills the folder that `cluster env` puts on the PATH.
+// makePrograms fills the folder that cluster env adds to PATH.
 func (c *cluster) makePrograms() error {
 	launcher, err := os.Executable()
 	if err != nil {
@@ -231,7 +231,7 @@ func (c *cluster) makePrograms() error {
 	}
 	for name, script := range map[string]string{
 		"cluster": fmt.Sprintf("#!/bin/sh\n%sexec %s \"$@\"\n", &environment, this),
-		// The first node's containerd, or that of the node which CTR_NODE names.
+		// Runs the first node's containerd, or that of the node in CTR_NODE.
 		"ctr": fmt.Sprintf("#!/bin/sh\nexec %s exec-node \"${CTR_NODE:-node1}\" ctr \"$@\"\n", this),
 	} {
 		if err := writeFile(filepath.Join(c.layout.binDir(), name), []byte(script), 0o755); err != nil {
@@ -253,8 +253,8 @@ func (c *cluster) makePrograms() error {
 	return nil
 }
 
-// startAll starts what does not run, and waits until all nodes are Ready. The
-// nodes boot while the control plane comes up.
+// startAll starts the components that do not run and waits until all nodes are Ready. The nodes
+// boot while the control plane starts.
 func (c *cluster) startAll(ctx context.Context, nodes []node, policies bool) error {
 	group, groupCtx := errgroup.WithContext(ctx)
 	apiReady := make(chan struct{})
@@ -294,7 +294,7 @@ func (c *cluster) startAll(ctx context.Context, nodes []node, policies bool) err
 	return api.prepareCluster(ctx)
 }
 
-// bootNodes starts the nodes up to their containerd, with its images.
+// bootNodes starts the nodes and their containerd, and imports images.
 func (c *cluster) bootNodes(ctx context.Context, nodes []node) error {
 	group, groupCtx := errgroup.WithContext(ctx)
 	for _, n := range nodes {
@@ -314,7 +314,7 @@ func (c *cluster) bootNodes(ctx context.Context, nodes []node) error {
 	return c.routeAll()
 }
 
-// joinNodes starts the rest of the nodes, and waits until they are Ready.
+// joinNodes starts the nodes' other components and waits until the nodes are Ready.
 func (c *cluster) joinNodes(ctx context.Context, nodes []node) error {
 	api, err := newAPI(c.layout)
 	if err != nil {
@@ -323,7 +323,7 @@ func (c *cluster) joinNodes(ctx context.Context, nodes []node) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for _, n := range nodes {
 		group.Go(func() error {
-			// The proxy waits for the node's object, which the kubelet makes.
+			// The proxy waits for the Node object, which the kubelet creates.
 			for _, kind := range []string{kindKubelet, kindProxy} {
 				if err := c.ensure(ctx, component{kind, n.Name}); err != nil {
 					return err
@@ -357,7 +357,7 @@ func (c *cluster) routeAll() error {
 	return c.layout.route(running, nodes)
 }
 
-// ensure starts a component unless it runs, and waits until it serves.
+// ensure starts a component if it does not run, and waits until it serves.
 func (c *cluster) ensure(ctx context.Context, one component) error {
 	p, alive, err := c.process(one)
 	if err != nil {
@@ -385,7 +385,7 @@ func (c *cluster) ensure(ctx context.Context, one component) error {
 	return nil
 }
 
-// spawn starts a component that is not a node.
+// spawn starts a component other than a node.
 func (c *cluster) spawn(ctx context.Context, one component) error {
 	spec := spawnSpec{
 		Argv: c.layout.argv(one, c.built), Log: c.layout.logFile(one), ProcessFile: c.layout.processFile(one),
@@ -402,7 +402,7 @@ func (c *cluster) spawn(ctx context.Context, one component) error {
 	return spec.start(ctx)
 }
 
-// bootNode makes a node's namespaces.
+// bootNode creates a node's namespaces.
 func (c *cluster) bootNode(ctx context.Context, name string) error {
 	n, err := readJSON[node](c.layout.nodeFile(name))
 	if err != nil {
@@ -412,7 +412,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	// What a boot clears.
+	// A boot clears these folders.
 	for _, dir := range []string{"/run", "/tmp"} {
 		if err := os.RemoveAll(c.layout.inNode(name, dir)); err != nil {
 			return err
@@ -433,12 +433,12 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := c.layout.makeNodeCredentials(n); err != nil {
 		return err
 	}
-	// A kubelet looks for the container of each cgroup that it finds, for seconds each.
+	// Stale cgroups must go, because the kubelet spends seconds searching for the container of each.
 	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
-		return fmt.Errorf("remove the cgroups of the boot before: %w", err)
+		return fmt.Errorf("remove the cgroups of the previous boot: %w", err)
 	}
 	if err := makeCgroup(c.layout.cgroup(name) + nodeLeaf()); err != nil {
-		return fmt.Errorf("make cgroup: %w", err)
+		return fmt.Errorf("create cgroup: %w", err)
 	}
 	spec, err := json.Marshal(nodeInitSpec{
 		Node: name, Address: n.address(), Root: c.layout.nodeRoot(name), Cgroup: c.layout.cgroup(name),
@@ -452,34 +452,34 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 		return err
 	}
 	defer log.Close()
-	ready, told, err := os.Pipe()
+	ready, readyWriter, err := os.Pipe()
 	if err != nil {
 		return err
 	}
 	defer ready.Close()
-	// Not bound to ctx: the node lives on.
+	// The node outlives ctx.
 	command, err := self(context.WithoutCancel(ctx), commandNodeInit)
 	if err != nil {
 		return err
 	}
 	command.Stdin, command.Stdout, command.Stderr = bytes.NewReader(spec), log, log
 	command.Env, command.Dir = c.layout.nodeEnv(), "/"
-	command.ExtraFiles = []*os.File{told} // readyDescriptor
+	command.ExtraFiles = []*os.File{readyWriter} // readyDescriptor
 	command.SysProcAttr = &syscall.SysProcAttr{
 		Setsid:     true,
 		Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWNET | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC,
 	}
 	err = command.Start()
-	told.Close()
+	readyWriter.Close()
 	if err != nil {
-		return fmt.Errorf("make the namespaces of %s: %w", name, err)
+		return fmt.Errorf("create the namespaces of %s: %w", name, err)
 	}
 	started, err := identify(command.Process.Pid)
 	if err == nil {
 		err = writeJSON(c.layout.processFile(component{kindNode, name}), started)
 	}
 	if err == nil {
-		// End of file without a word: it failed, and its log says why.
+		// An empty answer means that the node failed. Its log has the reason.
 		answer, readErr := io.ReadAll(ready)
 		if readErr != nil || string(answer) != "ready" {
 			err = fmt.Errorf("%s does not boot: %s", name, tailFile(log.Name(), 3))
@@ -496,7 +496,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	return nil
 }
 
-// cniDir is where the machine has the CNI plugins.
+// cniDir returns the machine's folder of CNI plugins.
 func cniDir() (string, error) {
 	dirs := []string{"/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"}
 	if given := os.Getenv(programsVariable); given != "" {
@@ -510,7 +510,7 @@ func cniDir() (string, error) {
 	return "", errors.New("the CNI plugin ptp is not installed (Debian: containernetworking-plugins)")
 }
 
-// startAlone starts one component, as the command `start` does.
+// startAlone starts one component, for the command start.
 func (c *cluster) startAlone(ctx context.Context, one component) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	if err != nil {
@@ -530,22 +530,22 @@ func (c *cluster) startAlone(ctx context.Context, one component) error {
 	return c.joinNodes(ctx, []node{n})
 }
 
-// How long a component may take to end or to serve.
+// Timeouts for a component's stop and start.
 const (
 	stopTimeout  = 90 * time.Second
 	serveTimeout = 120 * time.Second
 )
 
-// stop sends a component a signal that ends it, and waits until it is gone.
+// stop sends a component a terminating signal and waits until it is gone.
 func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) error {
 	if one.kind == kindNode && number == unix.SIGTERM {
-		// As a shutdown does: what is on top first.
+		// Stop the upper layers first, like a shutdown.
 		for _, kind := range []string{kindKubelet, kindProxy, kindContainerd} {
 			if err := c.stop(ctx, component{kind, one.node}, unix.SIGTERM); err != nil {
 				return err
 			}
 		}
-		number = unix.SIGKILL // process 1 heeds nothing else
+		number = unix.SIGKILL // process 1 ignores all other signals
 	}
 	p, alive, err := c.process(one)
 	if err != nil || !alive {
@@ -557,13 +557,13 @@ func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) e
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
 	if err := p.waitGone(ctx); err != nil {
-		return fmt.Errorf("%w (`cluster kill %s` ends it by SIGKILL)", err, one)
+		return fmt.Errorf("%w (`cluster kill %s` stops it with SIGKILL)", err, one)
 	}
-	c.progress.printf("%s ended, process %d", one, p.PID)
+	c.progress.printf("%s stopped, process %d", one, p.PID)
 	return nil
 }
 
-// status prints the components; it fails if one does not run.
+// status prints the components. It fails if one does not run.
 func (c *cluster) status(out io.Writer) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -599,7 +599,7 @@ func (c *cluster) status(out io.Writer) error {
 	return nil
 }
 
-// addNode adds a node to a cluster that is up, or brings one back.
+// addNode adds a node to a running cluster, or restarts one.
 func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -619,7 +619,7 @@ func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 			return err
 		}
 		n = node{Name: name, Index: index, DriverRoot: driverRoot}
-		// A folder without its file is what a removal left.
+		// A folder without a node file is the remains of a removed node.
 		if err := os.RemoveAll(c.layout.nodeDir(name)); err != nil {
 			return err
 		}
@@ -629,12 +629,12 @@ func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 	case err != nil:
 		return err
 	case n.DriverRoot != driverRoot:
-		return fmt.Errorf("node %s has driver root %q; remove it first to give it another", name, n.DriverRoot)
+		return fmt.Errorf("node %s has driver root %q; remove the node to change it", name, n.DriverRoot)
 	}
 	return c.startAlone(ctx, component{kindNode, name})
 }
 
-// removeNode ends a node and forgets it.
+// removeNode stops and removes a node.
 func (c *cluster) removeNode(ctx context.Context, name string) error {
 	if _, err := c.component(kindNode + "@" + name); err != nil {
 		return err
@@ -657,14 +657,14 @@ func (c *cluster) removeNode(ctx context.Context, name string) error {
 		return err
 	}
 	if err := api.deleteNode(ctx, name); err != nil {
-		return fmt.Errorf("remove the node's object: %w", err)
+		return fmt.Errorf("remove the Node object: %w", err)
 	}
 	for _, kind := range nodeKinds {
 		if err := os.Remove(c.layout.processFile(component{kind, name})); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
-	// The file last but before the folder: without it the node is no more.
+	// Remove this file before the folder: without it the node no longer exists.
 	if err := os.Remove(c.layout.nodeFile(name)); err != nil {
 		return err
 	}
@@ -674,7 +674,7 @@ func (c *cluster) removeNode(ctx context.Context, name string) error {
 	return c.routeAll()
 }
 
-// importImage imports an archive into a node, or for "all" into every node there is or will be.
+// importImage imports an archive into a node, or for "all" into all current and future nodes.
 func (c *cluster) importImage(ctx context.Context, file, name string) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -704,7 +704,7 @@ func (c *cluster) importImage(ctx context.Context, file, name string) error {
 	return group.Wait()
 }
 
-// storedImage is where an archive is kept for nodes that are added later.
+// storedImage is the path at which an archive is kept for future nodes.
 func (c *cluster) storedImage(tag string) string {
 	return filepath.Join(c.layout.imagesDir(), strings.NewReplacer("/", "_", ":", "__").Replace(tag)+".tar")
 }
@@ -727,7 +727,7 @@ func (c *cluster) importInto(ctx context.Context, name, file, tag string) error 
 	return nil
 }
 
-// importStored imports what a node lacks of the images that every node has.
+// importStored imports the stored images that a node lacks.
 func (c *cluster) importStored(ctx context.Context, name string) error {
 	command, err := c.onNode(ctx, name, "ctr", "images", "list", "--quiet")
 	if err != nil {
@@ -760,13 +760,13 @@ next:
 	return nil
 }
 
-// onNode is a command that runs on a node.
+// onNode returns a command that runs on a node.
 func (c *cluster) onNode(ctx context.Context, name string, argv ...string) (*exec.Cmd, error) {
 	command, err := self(ctx, append([]string{"--name", c.layout.name, "--state", c.layout.dir, commandExecNode, name}, argv...)...)
 	if err != nil {
 		return nil, err
 	}
-	// A signal that it can pass on.
+	// SIGTERM can be forwarded, unlike SIGKILL.
 	command.Cancel = func() error { return command.Process.Signal(syscall.SIGTERM) }
 	command.WaitDelay = 10 * time.Second
 	return command, nil

@@ -6,29 +6,29 @@ import (
 	"strings"
 )
 
-// The kinds of components. Those of the control plane run once, on the machine;
-// the others on each node.
+// The kinds of components. Those of the control plane run once on the machine, the others on each
+// node.
 const (
 	kindEtcd              = "etcd"
 	kindAPIServer         = "apiserver"
 	kindControllerManager = "controller-manager"
 	kindScheduler         = "scheduler"
-	kindPolicies          = "policies" // where NetworkPolicies are enforced
-	kindNode              = "node"     // process 1 of the node's namespaces: ending it is a power cut
+	kindPolicies          = "policies" // if NetworkPolicies are enforced
+	kindNode              = "node"     // process 1 of the node's namespaces: killing it is a power cut
 	kindContainerd        = "containerd"
 	kindKubelet           = "kubelet"
 	kindProxy             = "proxy"
 )
 
-// In the order in which they start.
+// In start order.
 var (
 	controlPlaneKinds = []string{kindEtcd, kindAPIServer, kindControllerManager, kindScheduler}
 	nodeKinds         = []string{kindNode, kindContainerd, kindKubelet, kindProxy}
 )
 
 var componentHelp = fmt.Sprintf(`COMPONENT is %s, or on a node %s.
-With several nodes, say which: kubelet@node1. Ending node@NAME is a power cut of
-the node; starting it boots it again, with its disk as it was.`,
+With several nodes, add the name: kubelet@node1. Stopping node@NAME is a power cut of
+the node. Starting it boots the node with an unchanged disk.`,
 	strings.Join(controlPlaneKinds, ", "), strings.Join(nodeKinds, ", "))
 
 // component is one of the cluster's processes.
@@ -44,7 +44,7 @@ func (c component) String() string {
 	return c.kind + "@" + c.node
 }
 
-// parseComponent reads a component's name, in a cluster that has these nodes.
+// parseComponent parses a component's name for a cluster with these nodes.
 func parseComponent(text string, nodes []node) (component, error) {
 	kind, name, named := strings.Cut(text, "@")
 	for _, known := range append(slices.Clone(controlPlaneKinds), kindPolicies) {
@@ -61,7 +61,7 @@ func parseComponent(text string, nodes []node) (component, error) {
 		}
 		if !named {
 			if len(nodes) != 1 {
-				return component{}, fmt.Errorf("there are %d nodes: say which, as in %s@node1", len(nodes), known)
+				return component{}, fmt.Errorf("there are %d nodes: add the node's name, as in %s@node1", len(nodes), known)
 			}
 			return component{known, nodes[0].Name}, nil
 		}
@@ -76,7 +76,7 @@ func parseComponent(text string, nodes []node) (component, error) {
 		text, strings.Join(controlPlaneKinds, ", "), strings.Join(nodeKinds, ", "))
 }
 
-// components are all of the cluster's, in the order in which they start.
+// components returns all components of the cluster in start order.
 func components(nodes []node, policies bool) []component {
 	var all []component
 	for _, kind := range controlPlaneKinds {
@@ -93,8 +93,8 @@ func components(nodes []node, policies bool) []component {
 	return all
 }
 
-// argv is the command line of a component: on the machine for the control
-// plane's, with paths as the node sees them for the others'.
+// argv returns a component's command line. Paths are the machine's for the control plane and the
+// node's for other components.
 func (l layout) argv(c component, built binaries) []string {
 	kube := func(name string) string { return built["kube"] + "/" + name }
 	switch c.kind {
@@ -103,9 +103,9 @@ func (l layout) argv(c component, built binaries) []string {
 		return []string{
 			kube("etcd"), "--name=" + l.name, "--data-dir=" + l.dir + "/etcd",
 			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
-			// Port 0: there are no peers.
+			// Any port works, because there are no peers.
 			"--listen-peer-urls=http://127.0.0.1:0",
-			// The data is worth nothing after a power cut.
+			// The data may be lost in a power cut.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
 		}
@@ -122,12 +122,13 @@ func (l layout) argv(c component, built binaries) []string {
 			"--service-account-signing-key-file=" + l.pki("service-accounts.key"),
 			"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction",
 			"--allow-privileged=true",
-			// For `kubectl logs` and `exec`.
+			// Credentials for kubectl logs and exec.
 			"--kubelet-client-certificate=" + l.pki("apiserver-kubelet.crt"), "--kubelet-client-key=" + l.pki("apiserver-kubelet.key"),
 			"--kubelet-certificate-authority=" + l.pki("ca.crt"), "--kubelet-preferred-address-types=InternalIP",
-			// No kube-proxy runs on the machine: webhooks are called at their pods' addresses.
+			// No kube-proxy runs on the machine, so webhooks are called at their pods' addresses.
 			"--enable-aggregator-routing=true",
-			// On SIGTERM it ends open watches: without this it waits a minute for them to end.
+			// After SIGTERM the server closes open watches. Without this flag it first waits a minute for
+			// their end.
 			"--shutdown-watch-termination-grace-period=5s",
 		}
 	case kindControllerManager:
@@ -136,7 +137,7 @@ func (l layout) argv(c component, built binaries) []string {
 			kube("kube-controller-manager"), "--bind-address=127.0.0.1",
 			"--kubeconfig=" + kubeconfig, "--authentication-kubeconfig=" + kubeconfig, "--authorization-kubeconfig=" + kubeconfig,
 			"--leader-elect=false", "--use-service-account-credentials=true",
-			// The default of 20 a second costs four seconds of its start.
+			// The default of 20 requests per second delays the start by four seconds.
 			"--kube-api-qps=200", "--kube-api-burst=400",
 			"--service-account-private-key-file=" + l.pki("service-accounts.key"), "--root-ca-file=" + l.pki("ca.crt"),
 			"--cluster-signing-cert-file=" + l.pki("ca.crt"), "--cluster-signing-key-file=" + l.pki("ca.key"),
@@ -159,13 +160,14 @@ func (l layout) argv(c component, built binaries) []string {
 	case kindProxy:
 		return []string{kubeInNode + "/kube-proxy", "--config=/etc/kubernetes/kube-proxy.json", "--hostname-override=" + c.node}
 	}
-	panic("no command line for " + c.String()) // kindNode is started in another way
+	panic("no command line for " + c.String()) // bootNode starts kindNode
 }
 
-// object is a part of a configuration file; JSON is YAML.
+// object is a part of a configuration file. JSON is valid YAML.
 type object = map[string]any
 
-// kubeletConfig keeps the kubelet's defaults but for what it says.
+// kubeletConfig returns the kubelet's configuration, which changes the defaults only where
+// necessary.
 func kubeletConfig(n node) object {
 	config := object{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -179,37 +181,38 @@ func kubeletConfig(n node) object {
 		"tlsCertFile":              "/etc/kubernetes/pki/kubelet.crt",
 		"tlsPrivateKeyFile":        "/etc/kubernetes/pki/kubelet.key",
 		"address":                  n.address(),
-		"healthzBindAddress":       n.address(), // so that it can be asked from the machine
+		"healthzBindAddress":       n.address(), // reachable from the machine
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		"clusterDomain":            "cluster.local",
-		// A service without endpoints: names are refused at once (there is no DNS here).
-		// Without any, each pod would get a warning event.
+		// This service has no endpoints, so DNS queries fail at once. Without any DNS service, every pod
+		// would get a warning event.
 		"clusterDNS":    []string{dnsServiceAddress},
 		"resolvConf":    "",
 		"cgroupDriver":  "cgroupfs",
 		"failCgroupV1":  false,
 		"cgroupsPerQOS": true,
 		"failSwapOn":    false,
-		// The machine's disk is its owner's: a full one is no reason to evict pods here, nor
-		// to collect images, which no registry could bring back.
+		// The developer owns the machine's disk. A full disk must not evict pods or collect images, which
+		// no registry could restore.
 		"evictionHard": object{
 			"memory.available": "100Mi", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
 			"imagefs.available": "0%", "imagefs.inodesFree": "0%",
 		},
 		"imageGCHighThresholdPercent": 100,
 		"imageGCLowThresholdPercent":  99,
-		// Without CAP_SYS_RESOURCE it could not lower its own.
+		// Without CAP_SYS_RESOURCE the kubelet cannot lower its own score.
 		"oomScoreAdj": 0,
 	}
 	if n.StatusSeconds > 0 {
 		config["nodeStatusUpdateFrequency"] = fmt.Sprintf("%ds", n.StatusSeconds)
-		// What has not changed is told as rarely as ever; left out, it would be as often as the above.
+		// Unchanged status is still reported at the default interval. Without this setting it would
+		// follow the interval above.
 		config["nodeStatusReportFrequency"] = "5m0s"
 	}
 	return config
 }
 
-// maxStatusSeconds is less than what the controller manager waits before it gives a node up.
+// maxStatusSeconds is below the time after which the controller manager considers a node unhealthy.
 const maxStatusSeconds = 30
 
 func proxyConfig(n node) object {
@@ -223,14 +226,14 @@ func proxyConfig(n node) object {
 		"healthzBindAddress": n.address() + ":10256",
 		"metricsBindAddress": "127.0.0.1:10249",
 		"oomScoreAdj":        0,
-		// The machine's limits stay as they are: a node cannot write them.
+		// The machine's limits stay, because a node cannot write them.
 		"conntrack": object{
 			"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s",
 		},
 	}
 }
 
-// networkConfig is the CNI configuration: each pod on a link of its own, routed by the node.
+// networkConfig is the CNI configuration: each pod has a separate link that the node routes.
 func networkConfig(n node) object {
 	return object{
 		"cniVersion": "1.0.0",
@@ -241,13 +244,14 @@ func networkConfig(n node) object {
 				"type":    "host-local",
 				"ranges":  [][]object{{{"subnet": n.podRange()}}},
 				"routes":  []object{{"dst": "0.0.0.0/0"}},
-				"dataDir": "/run/cni/addresses", // none outlives a boot
+				"dataDir": "/run/cni/addresses", // cleared at boot
 			},
 		}},
 	}
 }
 
-// containerdConfig: CDI is always on in containerd 2; its folders are named here.
+// containerdConfig is containerd's configuration. containerd 2 always enables CDI, and the folders
+// are set here.
 const containerdConfig = `version = 3
 root = "/var/lib/containerd"
 state = "/run/containerd"
@@ -262,7 +266,7 @@ state = "/run/containerd"
 
 [plugins.'io.containerd.cri.v1.runtime']
   cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
-  # Without CAP_SYS_RESOURCE a container cannot have a lower score than containerd.
+  # Without CAP_SYS_RESOURCE a container's score cannot be below containerd's.
   restrict_oom_score_adj = true
   [plugins.'io.containerd.cri.v1.runtime'.cni]
     bin_dirs = ["` + cniInNode + `"]

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// down removes the cluster with all that it made.
+// down removes the cluster with everything that it created.
 func (c *cluster) down(ctx context.Context) error {
 	if err := c.sweep(ctx); err != nil {
 		return err
@@ -26,18 +26,18 @@ func (c *cluster) down(ctx context.Context) error {
 		return err
 	}
 	if len(found) > 0 {
-		return fmt.Errorf("something is left:\n%s", strings.Join(found, "\n"))
+		return fmt.Errorf("the cluster was not removed completely:\n%s", strings.Join(found, "\n"))
 	}
-	c.progress.printf("the cluster is gone")
+	c.progress.printf("the cluster is removed")
 	return nil
 }
 
-// sweep does the work of down, whatever state the cluster is in: it goes by what
-// is found on the machine, not by what was noted.
+// sweep performs down for a cluster in any state: it searches the machine instead of trusting
+// stored state.
 func (c *cluster) sweep(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
-	// A process may start others while it is being ended, so until there are none.
+	// Dying processes may start others, so repeat until there are none.
 	for {
 		found, err := c.processes()
 		if err != nil {
@@ -71,8 +71,8 @@ func (c *cluster) sweep(ctx context.Context) error {
 	return os.RemoveAll(c.layout.dir)
 }
 
-// processes are those that the launcher started and theirs: by the mark in their
-// environment, which they inherit, and by their cgroup.
+// processes returns the launcher's processes and their descendants, by the inherited marker
+// variable and by cgroup.
 func (c *cluster) processes() ([]process, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -93,7 +93,7 @@ func (c *cluster) processes() ([]process, error) {
 		}
 		environment, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "environ"))
 		if err != nil {
-			continue // it ended
+			continue // it has exited
 		}
 		for variable := range bytes.SplitSeq(environment, []byte{0}) {
 			if string(variable) == c.layout.marker() {
@@ -119,7 +119,7 @@ func (c *cluster) processes() ([]process, error) {
 	return found, nil
 }
 
-// mounts are those below the cluster's folder, the innermost first.
+// mounts returns the mounts below the cluster's folder, the innermost first.
 func (c *cluster) mounts() []string {
 	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
@@ -134,7 +134,7 @@ func (c *cluster) mounts() []string {
 	return found
 }
 
-// leftovers lists what a cluster of this name has on the machine.
+// leftovers lists everything of a cluster with this name on the machine.
 func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	var found []string
 	processes, err := c.processes()
@@ -144,7 +144,7 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, p := range processes {
 		name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", p.PID))
 		if err != nil {
-			continue // it ended
+			continue // it has exited
 		}
 		found = append(found, fmt.Sprintf("process %d (%s)", p.PID, strings.TrimSpace(string(name))))
 	}
@@ -158,12 +158,12 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, link := range links {
 		found = append(found, "network device "+link)
 	}
-	// No rule is ever made outside the nodes' own namespaces; this makes sure. The
-	// addresses are those of a cluster of any name.
+	// Rules are only created in the nodes' namespaces, and this check proves it. The addresses belong
+	// to clusters of any name.
 	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
 		output, err := exec.CommandContext(ctx, program).Output()
 		if err != nil {
-			continue // not installed, or not in this kernel: then it holds no rules
+			continue // not installed or not supported by the kernel: no rules
 		}
 		for _, rule := range ourRules(string(output)) {
 			found = append(found, program+": "+rule)
@@ -182,7 +182,7 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	return found, nil
 }
 
-// ourRules are the rules in iptables-save's output that name the cluster's networks.
+// ourRules returns the rules in iptables-save's output that name the cluster's networks.
 func ourRules(saved string) []string {
 	var rules []string
 	for line := range strings.Lines(saved) {
@@ -196,8 +196,8 @@ func ourRules(saved string) []string {
 	return rules
 }
 
-// otherCluster is the folder of another cluster that runs, "" if none does.
-// There can be one at a time: they would share addresses and devices.
+// otherCluster returns the folder of another running cluster, or "". Two clusters would share
+// addresses and devices.
 func (c *cluster) otherCluster() (string, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -206,7 +206,7 @@ func (c *cluster) otherCluster() (string, error) {
 	for _, entry := range entries {
 		environment, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "environ"))
 		if err != nil {
-			continue // not a process, or one that ended
+			continue // not a process, or one that has exited
 		}
 		for variable := range bytes.SplitSeq(environment, []byte{0}) {
 			if dir, ok := strings.CutPrefix(string(variable), markerVariable+"="); ok && dir != c.layout.dir {
@@ -217,7 +217,7 @@ func (c *cluster) otherCluster() (string, error) {
 	return "", nil
 }
 
-// links are the network devices of this cluster: those of any, unless another runs.
+// links returns the network devices of this cluster, or of any cluster if no other runs.
 func (c *cluster) links() ([]string, error) {
 	other, err := c.otherCluster()
 	if err != nil || other != "" {

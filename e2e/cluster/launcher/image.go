@@ -24,7 +24,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// imageSpec is what `image build` is asked for; the flags say what each means.
+// imageSpec contains the arguments of image build, as the flags describe them.
 type imageSpec struct {
 	Tag, Base, User, WorkingDir                    string
 	Shell, Libraries                               bool
@@ -34,14 +34,14 @@ type imageSpec struct {
 // entry is one file of a layer.
 type entry struct {
 	mode   fs.FileMode // type and permissions
-	source string      // where its content is, for a file
-	link   string      // for a symbolic link
+	source string      // path of the content of a regular file
+	link   string      // target of a symbolic link
 }
 
-// layer is the files of a layer by their absolute paths.
+// layer contains the files of a layer by absolute path.
 type layer map[string]entry
 
-// addDir adds a folder and those on the way to it. What is there stays.
+// addDir adds a folder and its parents. Existing entries stay.
 func (l layer) addDir(dir string, mode fs.FileMode) {
 	for ; dir != "/"; dir, mode = path.Dir(dir), 0o755 {
 		if _, ok := l[dir]; !ok {
@@ -55,7 +55,7 @@ func (l layer) addFile(target string, e entry) {
 	l[target] = e
 }
 
-// addTree adds a file, or a folder with all in it. A mode of 0 keeps the sources' own.
+// addTree adds a file, or a folder with its contents. Mode 0 keeps the modes of the sources.
 func (l layer) addTree(source, target string, mode fs.FileMode) error {
 	info, err := os.Stat(source)
 	if err != nil {
@@ -148,7 +148,7 @@ func (e entry) write(archive *tar.Writer, name string) error {
 	return err
 }
 
-// parseAdd reads SOURCE:TARGET[:MODE].
+// parseAdd parses SOURCE:TARGET[:MODE].
 func parseAdd(text string) (source, target string, mode fs.FileMode, err error) {
 	parts := strings.Split(text, ":")
 	if len(parts) < 2 || len(parts) > 3 || parts[0] == "" {
@@ -177,7 +177,7 @@ func parseMode(text string) (fs.FileMode, error) {
 	return mode, nil
 }
 
-// layers turns the specification into layers, the lowest first.
+// layers converts the specification to layers, the lowest first.
 func (s imageSpec) layers() ([]layer, error) {
 	base, busybox, libraries, added := layer{}, layer{}, layer{}, layer{}
 	if s.Base != "none" && s.Base != "" {
@@ -235,7 +235,7 @@ func (s imageSpec) layers() ([]layer, error) {
 	return all, nil
 }
 
-// addBusybox adds the machine's static busybox, with a link for each of its commands.
+// addBusybox adds the machine's static busybox with a link for each of its commands.
 func (l layer) addBusybox() error {
 	program, err := exec.LookPath("busybox")
 	if err != nil {
@@ -259,7 +259,7 @@ func (l layer) addBusybox() error {
 	return nil
 }
 
-// addLibraries adds what the other layer's programs are linked with.
+// addLibraries adds the shared libraries of another layer's programs.
 func (l layer) addLibraries(of layer) error {
 	for _, e := range of {
 		if e.source == "" {
@@ -276,8 +276,8 @@ func (l layer) addLibraries(of layer) error {
 	return nil
 }
 
-// sharedLibraries are the files that a program or library is linked with, its
-// loader too; none if it is static or not a program at all.
+// sharedLibraries returns the shared libraries of a program or library, with its loader. It returns
+// none for static programs and other files.
 func sharedLibraries(file string) ([]string, error) {
 	content, err := os.Open(file)
 	if err != nil {
@@ -301,7 +301,8 @@ func sharedLibraries(file string) ([]string, error) {
 	return libraries, nil
 }
 
-// parseLdd reads lines as «libc.so.6 => /lib/libc.so.6 (0x…)» and «/lib64/ld-linux.so.2 (0x…)».
+// parseLdd parses lines such as "libc.so.6 => /lib/libc.so.6 (0x…)" and "/lib64/ld-linux.so.2
+// (0x…)".
 func parseLdd(output string) ([]string, error) {
 	var libraries []string
 	for line := range strings.Lines(output) {
@@ -319,8 +320,8 @@ func parseLdd(output string) ([]string, error) {
 	return libraries, nil
 }
 
-// buildImage writes the image as an archive that containerd imports, and returns
-// the size of its layers in bytes, which are not compressed.
+// buildImage writes the image as an archive for containerd and returns the uncompressed size of its
+// layers in bytes.
 func buildImage(s imageSpec, output string) (int64, error) {
 	tag, err := name.NewTag(s.Tag, name.StrictValidation)
 	if err != nil {
@@ -379,12 +380,12 @@ func buildImage(s imageSpec, output string) (int64, error) {
 		return 0, err
 	}
 	if current, err := os.ReadFile(output); err == nil && bytes.Equal(current, archive.Bytes()) {
-		return size, nil // the same: programs that go by its time need not look again
+		return size, nil // unchanged, so its modification time stays
 	}
 	return size, writeFile(output, archive.Bytes(), 0o644)
 }
 
-// imageTag is the name of the one image in an archive.
+// imageTag returns the name of the single image in an archive.
 func imageTag(file string) (string, error) {
 	manifest, err := tarball.LoadManifest(func() (io.ReadCloser, error) { return os.Open(file) })
 	if err != nil {

@@ -31,7 +31,7 @@ func testImage(t *testing.T) (imageSpec, string) {
 	}, dir
 }
 
-func TestImageIsTheSameEachTime(t *testing.T) {
+func TestImageIsReproducible(t *testing.T) {
 	spec, dir := testImage(t)
 	if _, err := buildImage(spec, dir+"/one.tar"); err != nil {
 		t.Fatal(err)
@@ -55,7 +55,7 @@ func TestImageIsTheSameEachTime(t *testing.T) {
 	}
 }
 
-func TestImageHoldsWhatWasAsked(t *testing.T) {
+func TestImageContainsTheRequestedFiles(t *testing.T) {
 	spec, dir := testImage(t)
 	size, err := buildImage(spec, dir+"/app.tar")
 	if err != nil {
@@ -86,7 +86,7 @@ func TestImageHoldsWhatWasAsked(t *testing.T) {
 	}
 	raw, err := io.ReadAll(content)
 	if err != nil || int64(len(raw)) != size {
-		t.Errorf("%d bytes, told %d, %v", len(raw), size, err)
+		t.Errorf("%d bytes, reported %d, %v", len(raw), size, err)
 	}
 	var got []string
 	for archive := tar.NewReader(bytes.NewReader(raw)); ; {
@@ -111,7 +111,7 @@ func TestImageHoldsWhatWasAsked(t *testing.T) {
 	}
 }
 
-func TestImageThatStaysIsNotWrittenAgain(t *testing.T) {
+func TestUnchangedImageIsNotRewritten(t *testing.T) {
 	spec, dir := testImage(t)
 	output := dir + "/app.tar"
 	if _, err := buildImage(spec, output); err != nil {
@@ -125,7 +125,7 @@ func TestImageThatStaysIsNotWrittenAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	if after, err := os.Stat(output); err != nil || !os.SameFile(before, after) {
-		t.Errorf("it was replaced (%v)", err)
+		t.Errorf("the archive was rewritten (%v)", err)
 	}
 }
 
@@ -159,7 +159,7 @@ func TestImageErrorsNameTheFlag(t *testing.T) {
 	}
 }
 
-func TestImageTagOfWhatIsNoArchive(t *testing.T) {
+func TestImageTagRejectsOtherFiles(t *testing.T) {
 	path := t.TempDir() + "/x"
 	for _, content := range []string{"", "text", strings.Repeat("\x00", 4096)} {
 		write(t, path, content)
@@ -188,6 +188,6 @@ func TestParseLdd(t *testing.T) {
 		t.Errorf("got %v, %v", got, err)
 	}
 	if got, err := parseLdd("\tlibx.so => not found\n"); err == nil {
-		t.Errorf("a library that is not there is passed over: %v", got)
+		t.Errorf("a missing library is ignored: %v", got)
 	}
 }

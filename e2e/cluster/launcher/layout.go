@@ -13,14 +13,14 @@ import (
 	"strings"
 )
 
-// The cluster's networks. Nodes hang on a bridge of the machine; pods and
-// services are reached through them.
+// The cluster's networks. Nodes are connected to a bridge of the machine, which reaches pods and
+// services through them.
 const (
 	nodeNetwork    = "10.203.0.0/24"
 	hostAddress    = "10.203.0.1"
 	podNetwork     = "10.204.0.0/16"
 	serviceNetwork = "10.205.0.0/24"
-	// The first of the service network, by Kubernetes' own rule.
+	// The first address of the service network, as Kubernetes requires.
 	apiServiceAddress = "10.205.0.1"
 	dnsServiceAddress = "10.205.0.10"
 
@@ -29,7 +29,7 @@ const (
 	maxNodes = 200
 )
 
-// Paths as a node sees them.
+// Paths on a node.
 const (
 	driverRootInNode = "/opt/simgpu"
 	kubeInNode       = "/opt/e2e/kube"
@@ -39,17 +39,17 @@ const (
 	nodePath         = kubeInNode + ":" + containerdInNode + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
-// defaultPlace is where clusters have their folders unless --state says otherwise.
+// defaultPlace is the parent folder of clusters without --state.
 const defaultPlace = "/var/lib/cleave-e2e"
 
 // markerVariable is in the environment of each process that the launcher starts.
 const markerVariable = "CLEAVE_E2E_CLUSTER"
 
-// layout names everything that a cluster has on the machine.
+// layout names everything that a cluster uses on the machine.
 type layout struct {
 	name string
 	dir  string
-	// launcher is this program.
+	// The path of this program.
 	launcher string
 }
 
@@ -71,16 +71,16 @@ func newLayout(name, dir string) (layout, error) {
 		return layout{}, err
 	}
 	l := layout{name: name, dir: dir, launcher: launcher}
-	// A unix socket's path has 107 bytes; tests reach the nodes' sockets from outside.
+	// A Unix socket's path is limited to 107 bytes, and tests open the nodes' sockets from outside.
 	if room := 107 - len(l.nodeRoot("node100")); room < 50 {
-		return layout{}, fmt.Errorf("--state %s: too long; sockets below it would not have room", dir)
+		return layout{}, fmt.Errorf("--state %s: too long for the paths of sockets below it", dir)
 	}
 	return l, nil
 }
 
 func (l layout) nodeDir(node string) string { return filepath.Join(l.dir, "nodes", node) }
 
-// nodeRoot is the folder that is the node's /.
+// nodeRoot is the node's root folder.
 func (l layout) nodeRoot(node string) string     { return filepath.Join(l.nodeDir(node), "host") }
 func (l layout) inNode(node, path string) string { return filepath.Join(l.nodeRoot(node), path) }
 func (l layout) nodeFile(node string) string     { return filepath.Join(l.nodeDir(node), "node.json") }
@@ -97,13 +97,13 @@ func (l layout) processFile(c component) string {
 	return filepath.Join(l.dir, "run", c.String()+".json")
 }
 
-// lockPath is beside the folder, which `down` removes while it holds the lock.
+// lockPath is beside the folder, which down removes while it holds the lock.
 func (l layout) lockPath() string { return l.dir + ".lock" }
 
-// bridge is the same for every cluster: there can be one at a time on a machine.
+// bridge is the same for every cluster, because only one can run at a time.
 func (l layout) bridge() string { return "cleave-e2e" }
 
-// cgroup is the path of a node's cgroup, or of the control plane's for "", in every hierarchy.
+// cgroup is the path of a node's cgroup in every hierarchy, or of the control plane's for "".
 func (l layout) cgroup(node string) string {
 	if node == "" {
 		node = "control-plane"
@@ -112,13 +112,13 @@ func (l layout) cgroup(node string) string {
 }
 func (l layout) cgroupTop() string { return "/cleave-e2e-" + l.name }
 
-// marker tells this cluster's processes from others.
+// marker identifies this cluster's processes.
 func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
 func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", hostAddress, apiPort) }
 
-// shellEnv sets up a shell to use the cluster. Helm's folders lie in the
-// cluster's, so that it neither reads nor leaves anything at home.
+// shellEnv returns shell code to use the cluster. Helm's folders are in the cluster's, so that Helm
+// does not use the user's.
 func (l layout) shellEnv() string {
 	helm := filepath.Join(l.dir, "helm")
 	var lines strings.Builder
@@ -143,27 +143,26 @@ func shellQuote(text string) string {
 	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }
 
-// node is what is fixed when a node is made.
+// node contains the permanent properties of a node.
 type node struct {
 	Name string `json:"name"`
-	// Index is 1 or more; addresses and device names follow from it.
+	// The index, from 1. It determines addresses and device names.
 	Index      int    `json:"index"`
 	DriverRoot string `json:"driverRoot,omitempty"`
-	// StatusSeconds is how often its kubelet tells the API server of it; 0: as often as Kubernetes has
-	// it.
+	// The seconds between status reports of the node's kubelet, or 0 for Kubernetes' default.
 	StatusSeconds int `json:"statusSeconds,omitempty"`
 }
 
-// address is the node's on the machine's bridge.
+// address is the node's address on the machine's bridge.
 func (n node) address() string { return fmt.Sprintf("10.203.0.%d", 10+n.Index) }
 
-// podRange is where the node's pods have their addresses.
+// podRange is the network of the node's pods.
 func (n node) podRange() string { return fmt.Sprintf("10.204.%d.0/24", n.Index) }
 
-// device is the machine's end of the node's link; the other is the node's eth0.
+// device is the machine's end of the node's link. The other end is the node's eth0.
 func (n node) device() string { return fmt.Sprintf("ce2e-%d", n.Index) }
 
-// nodes are the cluster's, by index.
+// nodes returns the cluster's nodes by index.
 func (l layout) nodes() ([]node, error) {
 	entries, err := os.ReadDir(filepath.Join(l.dir, "nodes"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -175,7 +174,7 @@ func (l layout) nodes() ([]node, error) {
 	for _, entry := range entries {
 		n, err := readJSON[node](l.nodeFile(entry.Name()))
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // a removal that was interrupted; `up` and `down` clear it
+			continue // an interrupted removal, which `up` and `down` clean up
 		} else if err != nil {
 			return nil, err
 		}
@@ -185,7 +184,7 @@ func (l layout) nodes() ([]node, error) {
 	return found, nil
 }
 
-// freeIndex is the lowest index that no node has.
+// freeIndex is the lowest unused index.
 func freeIndex(nodes []node) (int, error) {
 	for index := 1; index <= maxNodes; index++ {
 		if !slices.ContainsFunc(nodes, func(n node) bool { return n.Index == index }) {
@@ -195,7 +194,7 @@ func freeIndex(nodes []node) (int, error) {
 	return 0, fmt.Errorf("a cluster has %d nodes at most", maxNodes)
 }
 
-// ours tells whether an address or network that a firewall rule names is the cluster's.
+// ours reports whether an address or network of a firewall rule belongs to the cluster.
 func ours(text string) bool {
 	prefix, err := netip.ParsePrefix(text)
 	if err != nil {
@@ -234,7 +233,7 @@ func writeJSON(path string, value any) error {
 	return writeFile(path, append(content, '\n'), 0o600)
 }
 
-// writeFile replaces a file in one step, and makes the folders on the way.
+// writeFile replaces a file atomically and creates its parent folders.
 func writeFile(path string, content []byte, mode fs.FileMode) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
@@ -243,7 +242,7 @@ func writeFile(path string, content []byte, mode fs.FileMode) error {
 	if err != nil {
 		return err
 	}
-	defer os.Remove(file.Name()) // fails once renamed
+	defer os.Remove(file.Name()) // fails after the rename
 	_, err = file.Write(content)
 	err = errors.Join(err, file.Chmod(mode), file.Close())
 	if err != nil {

@@ -17,7 +17,7 @@ func testLayout(t *testing.T) layout {
 	return l
 }
 
-func TestNewLayoutRefusesWhatCannotWork(t *testing.T) {
+func TestNewLayoutRejectsInvalidArguments(t *testing.T) {
 	for _, c := range []struct{ name, dir, want string }{
 		{"", "", "--name"},
 		{"../etc", "", "--name"},
@@ -35,7 +35,7 @@ func TestNewLayoutRefusesWhatCannotWork(t *testing.T) {
 	}
 }
 
-func TestShellEnvIsReadByAShell(t *testing.T) {
+func TestShellEnvWorksInAShell(t *testing.T) {
 	l := layout{name: "a", dir: "/var/lib/it's here"}
 	script := l.shellEnv() + l.shellEnv() + `printf '%s\n' "$KUBECONFIG" "$PATH"`
 	command := exec.Command("/bin/sh", "-euc", script)
@@ -44,13 +44,13 @@ func TestShellEnvIsReadByAShell(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v: %s", err, output)
 	}
-	// Read twice, the folder is on the PATH once.
+	// Evaluated twice, PATH contains the folder once.
 	if want := "/var/lib/it's here/kubeconfig\n/var/lib/it's here/bin:/bin\n"; string(output) != want {
 		t.Errorf("got %q, want %q", output, want)
 	}
 }
 
-func TestNodesHaveTheirOwnAddresses(t *testing.T) {
+func TestNodesHaveDistinctAddresses(t *testing.T) {
 	seen := make(map[string]bool)
 	for index := 1; index <= maxNodes; index++ {
 		n := node{Name: "n", Index: index}
@@ -65,7 +65,7 @@ func TestNodesHaveTheirOwnAddresses(t *testing.T) {
 		}
 	}
 	if ours(hostAddress) != true || ours("10.206.0.1") || ours("0.0.0.0/0") || ours("10.0.0.0/8") || ours("-A") {
-		t.Error("ours is wrong about who has an address")
+		t.Error("ours misjudges an address")
 	}
 }
 
@@ -78,7 +78,7 @@ func TestFreeIndex(t *testing.T) {
 		full[i].Index = i + 1
 	}
 	if _, err := freeIndex(full); err == nil {
-		t.Error("a full cluster takes one more")
+		t.Error("a full cluster accepts another node")
 	}
 }
 
@@ -149,7 +149,7 @@ func TestConfigurationsNameTheNode(t *testing.T) {
 	}
 }
 
-func TestWriteFileReplacesInOneStep(t *testing.T) {
+func TestWriteFileReplacesAtomically(t *testing.T) {
 	dir := t.TempDir() + "/a"
 	path := dir + "/b"
 	for _, content := range []string{"one", "two"} {
@@ -163,7 +163,7 @@ func TestWriteFileReplacesInOneStep(t *testing.T) {
 	}
 	entries, err := os.ReadDir(dir)
 	if err != nil || len(entries) != 1 {
-		t.Errorf("beside it: %v, %v", entries, err)
+		t.Errorf("other files: %v, %v", entries, err)
 	}
 }
 

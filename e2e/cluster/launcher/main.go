@@ -1,7 +1,6 @@
-// Command cluster runs a real Kubernetes on one Linux machine, without Docker
-// and without a registry: etcd, the API server, the controller manager and the
-// scheduler on the machine itself; containerd, the kubelet and kube-proxy of
-// each node in namespaces of the node's own.
+// Command cluster runs a real Kubernetes on one Linux machine, without Docker and without a
+// registry. etcd, the API server, the controller manager and the scheduler run on the machine
+// itself. Each node has containerd, kubelet and kube-proxy in separate namespaces.
 package main
 
 import (
@@ -20,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The commands by which the launcher starts itself again; people do not see them.
+// Hidden commands with which the launcher starts itself.
 const (
 	commandNodeInit = "node-init"
 	commandSpawn    = "spawn"
@@ -29,7 +28,7 @@ const (
 )
 
 func init() {
-	// These enter namespaces, which is a matter of one thread: they stay on the main one.
+	// These commands enter namespaces, which works per thread, so they must stay on the main thread.
 	for _, arg := range os.Args[1:] {
 		switch arg {
 		case commandNodeInit, commandSpawn, commandExecNode:
@@ -38,7 +37,7 @@ func init() {
 	}
 }
 
-// exitCode is an error that has been told already and ends the program with a status.
+// exitCode is an error that was already reported. The program exits with this status.
 type exitCode int
 
 func (code exitCode) Error() string { return fmt.Sprintf("exit status %d", int(code)) }
@@ -72,7 +71,7 @@ func newCommand() *cobra.Command {
 
 	open := func() (*cluster, error) {
 		if os.Geteuid() != 0 {
-			return nil, errors.New("this needs root: it makes namespaces, mounts and network devices")
+			return nil, errors.New("this needs root: it creates namespaces, mounts and network devices")
 		}
 		l, err := newLayout(name, state)
 		if err != nil {
@@ -80,7 +79,8 @@ func newCommand() *cobra.Command {
 		}
 		return &cluster{layout: l, progress: newProgress(os.Stderr)}, nil
 	}
-	// with opens the cluster for a command; locked keeps other changes to it out meanwhile.
+	// with opens the cluster for a command. With locked set, no other command can change the cluster
+	// meanwhile.
 	with := func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error {
 		return func(command *cobra.Command, args []string) error {
 			c, err := open()
@@ -102,11 +102,11 @@ func newCommand() *cobra.Command {
 		buildCommand(),
 		upCommand(with),
 		&cobra.Command{
-			Use: "down", Short: "Remove the cluster and everything that it made", Args: cobra.NoArgs,
+			Use: "down", Short: "Remove the cluster and everything that it created", Args: cobra.NoArgs,
 			RunE: with(true, func(ctx context.Context, c *cluster, _ []string) error { return c.down(ctx) }),
 		},
 		&cobra.Command{
-			Use: "leftovers", Short: "List what a cluster left on the machine; fails if there is anything", Args: cobra.NoArgs,
+			Use: "leftovers", Short: "List a cluster's remains on the machine. Fails if there are any", Args: cobra.NoArgs,
 			RunE: with(false, func(ctx context.Context, c *cluster, _ []string) error {
 				found, err := c.leftovers(ctx)
 				if err != nil {
@@ -133,16 +133,16 @@ func newCommand() *cobra.Command {
 			}),
 		},
 		&cobra.Command{
-			Use: "status", Short: "List the components with their process ids; fails if one is not running", Args: cobra.NoArgs,
+			Use: "status", Short: "List the components with their process ids. Fails if one is not running", Args: cobra.NoArgs,
 			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error { return c.status(os.Stdout) }),
 		},
-		componentCommand("stop", "End a component by SIGTERM, and wait until its process is gone", with,
+		componentCommand("stop", "Stop a component with SIGTERM, and wait until its process is gone", with,
 			func(ctx context.Context, c *cluster, one component) error { return c.stop(ctx, one, unix.SIGTERM) }),
-		componentCommand("kill", "End a component by SIGKILL, and wait until its process is gone", with,
+		componentCommand("kill", "Stop a component with SIGKILL, and wait until its process is gone", with,
 			func(ctx context.Context, c *cluster, one component) error { return c.stop(ctx, one, unix.SIGKILL) }),
 		componentCommand("start", "Start a component, and wait until it serves", with,
 			func(ctx context.Context, c *cluster, one component) error { return c.startAlone(ctx, one) }),
-		componentCommand("restart", "Stop a component by SIGTERM and start it again", with,
+		componentCommand("restart", "Stop a component with SIGTERM and start it", with,
 			func(ctx context.Context, c *cluster, one component) error {
 				if err := c.stop(ctx, one, unix.SIGTERM); err != nil {
 					return err
@@ -163,7 +163,7 @@ func newCommand() *cobra.Command {
 	return root
 }
 
-// withCluster makes the function of a command out of one on an opened cluster.
+// withCluster turns a function of an opened cluster into a command's function.
 type withCluster func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error
 
 func buildCommand() *cobra.Command {
@@ -186,12 +186,12 @@ func upCommand(with withCluster) *cobra.Command {
 	var nodes int
 	var options upOptions
 	command := &cobra.Command{
-		Use: "up", Short: "Bring the cluster up, or back, and wait until its nodes are Ready", Args: cobra.NoArgs,
+		Use: "up", Short: "Create, repair or restart the cluster, and wait until its nodes are Ready", Args: cobra.NoArgs,
 	}
-	command.Flags().IntVar(&nodes, "nodes", 1, "number of nodes, named node1, node2 …; those there already stay")
+	command.Flags().IntVar(&nodes, "nodes", 1, "minimum number of nodes, named node1, node2 …")
 	driverRootFlag(command, &options.driverRoot)
 	command.Flags().BoolVar(&options.policies, "network-policies", false, "enforce NetworkPolicies")
-	command.Flags().StringToIntVar(&options.status, "node-status", nil, "seconds after which a node's kubelet tells the API server what has changed of it, as NODE=SECONDS (default 10, as Kubernetes has it)")
+	command.Flags().StringToIntVar(&options.status, "node-status", nil, "seconds between status reports of a node's kubelet, as NODE=SECONDS (default 10, like Kubernetes)")
 	command.RunE = with(true, func(ctx context.Context, c *cluster, _ []string) error {
 		if nodes < 1 || nodes > maxNodes {
 			return fmt.Errorf("--nodes %d: a cluster has 1 to %d nodes", nodes, maxNodes)
@@ -212,10 +212,10 @@ func upCommand(with withCluster) *cobra.Command {
 }
 
 func driverRootFlag(command *cobra.Command, value *string) {
-	command.Flags().StringVar(value, "driver-root", "", "folder that the node sees, read-only, as "+driverRootInNode)
+	command.Flags().StringVar(value, "driver-root", "", "folder that the node mounts read-only at "+driverRootInNode)
 }
 
-// resolveDriverRoot makes the path absolute, for it outlives this process's working directory.
+// resolveDriverRoot makes the path absolute, because it is used by later commands too.
 func resolveDriverRoot(path string) (string, error) {
 	if path == "" {
 		return "", nil
@@ -235,7 +235,7 @@ func componentCommand(use, short string, with withCluster, run func(context.Cont
 		Use: use + " COMPONENT...", Short: short, Args: cobra.MinimumNArgs(1),
 		Long: short + ".\n\n" + componentHelp,
 		RunE: with(true, func(ctx context.Context, c *cluster, args []string) error {
-			// All names are checked before the first is touched.
+			// Check all names before changing any component.
 			components := make([]component, 0, len(args))
 			for _, arg := range args {
 				one, err := c.component(arg)
@@ -261,8 +261,8 @@ func logsCommand(with withCluster) *cobra.Command {
 		Use: "logs COMPONENT", Short: "Print the log of a component", Args: cobra.ExactArgs(1),
 		Long: "Print the log of a component.\n\n" + componentHelp,
 	}
-	command.Flags().BoolVarP(&follow, "follow", "f", false, "go on as it grows")
-	command.Flags().IntVarP(&lines, "tail", "n", 0, "print the last lines only (0: all)")
+	command.Flags().BoolVarP(&follow, "follow", "f", false, "print new lines as they are logged")
+	command.Flags().IntVarP(&lines, "tail", "n", 0, "print only this number of last lines (0: all)")
 	command.RunE = with(false, func(_ context.Context, c *cluster, args []string) error {
 		one, err := c.component(args[0])
 		if err != nil {
@@ -285,7 +285,7 @@ func nodeCommand(with withCluster) *cobra.Command {
 	group := &cobra.Command{Use: "node", Short: "Add and remove nodes"}
 	var driverRoot string
 	add := &cobra.Command{
-		Use: "add NAME", Short: "Add a node, or bring it back, and wait until it is Ready", Args: cobra.ExactArgs(1),
+		Use: "add NAME", Short: "Add or restart a node, and wait until it is Ready", Args: cobra.ExactArgs(1),
 	}
 	driverRootFlag(add, &driverRoot)
 	add.RunE = with(true, func(ctx context.Context, c *cluster, args []string) error {
@@ -297,11 +297,11 @@ func nodeCommand(with withCluster) *cobra.Command {
 	})
 	group.AddCommand(add,
 		&cobra.Command{
-			Use: "remove NAME", Short: "Remove a node, its object in the API and its state", Args: cobra.ExactArgs(1),
+			Use: "remove NAME", Short: "Remove a node, its Node object and its state", Args: cobra.ExactArgs(1),
 			RunE: with(true, func(ctx context.Context, c *cluster, args []string) error { return c.removeNode(ctx, args[0]) }),
 		},
 		&cobra.Command{
-			Use: "list", Short: "List the nodes, with their addresses and the folder that is each node's /", Args: cobra.NoArgs,
+			Use: "list", Short: "List the nodes with their addresses and root folders", Args: cobra.NoArgs,
 			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error {
 				nodes, err := c.layout.nodes()
 				if err != nil {
@@ -325,7 +325,7 @@ func execNodeCommand(with withCluster) *cobra.Command {
 			return c.execInNode(ctx, args[0], args[1:])
 		}),
 	}
-	// What follows NODE is the command's, its flags too.
+	// Flags after NODE belong to the command.
 	command.Flags().SetInterspersed(false)
 	return command
 }
@@ -336,7 +336,7 @@ func imageCommand(with withCluster) *cobra.Command {
 	imports := &cobra.Command{
 		Use: "import FILE.tar...", Short: "Import image archives into the nodes' containerd", Args: cobra.MinimumNArgs(1),
 	}
-	imports.Flags().StringVar(&node, "node", "all", "the node; all: every node there is, and those added later")
+	imports.Flags().StringVar(&node, "node", "all", "node name, or all for all current and future nodes")
 	imports.RunE = with(true, func(ctx context.Context, c *cluster, args []string) error {
 		for _, file := range args {
 			if err := c.importImage(ctx, file, node); err != nil {
@@ -349,7 +349,7 @@ func imageCommand(with withCluster) *cobra.Command {
 	var spec imageSpec
 	var output string
 	build := &cobra.Command{
-		Use: "build --tag NAME:TAG [--add SOURCE:TARGET[:MODE]]... --output FILE.tar", Short: "Build an image archive out of files", Args: cobra.NoArgs,
+		Use: "build --tag NAME:TAG [--add SOURCE:TARGET[:MODE]]... --output FILE.tar", Short: "Build an image archive from files", Args: cobra.NoArgs,
 		Long: `Build an image archive out of files, the same bytes each time.
 
 Layers are, from the lowest: --base, --shell, the libraries of --ldd, --add.`,
@@ -372,8 +372,8 @@ Layers are, from the lowest: --base, --shell, the libraries of --ldd, --add.`,
 	flags.StringArrayVar(&spec.Add, "add", nil, "file or folder, as SOURCE:TARGET[:MODE], mode octal")
 	flags.StringArrayVar(&spec.Dirs, "dir", nil, "empty folder, as PATH[:MODE]")
 	flags.StringArrayVar(&spec.Links, "link", nil, "symbolic link, as PATH:DESTINATION")
-	flags.StringArrayVar(&spec.Entrypoint, "entrypoint", nil, "entry point; give it again for each further word")
-	flags.StringArrayVar(&spec.Cmd, "cmd", nil, "default arguments; give it again for each further word")
+	flags.StringArrayVar(&spec.Entrypoint, "entrypoint", nil, "entry point, one flag for each word")
+	flags.StringArrayVar(&spec.Cmd, "cmd", nil, "default arguments, one flag for each word")
 	flags.StringArrayVar(&spec.Env, "env", nil, "environment variable, as NAME=VALUE")
 	flags.StringArrayVar(&spec.Labels, "label", nil, "label, as NAME=VALUE")
 	flags.StringVar(&spec.User, "user", "", "user, as UID[:GID]")

@@ -16,7 +16,7 @@ import (
 func parseNetwork(text string) *net.IPNet {
 	_, network, err := net.ParseCIDR(text)
 	if err != nil {
-		panic(err) // ours, checked by a test
+		panic(err) // a constant that a test checks
 	}
 	return network
 }
@@ -25,7 +25,7 @@ func hostNetwork(address string) *netlink.Addr {
 	return &netlink.Addr{IPNet: &net.IPNet{IP: net.ParseIP(address), Mask: parseNetwork(nodeNetwork).Mask}}
 }
 
-// makeBridge makes the bridge on which the nodes hang.
+// makeBridge creates the bridge of the nodes.
 func (l layout) makeBridge() error {
 	link, err := findLink(netlink.LinkByName(l.bridge()))
 	if err != nil {
@@ -38,7 +38,7 @@ func (l layout) makeBridge() error {
 		attributes := netlink.NewLinkAttrs()
 		attributes.Name = l.bridge()
 		if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: attributes}); err != nil {
-			return fmt.Errorf("make bridge %s: %w", l.bridge(), err)
+			return fmt.Errorf("create bridge %s: %w", l.bridge(), err)
 		}
 		if link, err = netlink.LinkByName(l.bridge()); err != nil {
 			return err
@@ -50,7 +50,7 @@ func (l layout) makeBridge() error {
 	return netlink.LinkSetUp(link)
 }
 
-// checkFree refuses networks that the machine reaches in some other way.
+// checkFree rejects networks to which the machine already has routes.
 func checkFree() error {
 	routes, err := netlink.RouteList(nil, netlink.FAMILY_V4)
 	if err != nil {
@@ -63,7 +63,7 @@ func checkFree() error {
 		for _, text := range []string{nodeNetwork, podNetwork, serviceNetwork} {
 			network := parseNetwork(text)
 			if network.Contains(route.Dst.IP) || route.Dst.Contains(network.IP) {
-				return fmt.Errorf("the machine has a route to %s, which the cluster wants for %s", route.Dst, network)
+				return fmt.Errorf("the machine has a route to %s, which conflicts with the cluster's %s", route.Dst, network)
 			}
 		}
 	}
@@ -77,7 +77,7 @@ func findLink(link netlink.Link, err error) (netlink.Link, error) {
 	return link, err
 }
 
-// linkNode connects the namespace of a node's process to the bridge.
+// linkNode connects a node's network namespace to the bridge.
 func (l layout) linkNode(n node, pid int) error {
 	bridge, err := netlink.LinkByName(l.bridge())
 	if err != nil {
@@ -88,7 +88,7 @@ func (l layout) linkNode(n node, pid int) error {
 		return fmt.Errorf("network namespace of %s: %w", n.Name, err)
 	}
 	defer space.Close()
-	// The device of an earlier boot goes with its namespace, which takes a moment.
+	// The device of an earlier boot is removed with its namespace, after a delay.
 	if err := removeLink(n.device()); err != nil {
 		return err
 	}
@@ -97,7 +97,7 @@ func (l layout) linkNode(n node, pid int) error {
 	attributes.MasterIndex = bridge.Attrs().Index
 	pair := &netlink.Veth{LinkAttrs: attributes, PeerName: "eth0", PeerNamespace: netlink.NsFd(space)}
 	if err := netlink.LinkAdd(pair); err != nil {
-		return fmt.Errorf("make %s: %w", n.device(), err)
+		return fmt.Errorf("create %s: %w", n.device(), err)
 	}
 	if err := netlink.LinkSetUp(pair); err != nil {
 		return err
@@ -121,8 +121,8 @@ func (l layout) linkNode(n node, pid int) error {
 	return errors.Join(inside.LinkSetUp(loopback), inside.LinkSetUp(eth0))
 }
 
-// route makes the routes between the machine, the nodes and their pods. Services
-// are reached from the machine by way of the first node.
+// route creates the routes between the machine, the nodes and their pods. The machine reaches
+// services through the first node.
 func (l layout) route(running map[string]process, nodes []node) error {
 	bridge, err := netlink.LinkByName(l.bridge())
 	if err != nil {
@@ -166,8 +166,8 @@ func routeInNode(n node, pid int, nodes []node) error {
 	if err != nil {
 		return err
 	}
-	// A node has no way out, but the node's own programs need some route to a service
-	// before the packet filter gives them another address.
+	// A node has no default route, but its programs need a route to services before the packet filter
+	// translates their addresses.
 	routes := []netlink.Route{{Dst: parseNetwork(serviceNetwork), Scope: netlink.SCOPE_LINK, Src: net.ParseIP(n.address())}}
 	for _, other := range nodes {
 		if other.Name != n.Name {
@@ -194,7 +194,7 @@ func removeLink(name string) error {
 	return nil
 }
 
-// clusterLinks are the names of the network devices that a cluster made.
+// clusterLinks returns the names of a cluster's network devices.
 func (l layout) clusterLinks() ([]string, error) {
 	links, err := netlink.LinkList()
 	if err != nil {
@@ -209,7 +209,7 @@ func (l layout) clusterLinks() ([]string, error) {
 	return names, nil
 }
 
-// removeLinks removes all of them; the routes go with them.
+// removeLinks removes all network devices. Their routes disappear with them.
 func (c *cluster) removeLinks(ctx context.Context) error {
 	for {
 		names, err := c.links()
@@ -223,7 +223,7 @@ func (c *cluster) removeLinks(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("network devices %s do not go away: %w", strings.Join(names, ", "), ctx.Err())
+			return fmt.Errorf("network devices %s still exist: %w", strings.Join(names, ", "), ctx.Err())
 		case <-time.After(20 * time.Millisecond):
 		}
 	}

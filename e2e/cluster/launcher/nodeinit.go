@@ -14,29 +14,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// nodeInitSpec is how to set up a node's namespaces from within.
+// nodeInitSpec describes a node's namespaces.
 type nodeInitSpec struct {
 	Node       string
 	Address    string
-	Root       string // the folder that becomes /
+	Root       string // the node's root folder
 	Cgroup     string
-	Kube       string // folders with programs
+	Kube       string // folder with Kubernetes programs
 	Containerd string
 	CNI        string
 	DriverRoot string
 }
 
-// readyDescriptor is where nodeInit writes when the node is set up.
+// readyDescriptor is the file descriptor to which nodeInit writes when the node is ready.
 const readyDescriptor = 3
 
-// nodeInit is process 1 of a node. It is started in new namespaces, makes the
-// node's view of the machine (its own /, with the machine's /usr read-only, its
-// own devices and cgroups), and then reaps what is orphaned. Its end is the
-// node's: the kernel ends all processes of its namespaces with it.
+// nodeInit is process 1 of a node. It starts in new namespaces and creates the node's view of the
+// machine: a separate /, the machine's /usr read-only, separate devices and cgroups. Then it reaps
+// orphans. When it exits, the kernel kills all processes of its PID namespace.
 func nodeInit(spec nodeInitSpec) error {
 	ready := os.NewFile(readyDescriptor, "ready")
 	if ready == nil {
-		return errors.New("node-init is not for people")
+		return errors.New("node-init is an internal command")
 	}
 	if err := joinCgroup(spec.Cgroup); err != nil {
 		return err
@@ -55,7 +54,7 @@ func nodeInit(spec nodeInitSpec) error {
 		return err
 	}
 	if leaf := nodeLeaf(); leaf != "" {
-		// Seen from within, the node's cgroup is the root.
+		// In the new namespace the node's cgroup is the root.
 		if err := joinCgroup(leaf); err != nil {
 			return err
 		}
@@ -82,15 +81,15 @@ func nodeInit(spec nodeInitSpec) error {
 	return nil
 }
 
-// sysctls are the machine's settings that a kubelet writes. A node gets files in
-// their place, so that the machine keeps its own.
+// sysctls are settings of the machine that a kubelet writes. Nodes get regular files instead, so
+// that the machine's settings stay.
 var sysctls = []string{
 	"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",
 	"kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes",
 }
 
 func makeRoot(spec nodeInitSpec, cgroups []hierarchy) error {
-	// Nothing that is mounted here is seen by the machine, nor the other way round.
+	// Mounts must not propagate between the node and the machine.
 	if err := mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return err
 	}
@@ -182,7 +181,7 @@ func makeRoot(spec nodeInitSpec, cgroups []hierarchy) error {
 	return pivot(root)
 }
 
-// makeEtc writes the node's /etc: what the machine's programs want of theirs, and the node's own.
+// makeEtc writes the node's /etc: files that the machine's programs need, and the node's own files.
 func makeEtc(spec nodeInitSpec, etc string) error {
 	for _, name := range []string{
 		"alternatives", "group", "iproute2", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "nsswitch.conf",
@@ -201,7 +200,7 @@ func makeEtc(spec nodeInitSpec, etc string) error {
 	return symlink("/proc/self/mounts", filepath.Join(etc, "mtab"))
 }
 
-// mountCgroups mounts each hierarchy again: in this cgroup namespace its root is the node's cgroup.
+// mountCgroups mounts each hierarchy again. In this cgroup namespace its root is the node's cgroup.
 func mountCgroups(at func(string) string, all []hierarchy) error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	if pureUnified(all) {
@@ -222,7 +221,7 @@ func mountCgroups(at func(string) string, all []hierarchy) error {
 			return err
 		}
 	}
-	// Links like cpu → cpu,cpuacct.
+	// Restore links such as cpu → cpu,cpuacct.
 	entries, err := os.ReadDir("/sys/fs/cgroup")
 	if err != nil {
 		return err
@@ -242,13 +241,13 @@ func mountCgroups(at func(string) string, all []hierarchy) error {
 	return nil
 }
 
-// makeDevices gives the node a /dev of its own with the machine's device nodes,
-// so that tests can make more (a simulated GPU's) which the machine does not see.
+// makeDevices creates the node's /dev with the machine's device nodes. Tests can add device nodes,
+// such as a simulated GPU's, which the machine does not see.
 func makeDevices(dev string) error {
 	if err := mount("tmpfs", dev, "tmpfs", unix.MS_NOSUID, "mode=755"); err != nil {
 		return err
 	}
-	// Others' mounts, made anew below.
+	// These are separate mounts, created below.
 	own := map[string]bool{"/dev/pts": true, "/dev/shm": true, "/dev/mqueue": true, "/dev/hugepages": true, "/dev/ptmx": true}
 	err := filepath.WalkDir("/dev", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil {
@@ -280,9 +279,9 @@ func makeDevices(dev string) error {
 			if err := unix.Mknod(target, stat.Mode, int(stat.Rdev)); err != nil {
 				return &fs.PathError{Op: "mknod", Path: target, Err: err}
 			}
-			return os.Chmod(target, fs.FileMode(stat.Mode&0o777)) // the umask took bits away
+			return os.Chmod(target, fs.FileMode(stat.Mode&0o777)) // undo the umask
 		}
-		return nil // sockets and pipes are for the machine's own programs
+		return nil // sockets and pipes belong to the machine's programs
 	})
 	if err != nil {
 		return err
@@ -300,12 +299,12 @@ func makeDevices(dev string) error {
 	return symlink("pts/ptmx", filepath.Join(dev, "ptmx"))
 }
 
-// pivot makes root this namespace's /.
+// pivot makes root the root folder of this namespace.
 func pivot(root string) error {
 	if err := os.Chdir(root); err != nil {
 		return err
 	}
-	// Both at one place: the old root then lies over the new one, and is taken off.
+	// With the same path twice, the old root covers the new one until it is unmounted.
 	if err := unix.PivotRoot(".", "."); err != nil {
 		return fmt.Errorf("pivot_root: %w", err)
 	}
@@ -315,7 +314,7 @@ func pivot(root string) error {
 	if err := os.Chdir("/"); err != nil {
 		return err
 	}
-	// Between a node and its containers mounts do propagate.
+	// Mounts propagate between a node and its containers.
 	return mount("", "/", "", unix.MS_REC|unix.MS_SHARED, "")
 }
 
@@ -344,7 +343,7 @@ func symlink(target, path string) error {
 	return nil
 }
 
-// copyTree copies a file or a folder, links as links; what is not there is left out.
+// copyTree copies a file or folder. It keeps links and skips missing files.
 func copyTree(source, target string) error {
 	info, err := os.Stat(source)
 	if err != nil {

@@ -69,7 +69,7 @@ func parseAuthority(pair keyPair) (authority, error) {
 	return authority{keyPair: pair, parsed: parsed, signer: signer}, nil
 }
 
-// sign makes a certificate: self-signed for a nil authority.
+// sign creates a certificate, self-signed if by is nil.
 func sign(template *x509.Certificate, by *authority) (keyPair, error) {
 	key, encoded, err := newKey()
 	if err != nil {
@@ -92,7 +92,7 @@ func sign(template *x509.Certificate, by *authority) (keyPair, error) {
 	return keyPair{pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), encoded}, nil
 }
 
-// client makes a certificate for a user of the API in a group ("" for none).
+// client creates a certificate for an API user in a group ("" for none).
 func (a *authority) client(user, group string) (keyPair, error) {
 	template := &x509.Certificate{
 		Subject:     pkix.Name{CommonName: user},
@@ -105,7 +105,7 @@ func (a *authority) client(user, group string) (keyPair, error) {
 	return sign(template, a)
 }
 
-// server makes a certificate for a server with these names and addresses.
+// server creates a certificate for a server with these names and addresses.
 func (a *authority) server(name string, hosts ...string) (keyPair, error) {
 	template := &x509.Certificate{
 		Subject:     pkix.Name{CommonName: name},
@@ -122,7 +122,7 @@ func (a *authority) server(name string, hosts ...string) (keyPair, error) {
 	return sign(template, a)
 }
 
-// kubeconfig is a client's whole configuration in one file.
+// kubeconfig is a client's configuration in one file.
 func kubeconfig(cluster, server string, ca []byte, client keyPair) object {
 	return object{
 		"apiVersion": "v1", "kind": "Config", "current-context": cluster,
@@ -132,7 +132,7 @@ func kubeconfig(cluster, server string, ca []byte, client keyPair) object {
 	}
 }
 
-// writePair writes NAME.crt and NAME.key.
+// write writes NAME.crt and NAME.key.
 func (p keyPair) write(base string) error {
 	return errors.Join(writeFile(base+".crt", p.certificate, 0o644), writeFile(base+".key", p.key, 0o600))
 }
@@ -149,8 +149,8 @@ func readPair(base string) (keyPair, error) {
 	return keyPair{certificate, key}, nil
 }
 
-// makeCredentials writes the control plane's certificates and configurations.
-// Its last file tells that all are there.
+// makeCredentials writes the control plane's certificates and configurations. The last file marks
+// them as complete.
 func (l layout) makeCredentials() error {
 	if _, err := os.Stat(l.kubeconfig()); err == nil {
 		return nil
@@ -200,7 +200,8 @@ func (l layout) makeCredentials() error {
 	return nil
 }
 
-// makeNodeCredentials writes what a node's kubelet and proxy need below its /etc/kubernetes.
+// makeNodeCredentials writes the credentials of a node's kubelet and proxy below its
+// /etc/kubernetes.
 func (l layout) makeNodeCredentials(n node) error {
 	done := l.inNode(n.Name, "/etc/kubernetes/kubelet.kubeconfig")
 	if _, err := os.Stat(done); err == nil {

@@ -22,7 +22,7 @@ func certificate(t *testing.T, pair keyPair) *x509.Certificate {
 	return parsed
 }
 
-func TestAuthorityIsTheSameWhenReadAgain(t *testing.T) {
+func TestAuthorityCanBeReadAgain(t *testing.T) {
 	made, err := newAuthority("test")
 	if err != nil {
 		t.Fatal(err)
@@ -55,7 +55,7 @@ func TestAuthorityIsTheSameWhenReadAgain(t *testing.T) {
 		}
 	}
 	if _, err := certificate(t, server).Verify(x509.VerifyOptions{Roots: roots, DNSName: "10.203.0.12"}); err == nil {
-		t.Error("it serves another's address")
+		t.Error("the certificate is valid for another address")
 	}
 
 	client, err := ca.client("system:node:node1", "system:nodes")
@@ -71,7 +71,7 @@ func TestAuthorityIsTheSameWhenReadAgain(t *testing.T) {
 	}
 }
 
-func TestCredentialsAreMadeOnce(t *testing.T) {
+func TestCredentialsAreCreatedOnce(t *testing.T) {
 	l := layout{name: "test", dir: t.TempDir()}
 	n := node{Name: "node1", Index: 1}
 	var first []byte
@@ -87,7 +87,7 @@ func TestCredentialsAreMadeOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		if first != nil && string(first) != string(content) {
-			t.Error("the second time gives others")
+			t.Error("a second call replaces them")
 		}
 		first = content
 	}
@@ -95,6 +95,6 @@ func TestCredentialsAreMadeOnce(t *testing.T) {
 		t.Errorf("not JSON: %s", first)
 	}
 	if _, err := newAPI(l); err != nil {
-		t.Errorf("the launcher cannot use its own: %v", err)
+		t.Errorf("the launcher cannot use its credentials: %v", err)
 	}
 }

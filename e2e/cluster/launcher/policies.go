@@ -20,22 +20,21 @@ import (
 	"github.com/vishvananda/netns"
 )
 
-// The component that enforces NetworkPolicies, of IPv4: what enforcers in real
-// clusters do that can be told by a pod's neighbours, in the packet filter of
-// each node. It looks every second in place of watching, so that a pod may be
+// The component that enforces IPv4 NetworkPolicies in the packet filter of each node. It polls
+// every second instead of watching, so a new pod may be open for a second.
 // open for that long when it is new.
 
 const (
 	policiesPort   = 10258
 	policiesPeriod = time.Second
-	// policiesChain is reached from FORWARD alone: what a pod's own node sends it, and gets of it, no
-	// policy keeps out.
+	// policiesChain is reached only from FORWARD. Policies therefore do not apply to traffic between a
+	// pod and its own node.
 	policiesChain = "E2E-POLICIES"
 )
 
 type labels map[string]string
 
-// selector is a LabelSelector. Empty, it selects all.
+// selector is a LabelSelector. An empty one selects all.
 type selector struct {
 	MatchLabels      labels
 	MatchExpressions []struct {
@@ -70,18 +69,18 @@ type policy struct {
 	Metadata objectMeta
 	Spec     struct {
 		PodSelector     selector
-		PolicyTypes     []string // the API server fills it in
+		PolicyTypes     []string // the API server sets it
 		Ingress, Egress []policyRule
 	}
 }
 
-// policyRule is one of ingress, with From, or of egress, with To. Without peers it is for
-// everybody, without ports for all.
+// policyRule is a rule of ingress (with From) or egress (with To). No peers means all peers, and no
+// ports means all ports.
 type policyRule struct {
 	From, To []policyPeer
 	Ports    []struct {
 		Protocol string
-		Port     any // a number, or a container port's name
+		Port     any // a number or a container port's name
 		EndPort  int
 	}
 }
@@ -112,21 +111,21 @@ type policyPod struct {
 
 type policyNamespace struct{ Metadata objectMeta }
 
-// policyWorld is all that rules follow from.
+// policyWorld contains all inputs of the rules.
 type policyWorld struct {
 	policies   []policy
 	pods       []policyPod
 	namespaces []policyNamespace
 }
 
-// isAddressed tells whether the pod has an address of its own, and not that of its node or one that
-// another may have by now.
+// isAddressed reports whether the pod has its own address, not its node's and not one that may
+// already belong to another pod.
 func (p policyPod) isAddressed() bool {
 	address, err := netip.ParseAddr(p.Status.PodIP)
 	return err == nil && address.Is4() && !p.Spec.HostNetwork && p.Status.Phase != "Succeeded" && p.Status.Phase != "Failed"
 }
 
-// networks are those that the peers have; of none, everything.
+// networks returns the networks of the peers. Without peers it returns all networks.
 func (w policyWorld) networks(namespace string, peers []policyPeer) ([]string, error) {
 	if len(peers) == 0 {
 		return []string{"0.0.0.0/0"}, nil
@@ -135,7 +134,7 @@ func (w policyWorld) networks(namespace string, peers []policyPeer) ([]string, e
 	for _, peer := range peers {
 		if block := peer.IPBlock; block != nil {
 			if len(block.Except) > 0 {
-				return nil, errors.New("ipBlock.except is not known here")
+				return nil, errors.New("ipBlock.except is not supported")
 			}
 			networks = append(networks, block.CIDR)
 			continue
@@ -161,8 +160,8 @@ func (w policyWorld) isPeer(namespace string, peer policyPeer, pod policyPod) bo
 	})
 }
 
-// ports are the rule's, as the packet filter matches them; target is the pod that they are of,
-// where it is one.
+// ports returns the packet filter's matches for the rule's ports. target is the pod with the ports,
+// if known.
 func (r policyRule) ports(target *policyPod) ([]string, error) {
 	if len(r.Ports) == 0 {
 		return []string{""}, nil
@@ -179,7 +178,7 @@ func (r policyRule) ports(target *policyPod) ([]string, error) {
 			number = int(value)
 		case string:
 			if target == nil {
-				return nil, fmt.Errorf("port %q of a pod elsewhere is not known here", value)
+				return nil, fmt.Errorf("port %q of a destination pod is not supported", value)
 			}
 			for _, container := range target.Spec.Containers {
 				for _, own := range container.Ports {
@@ -189,7 +188,7 @@ func (r policyRule) ports(target *policyPod) ([]string, error) {
 				}
 			}
 			if number == 0 {
-				continue // it has none of that name
+				continue // the pod has no port of that name
 			}
 		}
 		matches = append(matches, fmt.Sprintf(" -p %s --dport %d:%d", protocol, number, max(number, port.EndPort)))
@@ -197,9 +196,9 @@ func (r policyRule) ports(target *policyPod) ([]string, error) {
 	return matches, nil
 }
 
-// chains are the packet filter's for the pods of a node, by name.
+// chains returns the packet filter's chains for the pods of a node, by name.
 func (w policyWorld) chains(node string) (map[string][]string, error) {
-	// What was let through goes on, and so does its answer.
+	// Established connections and their answers pass.
 	chains := map[string][]string{policiesChain: {"-m conntrack --ctstate ESTABLISHED,RELATED -j RETURN"}}
 	for _, pod := range w.pods {
 		if pod.Spec.NodeName != node || !pod.isAddressed() {
@@ -236,7 +235,7 @@ func (w policyWorld) chains(node string) (map[string][]string, error) {
 			if isolated {
 				chain := fmt.Sprintf("%s-%s-%s", policiesChain, direction.name[:1], strings.ReplaceAll(pod.Status.PodIP, ".", "-"))
 				chains[policiesChain] = append(chains[policiesChain], fmt.Sprintf("%s %s/32 -j %s", direction.mine, pod.Status.PodIP, chain))
-				// An answer, so that who tries need not wait.
+				// REJECT answers, so that the sender does not wait.
 				chains[chain] = append(allowed, "-j REJECT")
 			}
 		}
@@ -244,8 +243,8 @@ func (w policyWorld) chains(node string) (map[string][]string, error) {
 	return chains, nil
 }
 
-// restore is what iptables-restore makes these chains of, and takes those of before away with that
-// are no more.
+// restore returns the input of iptables-restore for these chains. It removes chains of before that
+// no longer exist.
 func restore(chains, before map[string][]string) string {
 	names, gone := sortedKeys(chains), []string(nil)
 	for _, name := range sortedKeys(before) {
@@ -279,7 +278,7 @@ func sortedKeys[V any](of map[string]V) []string {
 	return keys
 }
 
-// look reads what rules follow from.
+// look reads the inputs of the rules.
 func (a *api) look(ctx context.Context) (policyWorld, error) {
 	var world policyWorld
 	for path, items := range map[string]any{
@@ -297,7 +296,7 @@ func (a *api) look(ctx context.Context) (policyWorld, error) {
 	return world, nil
 }
 
-// enforce is the component.
+// enforce runs the component.
 func (c *cluster) enforce(ctx context.Context) error {
 	api, err := newAPI(c.layout)
 	if err != nil {
@@ -336,11 +335,11 @@ func (c *cluster) enforce(ctx context.Context) error {
 			for _, n := range nodes {
 				holder, alive, err := c.process(component{kindNode, n.Name})
 				if err != nil || !alive {
-					continue // there is nothing to keep out of
+					continue // there is no pod to protect
 				}
 				before := enforced[n.Name]
 				if before.holder != holder {
-					before = state{} // another boot, with another packet filter
+					before = state{} // the node rebooted with an empty packet filter
 				}
 				chains, err := world.chains(n.Name)
 				if err == nil && fmt.Sprint(chains) != fmt.Sprint(before.chains) {
@@ -366,7 +365,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 	}
 }
 
-// filter changes the packet filter of a node.
+// filter changes a node's packet filter.
 func filter(holder process, rules string) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -383,8 +382,8 @@ func filter(holder process, rules string) error {
 	if err := netns.Set(node); err != nil {
 		return err
 	}
-	// A thread that cannot go back must not be used again, and ends with the locked goroutine: with
-	// the process, here.
+	// A thread that cannot leave the namespace must not be reused. It exits with the locked goroutine,
+	// here with the process.
 	defer func() {
 		if err := netns.Set(machine); err != nil {
 			panic(err)

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// world reads one as the API server would tell it.
+// world parses a policyWorld from JSON objects of the API.
 func world(t *testing.T, policies, pods, namespaces string) policyWorld {
 	t.Helper()
 	var w policyWorld
@@ -39,15 +39,15 @@ func TestPoliciesBecomeChains(t *testing.T) {
 			`{"policyTypes": ["Ingress"], "ingress": [{"from": [{"namespaceSelector": {"matchLabels": {"metrics": "enabled"}}}], "ports": [{"port": 8080, "protocol": "TCP"}]}]}`,
 			map[string][]string{in: {"-s 10.204.2.2/32 -p tcp --dport 8080:8080 -j RETURN", "-j REJECT"}},
 		},
-		"nothing, both ways": {
+		"nothing in both directions": {
 			`{"policyTypes": ["Ingress", "Egress"], "ingress": [], "egress": []}`,
 			map[string][]string{in: {"-j REJECT"}, out: {"-j REJECT"}},
 		},
-		"the own namespace's pods alone, by a port's name": {
+		"only pods of the same namespace, by a port's name": {
 			`{"policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": {}}], "ports": [{"port": "http", "protocol": "TCP"}]}]}`,
 			map[string][]string{in: {"-s 10.204.1.2/32 -p tcp --dport 8080:8080 -j RETURN", "-j REJECT"}},
 		},
-		"anybody, at some ports": {
+		"all peers at some ports": {
 			`{"policyTypes": ["Egress"], "egress": [{"ports": [{"port": 443, "protocol": "TCP"}, {"port": 8000, "endPort": 8010, "protocol": "UDP"}]}]}`,
 			map[string][]string{out: {"-d 0.0.0.0/0 -p tcp --dport 443:443 -j RETURN", "-d 0.0.0.0/0 -p udp --dport 8000:8010 -j RETURN", "-j REJECT"}},
 		},
@@ -55,7 +55,7 @@ func TestPoliciesBecomeChains(t *testing.T) {
 			`{"policyTypes": ["Egress"], "egress": [{"to": [{"ipBlock": {"cidr": "10.203.0.1/32"}}]}]}`,
 			map[string][]string{out: {"-d 10.203.0.1/32 -j RETURN", "-j REJECT"}},
 		},
-		"peers that there are none of": {
+		"peers without pods": {
 			`{"policyTypes": ["Ingress"], "ingress": [{"from": [{"namespaceSelector": {"matchLabels": {"metrics": "enabled"}}, "podSelector": {"matchLabels": {"app": "x"}}}]}]}`,
 			map[string][]string{in: {"-j REJECT"}},
 		},
@@ -82,7 +82,7 @@ func TestPoliciesBecomeChains(t *testing.T) {
 	}
 }
 
-func TestWhatIsNotKnownOfPoliciesIsSaid(t *testing.T) {
+func TestUnsupportedPoliciesAreReported(t *testing.T) {
 	for _, rule := range []string{
 		`{"from": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}]}`,
 	} {
@@ -110,7 +110,7 @@ func TestSelectors(t *testing.T) {
 	}
 }
 
-func TestRestoreTakesChainsAway(t *testing.T) {
+func TestRestoreRemovesChains(t *testing.T) {
 	got := restore(map[string][]string{"A": {"-j RETURN"}}, map[string][]string{"A": nil, "B": {"-j REJECT"}})
 	if want := "*filter\n:A - [0:0]\n:B - [0:0]\n-A A -j RETURN\n-X B\nCOMMIT\n"; got != want {
 		t.Errorf("%q", got)

@@ -19,28 +19,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process tells one process for ever: process ids are used again, but not with
-// the same start time since the same boot.
+// process identifies a process permanently: a process id can be reused, but not with the same start
+// time in the same boot.
 type process struct {
 	PID   int    `json:"pid"`
 	Start uint64 `json:"start"` // clock ticks since boot, as in /proc/PID/stat
 	Boot  string `json:"boot"`
 }
 
-// parseStat reads whether the process has ended, if nobody may have taken note
-// yet, and its start time out of /proc/PID/stat. The program's name, the second
-// field, may hold anything, brackets and blanks too.
+// parseStat reads from /proc/PID/stat whether the process has exited, even if not reaped, and its
+// start time. The second field, the program's name, may contain any character.
 func parseStat(stat string) (ended bool, start uint64, err error) {
 	end := strings.LastIndexByte(stat, ')')
 	if end < 0 {
 		return false, 0, fmt.Errorf("not a process's stat: %q", stat)
 	}
-	fields := strings.Fields(stat[end+1:]) // from the third field on
+	fields := strings.Fields(stat[end+1:]) // starts at the third field
 	if len(fields) < 20 || len(fields[0]) != 1 {
 		return false, 0, fmt.Errorf("not a process's stat: %q", stat)
 	}
 	start, err = strconv.ParseUint(fields[19], 10, 64)
-	// The first thread of a killed process is a zombie while the others still end, and hold its
+	// The first thread of a killed process is a zombie while other threads are still exiting with open
 	// sockets.
 	ended = fields[0] == "X" || fields[0] == "Z" && fields[17] == "1"
 	return ended, start, err
@@ -51,7 +50,7 @@ func bootID() (string, error) {
 	return strings.TrimSpace(string(id)), err
 }
 
-// identify names the running process that has the id now.
+// identify returns the running process with this id.
 func identify(pid int) (process, error) {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -65,7 +64,7 @@ func identify(pid int) (process, error) {
 	return process{PID: pid, Start: start, Boot: boot}, err
 }
 
-// alive tells whether it still runs; a zombie does not.
+// alive reports whether the process runs. A zombie does not.
 func (p process) alive() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
 	if err != nil {
@@ -79,7 +78,7 @@ func (p process) alive() bool {
 	return err == nil && boot == p.Boot
 }
 
-// signal sends a signal, and never to another process that got the same id.
+// signal sends a signal, and never to another process with the same id.
 func (p process) signal(number unix.Signal) error {
 	descriptor, err := p.open()
 	if err != nil || descriptor < 0 {
@@ -100,7 +99,7 @@ func (p process) open() (int, error) {
 	} else if err != nil {
 		return -1, fmt.Errorf("open process %d: %w", p.PID, err)
 	}
-	// The descriptor holds the id: if it is the right process now, it stays so.
+	// The descriptor pins the id, so one check is enough.
 	if !p.alive() {
 		unix.Close(descriptor)
 		return -1, nil
@@ -108,7 +107,7 @@ func (p process) open() (int, error) {
 	return descriptor, nil
 }
 
-// waitGone waits until the process has ended.
+// waitGone waits until the process has exited.
 func (p process) waitGone(ctx context.Context) error {
 	descriptor, err := p.open()
 	if err != nil || descriptor < 0 {
@@ -117,9 +116,9 @@ func (p process) waitGone(ctx context.Context) error {
 	defer unix.Close(descriptor)
 	for {
 		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("process %d is still there: %w", p.PID, err)
+			return fmt.Errorf("process %d still runs: %w", p.PID, err)
 		}
-		// Readable once it has ended, reaped or not.
+		// Readable after the exit, reaped or not.
 		ready, err := unix.Poll([]unix.PollFd{{Fd: int32(descriptor), Events: unix.POLLIN}}, 100)
 		if err != nil && !errors.Is(err, unix.EINTR) {
 			return err
@@ -130,19 +129,19 @@ func (p process) waitGone(ctx context.Context) error {
 	}
 }
 
-// spawnSpec is how to start a component.
+// spawnSpec describes how to start a component.
 type spawnSpec struct {
 	Argv        []string
 	Env         []string
-	Log         string // appended to
+	Log         string // file to append to
 	ProcessFile string
 	Cgroup      string
-	// Node is the process whose namespaces it joins; 0: the machine's.
+	// The process whose namespaces the component joins, or 0 for the machine's.
 	Node int
 }
 
-// start starts a component by way of a process that joins the cgroups and
-// namespaces, writes the component's process file, and ends.
+// start starts a component through a process that joins the cgroups and namespaces, writes the
+// component's process file, and exits.
 func (s spawnSpec) start(ctx context.Context) error {
 	input, err := json.Marshal(s)
 	if err != nil {
@@ -161,7 +160,7 @@ func (s spawnSpec) start(ctx context.Context) error {
 	return nil
 }
 
-// self is this program with other arguments.
+// self returns a command that runs this program with other arguments.
 func self(ctx context.Context, arguments ...string) (*exec.Cmd, error) {
 	program, err := os.Executable()
 	if err != nil {
@@ -170,14 +169,14 @@ func self(ctx context.Context, arguments ...string) (*exec.Cmd, error) {
 	return exec.CommandContext(ctx, program, arguments...), nil
 }
 
-// spawn is the process that spawnSpec.start starts.
+// spawn is the body of the process that spawnSpec.start starts.
 func spawn(s spawnSpec) error {
 	log, err := os.OpenFile(s.Log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
 		return err
 	}
 	defer log.Close()
-	// These are written from within the namespaces: by descriptor, then.
+	// These are written from within the namespaces, so they are opened before.
 	record, err := os.Open(filepath.Dir(s.ProcessFile))
 	if err != nil {
 		return err
@@ -199,7 +198,7 @@ func spawn(s spawnSpec) error {
 	if err := command.Start(); err != nil {
 		return err
 	}
-	// The id is the machine's: this process still is in the machine's pid namespace.
+	// The id is the machine's, because this process is still in the machine's PID namespace.
 	stat, err := readAt(machineProc, fmt.Sprintf("%d/stat", command.Process.Pid))
 	if err != nil {
 		return err
@@ -227,7 +226,7 @@ func readAt(dir *os.File, path string) ([]byte, error) {
 	return content.Bytes(), err
 }
 
-// writeAt replaces a file in the folder in one step.
+// writeAt replaces a file in the folder atomically.
 func writeAt(dir *os.File, name string, value any) error {
 	content, err := json.Marshal(value)
 	if err != nil {
@@ -246,8 +245,8 @@ func writeAt(dir *os.File, name string, value any) error {
 	return unix.Renameat(int(dir.Fd()), temporary, int(dir.Fd()), name)
 }
 
-// enter moves this thread into a cgroup (of every hierarchy) and into the
-// namespaces of a process, whose children it then starts. There is no way back.
+// enter moves this thread into a cgroup of every hierarchy and into the namespaces of a process.
+// The change is permanent and applies to children started later.
 func enter(cgroup string, pid int) error {
 	if err := joinCgroup(cgroup); err != nil {
 		return err
@@ -283,13 +282,13 @@ func enter(cgroup string, pid int) error {
 	return nil
 }
 
-// nodeEnv is the environment of what runs on a node.
+// nodeEnv is the environment of programs on a node.
 func (l layout) nodeEnv() []string {
 	return []string{"PATH=" + nodePath, "HOME=/root", "LANG=C.UTF-8", "CONTAINERD_ADDRESS=" + containerdSocket, l.marker()}
 }
 
-// execInNode runs a command on a node with this process's input and output, and
-// ends with its status.
+// execInNode runs a command on a node with this process's input and output, and exits with its
+// status.
 func (c *cluster) execInNode(ctx context.Context, name string, argv []string) error {
 	holder, err := c.nodeProcess(name)
 	if err != nil {
@@ -338,7 +337,7 @@ func (c *cluster) execInNode(ctx context.Context, name string, argv []string) er
 	return err
 }
 
-// lookPath is exec.LookPath with the message of a shell.
+// lookPath is exec.LookPath with a shell's error message.
 func lookPath(program string) (string, error) {
 	path, err := exec.LookPath(program)
 	if err != nil {

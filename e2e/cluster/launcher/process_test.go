@@ -21,19 +21,19 @@ func TestParseStat(t *testing.T) {
 	}
 	zombie := "17 (sh)" + strings.Replace(rest, " S ", " Z ", 1)
 	if ended, _, err := parseStat(zombie); err != nil || !ended {
-		t.Errorf("a zombie has not ended: %v", err)
+		t.Errorf("a zombie counts as running: %v", err)
 	}
 	if ended, _, err := parseStat(strings.Replace(zombie, " 20 0 1 0 ", " 20 0 9 0 ", 1)); err != nil || ended {
-		t.Errorf("a process whose other threads still end is taken for ended: %v", err)
+		t.Errorf("a process with exiting threads counts as exited: %v", err)
 	}
 	for _, stat := range []string{"", "17 (sh", "17 (sh) S 1 2", "17 (sh) S 1 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 x 1"} {
 		if _, _, err := parseStat(stat); err == nil {
-			t.Errorf("%q is taken for a stat", stat)
+			t.Errorf("%q is accepted as a stat", stat)
 		}
 	}
 }
 
-// child starts a process that does nothing, and ends it with the test.
+// child starts an idle process and kills it at the end of the test.
 func child(t *testing.T) (process, *exec.Cmd) {
 	t.Helper()
 	command := exec.Command("sleep", "1000")
@@ -51,7 +51,7 @@ func child(t *testing.T) (process, *exec.Cmd) {
 	return p, command
 }
 
-func TestProcessThatGotTheSameIDIsAnother(t *testing.T) {
+func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
 	p, _ := child(t)
 	for what, other := range map[string]process{
 		"started later":      {PID: p.PID, Start: p.Start + 1, Boot: p.Boot},
@@ -59,7 +59,7 @@ func TestProcessThatGotTheSameIDIsAnother(t *testing.T) {
 		"of no process here": {PID: 1 << 30, Start: p.Start, Boot: p.Boot},
 	} {
 		if other.alive() {
-			t.Errorf("%s: is alive", what)
+			t.Errorf("%s: the process counts as alive", what)
 		}
 		if err := other.signal(unix.SIGKILL); err != nil {
 			t.Errorf("%s: %v", what, err)
@@ -69,7 +69,7 @@ func TestProcessThatGotTheSameIDIsAnother(t *testing.T) {
 		}
 	}
 	if !p.alive() {
-		t.Fatal("the process was ended in the name of another")
+		t.Fatal("a signal for another process killed this one")
 	}
 }
 
@@ -78,12 +78,12 @@ func TestWaitGone(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
 	defer cancel()
 	if err := p.waitGone(ctx); err == nil {
-		t.Error("it is gone while it runs")
+		t.Error("a running process counts as gone")
 	}
 	if err := p.signal(unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	// Not reaped yet: a zombie is gone.
+	// A zombie counts as gone.
 	if err := p.waitGone(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -128,9 +128,9 @@ func TestParseHierarchies(t *testing.T) {
 		}
 	}
 	if pureUnified(hybrid) {
-		t.Error("a hybrid machine is taken for one with version 2 alone")
+		t.Error("a hybrid machine counts as pure version 2")
 	}
 	if !pureUnified(parseHierarchies("30 24 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n")) {
-		t.Error("a machine with version 2 alone is not seen")
+		t.Error("a pure version 2 machine is not detected")
 	}
 }

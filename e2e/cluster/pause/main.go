@@ -1,5 +1,5 @@
-// Command pause is process 1 of a pod's sandbox: it holds the pod's namespaces,
-// reaps what is orphaned in them, and ends on SIGTERM or SIGINT.
+// Command pause is process 1 of a pod's sandbox. It keeps the pod's namespaces, reaps orphans, and
+// exits on SIGTERM or SIGINT.
 package main
 
 import (

@@ -1,8 +1,8 @@
 //go:build selftest
 
-// Package selftest tries the local cluster itself: it brings one up, uses and
-// breaks it, and takes it down. It needs root, and no other cluster on the
-// machine; `go test -tags selftest -count 1 -v ./selftest`.
+// Package selftest tests the local cluster: it creates, uses, breaks and removes one. It needs
+// root, and no other cluster may run on the machine. Run it with go test -tags selftest -count 1 -v
+// ./selftest
 package selftest
 
 import (
@@ -24,7 +24,7 @@ const (
 	image    = "localhost/selftest:dev"
 )
 
-// result is what a program printed, and how it ended.
+// result is a program's output and exit status.
 type result struct {
 	stdout, stderr string
 	err            error
@@ -41,7 +41,7 @@ func execute(input string, argv ...string) result {
 	return result{strings.TrimSpace(stdout.String()), strings.TrimSpace(stderr.String()), err}
 }
 
-// must runs a program that has to succeed, and returns what it printed.
+// must runs a program that must succeed and returns its output.
 func must(t *testing.T, argv ...string) string {
 	t.Helper()
 	r := execute("", argv...)
@@ -69,7 +69,7 @@ func kubectl(t *testing.T, arguments ...string) string {
 	return must(t, kubectlArgv(arguments...)...)
 }
 
-// eventually waits until a program prints what is wanted.
+// eventually repeats a program until it prints the wanted text.
 func eventually(t *testing.T, want string, argv ...string) {
 	t.Helper()
 	var last result
@@ -78,10 +78,10 @@ func eventually(t *testing.T, want string, argv ...string) {
 			return
 		}
 	}
-	t.Fatalf("%s: never %q; at last %v\n%s\n%s", strings.Join(argv, " "), want, last.err, last.stdout, last.stderr)
+	t.Fatalf("%s: timed out waiting for %q; last result %v\n%s\n%s", strings.Join(argv, " "), want, last.err, last.stdout, last.stderr)
 }
 
-// pids are the running components' process ids.
+// pids returns the process ids of the running components.
 func pids(t *testing.T) map[string]string {
 	t.Helper()
 	found := make(map[string]string)
@@ -125,7 +125,7 @@ func runPod(t *testing.T, name, node, command string) {
 
 const idle = "exec sleep 1000000"
 
-// machine is what a cluster must leave as it was.
+// machine returns properties of the machine that a cluster must not change.
 func machine(t *testing.T) string {
 	t.Helper()
 	var all strings.Builder
@@ -142,12 +142,12 @@ func machine(t *testing.T) string {
 	return all.String()
 }
 
-// client is a program that the first test builds.
+// client is the path of a program that the first test builds.
 var client string
 
 func TestCluster(t *testing.T) {
 	client = filepath.Join(t.TempDir(), "client")
-	cluster(t, "down") // of a run that was cut off
+	cluster(t, "down") // after an interrupted run
 	before := machine(t)
 	t.Cleanup(func() {
 		if r := execute("", clusterArgv("down")...); r.err != nil {
@@ -159,16 +159,16 @@ func TestCluster(t *testing.T) {
 		cluster(t, "build")
 		start := time.Now()
 		cluster(t, "up")
-		t.Logf("from nothing to Ready: %.1f s", time.Since(start).Seconds())
+		t.Logf("from no cluster to Ready: %.1f s", time.Since(start).Seconds())
 		first := pids(t)
 		start = time.Now()
 		cluster(t, "up")
-		t.Logf("up once more: %.1f s", time.Since(start).Seconds())
+		t.Logf("up again: %.1f s", time.Since(start).Seconds())
 		if again := pids(t); len(first) != 8 || fmt.Sprint(again) != fmt.Sprint(first) {
 			t.Errorf("processes %v, then %v", first, again)
 		}
 		if found := execute("", clusterArgv("leftovers")...); found.err == nil || !strings.Contains(found.stdout, "kubelet") {
-			t.Errorf("leftovers of a cluster that runs: %v\n%s", found.err, found.stdout)
+			t.Errorf("leftovers of a running cluster: %v\n%s", found.err, found.stdout)
 		}
 		if other := execute("", "../cluster", "--name", "another", "up"); other.err == nil || !strings.Contains(other.stderr, state) {
 			t.Errorf("a second cluster beside it: %v\n%s", other.err, other.stderr)
@@ -197,9 +197,9 @@ func TestCluster(t *testing.T) {
 		if after := machine(t); after != before {
 			t.Errorf("the machine before:\n%s\nand after:\n%s", before, after)
 		}
-		cluster(t, "down") // again, of nothing
+		cluster(t, "down") // again, without a cluster
 		if _, err := os.Stat(state + ".lock"); err == nil {
-			t.Error("the lock's file is there")
+			t.Error("the lock file still exists")
 		}
 	})
 }
@@ -211,7 +211,7 @@ func testImage(t *testing.T) {
 	if output, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, output)
 	}
-	// A dynamically linked program too, to see that its libraries come along.
+	// The dynamically linked program shows that its libraries are added.
 	must(t, clusterArgv("image", "build", "--tag", image, "--shell", "--ldd", "--dir", "/tmp:1777",
 		"--add", client+":/usr/bin/client", "--add", "/usr/bin/env:/usr/bin/dynamic", "--entrypoint", "/bin/sh", "-o", dir+"/image.tar")...)
 	cluster(t, "image", "import", dir+"/image.tar")
@@ -225,9 +225,9 @@ func testPod(t *testing.T) {
 	if got := kubectl(t, "exec", "one", "--", "/usr/bin/dynamic", "echo", "linked"); got != "linked" {
 		t.Errorf("exec: %q", got)
 	}
-	// The pod's token, the service's address, and the way through the node's packet filter.
+	// This checks the pod's token, the service's address and the node's packet filter.
 	if got := kubectl(t, "exec", "one", "--", "client"); got != "system:serviceaccount:default:default" {
-		t.Errorf("the API server takes the pod for %q", got)
+		t.Errorf("the API server identifies the pod as %q", got)
 	}
 	uid := kubectl(t, "get", "pod", "one", "-o", "jsonpath={.metadata.uid}")
 	inPod := kubectl(t, "exec", "one", "--", "cat", "/proc/self/cgroup")
@@ -264,7 +264,7 @@ func testCDI(t *testing.T) {
 			t.Errorf("%s: a container with the device has %q", dir, got)
 		}
 	}
-	// The same configuration is what the kubelet's side of containerd has.
+	// The kubelet's part of containerd has the same configuration.
 	config := cluster(t, "exec-node", "node1", "containerd", "--config", "/etc/containerd/config.toml", "config", "dump")
 	if !strings.Contains(config, "cdi_spec_dirs = ['/etc/cdi', '/var/run/cdi']") {
 		t.Errorf("containerd's configuration:\n%s", config)
@@ -280,7 +280,7 @@ func testAdmissionPolicies(t *testing.T) {
 
 func testSecondNode(t *testing.T) {
 	cluster(t, "up", "--nodes", "2")
-	// It has the image although it was imported before the node was there.
+	// The node has the image although the image was imported before the node was added.
 	runPod(t, "two", "node2", "echo mine >/kubelet/selftest; mkdir /www; echo served >/www/index.html; exec httpd -f -p 80 -h /www")
 	if got := kubectl(t, "exec", "one", "--", "sh", "-c", "ls /kubelet/selftest 2>&1 || true"); !strings.Contains(got, "No such file") {
 		t.Errorf("node1's pod sees the file of node2's /var/lib/kubelet: %s", got)
@@ -304,13 +304,13 @@ func testSecondNode(t *testing.T) {
 		url := "http://" + target + "/"
 		eventually(t, "served", kubectlArgv("exec", "one", "--", "client", url)...)
 		eventually(t, "served", client, url) // from the machine
-		// And from a node itself, as a pod of the node's network would.
+		// Also from a node itself, like a pod of the node's network.
 		must(t, "cp", client, state+"/nodes/node1/host/tmp/client")
 		eventually(t, "served", clusterArgv("exec-node", "node1", "/tmp/client", url)...)
 	}
 }
 
-// untouched returns a check that the pods' containers are the same ones, never restarted.
+// untouched returns a check that the pods' containers have not changed or restarted since.
 func untouched(t *testing.T) func() {
 	t.Helper()
 	const format = "jsonpath={range .items[*]}{.metadata.name} {.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}{\"\\n\"}{end}"
@@ -334,14 +334,14 @@ func testComponents(t *testing.T) {
 		check := untouched(t)
 		before := pids(t)[name]
 		cluster(t, "kill", name)
-		// It may still wait for its parent, but runs no more.
+		// The process may still be a zombie, but must not run.
 		if stat, err := os.ReadFile("/proc/" + before + "/stat"); err == nil && !strings.Contains(string(stat), ") Z ") {
-			t.Errorf("%s is killed, process %s runs: %s", name, before, stat)
+			t.Errorf("%s was killed, but process %s runs: %s", name, before, stat)
 		}
 		if r := execute("", clusterArgv("status")...); r.err == nil || pids(t)[name] != "" {
-			t.Errorf("%s is killed, and the status is\n%s", name, r.stdout)
+			t.Errorf("%s was killed, but the status is\n%s", name, r.stdout)
 		}
-		cluster(t, "kill", name) // again, of nothing
+		cluster(t, "kill", name) // again, while it does not run
 		cluster(t, "start", name)
 		cluster(t, "start", name)
 		killed := pids(t)[name]
@@ -375,7 +375,7 @@ func testPowerCut(t *testing.T) {
 	}
 	cluster(t, "exec-node", "node1", "true")
 	cluster(t, "start", "node@node2")
-	// Its disk is as it was, and its pod runs again.
+	// The node's disk is unchanged, and its pod runs again.
 	cluster(t, "exec-node", "node2", "grep", "mine", "/var/lib/kubelet/selftest")
 	eventually(t, "1", kubectlArgv("get", "pod", "two", "-o", "jsonpath={.status.containerStatuses[0].restartCount}")...)
 	eventually(t, "condition met", kubectlArgv("wait", "--for=condition=Ready", "pod/two", "--timeout=1s")...)
@@ -401,7 +401,7 @@ func testDriverRoot(t *testing.T) {
 	if got := cluster(t, "exec-node", "node1", "ls", "/opt/simgpu"); got != "" {
 		t.Errorf("without a driver root there is %q", got)
 	}
-	// A device that a test makes on a node is the node's alone.
+	// A test's device is visible on its node only.
 	cluster(t, "exec-node", "node1", "mknod", "-m", "666", "/dev/nvidia0", "c", "1", "3")
 	if _, err := os.Stat("/dev/nvidia0"); err == nil {
 		t.Error("the machine sees the node's device")
@@ -414,13 +414,13 @@ func testNodeAddRemove(t *testing.T) {
 		t.Errorf("nodes: %s", got)
 	}
 	if _, err := os.Stat(state + "/nodes/node2"); err == nil {
-		t.Error("the node's folder is there")
+		t.Error("the node's folder still exists")
 	}
 	cluster(t, "node", "add", "other")
 	cluster(t, "node", "add", "other")
 	runPod(t, "three", "other", idle)
 	if got := kubectl(t, "exec", "three", "--", "client"); got != "system:serviceaccount:default:default" {
-		t.Errorf("the API server takes the pod for %q", got)
+		t.Errorf("the API server identifies the pod as %q", got)
 	}
 	cluster(t, "node", "remove", "other")
 }
@@ -457,7 +457,7 @@ func testErrors(t *testing.T) {
 	}
 }
 
-// testInterruptedUp cuts a first `up` off in the middle; the next one goes on.
+// testInterruptedUp interrupts a first up. The next up continues.
 func testInterruptedUp(t *testing.T) {
 	cluster(t, "down")
 	argv := clusterArgv("up")
@@ -474,7 +474,7 @@ func testInterruptedUp(t *testing.T) {
 			t.Fatal("the API server was never started")
 		}
 	}
-	// The script replaced itself by the launcher: this is the launcher.
+	// The script was replaced by the launcher, so this kills the launcher.
 	if err := command.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
@@ -489,7 +489,7 @@ func testInterruptedUp(t *testing.T) {
 	}
 	cluster(t, "up")
 	if got := pids(t)["apiserver"]; got != fmt.Sprint(started.PID) {
-		t.Errorf("the API server that ran, process %d, was not kept: %s", started.PID, got)
+		t.Errorf("the running API server, process %d, was replaced: %s", started.PID, got)
 	}
 	cluster(t, "status")
 }

@@ -1,4 +1,4 @@
-//! Gives the library the name by which programs load the real one.
+//! Sets the soname under which programs load the real library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,6 +1,6 @@
 //! A reproducible random number generator.
 
-/// The SplitMix64 generator: small, and the same on every platform.
+/// The `SplitMix64` generator: small, and the same on every platform.
 pub(super) struct Rng(pub(super) u64);
 
 impl Rng {

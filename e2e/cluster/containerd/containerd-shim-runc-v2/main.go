@@ -1,6 +1,5 @@
-// Command containerd-shim-runc-v2 holds the containers of one pod for
-// containerd. It is a program of its own: its plugins and containerd's register
-// in the same place.
+// Command containerd-shim-runc-v2 supervises the containers of one pod for containerd. It is a
+// separate program, because its plugins and containerd's use the same registry.
 package main
 
 import (

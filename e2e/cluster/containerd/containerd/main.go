@@ -1,4 +1,4 @@
-// Command containerd is containerd, and its client ctr where it is called so.
+// Command containerd is containerd, or its client ctr if the program has that name.
 package main
 
 import (

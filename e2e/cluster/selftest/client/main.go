@@ -1,5 +1,5 @@
-// Command client prints what is at a URL; without one it asks the API server,
-// from within a pod and with the pod's token, who it is, and prints the answer.
+// Command client prints the content of a URL. Without a URL it queries the API server from within a
+// pod for the pod's own identity and prints the answer.
 package main
 
 import (

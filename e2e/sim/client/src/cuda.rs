@@ -1,4 +1,4 @@
-//! The CUDA library's stand-in: a context through MPS where there is a daemon, else a plain one.
+//! Simulates the CUDA library: contexts use MPS if there is a daemon, and the GPU directly if not.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -13,7 +13,7 @@ use crate::devices::Given;
 const ILLEGAL_ADDRESS: i32 = 700;
 const UNKNOWN: i32 = 999;
 
-/// The library, initialised: MPS or not is decided once for the process.
+/// The initialised library. The choice of MPS applies to the whole process.
 pub(crate) struct Cuda {
     machine: Option<Machine>,
     mps: Option<Mps>,
@@ -22,13 +22,13 @@ pub(crate) struct Cuda {
 
 /// A context on the program's first device.
 pub(crate) enum Context {
-    /// An MPS server works for it.
+    /// A context that an MPS server serves.
     Mps(MpsContext),
-    /// All of the GPU, in turns with other processes.
+    /// A context that uses the whole GPU, in turns with other processes.
     Plain(Plain),
 }
 
-/// A plain context.
+/// A context without MPS.
 pub(crate) struct Plain {
     machine: Machine,
     context: sim_machine::Context,
@@ -37,11 +37,11 @@ pub(crate) struct Plain {
 }
 
 impl Cuda {
-    /// Initialises the library. `control` is where it looks for an MPS daemon; it waits as long as
-    /// that lets it wait.
+    /// Initialises the library. It searches for an MPS daemon at `control` and waits for its answer
+    /// without a deadline.
     ///
     /// # Errors
-    /// A `CUresult`: there is no device, or the MPS server lets nobody in.
+    /// A `CUresult`: there is no device, or the MPS server rejects clients.
     pub(crate) fn init(control: &Path, given: &Given) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
         let mps = Mps::attach(control)?;
@@ -71,12 +71,12 @@ impl Cuda {
 }
 
 impl Context {
-    /// Whether MPS serves it.
+    /// Whether MPS serves the context.
     pub(crate) fn via_mps(&self) -> bool {
         matches!(self, Self::Mps(_))
     }
 
-    /// Its device.
+    /// The context's device.
     pub(crate) fn device(&self) -> &Device {
         match self {
             Self::Mps(context) => context.device(),
@@ -84,7 +84,7 @@ impl Context {
         }
     }
 
-    /// SMs that it may use.
+    /// The number of SMs that the context may use.
     pub(crate) fn sms(&self) -> u32 {
         match self {
             Self::Mps(context) => context.sms(),
@@ -92,7 +92,7 @@ impl Context {
         }
     }
 
-    /// The memory limit that binds it, bytes.
+    /// The memory limit of the context, in bytes.
     pub(crate) fn limit(&self) -> Option<u64> {
         match self {
             Self::Mps(context) => context.limit(),
@@ -100,7 +100,7 @@ impl Context {
         }
     }
 
-    /// Free memory as `cudaMemGetInfo` gives it, bytes.
+    /// The free memory in bytes, as `cudaMemGetInfo` returns it.
     pub(crate) fn free_memory(&self) -> Result<u64, i32> {
         match self {
             Self::Mps(context) => context.free_memory(),
@@ -111,7 +111,7 @@ impl Context {
         }
     }
 
-    /// Takes memory.
+    /// Allocates memory.
     pub(crate) fn allocate(&self, bytes: u64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.allocate(bytes),
@@ -122,7 +122,7 @@ impl Context {
         }
     }
 
-    /// Kernels of so many milliseconds are in flight from now on.
+    /// Starts kernels of this many milliseconds each.
     pub(crate) fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.launch(kernel_ms),
@@ -130,7 +130,7 @@ impl Context {
         }
     }
 
-    /// All kernels are done.
+    /// Waits for all kernels.
     pub(crate) fn synchronize(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.synchronize(),
@@ -138,7 +138,7 @@ impl Context {
         }
     }
 
-    /// A kernel that accesses memory that is not there. Its error comes later.
+    /// Runs a kernel with an illegal memory access. The error arrives later.
     pub(crate) fn access_illegally(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.access_illegally(),
@@ -146,7 +146,7 @@ impl Context {
         }
     }
 
-    /// The error that broke it, if one did.
+    /// The error that broke the context, if any.
     pub(crate) fn error(&self) -> Option<i32> {
         match self {
             Self::Mps(context) => context.error(),
@@ -166,14 +166,14 @@ impl Plain {
     fn access_illegally(&self) -> Result<(), i32> {
         self.working()?;
         self.error.store(ILLEGAL_ADDRESS, Ordering::Relaxed);
-        let told = self.machine.update(|state| {
+        let updated = self.machine.update(|state| {
             let place = state.device(&self.device.uuid);
             let gpu = place.map(|device| device.gpu.uuid.clone()).unwrap_or_default();
             let instance = place.and_then(|device| device.mig).map(|(gpu, compute)| (gpu.id, compute.id));
             state.push_event(&gpu, EventKind::Xid, 31, instance);
             Ok::<_, sim_machine::Error>(())
         });
-        told.map_err(|_| UNKNOWN)
+        updated.map_err(|_| UNKNOWN)
     }
 }
 

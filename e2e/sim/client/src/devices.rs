@@ -1,5 +1,4 @@
-//! Which devices a program sees: those that its container was given, then those that it wants of
-//! them.
+//! The devices that a program sees: its container's devices, restricted by its own environment.
 
 use std::fs;
 use std::path::Path;
@@ -7,21 +6,21 @@ use std::path::Path;
 use sim_machine::{DeviceRef, Machine, State};
 use sim_mps::wire::Device;
 
-/// Another directory for `/dev`, for tests.
+/// The environment variable that replaces `/dev` in tests.
 pub(crate) const DEV_ENV: &str = "SIMGPU_DEV";
 
-/// What the environment says.
+/// The device selection in the environment.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Given {
-    /// `NVIDIA_VISIBLE_DEVICES`: what NVIDIA's container runtime acts upon.
+    /// `NVIDIA_VISIBLE_DEVICES`, which NVIDIA's container runtime evaluates.
     pub(crate) container: Option<String>,
-    /// Numbers of the `/dev/nvidia<n>` that are there.
+    /// The minor numbers of the `/dev/nvidia<n>` that exist.
     pub(crate) nodes: Vec<u32>,
     /// `CUDA_VISIBLE_DEVICES`.
     pub(crate) program: Option<String>,
 }
 
-/// GPUs that a container was given.
+/// The GPUs of a container.
 #[derive(Debug, PartialEq, Eq)]
 enum Container<'a> {
     All,
@@ -31,7 +30,7 @@ enum Container<'a> {
 }
 
 impl Given {
-    /// This process's.
+    /// Reads this process's environment.
     pub(crate) fn own() -> Self {
         let text = |name| std::env::var(name).ok();
         let dev = text(DEV_ENV).unwrap_or_else(|| "/dev".to_owned());
@@ -45,11 +44,11 @@ impl Given {
     fn container(&self) -> Container<'_> {
         match self.container.as_deref() {
             Some("all") => Container::All,
-            // `void` is what CDI specifications set: the device nodes say it then.
+            // CDI specifications set `void`. The device nodes then determine the GPUs.
             Some("void") | None if !self.nodes.is_empty() => Container::Nodes(&self.nodes),
             Some("void" | "none" | "") => Container::Nothing,
             Some(list) => Container::List(list),
-            // A program on a host without device nodes, which a simulated machine need not have.
+            // A program on the host. A simulated machine does not need device nodes there.
             None if self.program.is_some() => Container::All,
             None => Container::Nothing,
         }
@@ -63,7 +62,7 @@ impl Given {
             Container::Nodes(nodes) => {
                 let has_node = |device: &DeviceRef<'_>| nodes.contains(&device.gpu.minor);
                 let whole = state.visible_devices(None).into_iter().filter(has_node);
-                // A MIG device is not told from its GPU by a node: the program's own list names it.
+                // A device node does not identify a MIG device, so the program's list must name it.
                 match self.program.as_deref().filter(|list| list.starts_with("MIG-")) {
                     Some(list) => state.visible_devices(Some(list)).into_iter().filter(has_node).collect(),
                     None => whole.collect(),
@@ -79,9 +78,8 @@ impl Given {
         self.wanted(given.collect())
     }
 
-    /// Of the devices that an MPS server offers those that the program sees. `machine` is none
-    /// where a container has no access to it: then everything that the server offers and the
-    /// environment does not exclude.
+    /// The devices of an MPS server that the program sees. Without `machine`, in a container
+    /// without access to it, only the environment restricts them.
     pub(crate) fn visible_of(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
         match (state, self.container()) {
@@ -103,8 +101,8 @@ impl Given {
     }
 }
 
-/// What a list of ordinals and UUIDs (or their beginnings) names; the first entry that names
-/// nothing ends it.
+/// The devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the first
+/// entry that names no device.
 fn select(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),
@@ -130,7 +128,7 @@ mod tests {
         Description { name: "test".into(), gpus, ..Description::default() }.state().unwrap()
     }
 
-    fn seen(given: &Given) -> Vec<u32> {
+    fn indices(given: &Given) -> Vec<u32> {
         let state = state();
         let index = |device: &Device| state.gpus.iter().find(|gpu| gpu.uuid == device.uuid).unwrap().index;
         given.visible(&state).iter().map(index).collect()
@@ -141,29 +139,29 @@ mod tests {
     }
 
     #[test]
-    fn a_program_sees_what_its_container_was_given() {
+    fn a_program_sees_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(seen(&given(None, &[], None)), [] as [u32; 0]);
-        assert_eq!(seen(&given(Some("none"), &[], Some("0"))), [] as [u32; 0]);
-        assert_eq!(seen(&given(Some("void"), &[], None)), [] as [u32; 0]);
-        assert_eq!(seen(&given(Some("all"), &[], None)), [0, 1]);
-        assert_eq!(seen(&given(Some(&second), &[], None)), [1]);
-        assert_eq!(seen(&given(Some("void"), &[1], None)), [1]);
-        assert_eq!(seen(&given(None, &[1], None)), [1]);
+        assert_eq!(indices(&given(None, &[], None)), [] as [u32; 0]);
+        assert_eq!(indices(&given(Some("none"), &[], Some("0"))), [] as [u32; 0]);
+        assert_eq!(indices(&given(Some("void"), &[], None)), [] as [u32; 0]);
+        assert_eq!(indices(&given(Some("all"), &[], None)), [0, 1]);
+        assert_eq!(indices(&given(Some(&second), &[], None)), [1]);
+        assert_eq!(indices(&given(Some("void"), &[1], None)), [1]);
+        assert_eq!(indices(&given(None, &[1], None)), [1]);
     }
 
     #[test]
-    fn a_program_chooses_among_what_its_container_was_given() {
+    fn a_program_selects_among_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(seen(&given(Some(&second), &[], Some("0"))), [1]);
-        assert_eq!(seen(&given(Some(&second), &[], Some("1"))), [] as [u32; 0]);
-        assert_eq!(seen(&given(Some("all"), &[], Some(&second))), [1]);
-        assert_eq!(seen(&given(None, &[], Some("1,0"))), [1, 0]);
-        assert_eq!(seen(&given(None, &[], Some(""))), [] as [u32; 0]);
+        assert_eq!(indices(&given(Some(&second), &[], Some("0"))), [1]);
+        assert_eq!(indices(&given(Some(&second), &[], Some("1"))), [] as [u32; 0]);
+        assert_eq!(indices(&given(Some("all"), &[], Some(&second))), [1]);
+        assert_eq!(indices(&given(None, &[], Some("1,0"))), [1, 0]);
+        assert_eq!(indices(&given(None, &[], Some(""))), [] as [u32; 0]);
     }
 
     #[test]
-    fn without_the_machine_a_program_sees_what_the_server_offers_and_its_environment_names() {
+    fn without_the_machine_the_server_and_the_environment_determine_the_devices() {
         let state = state();
         let offers = state.gpus.iter().map(|gpu| Device { uuid: gpu.uuid.clone(), sms: 132, memory: 0 });
         let offers: Vec<Device> = offers.take(1).collect();

@@ -1,4 +1,4 @@
-//! A client that does not keep to the handshake, for tests of whoever stands at the door.
+//! Violates the handshake, for tests of daemons and doors.
 
 use std::fs::File;
 use std::io;
@@ -12,69 +12,69 @@ use serde_json::json;
 use sim_mps::handshake::{self, CREDENTIALS, Entrance, KIND_ADMINISTRATOR, KIND_CLIENT, Subject};
 use sim_mps::seqpacket::{Connection, Credentials};
 
-use crate::work;
+use crate::output::print;
 
-/// What it does wrong.
+/// A violation of the handshake ("lie").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lie {
-    /// Says so many bytes of `OUTBCRED` and kind, then nothing.
+    /// Sends this many bytes of `OUTBCRED` and kind, then nothing more.
     Stall(usize),
-    /// Names a kind that does not exist, or another's.
+    /// Sends an unknown kind, or the kind of an administrator.
     Kind(u32),
     /// Sends a kind of two bytes.
     ShortKind,
-    /// Sends 128 KiB in place of `OUTBCRED`.
+    /// Sends 128 KiB instead of `OUTBCRED`.
     Huge,
-    /// Sends 64 bytes that mean nothing.
+    /// Sends 64 meaningless bytes.
     Garbage,
     /// Sends `OUTBCRED` twice.
     Twice,
-    /// Sends descriptors along with `OUTBCRED`.
+    /// Sends a file descriptor with `OUTBCRED`.
     Descriptors,
-    /// Claims another's pid: the kernel lets root do so.
+    /// Claims another process's PID, which the kernel allows to root.
     Pid(i32),
-    /// Claims root's uid.
+    /// Claims root's user id.
     Root,
-    /// Says all that is right, and never takes the answer nor leaves.
+    /// Sends a valid introduction and then neither reads nor closes.
     Unread,
-    /// Says after the kind of a client what an administrator says.
+    /// Sends an administrator's command after the kind of a client.
     AdministratorAfterClient,
     /// Announces a command of 2^60 bytes.
     LongCommand,
-    /// Opens so many connections, and says nothing on any.
+    /// Opens this many connections and sends nothing.
     Flood(usize),
-    /// Is let in by the daemon, says so many of the three words to the server, and is gone.
+    /// Sends this many of the three words to the server, then closes all sockets.
     Vanish(usize),
-    /// The same, but stays, and says nothing more.
+    /// Sends this many of the three words to the server, then nothing more.
     Mute(usize),
-    /// Is let in by the daemon, and after so many steps shuts a socket down: 0 before it takes
-    /// anything from the server, 1 when it has taken all, 2 to 4 when it has said one to three
-    /// words, 5 when it has the answer, before the last word to the daemon.
+    /// Shuts a socket down after this many steps of the handshake with the server: 0 before it
+    /// receives anything, 1 after it has received the descriptors, 2 to 4 after one to three words,
+    /// 5 after the answer but before the last word to the daemon.
     Shutdown(Half, u32),
-    /// Is let in by the server, and does not tell the daemon.
+    /// Sends no last word to the daemon.
     NoLastWord,
-    /// Is let in by the server, and tells the daemon this.
+    /// Sends this last word to the daemon.
     LastWord(u32),
-    /// Is let in by daemon and server so many times, and then neither says anything nor leaves.
+    /// Completes this many handshakes and keeps the connections open without using them.
     Enter(usize),
 }
 
-/// What of its sockets it shuts down.
+/// The socket, or the direction of a socket, that is shut down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Half {
-    /// The one to the server.
+    /// Both directions of the socket to the server.
     Both,
-    /// What the server says.
+    /// Reading from the server.
     Reading,
-    /// What it says to the server.
+    /// Writing to the server.
     Writing,
-    /// The one to the daemon.
+    /// The socket to the daemon.
     Daemon,
-    /// The first of the descriptors that the server gives.
+    /// The first of the server's descriptors.
     Channel,
 }
 
-/// The lies, as the help lists them.
+/// The values of `--lie` for its help.
 pub(crate) const NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
@@ -121,29 +121,29 @@ impl FromStr for Lie {
     }
 }
 
-/// Lies to `control`, waits until the other side closes, at most so long, and prints what became of
-/// it: `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`; `refused` is the kernel's word.
-/// The packets of `enter=N` are the times that it was let in.
+/// Performs a violation on `control`, waits until the peer closes, at most for `patience`, and
+/// prints `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that the
+/// kernel refused the message. For `enter=N`, `packets` is the number of completed handshakes.
 pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {
-        work::print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
+        print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
     };
     if let Lie::Vanish(_) | Lie::Mute(_) | Lie::Shutdown(..) | Lie::NoLastWord | Lie::LastWord(_) = lie {
         let Ok(entrance) = handshake::knock(control) else {
             report("closed", 0);
             return Ok(());
         };
-        let held = tell_server(entrance, lie)?;
-        let waited = held.first().map_or(Ok((true, 0)), |connection| drain(connection, deadline))?;
+        let open = violate_with_server(entrance, lie)?;
+        let waited = open.first().map_or(Ok((true, 0)), |connection| drain(connection, deadline))?;
         report(if waited.0 { "closed" } else { "open" }, waited.1);
         return Ok(());
     }
     if let Lie::Enter(count) = lie {
         let enter = || handshake::knock(control).and_then(|entrance| entrance.enter(Subject::Process));
-        let held: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
-        let closed = held.first().map_or(Ok((true, 0)), |(_, server)| drain(server, deadline))?.0;
-        report(if closed { "closed" } else { "open" }, held.len());
+        let open: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
+        let closed = open.first().map_or(Ok((true, 0)), |(_, server)| drain(server, deadline))?.0;
+        report(if closed { "closed" } else { "open" }, open.len());
         return Ok(());
     }
     let connections = (0..if let Lie::Flood(count) = lie { count } else { 1 })
@@ -151,9 +151,9 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
         .collect::<io::Result<Vec<_>>>()?;
     let (mut outcome, mut packets) = ("closed", 0);
     for connection in &connections {
-        match tell(connection, lie) {
+        match violate(connection, lie) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => outcome = "refused",
-            // It closed before all was said.
+            // The peer closed before the end of the introduction.
             _ => {
                 if lie == Lie::Unread {
                     while !connection.is_closed() && Instant::now() < deadline {
@@ -172,14 +172,15 @@ pub(crate) fn run(control: &Path, lie: Lie, patience: Duration) -> io::Result<()
     Ok(())
 }
 
-/// Lies to the server: what is to be kept open, the daemon first.
-fn tell_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
+/// Violates the handshake with the server. Returns the connections to keep open, the daemon's
+/// first.
+fn violate_with_server(entrance: Entrance, lie: Lie) -> io::Result<Vec<Connection>> {
     if let Lie::Shutdown(half, 0) = lie {
         shut(half, &entrance, None)?;
         let Entrance { daemon, server } = entrance;
         return Ok(vec![daemon, server]);
     }
-    // The server's descriptors would end with this process; taken, they end with the lie.
+    // The descriptors stay open until the violation ends.
     let channel = entrance.channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
     let Entrance { daemon, server } = &entrance;
     let [first, second] = Subject::Process.words();
@@ -231,7 +232,7 @@ fn shut(half: Half, entrance: &Entrance, channel: Option<&Connection>) -> io::Re
     Ok(rustix::net::shutdown(socket, how)?)
 }
 
-fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
+fn violate(connection: &Connection, lie: Lie) -> io::Result<()> {
     let own = handshake::own_credentials();
     let introduce = |credentials: Credentials, kind: u32| {
         connection.send_credentials(CREDENTIALS, credentials)?;
@@ -265,7 +266,7 @@ fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
         }
         Lie::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         Lie::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
-        // Those that tell the server lies have told the daemon the truth.
+        // These violations concern the server only, so the daemon gets a valid introduction.
         Lie::Unread
         | Lie::Vanish(_)
         | Lie::Mute(_)
@@ -286,7 +287,8 @@ fn tell(connection: &Connection, lie: Lie) -> io::Result<()> {
     }
 }
 
-/// Reads until the other side closes or the time is over: whether it closed, and the packets read.
+/// Reads until the peer closes or until `deadline`. Returns whether it closed, and the number of
+/// packets.
 fn drain(connection: &Connection, deadline: Instant) -> io::Result<(bool, usize)> {
     let mut packets = 0;
     loop {
@@ -304,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lies_are_read_by_name() {
+    fn lies_are_parsed_by_name() {
         assert_eq!("stall=9".parse(), Ok(Lie::Stall(9)));
         assert_eq!("kind=7".parse(), Ok(Lie::Kind(7)));
         assert_eq!("huge".parse(), Ok(Lie::Huge));

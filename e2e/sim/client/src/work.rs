@@ -1,6 +1,6 @@
-//! What a program does once it has its contexts.
+//! The program's actions after it has created its contexts.
 
-use std::io::{self, BufRead, Write};
+use std::io::{self, BufRead};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -8,44 +8,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::Arguments;
+use crate::arguments::{Arguments, Span};
 use crate::cuda::{self, Context, Cuda};
 use crate::devices::Given;
+use crate::output::print;
 
-/// How often a program that waits looks for errors and signals.
+/// How often a waiting program checks for errors and signals.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long an illegal access may take to be told.
+/// How long an illegal access may take to be reported.
 const FAULT: Duration = Duration::from_secs(30);
-
-/// How long something lasts.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Span {
-    /// So long.
-    For(Duration),
-    /// Until a signal.
-    Forever,
-}
-
-impl std::str::FromStr for Span {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "forever" {
-            return Ok(Self::Forever);
-        }
-        let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-        seconds.map(Self::For).ok_or_else(|| format!("{text:?} is neither a number of seconds nor \"forever\""))
-    }
-}
-
-impl Span {
-    fn is_over(self, since: Instant) -> bool {
-        match self {
-            Self::For(span) => since.elapsed() >= span,
-            Self::Forever => false,
-        }
-    }
-}
 
 /// Why a program stopped.
 enum Stop {
@@ -55,10 +26,10 @@ enum Stop {
     Signal,
 }
 
-/// Runs the program: its exit status.
+/// Runs the program and returns its exit status.
 pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     let control = sim_mps::tool::pipe_directory().join("control");
-    // Kept as long as its contexts: it is what the server knows the process by.
+    // Must live as long as the contexts: the server identifies the process by it.
     let cuda = Cuda::init(&control, &Given::own());
     let contexts = match &cuda {
         Ok(cuda) => (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>(),
@@ -81,12 +52,12 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
             exit_status(code)
         }
     };
-    // In order: dropping the contexts says goodbye to the server.
+    // Dropping the contexts closes them in order.
     drop(contexts);
     status
 }
 
-/// The exit status of a `CUresult`: the code modulo 256, and never 0.
+/// The exit status of a `CUresult`: the code modulo 256, or 1 if that is 0.
 fn exit_status(code: i32) -> u8 {
     u8::try_from(code.rem_euclid(256)).ok().filter(|status| *status != 0).unwrap_or(1)
 }
@@ -111,7 +82,7 @@ impl Program<'_> {
             "limitMiB": first.limit().map(mib),
         }));
         if self.arguments.read_line {
-            // An end of input is an answer, too.
+            // The end of input counts as a line.
             let _ = io::stdin().lock().read_line(&mut String::new());
         }
         for mib in &self.arguments.allocate {
@@ -132,7 +103,7 @@ impl Program<'_> {
         self.contexts.first().ok_or(Stop::Error(cuda_invalid_context()))
     }
 
-    /// Runs kernels, one after the other, for so long; without a kernel's length it only waits.
+    /// Runs kernels one after the other during `span`. Without a kernel length it only waits.
     fn work(&self, span: Option<Span>) -> Result<(), Stop> {
         let Some(span) = span else { return Ok(()) };
         let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait(span) };
@@ -144,7 +115,7 @@ impl Program<'_> {
         if let Err(Stop::Error(code)) = waited {
             return Err(Stop::Error(code));
         }
-        // The kernel in flight runs to its end.
+        // The kernel in flight completes.
         let kernel = Duration::try_from_secs_f64(kernel_ms / 1000.0).unwrap_or_default();
         let begun = since.elapsed().as_secs_f64() / kernel.as_secs_f64();
         let left = if begun.is_finite() { kernel.mul_f64(begun.ceil() - begun) } else { Duration::ZERO };
@@ -154,7 +125,7 @@ impl Program<'_> {
         waited
     }
 
-    /// Waits so long, unless an error or a handled signal comes first.
+    /// Waits during `span`, unless an error or a handled signal arrives first.
     fn wait(&self, span: Span) -> Result<(), Stop> {
         let since = Instant::now();
         loop {
@@ -172,15 +143,9 @@ impl Program<'_> {
     }
 }
 
-/// No contexts were asked for.
+/// The result without contexts.
 fn cuda_invalid_context() -> i32 {
     201
-}
-
-/// Prints a line; whoever reads it may be gone.
-pub(crate) fn print(value: &serde_json::Value) {
-    let mut out = io::stdout().lock();
-    let _ = writeln!(out, "{value}").and_then(|()| out.flush());
 }
 
 #[cfg(test)]
@@ -188,18 +153,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_is_never_a_success() {
+    fn the_exit_status_of_an_error_is_never_0() {
         assert_eq!(exit_status(700), 188);
         assert_eq!(exit_status(806), 38);
         assert_eq!(exit_status(2), 2);
         assert_eq!(exit_status(256), 1);
-    }
-
-    #[test]
-    fn a_span_is_seconds_or_forever() {
-        assert_eq!("1.5".parse(), Ok(Span::For(Duration::from_millis(1500))));
-        assert_eq!("forever".parse(), Ok(Span::Forever));
-        assert!("-1".parse::<Span>().is_err());
-        assert!("soon".parse::<Span>().is_err());
     }
 }

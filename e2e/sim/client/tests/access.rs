@@ -1,4 +1,4 @@
-//! Who may connect, and who may administer.
+//! Access of clients and administrators.
 
 mod node;
 
@@ -13,7 +13,7 @@ use sim_mps::seqpacket::Connection;
 const REFUSED: &str = "privilege";
 
 #[test]
-fn the_pipe_directory_holds_what_the_real_one_does() {
+fn the_pipe_directory_has_the_files_of_the_real_one() {
     let node = Node::with_daemon(&[]);
     let metadata = |name: &str| fs::metadata(node.socket(name)).unwrap();
     assert!(metadata("control").file_type().is_socket());
@@ -26,7 +26,7 @@ fn the_pipe_directory_holds_what_the_real_one_does() {
 }
 
 #[test]
-fn whoever_has_only_control_may_read_and_change_nothing() {
+fn control_allows_reading_but_no_changes() {
     let node = Node::with_daemon(&[]);
     let client = node.running(&["--hold", "forever"]);
     let server = node.server();
@@ -49,7 +49,7 @@ fn whoever_has_only_control_may_read_and_change_nothing() {
 }
 
 #[test]
-fn the_tool_takes_the_privileged_socket_where_it_may() {
+fn the_tool_uses_the_privileged_socket_if_accessible() {
     if !is_root() {
         return;
     }
@@ -92,7 +92,7 @@ fn a_hard_link_to_control_is_enough_and_can_be_renewed() {
 }
 
 #[test]
-fn a_second_user_waits_until_the_first_has_left_and_gets_a_server_of_its_own() {
+fn a_second_user_waits_for_the_first_and_gets_another_server() {
     if !is_root() {
         return;
     }
@@ -115,7 +115,7 @@ fn a_second_user_waits_until_the_first_has_left_and_gets_a_server_of_its_own() {
 }
 
 #[test]
-fn users_share_a_server_where_it_is_told_so() {
+fn users_share_a_server_in_multi_user_mode() {
     if !is_root() {
         return;
     }
@@ -129,7 +129,7 @@ fn users_share_a_server_where_it_is_told_so() {
 }
 
 #[test]
-fn a_client_in_its_own_namespaces_is_listed_by_its_pid_outside() {
+fn a_client_in_other_namespaces_is_listed_by_its_pid_outside() {
     if !is_root() {
         return;
     }
@@ -161,7 +161,7 @@ fn a_client_in_its_own_namespaces_is_listed_by_its_pid_outside() {
 }
 
 #[test]
-fn lies_are_turned_away_and_hurt_nobody() {
+fn protocol_violations_are_rejected_and_harm_no_client() {
     let node = Node::with_daemon(&[]);
     let running = node.running(&["--hold", "forever"]);
     let privileged = node.socket("control_privileged");
@@ -173,62 +173,62 @@ fn lies_are_turned_away_and_hurt_nobody() {
             assert_eq!(liar.line()["outcome"], "closed", "{lie}");
         }
     }
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
     until("only the first is left", || node.client_list(node.server()) == [running.pid()]);
 }
 
 #[test]
-fn whoever_connects_and_says_nothing_stops_the_daemon_for_everybody() {
+fn a_silent_peer_blocks_the_daemon_for_all() {
     for lie in ["stall=0", "stall=9", "flood=3", "no-last-word"] {
         let node = Node::with_daemon(&[]);
         node.server();
         let served = node.log().matches("Accepting connection").count();
         let liar = node.client(&["--lie", lie, "--hold", "forever"]);
-        until("the liar is served", || node.log().matches("Accepting connection").count() > served);
+        until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
-            // One that is killed before stops the server, too.
+            // A killed client blocks the server, too.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", liar.pid());
-            until("the liar is let in", || node.log().contains(&connected));
+            until("the client is accepted", || node.log().contains(&connected));
         }
-        let asked = node.asking("get_server_list");
+        let reply = node.ask_in_background("get_server_list");
         let mut client = node.client(&[]);
-        node.a_while();
-        assert!(asked.try_recv().is_err() && client.is_silent(), "{lie}");
+        node.give_time();
+        assert!(reply.try_recv().is_err() && client.is_silent(), "{lie}");
         liar.kill(rustix::process::Signal::KILL);
-        assert!(!answer(&asked).is_empty(), "{lie}");
+        assert!(!answer(&reply).is_empty(), "{lie}");
         assert_eq!(client.line()["viaMps"], true, "{lie}");
     }
 }
 
 #[test]
-fn a_client_that_is_gone_before_it_spoke_to_the_server_stops_that_for_good() {
+fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
     for lie in ["vanish=0", "vanish=2", "shutdown"] {
         let node = Node::with_daemon(&[]);
         let server = node.server();
         node.client(&["--lie", lie, "--hold", "0.1"]).wait();
-        let seen = format!("Server {server:>5}] User did not send valid credentials");
-        until("the server has seen it", || node.log().contains(&seen));
-        let asked = node.asking(&format!("get_server_status {server}"));
-        node.a_while();
-        assert!(asked.try_recv().is_err(), "{lie}");
+        let logged = format!("Server {server:>5}] User did not send valid credentials");
+        until("the server has noticed", || node.log().contains(&logged));
+        let reply = node.ask_in_background(&format!("get_server_status {server}"));
+        node.give_time();
+        assert!(reply.try_recv().is_err(), "{lie}");
     }
 }
 
 #[test]
-fn words_said_in_its_place_heal_the_server() {
+fn an_introduction_in_its_place_unblocks_the_server() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     let entrance = handshake::knock(&node.socket("control")).unwrap();
     let copy = Connection::from_fd(entrance.server.as_fd().try_clone_to_owned().unwrap());
     drop(entrance);
-    let asked = node.asking(&format!("get_server_status {server}"));
+    let reply = node.ask_in_background(&format!("get_server_status {server}"));
     let [first, second] = handshake::Subject::Process.words();
     copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
     copy.send(&first).unwrap();
     copy.send(&second).unwrap();
-    assert_eq!(answer(&asked), "ACTIVE\n");
+    assert_eq!(answer(&reply), "ACTIVE\n");
     assert_eq!(node.client_list(server), [std::process::id()]);
     copy.shutdown();
-    until("nothing is left of it", || node.client_list(server).is_empty());
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    until("the client is gone", || node.client_list(server).is_empty());
+    assert_eq!(node.first_line(&[])["viaMps"], true);
 }

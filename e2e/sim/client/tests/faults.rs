@@ -1,4 +1,4 @@
-//! What a death, an error or a fault does to a program and to its neighbours.
+//! Effects of deaths, errors and faults on a program and its neighbours.
 
 mod node;
 
@@ -13,13 +13,13 @@ use sim_mps::seqpacket::{Connection, Listener};
 fn without_a_daemon_a_program_is_plain_cuda() {
     let mut node = Node::bare();
     let plain = |node: &Node| {
-        let line = node.saw(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
+        let line = node.first_line(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
         assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(false), Some(132)), "{line}");
         assert!(line["freeMiB"].as_i64() > Some(142_000));
     };
     plain(&node);
     node.start(&[]);
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
     node.kill_daemon();
     plain(&node);
     let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
@@ -28,18 +28,18 @@ fn without_a_daemon_a_program_is_plain_cuda() {
 }
 
 #[test]
-fn exclusive_process_lets_nobody_past_the_server() {
+fn exclusive_process_rejects_programs_without_mps() {
     let mut node = Node::bare();
     node.compute_mode(ComputeMode::ExclusiveProcess);
     let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
-    assert_eq!(node.saw(&nowhere)["viaMps"], false);
+    assert_eq!(node.first_line(&nowhere)["viaMps"], false);
     node.start(&[]);
-    assert_eq!(node.saw(&[])["viaMps"], true);
-    assert_eq!(node.saw(&nowhere)["error"], 46);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&nowhere)["error"], 46);
 }
 
 #[test]
-fn a_server_does_not_start_where_a_plain_program_holds_the_gpu() {
+fn a_server_does_not_start_on_a_gpu_in_use() {
     let mut node = Node::bare();
     node.compute_mode(ComputeMode::ExclusiveProcess);
     let mut plain = node.client(&["--hold", "forever"]);
@@ -49,16 +49,17 @@ fn a_server_does_not_start_where_a_plain_program_holds_the_gpu() {
     until("the server has failed", || node.log().contains("exited with status 1"));
     assert_eq!(node.ask("get_server_list"), "");
     plain.kill(Signal::KILL);
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
 }
 
 #[test]
-fn a_daemon_without_a_gpu_runs_and_its_server_does_not() {
+fn without_a_gpu_a_daemon_runs_but_no_server() {
     let mut node = Node::bare();
     node.daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
     node.start(&[]);
-    // The client is turned away after the server was tried again, and is plain CUDA.
-    assert_eq!(node.saw(&[])["viaMps"], false);
+    // After several failed server starts the daemon rejects the client, which then runs as plain
+    // CUDA.
+    assert_eq!(node.first_line(&[])["viaMps"], false);
     assert!(node.log().contains("no CUDA-capable device is detected"));
     assert!(node.log().matches("Starting new server").count() > 5);
 }
@@ -74,7 +75,7 @@ fn a_program_without_a_gpu_finds_no_device() {
 }
 
 #[test]
-fn a_killed_daemon_takes_its_server_and_clients_and_a_new_one_takes_over() {
+fn a_killed_daemon_ends_its_server_and_clients_and_can_be_replaced() {
     let mut node = Node::with_daemon(&[]);
     let mut client = node.running(&["--hold", "forever"]);
     node.ask("set_default_active_thread_percentage 50");
@@ -82,12 +83,12 @@ fn a_killed_daemon_takes_its_server_and_clients_and_a_new_one_takes_over() {
     assert_eq!(client.error(), 806);
     assert_eq!(client.wait().code(), Some(806 - 3 * 256));
     node.start(&[]);
-    let line = node.saw(&[]);
+    let line = node.first_line(&[]);
     assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(true), Some(132)));
 }
 
 #[test]
-fn an_illegal_access_breaks_all_clients_and_lets_no_new_one_in_until_the_last_has_exited() {
+fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
     let node = Node::with_daemon(&[]);
     let mut slow = node.running(&["--hold", "forever", "--linger", "forever"]);
     let mut other = node.running(&["--hold", "forever"]);
@@ -103,10 +104,10 @@ fn an_illegal_access_breaks_all_clients_and_lets_no_new_one_in_until_the_last_ha
     assert!(node.client_list(server).contains(&slow.pid()));
     slow.kill(Signal::TERM);
     until("the server is ACTIVE again", || node.ask(&format!("get_server_status {server}")) == "ACTIVE\n");
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
     let log = node.log();
-    let told = format!("Client {{PID: {}, Context: 1}} encountered a fatal GPU error.", culprit.pid());
-    assert!(log.contains(&told), "{log}");
+    let blamed = format!("Client {{PID: {}, Context: 1}} encountered a fatal GPU error.", culprit.pid());
+    assert!(log.contains(&blamed), "{log}");
     assert!(log.contains("Server is handling a fatal GPU error."), "{log}");
     assert!(log.contains("The following clients have a sticky error set:"), "{log}");
     let events = &node.machine.snapshot().unwrap().events;
@@ -121,12 +122,12 @@ fn a_busy_client_that_is_killed_breaks_its_neighbours() {
         node.busy("100").kill(signal);
         assert_eq!(neighbour.error(), 700, "{signal:?}");
         neighbour.wait();
-        assert_eq!(node.saw(&[])["viaMps"], true);
+        assert_eq!(node.first_line(&[])["viaMps"], true);
     }
 }
 
 #[test]
-fn short_kernels_break_nobody_and_long_ones_one_in_twelve() {
+fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     let mut neighbour = node.running(&["--hold", "forever"]);
@@ -134,7 +135,7 @@ fn short_kernels_break_nobody_and_long_ones_one_in_twelve() {
         let client = node.busy(kernel_ms);
         let pid = client.pid();
         client.kill(Signal::KILL);
-        until("the server has seen it", || !node.client_list(server).contains(&pid));
+        until("the server has noticed", || !node.client_list(server).contains(&pid));
     };
     die("0.1");
     (0..11).for_each(|_| die("10"));
@@ -144,18 +145,18 @@ fn short_kernels_break_nobody_and_long_ones_one_in_twelve() {
 }
 
 #[test]
-fn a_server_in_which_a_busy_client_was_killed_breaks_a_later_one() {
+fn a_death_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     node.busy("1000").kill(Signal::KILL);
-    until("the server has seen it", || node.client_list(server).is_empty());
+    until("the server has noticed", || node.client_list(server).is_empty());
     assert_eq!(node.ask(&format!("get_server_status {server}")), "ACTIVE\n");
     let mut later = node.running(&["--kernel-ms", "1", "--busy", "forever"]);
     assert_eq!(later.error(), 700);
 }
 
 #[test]
-fn a_client_that_is_terminated_or_ends_in_order_harms_nobody() {
+fn a_terminated_or_orderly_client_breaks_no_neighbour() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     let mut neighbour = node.running(&["--hold", "forever"]);
@@ -163,7 +164,7 @@ fn a_client_that_is_terminated_or_ends_in_order_harms_nobody() {
     assert_eq!(node.ask(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
     assert_eq!(terminated.error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
-    until("it has left", || node.client_list(server) == [neighbour.pid()]);
+    until("it has disconnected", || node.client_list(server) == [neighbour.pid()]);
     let lingering = node.busy_with("1000", &["--linger", "forever"]);
     let terminate = format!("terminate_client {server} {}", lingering.pid());
     assert_eq!((node.ask(&terminate).as_str(), node.ask(&terminate).as_str()), ("0\n", "201\n"));
@@ -181,11 +182,11 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     let mut neighbour = node.running(&["--hold", "forever"]);
     let mut stopped = node.busy("1000");
     stopped.stop();
-    let terminated = node.asking(&format!("terminate_client {server} {}", stopped.pid()));
+    let terminated = node.ask_in_background(&format!("terminate_client {server} {}", stopped.pid()));
     until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
-    // Every other command waits for it.
-    let listed = node.asking("get_server_list");
-    node.a_while();
+    // All other commands wait for it.
+    let listed = node.ask_in_background("get_server_list");
+    node.give_time();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());
     stopped.signal(Signal::CONT);
     assert_eq!(answer(&terminated), "0\n");
@@ -212,12 +213,12 @@ fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
 }
 
 #[test]
-fn one_daemon_a_directory_also_in_the_background() {
+fn a_directory_has_one_daemon_even_in_the_background() {
     let node = Node::bare();
     let started = |command: &mut std::process::Command| command.stdin(Stdio::null()).output().unwrap();
     let first = started(node.control().arg("-d"));
     assert!(first.status.success(), "{first:?}");
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
     let second = started(node.control().arg("-d"));
     assert!(!second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("An instance of this daemon is already running"));
@@ -233,13 +234,13 @@ fn one_daemon_a_directory_also_in_the_background() {
 }
 
 #[test]
-fn a_command_can_be_made_to_hang_and_the_daemon_with_it() {
+fn an_injected_hang_of_a_command_blocks_the_daemon() {
     let node = Node::with_daemon(&[]);
     node.inject("mps:command:get_server_list", Effect::Hang(None), Some(1));
-    let hanging = node.asking("get_server_list");
+    let hanging = node.ask_in_background("get_server_list");
     until("the command hangs", || node.is_used_up());
-    let other = node.asking("get_default_active_thread_percentage");
-    node.a_while();
+    let other = node.ask_in_background("get_default_active_thread_percentage");
+    node.give_time();
     assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
     node.clear();
     assert_eq!(answer(&hanging), "");
@@ -247,7 +248,7 @@ fn a_command_can_be_made_to_hang_and_the_daemon_with_it() {
 }
 
 #[test]
-fn a_daemon_can_be_made_to_fail_as_it_starts() {
+fn an_injected_fault_fails_the_daemons_start() {
     let mut node = Node::bare();
     node.inject("mps:start", Effect::Code(3), Some(2));
     for _ in 0..2 {
@@ -255,41 +256,41 @@ fn a_daemon_can_be_made_to_fail_as_it_starts() {
         assert_eq!(status.code(), Some(3));
     }
     node.start(&[]);
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
 }
 
 #[test]
-fn another_drivers_handshake_is_known_to_the_programs_of_that_driver() {
+fn programs_understand_an_injected_handshake_of_another_driver() {
     let node = Node::with_daemon(&[]);
     node.inject("mps:handshake", Effect::Code(1), None);
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
     assert_eq!(node.tool(&["get_default_active_thread_percentage"], None), "100.0\n");
     let hello = Connection::connect(&node.socket("control")).unwrap().recv(64).unwrap().unwrap();
     assert_ne!(hello.data, sim_mps::handshake::HELLO);
 }
 
 #[test]
-fn something_else_behind_the_socket_is_no_mps() {
+fn a_socket_of_another_protocol_is_not_mps() {
     let node = Node::bare();
     std::fs::create_dir(node.path("pipe")).unwrap();
     let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
     let talk = move || {
         while let Ok(connection) = listener.accept() {
-            // The first is gone before it could read it.
+            // Errors are ignored: the first connection closes before it reads.
             let _ = connection.send(b"HTTP/1.1 200 OK");
         }
     };
     std::thread::spawn(talk);
-    assert_eq!(node.saw(&[])["viaMps"], false);
+    assert_eq!(node.first_line(&[])["viaMps"], false);
 }
 
 #[test]
-fn a_program_waits_as_long_as_the_daemon_does_not_answer() {
+fn a_program_waits_for_the_daemon_without_a_deadline() {
     let node = Node::with_daemon(&[]);
     node.inject("mps:client", Effect::Hang(None), Some(1));
     let mut client = node.client(&[]);
-    until("the client is at the door", || node.is_used_up());
-    node.a_while();
+    until("the client waits for the daemon", || node.is_used_up());
+    node.give_time();
     assert!(client.is_silent());
     node.clear();
     assert_eq!(client.line()["viaMps"], true);
@@ -302,11 +303,11 @@ fn a_lost_gpu_ends_the_server_and_its_clients() {
     node.lose_gpu();
     assert_eq!(client.error(), 806);
     until("the server has ended", || node.ask("get_server_list").is_empty());
-    assert_eq!(node.saw(&[])["error"], 100);
+    assert_eq!(node.first_line(&[])["error"], 100);
 }
 
 #[test]
-fn the_server_can_be_killed_again_and_again() {
+fn the_server_can_be_killed_repeatedly() {
     let node = Node::with_daemon(&[]);
     for _ in 0..3 {
         let mut client = node.running(&["--hold", "forever"]);
@@ -317,7 +318,7 @@ fn the_server_can_be_killed_again_and_again() {
 }
 
 #[test]
-fn many_processes_alike_are_one_program() {
+fn processes_of_one_program_are_separate_clients() {
     let node = Node::with_daemon(&[]);
     let mut all = node.client(&["--processes", "5", "--hold", "forever", "--handle-sigterm"]);
     (0..5).for_each(|_| assert_eq!(all.line()["viaMps"], true));
@@ -325,10 +326,10 @@ fn many_processes_alike_are_one_program() {
     assert_eq!(node.client_list(server).len(), 5);
     all.signal(Signal::TERM);
     assert_eq!(all.wait().code(), Some(0));
-    until("all have left", || node.client_list(server).is_empty());
+    until("all have disconnected", || node.client_list(server).is_empty());
     let mut killed = node.client(&["--processes", "2", "--hold", "forever"]);
     (0..2).for_each(|_| assert_eq!(killed.line()["viaMps"], true));
     killed.signal(Signal::KILL);
     killed.wait();
-    until("all have left", || node.client_list(server).is_empty());
+    until("all have disconnected", || node.client_list(server).is_empty());
 }

@@ -1,4 +1,4 @@
-//! Thread percentages, memory limits and the number of contexts, as a program sees them.
+//! Thread percentages, memory limits and the maximum number of contexts, as a program sees them.
 
 mod node;
 
@@ -10,7 +10,7 @@ const MEMORY: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
 const TOTAL: i64 = 143_155;
 
 #[test]
-fn a_percentage_is_rounded_down_to_the_sms_measured() {
+fn a_percentage_gives_the_measured_number_of_sms() {
     let node = Node::with_daemon(&[]);
     let measured = [
         (1, 8),
@@ -28,35 +28,35 @@ fn a_percentage_is_rounded_down_to_the_sms_measured() {
         (100, 132),
     ];
     for (percent, sms) in measured {
-        assert_eq!(node.saw(&[(THREADS, &percent.to_string())])["sms"], sms, "{percent} %");
+        assert_eq!(node.first_line(&[(THREADS, &percent.to_string())])["sms"], sms, "{percent} %");
     }
 }
 
 #[test]
-fn the_environment_lowers_the_percentage_and_never_raises_it() {
+fn the_environment_can_only_lower_the_percentage() {
     let node = Node::with_daemon(&[]);
     assert_eq!(node.ask("get_default_active_thread_percentage"), "100.0\n");
     assert_eq!(node.ask("set_default_active_thread_percentage 50"), "50.0\n");
     for (own, sms) in [("75", 66), ("25", 32), ("abc", 66), ("0", 66)] {
-        assert_eq!(node.saw(&[(THREADS, own)])["sms"], sms, "{own}");
+        assert_eq!(node.first_line(&[(THREADS, own)])["sms"], sms, "{own}");
     }
 }
 
 #[test]
-fn a_change_binds_the_next_client_and_not_the_running_one() {
+fn a_change_applies_to_the_next_client_only() {
     let node = Node::with_daemon(&[]);
     node.ask("set_default_active_thread_percentage 50");
     let mut running = node.client(&["--hold", "forever"]);
     assert_eq!(running.line()["sms"], 66);
     let server = node.server();
     assert_eq!(node.ask(&format!("set_active_thread_percentage {server} 80")), "80.0\n");
-    assert_eq!(node.saw(&[])["sms"], 104);
+    assert_eq!(node.first_line(&[])["sms"], 104);
     assert_eq!(node.ask(&format!("get_active_thread_percentage {server}")), "80.0\n");
     assert!(running.is_silent());
 }
 
 #[test]
-fn limits_bind_a_process_at_its_first_handshake_and_not_at_each_context() {
+fn limits_are_set_at_the_first_handshake_of_a_process() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     node.ask(&format!("set_active_thread_percentage {server} 20"));
@@ -65,11 +65,11 @@ fn limits_bind_a_process_at_its_first_handshake_and_not_at_each_context() {
     node.ask(&format!("set_device_pinned_mem_limit {server} 0 8G"));
     let context = mps.context(&Environment::default(), mps.devices(), 0).unwrap();
     assert_eq!((context.sms(), context.limit()), (26, None));
-    assert_eq!(node.saw(&[])["sms"], 66);
+    assert_eq!(node.first_line(&[])["sms"], 66);
 }
 
 #[test]
-fn replies_are_those_measured() {
+fn replies_match_the_measurements() {
     let node = Node::with_daemon(&[]);
     assert_eq!(node.ask("ps"), "Server not found\n");
     assert_eq!(node.ask("get_server_status 9"), "Server 9 not found\n");
@@ -83,16 +83,16 @@ fn replies_are_those_measured() {
         assert_eq!(ask(&format!("set_device_pinned_mem_limit SERVER 0 {set}")), "");
         assert_eq!(ask("get_device_pinned_mem_limit SERVER 0"), printed);
     }
-    assert!(node.saw(&[])["limitMiB"].is_null());
+    assert!(node.first_line(&[])["limitMiB"].is_null());
     assert_eq!(ask("terminate_client SERVER 9"), "Invalid process 9!\n1\n");
 }
 
 #[test]
-fn a_memory_limit_is_what_is_free_less_the_context_and_the_total_stays() {
+fn a_memory_limit_reduces_free_memory_but_not_the_total() {
     let node = Node::with_daemon(&[]);
     let prefix = node.uuid()[..12].to_owned();
     for limit in ["0=8G".to_owned(), "0=8192M".to_owned(), format!("{}=8G", node.uuid()), format!("{prefix}=8G")] {
-        let line = node.saw(&[(MEMORY, &limit)]);
+        let line = node.first_line(&[(MEMORY, &limit)]);
         assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(TOTAL)), "{limit}");
     }
     let mut command = node.program(&["--allocate", "7424,256"]);
@@ -102,60 +102,60 @@ fn a_memory_limit_is_what_is_free_less_the_context_and_the_total_stays() {
     assert_eq!(client.line()["freeMiB"], 254);
     assert_eq!(client.error(), 2);
     assert_eq!(client.wait().code(), Some(2));
-    assert_eq!(node.saw(&[(MEMORY, "0=8.5G")])["error"], 2);
+    assert_eq!(node.first_line(&[(MEMORY, "0=8.5G")])["error"], 2);
 }
 
 #[test]
-fn garbage_in_the_environment_drops_every_memory_limit() {
+fn an_invalid_entry_in_the_environment_removes_every_memory_limit() {
     let node = Node::with_daemon(&[]);
     node.ask("set_default_device_pinned_mem_limit 0 10G");
     assert_eq!(node.ask("get_default_device_pinned_mem_limit 0"), "10G\n");
-    assert_eq!(node.saw(&[])["limitMiB"], 10 << 10);
+    assert_eq!(node.first_line(&[])["limitMiB"], 10 << 10);
     for escape in ["0=2G,1=4G", "1=8G", "8G", "junk"] {
-        let line = node.saw(&[(MEMORY, escape)]);
+        let line = node.first_line(&[(MEMORY, escape)]);
         assert!(line["limitMiB"].is_null(), "{escape}: {line}");
         assert!(line["freeMiB"].as_i64() > Some(TOTAL - 1000), "{escape}: {line}");
     }
     for (own, limit) in [("0=4G", 4 << 10), ("0=100G", 10 << 10)] {
-        assert_eq!(node.saw(&[(MEMORY, own)])["limitMiB"], limit, "{own}");
+        assert_eq!(node.first_line(&[(MEMORY, own)])["limitMiB"], limit, "{own}");
     }
 }
 
 #[test]
-fn limits_set_before_each_connect_bind_each_client() {
+fn limits_set_before_a_connection_apply_to_that_client() {
     let node = Node::with_daemon(&[]);
     let server = node.server();
     for (percent, limit, sms, free) in [(20, "8G", 26, 8069), (50, "20G", 66, 20209)] {
         node.ask(&format!("set_active_thread_percentage {server} {percent}"));
         node.ask(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
         assert_eq!(node.ask(&format!("get_device_pinned_mem_limit {server} 0")), format!("{limit}\n"));
-        let line = node.saw(&[(THREADS, "100")]);
+        let line = node.first_line(&[(THREADS, "100")]);
         assert_eq!((line["sms"].as_i64(), line["freeMiB"].as_i64()), (Some(sms), Some(free)));
     }
     assert!(node.log().contains("Device pinned memory limit for device 0 set to 0x200000000 bytes"));
 }
 
 #[test]
-fn the_daemons_environment_is_where_its_defaults_come_from() {
+fn the_defaults_come_from_the_daemons_environment() {
     let mut node = Node::bare();
     node.daemon_env(THREADS, "25");
     node.daemon_env(MEMORY, "0=16G");
     node.start(&[]);
-    let line = node.saw(&[]);
+    let line = node.first_line(&[]);
     assert_eq!((line["sms"].as_i64(), line["limitMiB"].as_i64()), (Some(32), Some(16 << 10)));
 }
 
 #[test]
-fn a_server_that_was_killed_is_replaced_with_the_defaults_and_without_its_own_settings() {
+fn a_killed_servers_replacement_has_the_defaults() {
     let node = Node::with_daemon(&[]);
     node.ask("set_default_active_thread_percentage 50");
     let server = node.server();
     node.ask(&format!("set_active_thread_percentage {server} 10"));
-    assert_eq!(node.saw(&[])["sms"], 12);
+    assert_eq!(node.first_line(&[])["sms"], 12);
     let mut client = node.running(&["--hold", "forever"]);
     node::kill(server, rustix::process::Signal::KILL);
     assert_eq!(client.error(), 806);
-    assert_eq!(node.saw(&[])["sms"], 66);
+    assert_eq!(node.first_line(&[])["sms"], 66);
     assert_ne!(node.server(), server);
 }
 
@@ -168,15 +168,15 @@ fn the_49th_context_is_refused() {
     assert_eq!(late.wait().code(), Some(808 - 3 * 256));
     crowd.signal(rustix::process::Signal::TERM);
     crowd.wait();
-    assert_eq!(node.saw(&[])["viaMps"], true);
+    assert_eq!(node.first_line(&[])["viaMps"], true);
 }
 
 #[test]
-fn the_machine_lists_the_server_and_its_clients_with_their_memory() {
+fn the_machine_lists_server_and_clients_with_their_memory() {
     let node = Node::with_daemon(&[]);
     let mut client = node.running(&["--allocate", "1024", "--hold", "forever"]);
     client.line();
-    assert!(!node.log().contains("exit"), "the process is there as long as its context");
+    assert!(!node.log().contains("exit"), "the process lives as long as its context");
     let listed = |pid: u32| {
         let processes = node.machine.processes().unwrap();
         processes
@@ -188,5 +188,5 @@ fn the_machine_lists_the_server_and_its_clients_with_their_memory() {
     assert_eq!(listed(client.pid()), Some(274 + 1024));
     let pid = client.pid();
     client.kill(rustix::process::Signal::KILL);
-    until("the client is off the list", || listed(pid).is_none());
+    until("the client is no longer listed", || listed(pid).is_none());
 }

@@ -1,29 +1,29 @@
-//! A time of day that tests can set, for the programs that load this by `LD_PRELOAD` and no other:
-//! the machine's clock is not touched.
+//! A time of day that tests can set, for programs that load this library through `LD_PRELOAD`. The
+//! machine's clock does not change.
 //!
-//! `/dev/shm/sim-clock` (or the file that `SIM_CLOCK` names) has how many seconds the time of day
-//! is off, as text, and is read at each question, so that a test sets the clock of a program that
-//! runs. Without a file the clock is right. Clocks that nobody sets, such as `CLOCK_MONOTONIC`, are
-//! answered as they are. It takes dynamically linked programs that ask through the C library, as
-//! Rust's standard library does.
+//! `/dev/shm/sim-clock`, or the file in `SIM_CLOCK`, contains the offset of the time of day in
+//! seconds, as text. Each query reads it, so a test can set the clock of a running program. Without
+//! a file the offset is 0. Clocks that cannot be set, such as `CLOCK_MONOTONIC`, do not change. It
+//! works for dynamically linked programs that query the time through the C library, as Rust's
+//! standard library does.
 
-// This crate is a C ABI: raw pointers come in, and symbols go out unmangled.
+// This crate is a C ABI with raw pointers and unmangled symbols.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
 
 use libc::{c_char, c_int, c_long, c_void, clockid_t, time_t, timespec, timeval};
 
-/// Where the offset is, unless the variable names another file.
+/// The default file of the offset.
 const FILE: &CStr = c"/dev/shm/sim-clock";
 const VARIABLE: &CStr = c"SIM_CLOCK";
 
-/// How many seconds the time of day is off. Asks by calls that may be made in a signal handler, and
-/// never for the time.
+/// Reads the offset in seconds. Only calls that are safe in signal handlers are allowed here, and
+/// none that query the time.
 fn offset() -> time_t {
     let mut text = [0_u8; 24];
-    // SAFETY: both strings end with a zero byte; what `getenv` gives does too, and nobody here
-    // changes the environment; `text` has as many bytes as are asked for.
+    // SAFETY: both strings end with a zero byte, as does the result of `getenv`. No code here
+    // changes the environment. `text` has as many bytes as `read` may write.
     let read = unsafe {
         let named = libc::getenv(VARIABLE.as_ptr());
         let path: *const c_char = if named.is_null() { FILE.as_ptr() } else { named };
@@ -38,64 +38,64 @@ fn offset() -> time_t {
     usize::try_from(read).ok().and_then(|read| text.get(..read)).map_or(0, parse)
 }
 
-/// What is no number, or cut short by a test that writes just now, sets nothing.
+/// Parses an offset. Invalid text, such as a half-written file, gives 0.
 fn parse(text: &[u8]) -> time_t {
     std::str::from_utf8(text).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
-/// What the kernel says.
+/// Queries the kernel's clock.
 fn real(clock: clockid_t, time: *mut timespec) -> c_int {
-    // Not by the C library, whose function of that name this is.
-    // SAFETY: the kernel checks the pointer, and says EFAULT where it cannot be written.
+    // This is a raw system call, because this library replaces the C library's function.
+    // SAFETY: the kernel checks the pointer and returns EFAULT if it cannot write there.
     let result = unsafe { libc::syscall(libc::SYS_clock_gettime, c_long::from(clock), time) };
     c_int::try_from(result).unwrap_or(-1)
 }
 
-/// The seconds and nanoseconds of the time of day.
+/// The time of day with the offset, in seconds and nanoseconds.
 fn time_of_day() -> (time_t, c_long) {
     let mut time = timespec { tv_sec: 0, tv_nsec: 0 };
     real(libc::CLOCK_REALTIME, &raw mut time);
     (time.tv_sec.saturating_add(offset()), time.tv_nsec)
 }
 
-/// As `clock_gettime(2)`, with the time of day off.
+/// `clock_gettime(2)` with the offset applied to the time of day.
 ///
 /// # Safety
-/// As that: `time` points to a `timespec`, or to nothing.
+/// As for `clock_gettime(2)`, `time` points to a `timespec` or is invalid, which the kernel
+/// detects.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) -> c_int {
     let result = real(clock, time);
     if result == 0 && matches!(clock, libc::CLOCK_REALTIME | libc::CLOCK_REALTIME_COARSE) {
-        // SAFETY: the kernel has written it.
+        // SAFETY: the kernel has written to it.
         unsafe { (*time).tv_sec = (*time).tv_sec.saturating_add(offset()) };
     }
     result
 }
 
-/// As `gettimeofday(2)`, with the time of day off. Of the time zone nothing is said, as by the C
-/// library.
+/// `gettimeofday(2)` with the offset applied. Like the C library, it ignores the time zone.
 ///
 /// # Safety
-/// As that: `time` points to a `timeval`, or is null.
+/// As for `gettimeofday(2)`, `time` points to a `timeval` or is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gettimeofday(time: *mut timeval, _zone: *mut c_void) -> c_int {
     let (seconds, nanoseconds) = time_of_day();
     if !time.is_null() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { *time = timeval { tv_sec: seconds, tv_usec: nanoseconds / 1000 } };
     }
     0
 }
 
-/// As `time(2)`, with the time of day off.
+/// `time(2)` with the offset applied.
 ///
 /// # Safety
-/// As that: `time` points to a `time_t`, or is null.
+/// As for `time(2)`, `time` points to a `time_t` or is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn time(time: *mut time_t) -> time_t {
     let (seconds, _) = time_of_day();
     if !time.is_null() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { *time = seconds };
     }
     seconds
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_number_sets_nothing() {
+    fn invalid_text_is_an_offset_of_zero() {
         for (text, seconds) in [("3600\n", 3600), ("-3600", -3600), ("", 0), ("-", 0), ("1h", 0), ("\u{ff}", 0)] {
             assert_eq!(parse(text.as_bytes()), seconds, "{text:?}");
         }

@@ -1,4 +1,4 @@
-//! Contexts on devices: who may open one, and the memory it takes.
+//! Contexts on devices: which processes may open one, and the memory that it uses.
 
 use std::fs::{self, File};
 
@@ -9,7 +9,7 @@ use crate::process::{self, PidRef, Process, ProcessKind};
 use crate::state::{ComputeMode, DeviceRef, State};
 use crate::store::{LEASES, Machine, io, open_shared};
 
-/// What a process opens a context as.
+/// The kind of context that a process opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContextKind {
     /// A plain CUDA program.
@@ -23,13 +23,13 @@ pub enum ContextKind {
 /// Memory of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes that no process holds.
+    /// Unused bytes.
     pub free: u64,
-    /// Bytes in all, as CUDA counts.
+    /// Total bytes, as CUDA reports them.
     pub total: u64,
 }
 
-/// A context on a device. It ends when dropped, and when its process ends, however that ends.
+/// A context on a device. It ends when dropped and when its process ends, for whatever reason.
 #[derive(Debug)]
 pub struct Context {
     machine: Machine,
@@ -37,20 +37,20 @@ pub struct Context {
     boot: u64,
     device: String,
     lease: String,
-    // Locked as long as the context lives: that is how the others see that it does.
-    held: File,
+    // Locked while the context is open. Other processes see the lock.
+    lock: File,
 }
 
 impl Machine {
-    /// Opens a context of this process on a GPU or MIG device, taking `overhead` bytes of its
-    /// memory.
+    /// Opens a context of this process on a GPU or MIG device. The context uses `overhead` bytes of
+    /// the device's memory.
     ///
-    /// `EXCLUSIVE_PROCESS` lets in one process (with any number of contexts); PROHIBITED none. A
-    /// GPU in MIG mode is no device by itself.
+    /// `EXCLUSIVE_PROCESS` allows one process, with any number of contexts. `PROHIBITED` allows
+    /// none. A GPU in MIG mode cannot be used directly.
     ///
     /// # Errors
-    /// The device does not exist, is lost, is not to be had under its compute mode, or lacks the
-    /// memory.
+    /// The device does not exist, is lost, does not allow a context in its compute mode, or lacks
+    /// the memory.
     pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
         let kind = match kind {
             ContextKind::Compute => ProcessKind::Compute,
@@ -60,9 +60,9 @@ impl Machine {
         self.register(device, kind, PidRef::current(), process::own_name(), overhead)
     }
 
-    /// Registers a client of this process, an MPS server: `pid` is the client's as this process'
-    /// namespace sees it (that is what `SCM_CREDENTIALS` gives). The compute mode is not asked: the
-    /// client works in the server's context.
+    /// Registers a client of this process, which must be an MPS server. `pid` is the client's PID
+    /// in this process's namespace, as `SCM_CREDENTIALS` gives it. The compute mode does not apply,
+    /// because the client uses the server's context.
     ///
     /// # Errors
     /// The device does not exist, is lost, or lacks the memory.
@@ -90,7 +90,7 @@ impl Machine {
             flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io("lock", &path)(e.into()))?;
             let entry = Process { id, kind, device: device.clone(), used, pid, name, lease: Some(lease.clone()) };
             state.processes.push(entry);
-            Ok(Context { machine: self.clone(), id, boot, device, lease, held: file })
+            Ok(Context { machine: self.clone(), id, boot, device, lease, lock: file })
         })
     }
 }
@@ -102,10 +102,10 @@ impl Context {
         &self.device
     }
 
-    /// Takes memory.
+    /// Allocates memory.
     ///
     /// # Errors
-    /// Less is free, or the device or the context is gone.
+    /// Less memory is free, or the device or the context is gone.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             fits(state, &usable(state, &state.processes[entry].device)?, bytes)?;
@@ -114,7 +114,7 @@ impl Context {
         })
     }
 
-    /// Gives memory back (no more than was taken).
+    /// Frees memory, at most what was allocated.
     ///
     /// # Errors
     /// The device or the context is gone.
@@ -126,7 +126,7 @@ impl Context {
         })
     }
 
-    /// Bytes that this context holds, its overhead included.
+    /// The bytes that this context uses, its overhead included.
     ///
     /// # Errors
     /// The device or the context is gone.
@@ -135,7 +135,7 @@ impl Context {
         Ok(state.processes[self.entry(&state)?].used)
     }
 
-    /// The device's memory now.
+    /// The device's current memory.
     ///
     /// # Errors
     /// The device or the context is gone.
@@ -147,10 +147,10 @@ impl Context {
         Ok(MemoryInfo { free: total.saturating_sub(state.used(&self.machine.processes()?, &self.device)), total })
     }
 
-    /// Whether the context and its device are still there.
+    /// Checks that the context and its device still exist.
     ///
     /// # Errors
-    /// They are not: that is what the program's next call is told.
+    /// The context or its device is gone. The program's next CUDA call returns this error.
     pub fn check(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.entry(&state)?;
@@ -174,9 +174,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // A child that was forked meanwhile holds the same lock: it is opened, not only closed.
-        let _ = flock(&self.held, FlockOperation::Unlock);
-        // Where this fails, letting go of the lease has said the same.
+        // A forked child inherits the lock, so closing the file is not enough. Unlock it.
+        let _ = flock(&self.lock, FlockOperation::Unlock);
+        // A failure here is harmless: the unlocked lease already marks the context as dead.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);
@@ -187,7 +187,7 @@ impl Drop for Context {
     }
 }
 
-/// A device on which a program can work.
+/// Returns the device if programs can use it.
 fn usable<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
     if !state.driver.present {
         return Err(ContextError::NoDevice("the driver is not loaded".to_owned()));
@@ -202,7 +202,7 @@ fn usable<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextErro
     Ok(device)
 }
 
-/// The compute mode's rule. `state` holds live processes only.
+/// Applies the compute mode. `state` must contain only live processes.
 fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
     let refuse = |reason: String| Err(ContextError::Unavailable { device: device.uuid().to_owned(), reason });
     match device.gpu.compute_mode {
@@ -213,7 +213,7 @@ fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRe
             let others = |p: &&Process| p.device == device.uuid() && p.kind != ProcessKind::MpsClient && p.pid != pid;
             match state.processes.iter().find(others) {
                 Some(p) => {
-                    refuse(format!("compute mode is EXCLUSIVE_PROCESS and {} (PID {}) holds it", p.name, p.pid.pid))
+                    refuse(format!("compute mode is EXCLUSIVE_PROCESS and {} (PID {}) uses it", p.name, p.pid.pid))
                 }
                 None => Ok(()),
             }
@@ -221,7 +221,7 @@ fn may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRe
     }
 }
 
-/// Whether so much is free. `state` holds live processes only.
+/// Checks that this much memory is free. `state` must contain only live processes.
 fn fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
     let free = device.cuda_memory().saturating_sub(state.used(&state.processes, device.uuid()));
     if wanted > free { Err(ContextError::OutOfMemory { wanted, free }) } else { Ok(()) }
@@ -244,7 +244,7 @@ mod tests {
         (dir, machine, uuid)
     }
 
-    /// Another process, ended with the test.
+    /// A child process, killed at the end of the test.
     struct Other(Child);
 
     impl Other {
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exclusive_gpu_lets_in_one_process_and_its_mps_clients() {
+    fn an_exclusive_gpu_accepts_one_process_and_its_mps_clients() {
         let (_dir, machine, gpu) = machine("H200-141");
         mode(&machine, ComputeMode::ExclusiveProcess);
         let other = Other::new();
@@ -280,13 +280,13 @@ mod tests {
         assert_eq!(refused.cuda_code(), 46);
         let client = machine.register_client(&gpu, other.0.id(), 274 << 20).unwrap();
         drop((server, second));
-        // An MPS client is no process of its own on the GPU.
+        // An MPS client does not count as a process on the GPU.
         other.context(&machine, &gpu, ProcessKind::Compute).unwrap();
         drop(client);
     }
 
     #[test]
-    fn a_prohibited_gpu_lets_in_nobody() {
+    fn a_prohibited_gpu_accepts_no_process() {
         let (_dir, machine, gpu) = machine("T4");
         mode(&machine, ComputeMode::Prohibited);
         let refused = machine.open_context(&gpu, ContextKind::MpsServer, 0).unwrap_err();
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_counted_over_processes_and_comes_back() {
+    fn memory_is_summed_over_processes_and_freed() {
         let (_dir, machine, gpu) = machine("H200-141");
         let other = Other::new();
         let mib = |context: &Context| context.memory().unwrap().free >> 20;
@@ -306,7 +306,7 @@ mod tests {
         let refused = theirs.allocate(50_000 << 20).unwrap_err();
         assert_eq!(refused.cuda_code(), 2);
         let refused = machine.open_context(&gpu, ContextKind::Compute, 50_000 << 20).unwrap_err();
-        assert!(matches!(refused, ContextError::OutOfMemory { .. }), "no room for the context itself");
+        assert!(matches!(refused, ContextError::OutOfMemory { .. }), "no memory for the context itself");
         mine.free(99_999 << 20).unwrap();
         theirs.allocate(50_000 << 20).unwrap();
         assert_eq!(theirs.used().unwrap() >> 20, 50_001);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_process_is_gone_with_its_memory() {
+    fn a_killed_process_frees_its_memory() {
         let (_dir, machine, gpu) = machine("T4");
         mode(&machine, ComputeMode::ExclusiveProcess);
         let other = Other::new();
@@ -328,21 +328,22 @@ mod tests {
     }
 
     #[test]
-    fn a_process_of_a_namespace_that_is_not_seen_lives_as_long_as_its_lease() {
+    fn an_invisible_process_is_alive_while_its_lease_is_locked() {
         let (_dir, machine, gpu) = machine("T4");
         mode(&machine, ComputeMode::ExclusiveProcess);
         let elsewhere = PidRef { pid: 1, namespace: 1, start: 1 };
         let context = machine.register(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
-        // As the kernel does it when the owner is killed: the lock goes, and nothing else is told.
-        flock(&context.held, FlockOperation::Unlock).unwrap();
+        // The kernel does the same when the owner is killed: it releases the lock and changes
+        // nothing more.
+        flock(&context.lock, FlockOperation::Unlock).unwrap();
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
     }
 
     #[test]
-    fn nothing_opens_on_a_lost_gpu_and_what_is_open_is_told() {
+    fn a_lost_gpu_fails_new_and_open_contexts() {
         let (_dir, machine, gpu) = machine("T4");
         let context = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         machine.change(|s| s.gpus[0].lost = true).unwrap();
@@ -352,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_in_mig_mode_is_used_through_its_instances() {
+    fn a_gpu_in_mig_mode_is_usable_through_its_instances() {
         let (_dir, machine, gpu) = machine("A100-40");
         let uuid = machine.update(|s| {
             let model = s.model(&s.gpus[0])?.clone();
@@ -373,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_ends_contexts_and_an_old_context_does_not_end_a_new_one() {
+    fn a_reboot_ends_contexts_and_old_contexts_do_not_end_new_ones() {
         let (_dir, machine, gpu) = machine("T4");
         let old = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         machine.change(State::reboot).unwrap();

@@ -1,4 +1,4 @@
-//! The file that describes a machine, and the state that a machine starts with.
+//! The file that describes a machine, and the machine's initial state.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,8 +6,8 @@ use crate::error::Error;
 use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, Pci, State};
 
-/// A machine, as a file describes it. What is not given is derived from the name and the index,
-/// always alike.
+/// A machine as a file describes it. Omitted values are derived from the name and the index, always
+/// to the same result.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Description {
@@ -16,22 +16,22 @@ pub struct Description {
     /// The driver.
     #[serde(default)]
     pub driver: Driver,
-    /// Its GPUs, in the order of their indices.
+    /// The GPUs, in the order of their indices.
     #[serde(default)]
     pub gpus: Vec<GpuDescription>,
-    /// Models of its own, beside the built-in ones.
+    /// Models that this description adds to the built-in ones.
     #[serde(default)]
     pub models: Vec<Model>,
 }
 
-/// One GPU of a description, or several alike.
+/// One or more identical GPUs of a description.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct GpuDescription {
     /// A model's name or alias.
     pub model: String,
-    /// How many of it; none: one. More than one cannot have a UUID, a PCI address or a serial
-    /// number of its own.
+    /// The number of GPUs of this model, 1 by default. With more than one, UUID, PCI address, minor
+    /// number and serial number must be omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<u32>,
     /// `GPU-<uuid>`.
@@ -46,30 +46,30 @@ pub struct GpuDescription {
     /// NUMA node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa_node: Option<u32>,
-    /// CPUs near it, such as `0-15`.
+    /// CPUs near the GPU, such as `0-15`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<String>,
     /// The board's serial number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
-    /// MIG mode is on.
+    /// Whether MIG mode is on.
     #[serde(default)]
     pub mig: bool,
 }
 
 impl Description {
-    /// The state of a machine just made from this description.
+    /// Returns the initial state of a machine with this description.
     ///
     /// # Errors
-    /// A model is unknown or has no MIG, or two GPUs have the same UUID, minor number or PCI
-    /// address.
+    /// A model is unknown or does not support MIG, or two GPUs have the same UUID, minor number or
+    /// PCI address.
     pub fn state(&self) -> Result<State, Error> {
         let mut gpus: Vec<Gpu> = Vec::new();
         for entry in &self.gpus {
             let model = find_model(&self.models, &entry.model)
                 .ok_or_else(|| Error::Invalid(format!("unknown GPU model {:?}", entry.model)))?;
             if entry.mig && !model.mig_capable() {
-                return Err(Error::Invalid(format!("{} has no MIG", model.name)));
+                return Err(Error::Invalid(format!("{} does not support MIG", model.name)));
             }
             let count = entry.count.unwrap_or(1);
             if count != 1
@@ -104,8 +104,8 @@ impl Description {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
         let serial = || format!("{:013}", digest(&["serial", &self.name, &number]) % 10_u128.pow(13));
-        // Spread over the buses as an eight-GPU board does it; more than 28 go on in the next
-        // domain.
+        // GPUs are spread over the buses like on an eight-GPU board. After 28 GPUs the next domain
+        // starts.
         let pci = || Pci { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
             uuid: entry.uuid.clone().unwrap_or_else(uuid),
@@ -133,16 +133,16 @@ impl Description {
     }
 }
 
-/// A UUID that follows from names: the same names, the same UUID.
+/// Derives a UUID from names. The same names always give the same UUID.
 pub(crate) fn derive_uuid(names: &[&str]) -> String {
-    // Version 5 (from a name) and the usual variant, as real ones carry them.
+    // Sets version 5 (derived from a name) and the usual variant, as real UUIDs have.
     let n = (digest(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
     let part = |shift: u32, bits: u32| (n >> shift) & ((1 << bits) - 1);
     format!("{:08x}-{:04x}-{:04x}-{:04x}-{:012x}", part(96, 32), part(80, 16), part(64, 16), part(48, 16), part(0, 48))
 }
 
-/// 128 bits of names: FNV-1a over each name and a zero byte, from two starts, mixed so that near
-/// names look unlike.
+/// A 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The mixing
+/// makes similar names give dissimilar hashes.
 fn digest(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_description_gives_the_same_machine_and_no_two_gpus_alike() {
+    fn equal_descriptions_give_equal_machines_with_distinct_gpus() {
         let text = r#"[{"model":"H100-80","count":8},{"model":"t4"},{"model":"NVIDIA H200"}]"#;
         let (one, again, other) = (machine("a", text), machine("a", text), machine("b", text));
         let (one, again, other) = (one.unwrap(), again.unwrap(), other.unwrap());
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_is_not_derived() {
+    fn values_of_the_description_are_not_derived() {
         let text = r#"[{"model":"A30","uuid":"GPU-1","pci":{"domain":0,"bus":7,"device":0},"minor":3,"numaNode":1,"mig":true}]"#;
         let gpu = machine("a", text).unwrap().gpus.remove(0);
         assert_eq!((gpu.uuid.as_str(), gpu.minor, gpu.numa_node, gpu.mig), ("GPU-1", 3, Some(1), true));
@@ -186,16 +186,16 @@ mod tests {
     }
 
     #[test]
-    fn impossible_machines_are_refused_with_the_reason() {
+    fn invalid_descriptions_are_rejected_with_a_reason() {
         let refused = |text: &str| machine("a", text).unwrap_err().to_string();
         assert!(refused(r#"[{"model":"H900"}]"#).contains("H900"));
-        assert!(refused(r#"[{"model":"T4","mig":true}]"#).contains("no MIG"));
+        assert!(refused(r#"[{"model":"T4","mig":true}]"#).contains("does not support MIG"));
         assert!(refused(r#"[{"model":"T4","count":2,"uuid":"GPU-1"}]"#).contains("cannot share"));
         assert!(refused(r#"[{"model":"T4","uuid":"GPU-1"},{"model":"T4","uuid":"GPU-1"}]"#).contains("GPUs 0 and 1"));
     }
 
     #[test]
-    fn many_gpus_have_addresses_of_their_own() {
+    fn many_gpus_have_valid_pci_addresses() {
         let state = machine("a", r#"[{"model":"T4","count":100}]"#).unwrap();
         assert!(state.gpus.iter().all(|g| g.pci.bus <= 0xff));
     }

@@ -1,75 +1,76 @@
-//! What can go wrong with the machine's directory, and what a CUDA program is told.
+//! Errors of the state directory, and errors that a CUDA program receives.
 
 use std::path::PathBuf;
 
-/// The state directory could not be read or changed.
+/// An error about the state directory or its contents.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file of the state directory could not be read, written or locked.
     #[error("cannot {action} {}", .path.display())]
     Io {
-        /// What was tried ("read", "lock", …).
+        /// What failed ("read", "lock", …).
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// A file of the state directory is not what this version writes.
+    /// A file of the state directory has an unknown format.
     #[error("{} is not a machine's state", .path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// Where it is wrong.
+        /// Where the file is malformed.
         #[source]
         source: serde_json::Error,
     },
-    /// A description or a change names something that does not exist, or asks for something
+    /// A description or a change names something that does not exist, or requests something
     /// impossible.
     #[error("{0}")]
     Invalid(String),
 }
 
-/// What a CUDA program is told when it cannot have a context or memory.
+/// The error that a CUDA program receives when it cannot get a context or memory.
 #[derive(Debug, thiserror::Error)]
 pub enum ContextError {
-    /// No driver, no GPU, or the GPU is in MIG mode and has no instance: CUDA sees no device.
+    /// CUDA sees no device: there is no driver, no GPU, or the GPU is in MIG mode without an
+    /// instance.
     #[error("no CUDA-capable device: {0}")]
     NoDevice(String),
-    /// The UUID names nothing.
+    /// No device has this UUID.
     #[error("no such device {0}")]
     InvalidDevice(String),
-    /// The compute mode does not allow it: PROHIBITED, or `EXCLUSIVE_PROCESS` and another process
-    /// is there.
+    /// The compute mode does not allow a context: it is `PROHIBITED`, or it is `EXCLUSIVE_PROCESS`
+    /// and another process uses the device.
     #[error("device {device} is busy or unavailable: {reason}")]
     Unavailable {
         /// The device's UUID.
         device: String,
-        /// Which rule, and which process holds it.
+        /// The rule that applies, and the process that uses the device.
         reason: String,
     },
-    /// More memory than is free.
-    #[error("out of memory: {wanted} bytes wanted, {free} free")]
+    /// The request exceeds the free memory.
+    #[error("out of memory: {wanted} bytes requested, {free} free")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Requested bytes.
         wanted: u64,
-        /// Bytes free on the device.
+        /// Free bytes of the device.
         free: u64,
     },
     /// The GPU fell off the bus.
     #[error("GPU {0} is lost")]
     Lost(String),
-    /// The context is gone: its device was taken away (reboot, MIG instance destroyed).
+    /// The context's device is gone: the machine rebooted, or the MIG instance was destroyed.
     #[error("the context was destroyed")]
     Destroyed,
-    /// The state directory could not be used.
+    /// The state directory is unusable.
     #[error(transparent)]
     State(#[from] Error),
 }
 
 impl ContextError {
-    /// The `CUresult` that a real driver gives for it.
+    /// The `CUresult` that a real driver returns for this error.
     #[must_use]
     pub fn cuda_code(&self) -> i32 {
         match self {

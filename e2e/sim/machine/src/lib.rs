@@ -1,40 +1,39 @@
-//! The simulated machine: GPUs described by a file, state shared between processes.
+//! Simulates a machine with GPUs. A file describes the GPUs, and processes share their state.
 //!
-//! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The stand-in NVML reads
-//! it, the stand-in MPS and CUDA programs register in it, `simgpu` changes it. It may be mounted
-//! into containers at the same path, writable by any user: nothing in it is a secret, and a process
-//! of any user may own a context on a GPU.
+//! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The simulated NVML reads
+//! it, the simulated MPS and CUDA programs register in it, and `simgpu` changes it. Containers may
+//! mount it at the same path, writable by every user. It contains no secret, and a process of any
+//! user may own a context on a GPU.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! use sim_machine::{ContextKind, Machine};
 //!
 //! let machine = Machine::open_default()?;
-//! let state = machine.snapshot()?; // an `Arc<State>`, parsed again only where something changed
+//!let state = machine.snapshot()?; // an `Arc<State>`, parsed again only where something changed
 //! for gpu in &state.gpus {
 //!     println!("{} {} {}", gpu.index, gpu.uuid, state.model(gpu)?.name);
 //! }
-//! // A plain CUDA context of this process. Compute mode, MIG mode, a lost GPU and a full memory are honoured.
+//! // A CUDA context of this process. It respects compute mode, MIG mode, lost GPUs and free
+//! memory.
 //! let context = machine.open_context(&state.gpus[0].uuid, ContextKind::Compute, 500 << 20)?;
 //! context.allocate(1 << 30)?;
 //! # Ok(())
 //! # }
 //! ```
 //!
-//! What the MPS stand-in needs:
-//! - its server: `open_context(uuid, ContextKind::MpsServer, bytes)`: takes an `EXCLUSIVE_PROCESS`
-//!   GPU for itself;
-//! - its clients: [`Machine::register_client`] with the PID that `SCM_CREDENTIALS` attests, as the
-//!   server's own PID namespace sees it. The context returned accounts for the client's memory;
-//!   drop it when the client leaves.
-//! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for what a UUID names (a GPU
-//!   or a MIG device), its SMs and memory, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
-//! - [`Machine::injected`] to honour errors and hangs injected with `simgpu fail` and `simgpu hang`
-//!   under names of its own.
+//! The simulated MPS uses:
+//! - [`Machine::open_context`] with [`ContextKind::MpsServer`] for its server, which then owns an
+//!   `EXCLUSIVE_PROCESS` GPU;
+//! - [`Machine::register_client`] for its clients, with the PID from `SCM_CREDENTIALS` as the
+//!   server's PID namespace sees it. The returned context accounts for the client's memory. Drop it
+//!   when the client disconnects;
+//! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for the device that a UUID
+//!   names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
+//! - [`Machine::injected`] for errors and hangs that `simgpu fail` and `simgpu hang` inject.
 //!
-//! A process is alive as long as it holds its lease: a lock on a file of its own under `leases/`,
-//! which the kernel lets go however the process ends, in whatever PID namespace it is. Processes
-//! that are gone count nowhere.
+//! A process is alive while it locks its lease file under `leases/`. The kernel releases the lock
+//! however the process ends, in any PID namespace. Dead processes are never counted.
 
 mod context;
 mod description;
@@ -56,15 +55,15 @@ pub use state::{
 };
 pub use store::{DEFAULT_DIR, Machine, STATE_ENV};
 
-/// SMs that an MPS client sees for a thread percentage of a device with `total` SMs: rounded down
-/// to an even count, never below 8 (nor above `total`). 100 % and more is the whole device.
+/// The number of SMs that an MPS client sees for a thread percentage of a device with `total` SMs.
+/// The result is rounded down to an even number, and is at least 8 and at most `total`. From 100 %
+/// on it is the whole device.
 #[must_use]
 pub fn mps_sms(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {
         return total;
     }
-    // The product of two small positive numbers: the cast cannot lose more than the fraction that
-    // is meant to go.
+    // The product is small and positive, so the cast only drops the fraction, as intended.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let exact = (f64::from(total) * percent.max(0.0) / 100.0) as u32;
     (exact & !1).max(8).min(total)
@@ -73,7 +72,7 @@ pub fn mps_sms(total: u32, percent: f64) -> u32 {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn sms_of_a_percentage_are_those_measured_on_an_h200() {
+    fn sms_of_a_percentage_match_an_h200() {
         let measured = [
             (1, 8),
             (2, 8),
@@ -96,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_device_never_gives_more_than_it_has() {
+    fn a_small_device_never_exceeds_its_sms() {
         assert_eq!(super::mps_sms(6, 10.0), 6);
         assert_eq!(super::mps_sms(14, 250.0), 14);
     }

@@ -1,35 +1,35 @@
-//! What NVML allows with MIG: modes, GPU instances and compute instances. Pure: the callers say
-//! what is in use.
+//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in what is
+//! in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
 use crate::state::{ComputeInstance, ComputeMode, Gpu, GpuInstance};
 
-/// Why MIG refuses; each is one of NVML's return codes.
+/// Why MIG refuses a change. Each variant is an NVML return code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MigError {
-    /// The model has no MIG, or MIG mode is off.
+    /// The model does not support MIG, or MIG mode is off.
     #[error("not supported")]
     NotSupported,
-    /// No such profile, or the placement is none of the profile's.
+    /// The profile does not exist, or it does not allow the placement.
     #[error("invalid argument")]
     InvalidArgument,
-    /// The slices are taken, or the media engines are.
+    /// Other instances use the slices or the media engines.
     #[error("insufficient resources")]
     InsufficientResources,
-    /// A process or an instance is inside.
+    /// A process or an instance uses the device.
     #[error("in use")]
     InUse,
-    /// No such instance.
+    /// The instance does not exist.
     #[error("not found")]
     NotFound,
-    /// MIG mode switches at the next reset.
+    /// MIG mode changes at the next reset.
     #[error("reset required")]
     ResetRequired,
 }
 
-/// The id of a GPU instance, which follows from where it is: the nodes of a binary tree over the
-/// memory slices, from the root.
+/// The id of a GPU instance, which follows from its placement: it numbers the nodes of a binary
+/// tree over the memory slices, from the root.
 #[must_use]
 pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
     let size = placement.size.max(1);
@@ -41,12 +41,12 @@ impl Gpu {
         if self.mig && model.mig_capable() { Ok(()) } else { Err(MigError::NotSupported) }
     }
 
-    /// Switches MIG mode; `busy` says whether a process is on the GPU or in one of its instances.
-    /// Where it cannot be switched now, the error says why, and the mode is pending until the next
-    /// reset.
+    /// Switches MIG mode. `busy` says whether a process uses the GPU or one of its instances. If
+    /// the mode cannot change now, it stays pending until the next reset, and the error says why.
     ///
     /// # Errors
-    /// The model has no MIG; a process or an instance is there; a reset is needed.
+    /// The model does not support MIG, a process or an instance uses the GPU, or a reset is
+    /// required.
     pub fn set_mig_mode(&mut self, model: &Model, on: bool, busy: bool) -> Result<(), MigError> {
         if !model.mig_capable() {
             return Err(MigError::NotSupported);
@@ -65,20 +65,21 @@ impl Gpu {
         Ok(())
     }
 
-    /// Resets the GPU: the pending MIG mode holds, instances are gone, a lost GPU is back.
+    /// Resets the GPU. The pending MIG mode becomes current, instances are destroyed, and a lost
+    /// GPU works again.
     pub fn reset(&mut self) {
         self.mig = self.mig_pending;
         self.instances.clear();
         self.lost = false;
-        // Volatile counters start anew, rows that wait are remapped, and the driver has what it
-        // wanted. What is broken stays broken.
+        // A reset clears volatile counters, remaps pending rows and performs the recovery that the
+        // driver requested. Failed remapping stays failed.
         (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);
         if self.mig {
             self.compute_mode = ComputeMode::Default;
         }
     }
 
-    /// Where instances of a profile could be made now, lowest first.
+    /// The placements where an instance of a profile can be created now, lowest first.
     #[must_use]
     pub fn free_placements(&self, model: &Model, profile: &GpuProfile) -> Vec<Placement> {
         let placements = profile.starts.iter().map(|&start| Placement { start, size: profile.size });
@@ -86,16 +87,17 @@ impl Gpu {
         if self.lacks_engines(model, profile) { Vec::new() } else { placements.filter(|p| !taken(*p)).collect() }
     }
 
-    /// Engines are not placed, only counted: an optical flow accelerator, for one, is there once.
+    /// Engines have no placement and are only counted. For example, there is one optical flow
+    /// accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
-        let held = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
-        held().map(|p| p.ofa).sum::<u32>() > whole.ofa
-            || held().map(|p| p.jpeg).sum::<u32>() > whole.jpeg
-            || held().map(|p| p.decoders).sum::<u32>() > whole.decoders
+        let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
+        used().map(|p| p.ofa).sum::<u32>() > whole.ofa
+            || used().map(|p| p.jpeg).sum::<u32>() > whole.jpeg
+            || used().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// How many more instances of a profile fit; with MIG off, as many as on an empty GPU.
+    /// How many more instances of a profile fit. With MIG off, it counts as on an empty GPU.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
         let mut trial = Self { mig: true, ..self.clone() };
@@ -106,11 +108,11 @@ impl Gpu {
         count
     }
 
-    /// Makes a GPU instance, where asked or where it takes the least from larger profiles; returns
-    /// its id.
+    /// Creates a GPU instance at the requested placement, or where it blocks the fewest placements
+    /// of other profiles. Returns its id.
     ///
     /// # Errors
-    /// MIG is off, no such profile or placement, or no room.
+    /// MIG is off, the profile or placement does not exist, or not enough slices are free.
     pub fn create_gpu_instance(&mut self, model: &Model, id: u32, at: Option<Placement>) -> Result<u32, MigError> {
         self.mig_ready(model)?;
         let profile = model.gpu_profile(id).ok_or(MigError::InvalidArgument)?;
@@ -120,7 +122,7 @@ impl Gpu {
                 return Err(MigError::InvalidArgument);
             }
             Some(at) => free.into_iter().find(|p| *p == at),
-            // As the driver does it: seven 1g go to 6, 4, 5, 0, 1, 2, 3.
+            // The driver's order: seven 1g instances go to 6, 4, 5, 0, 1, 2, 3.
             None => free.into_iter().min_by_key(|p| (self.blocked_by(model, *p), p.start)),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;
@@ -130,7 +132,8 @@ impl Gpu {
         Ok(id)
     }
 
-    /// How many placements of any profile, free now, an instance there would block.
+    /// The number of free placements, of any profile, that an instance at this placement would
+    /// block.
     fn blocked_by(&self, model: &Model, placement: Placement) -> usize {
         let free = |p: &GpuProfile| self.free_placements(model, p);
         model.gpu_profiles.iter().flat_map(free).filter(|p| p.overlaps(placement)).count()
@@ -139,7 +142,7 @@ impl Gpu {
     /// Destroys a GPU instance.
     ///
     /// # Errors
-    /// It does not exist, or has compute instances.
+    /// The instance does not exist, or has compute instances.
     pub fn destroy_gpu_instance(&mut self, id: u32) -> Result<(), MigError> {
         let at = self.instances.iter().position(|i| i.id == id).ok_or(MigError::NotFound)?;
         if !self.instances[at].compute.is_empty() {
@@ -149,7 +152,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Where compute instances of so many slices could be made in a GPU instance now, lowest first.
+    /// The placements where compute instances of `size` slices can be created in a GPU instance
+    /// now, lowest first.
     #[must_use]
     pub fn free_compute_placements(&self, model: &Model, gpu_instance: u32, size: u32) -> Vec<Placement> {
         let Some(gi) = self.instances.iter().find(|i| i.id == gpu_instance) else { return Vec::new() };
@@ -158,10 +162,11 @@ impl Gpu {
         (0..=slices.saturating_sub(size)).map(|start| Placement { start, size }).filter(|p| !taken(p)).collect()
     }
 
-    /// Makes a compute instance, where asked or as low as it fits; returns its id.
+    /// Creates a compute instance at the requested or the lowest free placement. Returns its id.
     ///
     /// # Errors
-    /// MIG is off, no such instance, profile or placement, or no room.
+    /// MIG is off, the instance, profile or placement does not exist, or not enough slices are
+    /// free.
     pub fn create_compute_instance(
         &mut self,
         model: &Model,
@@ -191,10 +196,10 @@ impl Gpu {
         Ok(id)
     }
 
-    /// Destroys a compute instance; `busy` says whether a process is in the device with that UUID.
+    /// Destroys a compute instance. `busy` says whether a process uses the device with a UUID.
     ///
     /// # Errors
-    /// It does not exist, or a process is in it.
+    /// The instance does not exist, or a process uses it.
     pub fn destroy_compute_instance(
         &mut self,
         gpu_instance: u32,
@@ -232,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_built_in_models_hold_together() {
+    fn the_built_in_models_are_consistent() {
         assert_eq!(builtin_models().len(), 7);
         for model in builtin_models() {
             for p in &model.gpu_profiles {
@@ -248,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn instances_go_where_the_driver_puts_them_and_have_its_ids() {
+    fn instances_get_the_drivers_placements_and_ids() {
         let (mut a100, model) = gpu("A100-40");
         let seven: Vec<u32> = (0..7).map(|_| a100.create_gpu_instance(model, 19, None).unwrap()).collect();
         assert_eq!(seven, [13, 11, 12, 7, 8, 9, 10]);
@@ -262,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_is_the_profiles_and_free_or_refused() {
+    fn an_invalid_or_taken_placement_is_refused() {
         let (mut h100, model) = gpu("H100-80");
         let (three, four, two) = (id(model, "3g.40gb"), id(model, "4g.40gb"), id(model, "2g.20gb"));
         assert_eq!(h100.create_gpu_instance(model, three, Some(at(2, 4))), Err(MigError::InvalidArgument));
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn media_engines_are_there_once() {
+    fn media_engines_are_used_once() {
         let (mut h200, model) = gpu("H200-141");
         let me = id(model, "1g.18gb+me");
         h200.create_gpu_instance(model, me, None).unwrap();
@@ -287,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_is_not_destroyed() {
+    fn instances_in_use_are_not_destroyed() {
         let (mut a30, model) = gpu("A30");
         let gi = a30.create_gpu_instance(model, id(model, "2g.12gb"), None).unwrap();
         let ci = a30.create_compute_instance(model, gi, 1, None).unwrap();
@@ -315,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn mig_mode_waits_for_idle_and_for_a_reset_where_one_is_needed() {
+    fn mig_mode_changes_when_idle_and_at_a_required_reset() {
         let (mut a100, model) = gpu("A100-80");
         a100.create_gpu_instance(model, 0, None).unwrap();
         assert_eq!(a100.set_mig_mode(model, false, false), Err(MigError::InUse));

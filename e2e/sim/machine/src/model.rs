@@ -1,9 +1,10 @@
-//! GPU models as data: `models.json` has the built-in ones, a machine's description may bring more.
+//! GPU models as data. `models.json` contains the built-in models, and a machine's description may
+//! add others.
 //!
-//! H100-80 and H200-141 are as real ones with driver 580.159.04 answered, MIG profiles and
-//! placements included (but for the SMs of compute instances that share a GPU instance). The others
-//! follow NVIDIA's MIG guide and product data; what CUDA gives as their total memory is an
-//! approximation.
+//! H100-80 and H200-141 have the values that real GPUs report under driver 580.159.04, MIG profiles
+//! and placements included. The SMs of compute instances that share a GPU instance are an
+//! exception. The other models follow NVIDIA's MIG guide and product data, and their total memory
+//! under CUDA is an approximation.
 
 use std::sync::OnceLock;
 
@@ -18,107 +19,108 @@ pub struct Model {
     pub aliases: Vec<String>,
     /// NVML's product name.
     pub name: String,
-    /// `Ampere` and so on.
+    /// The architecture, such as `Ampere`.
     pub architecture: String,
     /// CUDA compute capability.
     pub compute_capability: (i32, i32),
-    /// SMs.
+    /// Number of SMs.
     pub sms: u32,
-    /// CUDA cores of one SM.
+    /// CUDA cores per SM.
     pub cores_per_sm: u32,
-    /// MiB that NVML gives as the total.
+    /// Total memory that NVML reports, in MiB.
     pub memory_mib: u64,
-    /// MiB that CUDA gives as the total: less what the driver reserves.
+    /// Total memory that CUDA reports, in MiB. It excludes what the driver reserves.
     pub cuda_memory_mib: u64,
-    /// Bits of the memory bus.
+    /// Width of the memory bus, in bits.
     pub memory_bus_width: u32,
     /// PCI device and vendor id, as NVML packs them.
     pub pci_device_id: u32,
     /// PCI subsystem id, as NVML packs it.
     pub pci_subsystem_id: u32,
-    /// Watts: enforced limit, and drawn when idle.
+    /// Power in watts: the enforced limit, and the draw when idle.
     pub power_watts: (u32, u32),
-    /// Memory slices that MIG placements count in; 0: no MIG.
+    /// Number of memory slices, in which MIG placements are counted. 0 means no MIG support.
     #[serde(default)]
     pub mig_memory_slices: u32,
-    /// MIG mode is stored on the board: a reset switches it, a reboot keeps it (Ampere). Otherwise
-    /// it switches at once and a reboot loses it (Hopper).
+    /// Whether the board stores MIG mode: a reset changes it and a reboot keeps it (Ampere).
+    /// Otherwise it changes immediately and a reboot loses it (Hopper).
     #[serde(default)]
     pub mig_mode_stored: bool,
-    /// SMs of one compute slice of a GPU instance that is cut into several compute instances.
+    /// SMs of one compute slice, for GPU instances with several compute instances.
     #[serde(default)]
     pub sms_per_slice: u32,
-    /// MIG's GPU instance profiles, in NVML's order.
+    /// MIG's GPU instance profiles, in the order of NVML.
     #[serde(default)]
     pub gpu_profiles: Vec<GpuProfile>,
 }
 
-/// A GPU instance profile, as `nvmlDeviceGetGpuInstanceProfileInfo` gives it.
+/// A GPU instance profile, as `nvmlDeviceGetGpuInstanceProfileInfo` returns it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuProfile {
-    /// `NVML_GPU_INSTANCE_PROFILE_…`, the index by which NVML is asked.
+    /// The value of `NVML_GPU_INSTANCE_PROFILE_…` that queries take.
     pub index: u32,
-    /// The id by which instances are created (19 for 1g.10gb on an H100).
+    /// The id that creates an instance (19 for 1g.10gb on an H100).
     pub id: u32,
-    /// `1g.10gb`, `1g.10gb+me`.
+    /// The name, such as `1g.10gb` or `1g.10gb+me`.
     pub name: String,
-    /// Compute slices.
+    /// Number of compute slices.
     pub slices: u32,
-    /// How many fit on an empty GPU.
+    /// How many instances fit on an empty GPU.
     pub instances: u32,
-    /// SMs.
+    /// Number of SMs.
     pub sms: u32,
-    /// MiB.
+    /// Memory in MiB.
     pub memory_mib: u64,
-    /// Copy engines.
+    /// Number of copy engines.
     pub copy: u32,
-    /// Decoders.
+    /// Number of decoders.
     pub decoders: u32,
-    /// Encoders.
+    /// Number of encoders.
     #[serde(default)]
     pub encoders: u32,
-    /// JPEG engines.
+    /// Number of JPEG engines.
     pub jpeg: u32,
-    /// Optical flow accelerators.
+    /// Number of optical flow accelerators.
     pub ofa: u32,
     /// `NVML_GPU_INSTANCE_PROFILE_CAPS_…`.
     #[serde(default)]
     pub capabilities: u32,
-    /// Memory slices taken.
+    /// Number of memory slices that an instance takes.
     pub size: u32,
-    /// Where an instance may start.
+    /// The memory slices at which an instance may start.
     pub starts: Vec<u32>,
 }
 
 /// A compute instance profile within a GPU instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ComputeProfile {
-    /// `NVML_COMPUTE_INSTANCE_PROFILE_…`, the index by which NVML is asked.
+    /// The value of `NVML_COMPUTE_INSTANCE_PROFILE_…` that queries take.
     pub index: u32,
-    /// The id by which instances are created.
+    /// The id that creates an instance.
     pub id: u32,
-    /// `1c.3g.40gb`; the GPU instance's own name where it takes the whole.
+    /// The name, such as `1c.3g.40gb`. A profile of the whole GPU instance has the GPU instance's
+    /// name.
     pub name: String,
-    /// Compute slices.
+    /// Number of compute slices.
     pub slices: u32,
-    /// How many fit in an empty GPU instance.
+    /// How many instances fit in an empty GPU instance.
     pub instances: u32,
-    /// SMs.
+    /// Number of SMs.
     pub sms: u32,
 }
 
-/// Slices that an instance takes: memory slices of a GPU, or compute slices of a GPU instance.
+/// The slices of an instance: memory slices of a GPU, or compute slices of a GPU instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
-    /// The first.
+    /// The first slice.
     pub start: u32,
-    /// How many.
+    /// The number of slices.
     pub size: u32,
 }
 
 impl Placement {
-    /// Whether the two share a slice.
+    /// Whether the two placements share a slice.
     #[must_use]
     pub fn overlaps(self, other: Self) -> bool {
         self.start < other.start + other.size && other.start < self.start + self.size
@@ -126,19 +128,19 @@ impl Placement {
 }
 
 impl Model {
-    /// Whether it has MIG at all.
+    /// Whether the model supports MIG.
     #[must_use]
     pub fn mig_capable(&self) -> bool {
         self.mig_memory_slices > 0
     }
 
-    /// A GPU instance profile by its id.
+    /// Returns a GPU instance profile by its id.
     #[must_use]
     pub fn gpu_profile(&self, id: u32) -> Option<&GpuProfile> {
         self.gpu_profiles.iter().find(|p| p.id == id)
     }
 
-    /// The compute instance profiles of a GPU instance of this profile, in NVML's order.
+    /// Returns the compute instance profiles of a GPU instance profile, in the order of NVML.
     #[must_use]
     pub fn compute_profiles(&self, gpu_profile: u32) -> Vec<ComputeProfile> {
         let Some(gi) = self.gpu_profile(gpu_profile) else { return Vec::new() };
@@ -155,23 +157,24 @@ impl Model {
         all.into_iter().filter(|(_, _, slices)| *slices <= gi.slices).map(profile).collect()
     }
 
-    /// A compute instance profile by its id.
+    /// Returns a compute instance profile by its id.
     #[must_use]
     pub fn compute_profile(&self, gpu_profile: u32, id: u32) -> Option<ComputeProfile> {
         self.compute_profiles(gpu_profile).into_iter().find(|p| p.id == id)
     }
 }
 
-/// The models that are always known.
+/// The built-in models.
 #[must_use]
 pub fn builtin_models() -> &'static [Model] {
     static MODELS: OnceLock<Vec<Model>> = OnceLock::new();
-    // The file is part of the crate, and a test parses it: it cannot be malformed in a build that
-    // passed.
+    // The file is part of the crate and a test parses it, so it is well-formed in every tested
+    // build.
     MODELS.get_or_init(|| serde_json::from_str(include_str!("models.json")).unwrap_or_default())
 }
 
-/// A model by its name or an alias, without regard to case; `own` goes before the built-in ones.
+/// Returns a model by its name or an alias, case-insensitively. `own` takes precedence over the
+/// built-in models.
 #[must_use]
 pub fn find_model<'a>(own: &'a [Model], name: &str) -> Option<&'a Model> {
     let named =

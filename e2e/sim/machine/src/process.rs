@@ -1,5 +1,5 @@
-//! Processes with contexts on a GPU: who they are across PID namespaces, and whether they still
-//! live.
+//! Processes with contexts on a GPU: their identity across PID namespaces, and whether they are
+//! alive.
 
 use std::collections::HashMap;
 use std::fs;
@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 
-/// What a process does on a GPU.
+/// How a process uses a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProcessKind {
     /// A plain CUDA context.
@@ -26,67 +26,69 @@ pub enum ProcessKind {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Process {
-    /// Its number in the state.
+    /// The process's number in the state.
     pub id: u64,
-    /// What it is.
+    /// How it uses the GPU.
     pub kind: ProcessKind,
-    /// The device's UUID: a GPU's or a MIG device's.
+    /// UUID of the GPU or MIG device.
     pub device: String,
-    /// Bytes of device memory.
+    /// Device memory in bytes.
     pub used: u64,
-    /// Whose it is.
+    /// The process that owns the context.
     pub pid: PidRef,
-    /// The process' name.
+    /// The process's name.
     pub name: String,
-    /// The file under `leases/` that its owner keeps locked; none: alive as long as the PID is.
+    /// The file under `leases/` that the owner keeps locked. Without one, the context lives while
+    /// the PID does.
     #[serde(default)]
     pub lease: Option<String>,
 }
 
-/// A process as one PID namespace names it. A PID alone is neither unique (namespaces) nor lasting
-/// (reuse).
+/// A process as one PID namespace identifies it. A PID alone is not enough: namespaces repeat PIDs,
+/// and the kernel reuses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PidRef {
-    /// The PID as `namespace` counts.
+    /// The PID within `namespace`.
     pub pid: u32,
     /// The inode of the PID namespace.
     pub namespace: u64,
-    /// Clock ticks from boot to its start; 0: unknown.
+    /// When the process started, in clock ticks from boot. 0 means unknown.
     pub start: u64,
 }
 
 impl PidRef {
-    /// This process.
+    /// Identifies this process.
     #[must_use]
     pub fn current() -> Self {
         Self::of(std::process::id())
     }
 
-    /// A process by the PID that this process' namespace gives it.
+    /// Identifies a process by its PID in this process's namespace.
     #[must_use]
     pub fn of(pid: u32) -> Self {
         Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
     }
 
-    /// Whether the process is known to be gone. One in another namespace is not known.
+    /// Whether the process is known to be dead. The state of a process in another namespace is
+    /// unknown.
     pub(crate) fn gone(&self) -> bool {
         self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
     }
 }
 
-/// The inode of this process' PID namespace; 0 where /proc is not there.
+/// The inode of this process's PID namespace, or 0 without `/proc`.
 fn own_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino())
 }
 
-/// Clock ticks from boot to the start of a process; none when it is gone or a zombie.
+/// When a process started, in clock ticks from boot. None for a dead process or a zombie.
 fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Field 22 of `/proc/<pid>/stat`; none for a zombie. The name (field 2) may hold spaces and
-/// parentheses.
+/// Parses field 22 of `/proc/<pid>/stat`. None for a zombie. The name (field 2) may contain spaces
+/// and parentheses.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
@@ -96,26 +98,26 @@ fn parse_start_time(stat: &str) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
-/// The name of this process, as `ps` shows it.
+/// This process's name, as `ps` shows it.
 pub(crate) fn own_name() -> String {
     fs::read_to_string("/proc/self/comm").map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
 
-/// The name of a process by its PID here.
+/// The name of a process by its PID in this namespace.
 pub(crate) fn name_of(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
 
-/// Finds the PID by which *this* process' namespace knows a process of another, by `/proc/*/status`
-/// (`NSpid`) and `/proc/*/ns/pid`. From the host's namespace every container's process is found;
-/// from a container none outside it.
+/// Translates PIDs of other namespaces to *this* process's namespace, from `/proc/*/status`
+/// (`NSpid`) and `/proc/*/ns/pid`. The host's namespace contains the processes of every container.
+/// A container's namespace contains only its own.
 #[derive(Debug, Default)]
 pub struct PidResolver {
     known: Mutex<HashMap<PidRef, u32>>,
 }
 
 impl PidResolver {
-    /// The PID here; none where it cannot be seen from here.
+    /// Returns the PID in this namespace, or none if the process is not visible from here.
     pub fn resolve(&self, process: &PidRef) -> Option<u32> {
         let own = own_namespace();
         if process.namespace == own || process.namespace == 0 {
@@ -134,7 +136,7 @@ impl PidResolver {
     }
 }
 
-/// Looks through a /proc for a process of another namespace.
+/// Searches a `/proc` for a process of another namespace.
 fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
     fs::read_dir(proc).ok()?.flatten().find_map(|entry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
@@ -142,8 +144,8 @@ fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
         if innermost_pid(&status)? != process.pid {
             return None;
         }
-        // The namespace's inode is readable for root only; the start time is for all, and with the
-        // PID as good as unique.
+        // Only root can read the namespace's inode. The start time is readable for all users, and
+        // together with the PID it is almost certainly unique.
         let right = match fs::metadata(entry.path().join("ns/pid")) {
             Ok(namespace) => namespace.ino() == process.namespace,
             Err(_) => process.start != 0 && start_time(pid) == Some(process.start),
@@ -152,7 +154,7 @@ fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
     })
 }
 
-/// The PID in the process' own, innermost namespace: the last of `NSpid`.
+/// The PID in the process's innermost namespace: the last field of `NSpid`.
 fn innermost_pid(status: &str) -> Option<u32> {
     status.lines().find_map(|l| l.strip_prefix("NSpid:"))?.split_ascii_whitespace().last()?.parse().ok()
 }
@@ -162,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_with_parentheses_does_not_shift_the_start_time() {
+    fn a_name_with_parentheses_does_not_break_parsing() {
         let stat = "42 (a b) c) S 1 42 42 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 987654 1 1 1";
         assert_eq!(parse_start_time(stat), Some(987_654));
         assert_eq!(parse_start_time(&stat.replace(") S ", ") Z ")), None);
@@ -171,13 +173,13 @@ mod tests {
     }
 
     #[test]
-    fn nspid_of_a_nested_process_ends_with_its_own_pid() {
+    fn the_innermost_pid_is_the_last_of_nspid() {
         assert_eq!(innermost_pid("Name:\tx\nNSpid:\t4711\t12\t1\nNSpgid:\t1\n"), Some(1));
         assert_eq!(innermost_pid("Name:\tx\n"), None);
     }
 
     #[test]
-    fn a_process_of_another_namespace_is_found_by_its_inner_pid_and_its_namespace() {
+    fn a_process_of_another_namespace_is_found() {
         let proc = tempfile::tempdir().unwrap();
         let process = |pid: u32, status: &str| {
             let dir = proc.path().join(pid.to_string());
@@ -197,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recycled_pid_is_another_process() {
+    fn a_reused_pid_is_another_process() {
         let me = PidRef::current();
         assert!(!me.gone());
         assert!(PidRef { start: me.start + 1, ..me }.gone());

@@ -1,4 +1,4 @@
-//! The machine's state: what every process on it shares. Plain data and pure questions about it.
+//! The machine's state, which all of its processes share. Plain data and pure queries.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,45 +6,45 @@ use crate::error::Error;
 use crate::model::{Model, Placement, find_model};
 use crate::process::{Process, ProcessKind};
 
-/// Everything about the machine at one moment.
+/// The state of the machine at one moment.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct State {
-    /// Grows by at least one with each change.
+    /// Increases by at least one with each change.
     pub generation: u64,
     /// The machine's name, from which UUIDs are derived.
     pub machine: String,
-    /// How often it was booted: contexts of an earlier boot are gone.
+    /// How often the machine booted. A reboot destroys the contexts of earlier boots.
     pub boot: u64,
     /// The driver.
     pub driver: Driver,
-    /// GPUs, by index.
+    /// The GPUs, in the order of their indices.
     pub gpus: Vec<Gpu>,
-    /// Models that the machine's description brought along; they go before the built-in ones.
+    /// Models of the machine's description. They take precedence over the built-in ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<Model>,
-    /// Contexts on GPUs. May contain dead ones: ask [`crate::Machine::processes`] for those alive.
+    /// Contexts on GPUs, dead ones included. [`crate::Machine::processes`] returns those alive.
     #[serde(default)]
     pub processes: Vec<Process>,
-    /// The last events, oldest first.
+    /// The most recent events, oldest first.
     #[serde(default)]
     pub events: Vec<Event>,
     /// Injected faults.
     #[serde(default)]
     pub faults: Vec<Fault>,
-    /// The last number given to a process, an event or a fault.
+    /// The last number that a process, an event or a fault received.
     pub last_id: u64,
 }
 
-/// The driver as a whole.
+/// The NVIDIA driver.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Driver {
-    /// False: NVML's init says that the driver is not loaded.
+    /// Whether the driver is loaded. If not, NVML's init reports so.
     pub present: bool,
     /// The kernel driver's version, such as `580.159.04`.
     pub version: String,
-    /// CUDA's version as NVML gives it: 13000 is 13.0.
+    /// CUDA's version as NVML encodes it: 13000 is 13.0.
     pub cuda: i32,
 }
 
@@ -55,7 +55,7 @@ impl Default for Driver {
 }
 
 /// One GPU.
-// Independent switches of a device, as NVML has them; no two of them make one state.
+// NVML reports these switches independently of each other, so an enum cannot replace them.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -70,14 +70,14 @@ pub struct Gpu {
     pub model: String,
     /// The board's serial number.
     pub serial: String,
-    /// Where it sits.
+    /// The PCI address.
     pub pci: Pci,
-    /// The nearest NUMA node, where the machine has more than one.
+    /// The nearest NUMA node, if the machine has more than one.
     pub numa_node: Option<u32>,
-    /// CPUs near it, as a list such as `0-15,32-47`; empty: all.
+    /// CPUs near the GPU, as a list such as `0-15,32-47`. Empty means all.
     #[serde(default)]
     pub cpus: String,
-    /// Who may open contexts.
+    /// Which processes may open contexts.
     pub compute_mode: ComputeMode,
     /// Persistence mode.
     pub persistence: bool,
@@ -85,32 +85,32 @@ pub struct Gpu {
     pub mig: bool,
     /// MIG mode after the next reset.
     pub mig_pending: bool,
-    /// MIG mode switches at a reset only, as on an Ampere GPU that is passed through to a VM.
+    /// Whether MIG mode changes only at a reset, as on an Ampere GPU in a VM.
     #[serde(default)]
     pub mig_needs_reset: bool,
     /// MIG's GPU instances, by id.
     #[serde(default)]
     pub instances: Vec<GpuInstance>,
-    /// Fell off the bus: every call about it says so.
+    /// Whether the GPU fell off the bus. Every call about it then reports that.
     #[serde(default)]
     pub lost: bool,
     /// Uncorrected and corrected ECC errors since boot.
     #[serde(default)]
     pub ecc: [u64; 2],
-    /// Memory is to be set aside at the next reset.
+    /// Whether the next reset remaps memory rows.
     #[serde(default)]
     pub remap_pending: bool,
-    /// Memory could not be set aside: the board is to be replaced.
+    /// Whether remapping failed. The board must then be replaced.
     #[serde(default)]
     pub remap_failed: bool,
-    /// What the driver wants done, as NVML counts it: 0 is nothing, 1 a reset, 2 a reboot, 4 a
-    /// reset when convenient.
+    /// The recovery action that the driver requests, in NVML's numbers: 0 none, 1 reset, 2 reboot,
+    /// 4 drain and reset.
     #[serde(default)]
     pub recovery: u32,
-    /// Degrees Celsius, where not the model's idle value.
+    /// Degrees Celsius, if not the model's idle value.
     #[serde(default)]
     pub temperature: Option<u32>,
-    /// Percent of time a kernel ran, where not derived from the processes.
+    /// The percentage of time in which a kernel ran, if not derived from the processes.
     #[serde(default)]
     pub utilization: Option<u32>,
 }
@@ -140,19 +140,19 @@ impl Pci {
     }
 }
 
-/// Who may open contexts on a GPU.
+/// Which processes may open contexts on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ComputeMode {
-    /// Everybody.
+    /// Any number of processes.
     #[default]
     Default,
-    /// Nobody.
+    /// No process.
     Prohibited,
-    /// One process at a time; the MPS server is one.
+    /// One process at a time. The MPS server counts as one.
     ExclusiveProcess,
 }
 
-/// A GPU instance of MIG.
+/// A MIG GPU instance.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuInstance {
@@ -160,13 +160,13 @@ pub struct GpuInstance {
     pub id: u32,
     /// The profile's id (19 for 1g.10gb on an H100).
     pub profile: u32,
-    /// Memory slices.
+    /// The memory slices that the instance takes.
     pub placement: Placement,
     /// Its compute instances, by id.
     pub compute: Vec<ComputeInstance>,
 }
 
-/// A compute instance: what CUDA sees as a MIG device.
+/// A MIG compute instance, which CUDA sees as a MIG device.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ComputeInstance {
@@ -174,7 +174,7 @@ pub struct ComputeInstance {
     pub id: u32,
     /// The profile's id.
     pub profile: u32,
-    /// Compute slices within the GPU instance.
+    /// The compute slices that the instance takes within its GPU instance.
     pub placement: Placement,
     /// `MIG-<uuid>`.
     pub uuid: String,
@@ -184,23 +184,23 @@ pub struct ComputeInstance {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Event {
-    /// Grows with each event.
+    /// Increases with each event.
     pub seq: u64,
-    /// The GPU.
+    /// The GPU's UUID.
     pub gpu: String,
     /// What happened.
     pub kind: EventKind,
     /// The XID, or 0.
     pub data: u64,
-    /// The GPU instance it is about, where one is known.
+    /// The GPU instance concerned, if known.
     #[serde(default)]
     pub gpu_instance: Option<u32>,
-    /// The compute instance it is about, where one is known.
+    /// The compute instance concerned, if known.
     #[serde(default)]
     pub compute_instance: Option<u32>,
 }
 
-/// What an event says.
+/// The type of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EventKind {
     /// An XID; the number is in `data`.
@@ -217,16 +217,16 @@ pub enum EventKind {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Fault {
-    /// Its number, to clear it.
+    /// The number that `simgpu clear` takes.
     pub id: u64,
-    /// The call: an NVML function's name, or any name that a stand-in asks for.
+    /// The call: the name of an NVML function, or a name that another simulated program looks up.
     pub call: String,
-    /// Only for this GPU (or MIG device); none: for all.
+    /// The UUID of the GPU or MIG device that the fault applies to, or none for all.
     #[serde(default)]
     pub gpu: Option<String>,
     /// What it does.
     pub effect: Effect,
-    /// How many calls are still hit; none: all until cleared.
+    /// The number of calls that the fault still applies to, or none for no limit.
     #[serde(default)]
     pub remaining: Option<u32>,
 }
@@ -235,31 +235,31 @@ pub struct Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Effect {
-    /// It returns this code.
+    /// The call returns this code.
     Code(i32),
-    /// It hangs for so many seconds, or until cleared (none), then works.
+    /// The call hangs for this number of seconds, or until the fault is cleared (none), then works.
     Hang(Option<f64>),
 }
 
-/// What a UUID names: a GPU that is not in MIG mode, or a MIG device.
+/// The device that a UUID names: a GPU that is not in MIG mode, or a MIG device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceRef<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
     /// Its model.
     pub model: &'a Model,
-    /// The instances, for a MIG device.
+    /// The GPU instance and the compute instance of a MIG device.
     pub mig: Option<(&'a GpuInstance, &'a ComputeInstance)>,
 }
 
 impl DeviceRef<'_> {
-    /// The UUID.
+    /// The device's UUID.
     #[must_use]
     pub fn uuid(&self) -> &str {
         self.mig.map_or(&self.gpu.uuid, |(_, ci)| &ci.uuid)
     }
 
-    /// SMs.
+    /// The device's number of SMs.
     #[must_use]
     pub fn sms(&self) -> u32 {
         match self.mig {
@@ -268,7 +268,7 @@ impl DeviceRef<'_> {
         }
     }
 
-    /// Bytes that CUDA gives as the total.
+    /// The total memory that CUDA reports, in bytes.
     #[must_use]
     pub fn cuda_memory(&self) -> u64 {
         match self.mig {
@@ -277,7 +277,7 @@ impl DeviceRef<'_> {
         }
     }
 
-    /// Bytes that NVML gives as the total.
+    /// The total memory that NVML reports, in bytes.
     #[must_use]
     pub fn nvml_memory(&self) -> u64 {
         match self.mig {
@@ -288,10 +288,10 @@ impl DeviceRef<'_> {
 }
 
 impl State {
-    /// A GPU by UUID or index.
+    /// Returns a GPU by its UUID or index.
     ///
     /// # Errors
-    /// There is none.
+    /// The machine has no such GPU.
     pub fn gpu(&self, name: &str) -> Result<&Gpu, Error> {
         self.gpus
             .iter()
@@ -299,24 +299,24 @@ impl State {
             .ok_or_else(|| Error::Invalid(format!("machine {} has no GPU {name}", self.machine)))
     }
 
-    /// The same, to change it.
+    /// Returns a GPU by its UUID or index, for changes.
     ///
     /// # Errors
-    /// There is none.
+    /// The machine has no such GPU.
     pub fn gpu_mut(&mut self, name: &str) -> Result<&mut Gpu, Error> {
         let none = Error::Invalid(format!("machine {} has no GPU {name}", self.machine));
         self.gpus.iter_mut().find(|g| g.uuid == name || g.index.to_string() == name).ok_or(none)
     }
 
-    /// A GPU's model.
+    /// Returns a GPU's model.
     ///
     /// # Errors
-    /// The state names a model that nothing describes.
+    /// No description defines the GPU's model.
     pub fn model(&self, gpu: &Gpu) -> Result<&Model, Error> {
         find_model(&self.models, &gpu.model).ok_or_else(|| Error::Invalid(format!("unknown GPU model {:?}", gpu.model)))
     }
 
-    /// What a UUID names: a GPU (also one in MIG mode) or a MIG device.
+    /// Returns the GPU (in MIG mode or not) or the MIG device that a UUID names.
     #[must_use]
     pub fn device(&self, uuid: &str) -> Option<DeviceRef<'_>> {
         self.gpus.iter().find_map(|gpu| {
@@ -330,13 +330,13 @@ impl State {
         })
     }
 
-    /// The devices that CUDA enumerates, in order, for a value of `CUDA_VISIBLE_DEVICES` (none:
-    /// unset).
+    /// Returns the devices that CUDA enumerates for a value of `CUDA_VISIBLE_DEVICES`, in order.
+    /// None means that the variable is unset.
     ///
-    /// Entries are indices, GPU UUIDs or MIG UUIDs, or unambiguous prefixes of a UUID; the first
-    /// one that names nothing ends the list, and an entry given twice empties it. Lost GPUs are not
-    /// seen. A GPU in MIG mode is seen as its first MIG device, and once a MIG device is in the
-    /// list, nothing else is: CUDA uses one MIG device a process.
+    /// Entries are indices, GPU UUIDs, MIG UUIDs or unambiguous prefixes of a UUID. The list ends
+    /// before the first entry that names no device, and a duplicate entry empties it. Lost GPUs are
+    /// invisible. A GPU in MIG mode appears as its first MIG device. A MIG device hides all other
+    /// devices: CUDA uses one MIG device per process.
     #[must_use]
     pub fn visible_devices(&self, value: Option<&str>) -> Vec<DeviceRef<'_>> {
         let whole: Vec<DeviceRef<'_>> = (self.gpus.iter())
@@ -381,7 +381,8 @@ impl State {
         }
     }
 
-    /// Bytes that processes of this list hold on a device. A GPU's count includes its MIG devices'.
+    /// The memory that these processes use on a device, in bytes. A GPU's sum includes its MIG
+    /// devices.
     #[must_use]
     pub fn used(&self, processes: &[Process], uuid: &str) -> u64 {
         let inside: Vec<&str> = match self.device(uuid) {
@@ -393,13 +394,13 @@ impl State {
         processes.iter().filter(|p| inside.contains(&p.device.as_str())).map(|p| p.used).sum()
     }
 
-    /// The next number for a process, an event or a fault.
+    /// Returns the next number for a process, an event or a fault.
     pub fn next_id(&mut self) -> u64 {
         self.last_id += 1;
         self.last_id
     }
 
-    /// Records an event; the oldest of more than 256 are forgotten.
+    /// Records an event. Only the latest 256 are kept.
     pub fn push_event(&mut self, gpu: &str, kind: EventKind, data: u64, instance: Option<(u32, u32)>) {
         let seq = self.next_id();
         self.events.push(Event {
@@ -415,10 +416,10 @@ impl State {
         }
     }
 
-    /// What a reboot leaves: the GPUs, the driver, and MIG mode where the board stores it (Ampere:
-    /// pending becomes current; Hopper: off). Processes, MIG instances, events, ECC counts, compute
-    /// modes and lost GPUs go, as with a real one. Injected faults stay until cleared: they are
-    /// ours, not the machine's.
+    /// Reboots the machine. The GPUs, the driver and, if the board stores it, MIG mode survive
+    /// (Ampere: the pending mode becomes current; Hopper: off). As on a real machine, processes,
+    /// MIG instances, events, ECC counts, compute modes and lost GPUs do not survive. Injected
+    /// faults stay until cleared: they belong to the test, not to the machine.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();
@@ -431,15 +432,15 @@ impl State {
         }
     }
 
-    /// Whether a process other than an MPS client holds the device (an MPS client lives in its
-    /// server's context).
+    /// Returns the process that owns the device, if any. An MPS client never does, because it uses
+    /// its server's context.
     #[must_use]
     pub fn holder<'p>(&self, processes: &'p [Process], uuid: &str) -> Option<&'p Process> {
         processes.iter().find(|p| p.device == uuid && p.kind != ProcessKind::MpsClient)
     }
 }
 
-/// The one device whose UUID begins so.
+/// Returns the device whose UUID has this prefix, if exactly one does.
 fn unambiguous<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
     let mut found = devices.filter(|d| d.uuid().starts_with(prefix));
     let first = found.next()?;
@@ -447,8 +448,9 @@ fn unambiguous<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -
 }
 
 impl Fault {
-    /// Whether it is for this call: its name exactly, without its version (`nvmlDeviceGetCount` for
-    /// `nvmlDeviceGetCount_v2`), or up to a `*`; and for this device or the GPU it is on.
+    /// Whether the fault applies to a call about a device. The fault names the call exactly,
+    /// without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a prefix with
+    /// `*`. It applies to all devices, to this device or to the GPU of this MIG device.
     #[must_use]
     pub fn hits(&self, state: &State, call: &str, device: Option<&str>) -> bool {
         let bare = call.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(call, |(name, _)| name);
@@ -481,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn cuda_sees_what_its_variable_names_up_to_the_first_that_is_nothing() {
+    fn visible_devices_end_before_the_first_unknown_entry() {
         let mut state = state(&["T4", "L4", "A30", "T4"]);
         let uuid = |i: usize| state.gpus[i].uuid.clone();
         let (first, third) = (uuid(0), uuid(2));
@@ -514,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_events_are_kept() {
+    fn only_the_latest_events_are_kept() {
         let mut state = state(&["T4"]);
         (0..300).for_each(|n| state.push_event("GPU-x", EventKind::Xid, n, None));
         assert_eq!((state.events.len(), state.events[255].data), (256, 299));

@@ -1,5 +1,5 @@
-//! The state directory: one file replaced whole under a lock, a generation to see changes by, and
-//! waiting for them.
+//! The state directory: one file that is replaced atomically under a lock, a generation number, and
+//! waiting for changes.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Read, Write};
@@ -15,9 +15,9 @@ use crate::error::Error;
 use crate::process::{PidResolver, Process};
 use crate::state::{Effect, Fault, State};
 
-/// Where the machine is, unless `$SIMGPU_STATE` says otherwise.
+/// The default directory, unless `$SIMGPU_STATE` names another.
 pub const DEFAULT_DIR: &str = "/var/lib/simgpu";
-/// The environment variable that names another directory.
+/// The environment variable that names the directory.
 pub const STATE_ENV: &str = "SIMGPU_STATE";
 
 const STATE: &str = "state.json";
@@ -25,7 +25,7 @@ const LOCK: &str = "lock";
 const GENERATION: &str = "generation";
 pub(crate) const LEASES: &str = "leases";
 
-/// A handle on a simulated machine. Cheap to clone; all clones share the parsed state.
+/// A handle on a simulated machine. It is cheap to clone, and all clones share the parsed state.
 #[derive(Clone, Debug)]
 pub struct Machine {
     inner: Arc<Inner>,
@@ -39,30 +39,30 @@ struct Inner {
 }
 
 impl Machine {
-    /// The machine of `$SIMGPU_STATE`, or of `/var/lib/simgpu`.
+    /// Opens the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`.
     ///
     /// # Errors
-    /// There is none there (`simgpu init` makes one), or it cannot be read.
+    /// The directory contains no machine (`simgpu init` creates one), or it cannot be read.
     pub fn open_default() -> Result<Self, Error> {
         let dir = std::env::var_os(STATE_ENV).filter(|d| !d.is_empty());
         Self::open(dir.map_or_else(|| PathBuf::from(DEFAULT_DIR), PathBuf::from))
     }
 
-    /// The machine of a directory.
+    /// Opens the machine in a directory.
     ///
     /// # Errors
-    /// There is none there, or it cannot be read.
+    /// The directory contains no machine, or it cannot be read.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, Error> {
         let machine = Self::handle(dir.into());
         machine.snapshot()?;
         Ok(machine)
     }
 
-    /// Makes a machine, in place of any that was there. The directory and all in it may be written
-    /// by everybody.
+    /// Creates a machine and replaces an existing one. All users may write the directory and its
+    /// files.
     ///
     /// # Errors
-    /// The description is wrong, or the directory cannot be written.
+    /// The description is invalid, or the directory cannot be written.
     pub fn init(dir: impl Into<PathBuf>, description: &Description) -> Result<Self, Error> {
         let machine = Self::handle(dir.into());
         let mut fresh = description.state()?;
@@ -72,7 +72,7 @@ impl Machine {
             fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io("open up", dir))?;
         }
         let _lock = machine.lock()?;
-        // Leases and numbers of the old machine must not be taken for those of the new one.
+        // Leases and numbers of the old machine must not be mistaken for those of the new one.
         if let Ok(old) = machine.load() {
             fresh.boot = old.boot + 1;
             fresh.last_id = old.last_id;
@@ -86,20 +86,20 @@ impl Machine {
         Self { inner: Arc::new(Inner { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
     }
 
-    /// The directory.
+    /// The machine's directory.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.inner.dir
     }
 
-    /// The state now. Reads one number; parses only where it grew since the last call through this
-    /// handle.
+    /// Returns the current state. It reads the generation number and parses the state only if the
+    /// number increased since this handle's last call.
     ///
     /// # Errors
-    /// The directory is gone or its state is malformed.
+    /// The directory is gone, or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
-        // The number is raised before the file is replaced: whoever reads in between reads the old
-        // file once more, and nobody keeps an old state under a new number.
+        // A writer increases the number before it replaces the file. A reader in between reads the
+        // old file once more, and never keeps an old state under a new number.
         let generation = self.generation()?;
         let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {
@@ -110,7 +110,7 @@ impl Machine {
         Ok(state)
     }
 
-    /// The number of the last change begun.
+    /// The number of the latest change that was started.
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION);
         let mut bytes = [0; 8];
@@ -118,11 +118,10 @@ impl Machine {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Changes the state: under the lock, all or nothing. An error of `change` leaves everything as
-    /// it was.
+    /// Changes the state atomically under the lock. If `change` fails, the state stays as it was.
     ///
     /// # Errors
-    /// That of `change`, or of the directory.
+    /// The error of `change`, or an error of the directory.
     pub fn update<T, E: From<Error>>(&self, change: impl FnOnce(&mut State) -> Result<T, E>) -> Result<T, E> {
         let _lock = self.lock()?;
         let mut state = State::clone(&*self.snapshot()?);
@@ -131,15 +130,15 @@ impl Machine {
         Ok(result)
     }
 
-    /// The same, for a change that cannot be refused.
+    /// Changes the state atomically under the lock, with a change that cannot fail.
     ///
     /// # Errors
-    /// Those of the directory.
+    /// The errors of the directory.
     pub fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> Result<T, Error> {
         self.update(|state| Ok(change(state)))
     }
 
-    /// Waits until the state is newer than `since`, or the time is over; returns the state's
+    /// Waits until the state is newer than `since`, or until the timeout. Returns the state's
     /// generation.
     ///
     /// # Errors
@@ -172,29 +171,29 @@ impl Machine {
         }
     }
 
-    /// The contexts whose processes live.
+    /// Returns the contexts whose processes are alive.
     ///
     /// # Errors
-    /// The directory is gone or its state is malformed.
+    /// The directory is gone, or its state is malformed.
     pub fn processes(&self) -> Result<Vec<Process>, Error> {
         Ok(self.alive_in(&*self.snapshot()?))
     }
 
-    /// The contexts of a state whose processes live; within [`Machine::update`] none can join
-    /// meanwhile.
+    /// Returns the contexts of a state whose processes are alive. Within [`Machine::update`] no
+    /// other process can add one.
     #[must_use]
     pub fn alive_in(&self, state: &State) -> Vec<Process> {
         state.processes.iter().filter(|p| self.alive(p)).cloned().collect()
     }
 
-    /// The PID by which this process' namespace knows the owner of a context; none where it is not
-    /// seen from here.
+    /// Returns the PID of a context's owner in this process's namespace, or none if it is not
+    /// visible from here.
     #[must_use]
     pub fn visible_pid(&self, process: &Process) -> Option<u32> {
         self.inner.pids.resolve(&process.pid)
     }
 
-    /// Whether the owner of a context lives.
+    /// Whether the owner of a context is alive.
     pub(crate) fn alive(&self, process: &Process) -> bool {
         let held = process.lease.as_ref().is_none_or(|name| {
             let path = self.path(LEASES).join(name);
@@ -203,25 +202,25 @@ impl Machine {
         held && !process.pid.gone()
     }
 
-    /// Forgets the contexts of dead processes, and their leases' files. For use inside
+    /// Removes the contexts of dead processes and their lease files. Call it only within
     /// [`Machine::update`].
     pub(crate) fn prune(&self, state: &mut State) {
         state.processes.retain(|p| {
             let alive = self.alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
-                // A file left behind is swept by nobody, and hurts nobody.
+                // A leftover file is harmless, so errors are ignored.
                 let _ = fs::remove_file(self.path(LEASES).join(lease));
             }
             alive
         });
     }
 
-    /// What is injected for a call about a device (none: about no device): waits where it is to
-    /// hang, and returns the code that it should return instead of doing its work. A fault for a
-    /// GPU also hits its MIG devices.
+    /// Applies the faults for a call about a device (none: about no device). It waits if the call
+    /// must hang, and returns the code that the call must return instead of working. A fault for a
+    /// GPU also applies to its MIG devices.
     ///
     /// # Errors
-    /// The directory is gone or its state is malformed.
+    /// The directory is gone, or its state is malformed.
     pub fn injected(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
         let mut done = Vec::new();
         loop {
@@ -239,9 +238,9 @@ impl Machine {
         }
     }
 
-    /// Uses up one of a fault's calls; false where another process took the last one. A used-up
-    /// fault that hangs stays in the list (with 0 left), so that clearing it frees those that hang
-    /// in it.
+    /// Consumes one call of a fault. Returns false if another process consumed the last one. A
+    /// consumed fault that hangs stays in the list with 0 calls, so that clearing it releases the
+    /// calls that hang.
     fn take(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
@@ -288,13 +287,13 @@ impl Machine {
         serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
     }
 
-    /// Writes a state under the next number. Only under the lock.
+    /// Writes a state under the next number. The caller must hold the lock.
     fn store(&self, mut state: State) -> Result<(), Error> {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE), self.path("state.json.new"), self.path(GENERATION));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
-        // What a writer that was killed half-way left may belong to another user: replaced, not
-        // opened.
+        // A killed writer may have left a file that belongs to another user. It can be replaced but
+        // not opened.
         match fs::remove_file(&fresh) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(io("replace", &fresh)(e)),
             _ => {}
@@ -309,8 +308,7 @@ impl Machine {
     }
 }
 
-/// Opens a file for reading and writing; one that is made may be written by everybody, whatever the
-/// umask.
+/// Opens a file for reading and writing. A new file is writable by all users, whatever the umask.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
     let file = if new {
@@ -357,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn no_change_is_lost_between_writers() {
+    fn concurrent_writers_lose_no_change() {
         let (dir, machine) = machine();
         let before = machine.snapshot().unwrap().last_id;
         thread::scope(|scope| {
@@ -374,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unchanged_state_is_not_parsed_again_and_a_changed_one_is_seen_at_once() {
+    fn a_state_is_parsed_again_exactly_after_a_change() {
         let (dir, machine) = machine();
         let other = Machine::open(dir.path()).unwrap();
         let first = machine.snapshot().unwrap();
@@ -384,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_change_changes_nothing() {
+    fn a_failed_change_changes_nothing() {
         let (_dir, machine) = machine();
         let before = machine.snapshot().unwrap();
         let refused = machine.update(|s| {
@@ -396,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_killed_before_it_replaced_the_state_leaves_the_old_one_readable() {
+    fn a_killed_writer_leaves_the_old_state_readable() {
         let (dir, machine) = machine();
         let now = machine.snapshot().unwrap().generation;
         fs::write(dir.path().join(GENERATION), (now + 1).to_le_bytes()).unwrap();
@@ -407,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_machine_is_said_so() {
+    fn a_directory_without_a_machine_is_an_error() {
         let (dir, _machine) = machine();
         fs::write(dir.path().join(STATE), "{\"gpus\":3}").unwrap();
         assert!(matches!(Machine::open(dir.path()), Err(Error::Malformed { .. })));
@@ -416,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_ends_with_the_change_or_with_the_time() {
+    fn waiting_ends_at_a_change_or_the_timeout() {
         let (dir, machine) = machine();
         let seen = machine.snapshot().unwrap().generation;
         assert_eq!(machine.wait_change(seen, Duration::from_millis(1)).unwrap(), seen);
@@ -429,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_machine_in_the_same_place_is_seen_by_those_who_know_the_old_one() {
+    fn an_old_handle_sees_a_new_machine_in_the_same_directory() {
         let (dir, machine) = machine();
         let old = machine.snapshot().unwrap();
         Machine::init(dir.path(), &Description { name: "next".to_owned(), ..Description::default() }).unwrap();
@@ -439,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counted_fault_hits_so_many_calls_and_no_more() {
+    fn a_counted_fault_applies_to_that_number_of_calls() {
         let (_dir, machine) = machine();
         machine.change(|s| fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2))).unwrap();
         let hit = |call| machine.injected(call, None).unwrap();
@@ -452,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_for_a_gpu_hits_its_own_calls_with_any_version_of_the_name() {
+    fn a_fault_for_a_gpu_applies_to_its_calls_of_any_version() {
         let (_dir, machine) = machine();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
         let change = |s: &mut State| {
@@ -470,12 +468,12 @@ mod tests {
     }
 
     #[test]
-    fn a_hanging_call_goes_on_when_the_fault_is_cleared() {
+    fn a_hanging_call_continues_when_the_fault_is_cleared() {
         let (dir, machine) = machine();
         let id = machine.change(|s| fault(s, "nvmlInit", Effect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
             let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().injected("nvmlInit_v2", None));
-            // It hangs once it has used up the fault's one call.
+            // The call hangs once it has consumed the fault's one call.
             let mut state = machine.snapshot().unwrap();
             let deadline = Instant::now() + Duration::from_secs(60);
             while state.faults[0].remaining == Some(1) {

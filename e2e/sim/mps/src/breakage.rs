@@ -1,32 +1,33 @@
-//! Whether a client that is killed with a kernel in flight breaks its neighbours.
+//! Decides whether a client that is killed with a kernel in flight breaks its neighbours.
 //!
-//! Measured: kernels of 0.1 and 0.5 ms 0 of 24 times, 10 ms 1 of 12, 100 ms 11 of 12, 1 s 12 of 12.
-//! Chance is no help to a test, so the same deaths always have the same outcome here.
+//! Measured: kernels of 0.1 and 0.5 ms in 0 of 24 cases, of 10 ms in 1 of 12, of 100 ms in 11 of
+//! 12, of 1 s in 12 of 12. Tests need determinism, so equal sequences of deaths have equal outcomes
+//! here.
 
-/// Chooses the rule: `measured` (the default), `always` or `never`.
+/// The environment variable of the rule: `measured` (the default), `always` or `never`.
 pub const RULE_ENV: &str = "SIM_MPS_BREAK";
-/// Shifts the count of deaths in between by so many.
+/// The environment variable of the initial count of deaths with kernels of 1 to 100 ms.
 pub const SEED_ENV: &str = "SIM_MPS_SEED";
 
-/// Of how many deaths with kernels of 1 to 100 ms one breaks.
+/// One in this many deaths with kernels of 1 to 100 ms breaks the neighbours.
 const ONE_OF: u64 = 12;
 
-/// Which deaths break.
+/// Which deaths break the neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
-    /// Kernels of 100 ms and more always, under 1 ms never, in between every twelfth.
+    /// Kernels from 100 ms on always, kernels below 1 ms never, every twelfth in between.
     Measured {
-        /// Deaths in between so far; starts with the seed.
+        /// The number of deaths in between. It starts with the seed.
         counted: u64,
     },
     /// Every death with a kernel in flight.
     Always,
-    /// None.
+    /// No death.
     Never,
 }
 
 impl Rule {
-    /// The rule of [`RULE_ENV`] and [`SEED_ENV`].
+    /// The rule from [`RULE_ENV`] and [`SEED_ENV`].
     pub fn from_environment(rule: Option<&str>, seed: Option<&str>) -> Self {
         match rule {
             Some("always") => Self::Always,
@@ -35,7 +36,7 @@ impl Rule {
         }
     }
 
-    /// Whether this death, with a kernel of so many milliseconds in flight, breaks.
+    /// Whether a death with a kernel of this many milliseconds in flight breaks the neighbours.
     pub fn breaks(&mut self, kernel_ms: f64) -> bool {
         match self {
             Self::Always => true,
@@ -59,20 +60,20 @@ mod tests {
     }
 
     #[test]
-    fn odds_are_those_measured() {
+    fn the_odds_match_the_measurements() {
         for (kernel_ms, expected) in [(0.1, 0), (0.5, 0), (10.0, 1), (100.0, 12), (1000.0, 12)] {
             assert_eq!(of_twelve(Rule::from_environment(None, None), kernel_ms), expected, "{kernel_ms} ms");
         }
     }
 
     #[test]
-    fn a_seed_chooses_which_death_breaks() {
+    fn the_seed_selects_the_death_that_breaks() {
         assert!(Rule::from_environment(None, Some("11")).breaks(10.0));
         assert!(!Rule::from_environment(None, Some("3")).breaks(10.0));
     }
 
     #[test]
-    fn the_rule_can_be_chosen() {
+    fn the_environment_selects_the_rule() {
         assert_eq!(of_twelve(Rule::from_environment(Some("always"), None), 0.1), 12);
         assert_eq!(of_twelve(Rule::from_environment(Some("never"), None), 1000.0), 0);
     }

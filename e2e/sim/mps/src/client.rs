@@ -1,5 +1,4 @@
-//! The part of the CUDA library that talks to MPS: whether there is one, and contexts that it
-//! serves.
+//! The CUDA library's side of MPS: the search for a daemon, and contexts that MPS serves.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -26,7 +25,7 @@ pub const RPC_FAILURE: i32 = 806;
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`
 pub const TERMINATED: i32 = 810;
 
-/// What of a program's environment bears on its limits.
+/// The environment variables that affect a program's limits.
 #[derive(Debug, Clone, Default)]
 pub struct Environment {
     /// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`
@@ -36,37 +35,38 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// This process's.
+    /// Reads this process's environment.
     pub fn own() -> Self {
         let text = |name| std::env::var(name).ok();
         Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
     }
 }
 
-/// How often a client tries again whose server died while it was let in: the daemon starts another.
+/// How often a client retries after its server died during the handshake. The daemon starts another
+/// server.
 const RETRIES: u32 = 20;
 const RETRY: Duration = Duration::from_millis(50);
 
-/// An MPS daemon with a server behind it, which this process has introduced itself to.
+/// A connection of this process to an MPS server.
 #[derive(Debug)]
 pub struct Mps {
     control: PathBuf,
     devices: Vec<Device>,
-    /// Closed when the process ends: that is how the server sees it.
+    /// The server notices when it closes, at the latest when the process ends.
     channel: Connection,
     _socket: Connection,
 }
 
 impl Mps {
-    /// Looks for a daemon as the CUDA library does when it is initialised, and waits as long as
-    /// that lets it wait.
+    /// Searches for a daemon like the CUDA library's initialisation. It waits without a deadline
+    /// for the daemon's answer.
     ///
-    /// `None` is no error: the program then runs as plain CUDA, unlimited. That was measured for a
-    /// `control` that is missing, dead, or accepts and closes; a daemon that closes later in the
-    /// handshake is taken for the same, being the worst that can happen.
+    /// `None` is not an error: the program then runs as plain CUDA without limits. This was
+    /// measured for a `control` that is missing, dead, or accepts and closes. A daemon that closes
+    /// later in the handshake is assumed to have the same effect, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult`, of the server, or that none stays alive for long enough.
+    /// A `CUresult` from the server, or because no server stayed alive.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe(control).is_err() {
             return Ok(None);
@@ -80,12 +80,12 @@ impl Mps {
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
-    /// What the server offers, by ordinal.
+    /// The devices that the server offers, in the order of their ordinals.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
 
-    /// Creates a context on the `ordinal`th of `visible`, the devices that the program sees.
+    /// Creates a context on device `ordinal` of `visible`, the devices that the program sees.
     ///
     /// # Errors
     /// A `CUresult`.
@@ -130,12 +130,12 @@ impl Mps {
 
 impl Drop for Mps {
     fn drop(&mut self) {
-        // A server that is gone needs no goodbye.
+        // Errors are ignored: the server may be gone.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
     }
 }
 
-/// Goes through the handshake and asks a first question; again where the server dies on the way.
+/// Performs the handshake and sends a first request. It retries if the server dies meanwhile.
 fn enter(
     control: &Path,
     subject: Subject,
@@ -156,8 +156,8 @@ fn enter(
     Err(Closed::ByServer)
 }
 
-/// A context that an MPS server serves. It ends in order when dropped; a process that dies ends it
-/// without.
+/// A context that an MPS server serves. Dropping it closes it in order. If the process dies, the
+/// server detects that.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,
@@ -172,22 +172,22 @@ pub struct MpsContext {
 }
 
 impl MpsContext {
-    /// The device.
+    /// The context's device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// SMs that it may use.
+    /// The number of SMs that the context may use.
     pub fn sms(&self) -> u32 {
         self.sms
     }
 
-    /// The memory limit that binds it, bytes.
+    /// The memory limit of the context, in bytes.
     pub fn limit(&self) -> Option<u64> {
         self.limit
     }
 
-    /// Free memory as `cudaMemGetInfo` gives it, bytes.
+    /// The free memory in bytes, as `cudaMemGetInfo` returns it.
     ///
     /// # Errors
     /// A `CUresult`.
@@ -196,12 +196,12 @@ impl MpsContext {
         Ok(self.limit_left().map_or(free, |left| left.min(free)))
     }
 
-    /// Takes memory.
+    /// Allocates memory.
     ///
     /// # Errors
     /// A `CUresult`.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
-        // The library keeps the limit, the server only the device's memory.
+        // The library enforces the limit. The server only checks the device's memory.
         if self.limit_left().is_some_and(|left| bytes > left) {
             return Err(OUT_OF_MEMORY);
         }
@@ -210,36 +210,37 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Kernels of so many milliseconds are in flight from now on.
+    /// Starts kernels of this many milliseconds each. They stay in flight until
+    /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
     /// A `CUresult`.
     pub fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
-        self.tell(&ToContext::Busy(kernel_ms))
+        self.notify(&ToContext::Busy(kernel_ms))
     }
 
-    /// All kernels are done.
+    /// Waits for all kernels.
     ///
     /// # Errors
     /// A `CUresult`.
     pub fn synchronize(&self) -> Result<(), i32> {
-        self.tell(&ToContext::Idle)
+        self.notify(&ToContext::Idle)
     }
 
-    /// A kernel that accesses memory that is not there.
+    /// Runs a kernel with an illegal memory access.
     ///
     /// # Errors
-    /// A `CUresult`, of an earlier error: this one's comes later.
+    /// A `CUresult` of an earlier error. The access's own error arrives later.
     pub fn access_illegally(&self) -> Result<(), i32> {
-        self.tell(&ToContext::IllegalAccess)
+        self.notify(&ToContext::IllegalAccess)
     }
 
-    /// The error that broke the context, if one did.
+    /// The error that broke the context, if any.
     pub fn error(&self) -> Option<i32> {
         *self.state.lock()
     }
 
-    /// Waits for an error that breaks the context, at most so long.
+    /// Waits until an error breaks the context, at most for `timeout`.
     pub fn wait_error(&self, timeout: Duration) -> Option<i32> {
         let deadline = Instant::now() + timeout;
         let mut error = self.state.lock();
@@ -259,17 +260,17 @@ impl MpsContext {
         self.limit.map(|limit| limit.saturating_sub(self.overhead + self.allocated.load(Ordering::Relaxed)))
     }
 
-    fn tell(&self, message: &ToContext) -> Result<(), i32> {
+    fn notify(&self, message: &ToContext) -> Result<(), i32> {
         match self.error() {
             Some(code) => Err(code),
             None => wire::send(&self.channel, message).map_err(|_| self.error().unwrap_or(RPC_FAILURE)),
         }
     }
 
-    /// Asks for something whose answer says how much memory is free.
+    /// Sends a request whose answer contains the free memory.
     fn request(&self, message: &ToContext) -> Result<u64, i32> {
         let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
-        self.tell(message)?;
+        self.notify(message)?;
         match replies.recv() {
             Ok(FromContext::Memory { free }) => Ok(free),
             Ok(FromContext::Error(code)) => Err(self.error().unwrap_or(code)),
@@ -280,13 +281,13 @@ impl MpsContext {
 
 impl Drop for MpsContext {
     fn drop(&mut self) {
-        // A server that is gone needs no goodbye.
+        // Errors are ignored: the server may be gone.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
         self.channel.shutdown();
     }
 }
 
-/// The first error that breaks a context stays with it.
+/// Stores the first error that breaks a context.
 #[derive(Debug, Default)]
 struct Sticky {
     error: Mutex<Option<i32>>,
@@ -304,7 +305,7 @@ impl Sticky {
     }
 }
 
-/// Hears the server for as long as the context lives: answers, and what comes unasked.
+/// Reads the server's messages during the life of a context: answers and notifications.
 fn read(socket: &Connection, state: &Sticky, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
@@ -316,7 +317,7 @@ fn read(socket: &Connection, state: &Sticky, answers: &Sender<FromContext>) {
                 }
             }
             Ok(Some(answer)) => {
-                // A context that was dropped meanwhile wants none.
+                // The context may have been dropped.
                 let _ = answers.send(answer);
             }
             Ok(None) | Err(_) => break RPC_FAILURE,

@@ -1,4 +1,4 @@
-//! An administrator's commands: the v2 shell of driver 580.
+//! Administrator's commands, as in the v2 shell of driver 580.
 
 use std::time::Duration;
 
@@ -7,39 +7,39 @@ use crate::limits;
 /// One command.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Command {
-    /// PIDs of the servers, one a line.
+    /// PIDs of the servers, one per line.
     GetServerList,
-    /// INITIALIZING, ACTIVE or FAULT.
+    /// Prints INITIALIZING, ACTIVE or FAULT.
     GetServerStatus(u32),
-    /// Starts a server for a uid.
+    /// Starts a server for a user id.
     StartServer(u32),
-    /// Stops a server; waits for its clients unless forced.
+    /// Stops a server. Without `force` it waits for the clients.
     ShutdownServer {
-        /// The server.
+        /// The server's PID.
         server: u32,
-        /// Do not wait.
+        /// Whether to stop without waiting.
         force: bool,
     },
-    /// PIDs of a server's clients, one a line.
+    /// PIDs of a server's clients, one per line.
     GetClientList(u32),
-    /// Devices with the PIDs of the clients that use them, of one server or of all.
+    /// Devices with the PIDs of their clients, for one server or all.
     GetDeviceClientList(Option<u32>),
-    /// The table of clients, of one PID or of all.
+    /// The table of clients, for one PID or all.
     Ps(Option<u32>),
-    /// Destroys a client's contexts and leaves the others alone.
+    /// Destroys a client's contexts. Other clients continue.
     TerminateClient {
-        /// The server.
+        /// The server's PID.
         server: u32,
-        /// The client.
+        /// The client's PID.
         client: u32,
     },
-    /// The percentage of servers started later.
+    /// The thread percentage of servers started later.
     GetDefaultThreads,
-    /// Sets it; a value that is none leaves it.
+    /// Sets it. An invalid value has no effect.
     SetDefaultThreads(Option<f64>),
-    /// The percentage of a server's next clients.
+    /// The thread percentage of a server's next clients.
     GetThreads(u32),
-    /// Sets it; a value that is none leaves it.
+    /// Sets it. An invalid value has no effect.
     SetThreads(u32, Option<f64>),
     /// The memory limit of servers started later.
     GetDefaultMemory(String),
@@ -49,26 +49,26 @@ pub enum Command {
     GetMemory(u32, String),
     /// Sets it.
     SetMemory(u32, String, String),
-    /// The priority of servers' clients started later.
+    /// The priority of clients of servers started later.
     GetDefaultPriority,
     /// Sets it.
     SetDefaultPriority(u8),
-    /// Ends servers and daemon; waits for clients, no longer than so long where a time is given.
+    /// Stops the servers and the daemon. It waits for the clients, at most for the given time.
     Quit(Option<Duration>),
     /// The list of commands.
     Help,
 }
 
-/// Why a line is not a command, as the administrator reads it.
+/// Why a line is not a command, as reported to the administrator.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Mistake {
-    /// No such command.
+pub enum CommandError {
+    /// The command does not exist.
     Unknown(String),
-    /// The arguments are not the command's.
+    /// The arguments do not fit the command.
     Usage(&'static str),
 }
 
-impl std::fmt::Display for Mistake {
+impl std::fmt::Display for CommandError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unknown(name) => write!(f, "Unknown command \"{name}\""),
@@ -77,7 +77,7 @@ impl std::fmt::Display for Mistake {
     }
 }
 
-/// Every command with its arguments.
+/// All commands with their arguments.
 pub const HELP: &str = "get_server_list
 get_server_status <PID>
 start_server -uid <user id>
@@ -100,15 +100,15 @@ quit [-t TIMEOUT]
 ";
 
 impl Command {
-    /// Reads one line.
-    pub fn parse(line: &str) -> Result<Self, Mistake> {
+    /// Parses a line.
+    pub fn parse(line: &str) -> Result<Self, CommandError> {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let (name, arguments) = words.split_first().ok_or_else(|| Mistake::Unknown(String::new()))?;
+        let (name, arguments) = words.split_first().ok_or_else(|| CommandError::Unknown(String::new()))?;
         let usage = HELP.lines().find(|usage| usage.split(' ').next() == Some(name));
         let Some(usage) = usage else {
-            return if *name == "help" { Ok(Self::Help) } else { Err(Mistake::Unknown((*name).to_owned())) };
+            return if *name == "help" { Ok(Self::Help) } else { Err(CommandError::Unknown((*name).to_owned())) };
         };
-        Self::with_arguments(name, arguments).ok_or(Mistake::Usage(usage))
+        Self::with_arguments(name, arguments).ok_or(CommandError::Usage(usage))
     }
 
     fn with_arguments(name: &str, arguments: &[&str]) -> Option<Self> {
@@ -156,7 +156,7 @@ impl Command {
         })
     }
 
-    /// Whether it is taken over `control_privileged` only.
+    /// Whether only `control_privileged` accepts it.
     pub fn is_privileged(&self) -> bool {
         !matches!(
             self,
@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_are_read_with_their_arguments() {
+    fn commands_are_parsed_with_their_arguments() {
         let cases = [
             ("get_server_list", Command::GetServerList),
             ("start_server -uid 1000", Command::StartServer(1000)),
@@ -198,16 +198,16 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_command_says_what_is_wrong() {
-        assert_eq!(Command::parse(""), Err(Mistake::Unknown(String::new())));
-        assert_eq!(Command::parse("lspart"), Err(Mistake::Unknown("lspart".into())));
+    fn an_invalid_command_is_reported() {
+        assert_eq!(Command::parse(""), Err(CommandError::Unknown(String::new())));
+        assert_eq!(Command::parse("lspart"), Err(CommandError::Unknown("lspart".into())));
         for line in ["get_server_status", "get_server_status abc", "set_default_active_thread_percentage", "quit now"] {
-            assert!(matches!(Command::parse(line), Err(Mistake::Usage(_))), "{line}");
+            assert!(matches!(Command::parse(line), Err(CommandError::Usage(_))), "{line}");
         }
     }
 
     #[test]
-    fn whatever_changes_something_is_privileged() {
+    fn commands_that_change_something_are_privileged() {
         let changing = [
             "start_server -uid 0",
             "shutdown_server 1",

@@ -1,23 +1,22 @@
-//! Faults that a test injects through the simulated machine (`simgpu fail`, `simgpu hang`), by
-//! name:
+//! Faults that tests inject through the simulated machine (`simgpu fail`, `simgpu hang`), by name:
 //!
-//! | name | fails (code) | hangs |
+//! | name | `fail` (code) | `hang` |
 //! |---|---|---|
 //! | `mps:start` | the daemon exits with the code before it listens | it never listens |
-//! | `mps:handshake` | the daemon speaks another driver's handshake, and programs understand it | it accepts and says nothing |
-//! | `mps:client` | a client is turned away after its handshake | it gets no socket to the server |
+//! | `mps:handshake` | the daemon greets like another driver's daemon | it sends no greeting |
+//! | `mps:client` | the daemon rejects clients after the handshake | they get no server's socket |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
-//! | `mps:server` | a server exits with the code as it starts | it stays INITIALIZING |
-//! | `mps:heal` | a server stays in FAULT after the last of its broken clients | it hangs then |
+//! | `mps:server` | the server exits with the code at its start | it stays INITIALIZING |
+//! | `mps:heal` | the server stays in FAULT after its last broken client | it hangs then |
 //!
-//! All but `mps:server` and `mps:heal` are the daemon's. A fault for a GPU hits the daemon that
-//! serves it.
+//! The daemon applies all of them except `mps:server` and `mps:heal`. A fault for a GPU applies to
+//! the daemon that serves it.
 
 use std::sync::OnceLock;
 
 use sim_machine::Machine;
 
-/// What is injected for one daemon or server.
+/// The faults of one daemon or server.
 #[derive(Debug)]
 pub struct Faults {
     machine: OnceLock<Machine>,
@@ -25,24 +24,24 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Those of the process that sees these devices.
+    /// The faults of the process that sees these devices.
     pub fn new(visible: Option<String>) -> Self {
         Self { machine: OnceLock::new(), visible }
     }
 
-    /// Waits where a call is to hang; the code with which it is to fail.
+    /// Waits if the call must hang, and returns the code if it must fail.
     pub fn injected(&self, call: &str) -> Option<i32> {
         let machine = self.machine()?;
         let device = machine.snapshot().ok().and_then(|state| {
             state.visible_devices(self.visible.as_deref()).first().map(|device| device.uuid().to_owned())
         });
-        // Without a machine there is nothing to inject from.
+        // Without a machine there are no faults.
         machine.injected(call, device.as_deref()).ok().flatten()
     }
 
     fn machine(&self) -> Option<&Machine> {
         if self.machine.get().is_none() {
-            // Lost to another thread: the same machine.
+            // Another thread may have set it first, to the same machine.
             let _ = self.machine.set(Machine::open_default().ok()?);
         }
         self.machine.get()

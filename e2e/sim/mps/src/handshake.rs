@@ -1,21 +1,25 @@
-//! What passes over the `control` sockets and over the socket that they bring, as it was observed
-//! on driver 580.
+//! The protocol on the `control` sockets and on the sockets that they pass on, as observed on
+//! driver 580.
 //!
-//! | direction | message |
-//! |---|---|
-//! | daemon → client | `OUTBHELL\0`, on connect |
-//! | client → daemon | `OUTBCRED\0`, with `SCM_CREDENTIALS` |
-//! | client → daemon | 4 bytes, little-endian: 2 = a CUDA client, 4 = an administrator |
-//! | daemon → client | `OUTBCUFD\0`, with `SCM_RIGHTS`: a socket to the server |
-//! | server → client, on that socket | 4 times `OUTBCUFD\0` with a descriptor, then 1 byte 0 |
-//! | client → server | `OUTBCRED\0` with `SCM_CREDENTIALS`; 4 bytes: 0 = a process, 1 = a context; 4 bytes: 0xff, or 0 |
-//! | server → client | 4 bytes, a `CUresult` |
-//! | client → daemon | the same 4 bytes, then close |
-//! | administrator → daemon, after 4 | for each command 8 bytes length, the text with newline and NUL; then 8 bytes 0 |
-//! | daemon → administrator | for each line 4 bytes 0 and the line in one packet; after the 8 bytes 0, 8 bytes 1; then close |
+//! 1. daemon to client, on connect: `OUTBHELL\0`
+//! 2. client to daemon: `OUTBCRED\0` with `SCM_CREDENTIALS`
+//! 3. client to daemon: 4 bytes, little-endian: 2 for a CUDA client, 4 for an administrator
+//! 4. daemon to client: `OUTBCUFD\0` with `SCM_RIGHTS`, a socket to the server
+//! 5. server to client, on that socket: four times `OUTBCUFD\0` with a descriptor, then 1 byte 0
+//! 6. client to server: `OUTBCRED\0` with `SCM_CREDENTIALS`, then 4 bytes (0 for a process, 1 for a
+//!    context), then 4 bytes (0xff for a process, 0 for a context)
+//! 7. server to client: 4 bytes, a `CUresult`
+//! 8. client to daemon: the same 4 bytes, then close
 //!
-//! The daemon does all this for one visitor after the other, and the server for one client, without
-//! any deadline.
+//! After step 3 an administrator continues differently:
+//!
+//! 1. administrator to daemon, for each command: 8 bytes with the length, then the text with
+//!    newline and NUL; after the last command 8 bytes 0
+//! 2. daemon to administrator, for each line: 4 bytes 0 and the line in one packet; after the 8
+//!    bytes 0, 8 bytes 1, then close
+//!
+//! The daemon serves one peer at a time and the server one client at a time, both without
+//! deadlines.
 
 use std::fs::File;
 use std::io;
@@ -26,49 +30,49 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 
 /// The daemon's greeting.
 pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
-/// What another driver's daemon might say. Tool and CUDA library come with the driver and know it;
-/// a door for driver 580 does not.
+/// The greeting of another driver's daemon. That driver's tool and CUDA library understand it. A
+/// door for driver 580 does not.
 pub const OTHER_HELLO: &[u8; 9] = b"OUTBHEL2\0";
-/// The client's credentials come with it.
+/// Sent with the client's credentials.
 pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";
-/// A descriptor comes with it.
+/// Sent with a descriptor.
 pub const DESCRIPTOR: &[u8; 9] = b"OUTBCUFD\0";
-/// Says that a CUDA client knocks.
+/// The kind of a CUDA client.
 pub const KIND_CLIENT: u32 = 2;
-/// Says that an administrator's command follows.
+/// The kind of an administrator.
 pub const KIND_ADMINISTRATOR: u32 = 4;
 /// Ends an administrator's commands.
 pub const END_OF_COMMANDS: [u8; 8] = [0; 8];
 /// Ends the daemon's replies.
 pub const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 
-/// Descriptors that a client gets from the server.
+/// The number of descriptors that the server sends to a client.
 const DESCRIPTORS: usize = 4;
-/// The longest administrator's command.
+/// The maximum length of an administrator's command.
 pub const LONGEST_COMMAND: usize = 4096;
-/// The longest line of a reply.
+/// The maximum length of a reply's line.
 const LONGEST_LINE: usize = 64 * 1024;
 
-/// What a connection turned out to be.
+/// The peer of a connection, after its introduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Visitor {
+pub enum Peer {
     /// A CUDA program that wants a socket to the server.
     Client(Credentials),
-    /// Someone with commands.
+    /// An administrator with commands.
     Administrator(Credentials),
 }
 
 /// What a client introduces to the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subject {
-    /// Itself, first of all: its limits bind now.
+    /// The process. It comes first, and sets the limits of the process.
     Process,
-    /// A context of its own.
+    /// A context of the process.
     Context,
 }
 
 impl Subject {
-    /// The two words that say it.
+    /// The two words of the protocol.
     pub fn words(self) -> [[u8; 4]; 2] {
         match self {
             Self::Process => [0_u32.to_le_bytes(), 0xff_u32.to_le_bytes()],
@@ -77,12 +81,12 @@ impl Subject {
     }
 }
 
-/// Why a handshake came to nothing, seen from the daemon or the server.
+/// Why a handshake failed, as seen by the daemon or the server.
 #[derive(Debug)]
 pub enum Refusal {
-    /// It closed before it had said everything: each client's first connection does.
+    /// The peer closed early, as the first connection of every client does.
     Closed,
-    /// It said something that is not the protocol.
+    /// The peer violated the protocol.
     Malformed(&'static str),
     /// The socket failed.
     Io(io::Error),
@@ -94,8 +98,8 @@ impl From<io::Error> for Refusal {
     }
 }
 
-/// The daemon's side up to the kind: greets and finds out who is there.
-pub fn greet(connection: &Connection, hello: &[u8]) -> Result<Visitor, Refusal> {
+/// The daemon's side up to the kind: greets and reads the peer's kind.
+pub fn greet(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
     connection.send(hello).map_err(|_| Refusal::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(Refusal::Closed)?;
     if first.data != CREDENTIALS || first.truncated {
@@ -104,43 +108,42 @@ pub fn greet(connection: &Connection, hello: &[u8]) -> Result<Visitor, Refusal> 
     let credentials = first.credentials.ok_or(Refusal::Malformed("no credentials"))?;
     let kind = connection.recv(64)?.ok_or(Refusal::Closed)?;
     match word(&kind) {
-        Some(KIND_CLIENT) => Ok(Visitor::Client(credentials)),
-        Some(KIND_ADMINISTRATOR) => Ok(Visitor::Administrator(credentials)),
+        Some(KIND_CLIENT) => Ok(Peer::Client(credentials)),
+        Some(KIND_ADMINISTRATOR) => Ok(Peer::Administrator(credentials)),
         Some(_) => Err(Refusal::Malformed("unknown kind")),
-        None => Err(Refusal::Malformed("a kind of other than 4 bytes")),
+        None => Err(Refusal::Malformed("the kind does not have 4 bytes")),
     }
 }
 
-/// The daemon's side of one administrator's command; `None` when there are no more.
+/// The daemon's side: reads an administrator's next command. `None` means that there are no more.
 pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> {
     let length = connection.recv(64)?.ok_or(Refusal::Closed)?;
     let length = <[u8; 8]>::try_from(length.data.as_slice())
-        .map_err(|_| Refusal::Malformed("a length of other than 8 bytes"))?;
+        .map_err(|_| Refusal::Malformed("the length does not have 8 bytes"))?;
     let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
     if length == 0 {
         return Ok(None);
     }
     if length > LONGEST_COMMAND {
-        return Err(Refusal::Malformed("a command that is too long"));
+        return Err(Refusal::Malformed("the command is too long"));
     }
     let Packet { data, truncated, .. } = connection.recv(LONGEST_COMMAND)?.ok_or(Refusal::Closed)?;
     if truncated || data.len() != length {
-        return Err(Refusal::Malformed("a command that is not as long as was said"));
+        return Err(Refusal::Malformed("the command does not have the announced length"));
     }
     let text = data.split(|&byte| byte == 0).next().unwrap_or_default();
     Ok(Some(String::from_utf8_lossy(text).trim().to_owned()))
 }
 
-/// The daemon's side: one line of an answer.
+/// The daemon's side: sends one line of an answer.
 pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
 
-/// The server's side: gives a client its descriptors, of which the first is `channel`, and hears
-/// who it is.
+/// The server's side: sends a client its descriptors, of which `channel` is the first, and reads
+/// its introduction.
 ///
-/// Three packets are taken for the three words whatever they are, and refused afterwards if they
-/// are not.
+/// It reads the three packets of the introduction before it checks them, like the real server.
 pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
     let other = File::open("/dev/null")?;
     for number in 0..DESCRIPTORS {
@@ -157,16 +160,16 @@ pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject
         Some(1) => Some(Subject::Context),
         _ => None,
     };
-    subject.zip(credentials).ok_or(Refusal::Malformed("not the words of a client"))
+    subject.zip(credentials).ok_or(Refusal::Malformed("the introduction is invalid"))
 }
 
-/// Whether there is a daemon: connects and closes at once, as the CUDA library does first.
+/// Checks for a daemon: connects and closes immediately, as the CUDA library does first.
 pub fn probe(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
-/// The client's side up to the kind. `None`: the daemon closed, or is none that this protocol
-/// knows.
+/// The client's side up to the kind. `None` means that the daemon closed, or speaks another
+/// protocol.
 pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
@@ -182,27 +185,28 @@ pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     }
 }
 
-/// A client at the server, as far as the handshake goes.
+/// A client's connections during the handshake.
 #[derive(Debug)]
 pub struct Entrance {
-    /// The daemon, which waits for the last word.
+    /// The connection to the daemon, which waits for the last word.
     pub daemon: Connection,
-    /// The socket to the server. A client keeps it for as long as it lives.
+    /// The socket to the server. The client keeps it open until it exits.
     pub server: Connection,
 }
 
-/// Why a client was not let in.
+/// Why a client could not connect.
 #[derive(Debug)]
 pub enum Closed {
-    /// There is no daemon, or none that lets it in: to the CUDA library that is no error.
+    /// There is no daemon, or it rejected the client. The CUDA library does not treat this as an
+    /// error.
     ByDaemon,
-    /// The server died on the way.
+    /// The server died during the handshake.
     ByServer,
-    /// The server refused it: a `CUresult`.
+    /// The server rejected the client with a `CUresult`.
     Refused(i32),
 }
 
-/// The client's side up to the socket to the server, however long the daemon makes it wait.
+/// The client's side up to the socket to the server. It waits without a deadline.
 pub fn knock(control: &Path) -> Result<Entrance, Closed> {
     let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(Closed::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
@@ -211,9 +215,9 @@ pub fn knock(control: &Path) -> Result<Entrance, Closed> {
 }
 
 impl Entrance {
-    /// The descriptors that the server gives: the first is what client and server talk over.
+    /// Receives the server's descriptors. The first one is the channel between client and server.
     pub fn channel(&self) -> Result<Connection, Closed> {
-        // It attests the server to the client: credentials would take the room of descriptors.
+        // Turns off attestation: credentials would take the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| Closed::ByServer)?;
         let mut channel = None;
         for _ in 0..DESCRIPTORS {
@@ -225,13 +229,14 @@ impl Entrance {
         channel.ok_or(Closed::ByServer)
     }
 
-    /// The rest of the client's side: tells the server, hears its answer, and passes it on to the
-    /// daemon as the last word. The channel to the server and the socket that came before it.
+    /// The rest of the client's side: introduces `subject` to the server, reads the answer, and
+    /// forwards it to the daemon as the last word. Returns the channel to the server and the socket
+    /// of the handshake.
     pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), Closed> {
         self.enter_as(subject, own_credentials())
     }
 
-    /// The same as another process: root may say that it is.
+    /// Like [`enter`](Self::enter), with the credentials of another process. This requires root.
     pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), Closed> {
         let channel = self.channel()?;
         let [first, second] = subject.words();
@@ -243,21 +248,21 @@ impl Entrance {
         said.map_err(|_| Closed::ByServer)?;
         let answer = self.server.recv(64).ok().flatten().ok_or(Closed::ByServer)?;
         let result = word(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(Closed::ByServer)?;
-        // The server has decided: a daemon that is gone before the last word changes nothing.
+        // The server has decided already, so a closed daemon changes nothing.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(Closed::Refused(result)) }
     }
 }
 
-/// The administrator's side: one command and the lines of its answer. `None`: the daemon closed
-/// without one.
+/// The administrator's side: sends one command and returns the lines of the answer. `None` means
+/// that the daemon closed without an answer.
 pub fn ask(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     for packet in [length.as_slice(), text.as_bytes(), END_OF_COMMANDS.as_slice()] {
         match connection.send(packet) {
-            // What it already answered can still be read.
+            // The answer may have arrived before the daemon closed.
             Err(error) if is_end(&error) => break,
             other => other?,
         }
@@ -273,7 +278,7 @@ pub fn ask(control: &Path, command: &str) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// This process's credentials, as it sees them itself.
+/// This process's credentials in its own namespaces.
 pub fn own_credentials() -> Credentials {
     Credentials {
         pid: rustix::process::getpid().as_raw_nonzero().get(),
@@ -286,7 +291,7 @@ fn word(packet: &Packet) -> Option<u32> {
     <[u8; 4]>::try_from(packet.data.as_slice()).ok().map(u32::from_le_bytes)
 }
 
-/// Whether the peer went away, as opposed to a failure here.
+/// Whether the error means that the peer has closed.
 fn is_end(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::NotConnected)
 }
@@ -299,7 +304,7 @@ mod tests {
     use crate::seqpacket::Listener;
 
     #[test]
-    fn a_client_is_let_in_by_daemon_and_server() {
+    fn daemon_and_server_accept_a_client() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
         let listener = Listener::bind(&path, 0o666).unwrap();
@@ -312,7 +317,7 @@ mod tests {
             connection.send_fd(DESCRIPTOR, client.as_fd()).unwrap();
             let (channel, theirs) = Connection::pair().unwrap();
             let (subject, credentials) = receive(&server, &theirs).unwrap();
-            assert_eq!((subject, Visitor::Client(credentials)), (Subject::Context, visitor));
+            assert_eq!((subject, Peer::Client(credentials)), (Subject::Context, visitor));
             server.send(&0_u32.to_le_bytes()).unwrap();
             assert_eq!(connection.recv(64).unwrap().unwrap().data, [0; 4]);
             channel.send(b"hello").unwrap();
@@ -321,17 +326,17 @@ mod tests {
         probe(&path).unwrap();
         let (channel, _server) = knock(&path).unwrap().enter(Subject::Context).unwrap();
         assert_eq!(channel.recv(64).unwrap().unwrap().data, b"hello");
-        assert_eq!(daemon.join().unwrap(), Visitor::Client(own_credentials()));
+        assert_eq!(daemon.join().unwrap(), Peer::Client(own_credentials()));
     }
 
     #[test]
-    fn commands_and_their_answers_survive_the_framing() {
+    fn commands_and_answers_are_framed_and_parsed() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control");
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
             let connection = listener.accept().unwrap();
-            assert_eq!(greet(&connection, HELLO).unwrap(), Visitor::Administrator(own_credentials()));
+            assert_eq!(greet(&connection, HELLO).unwrap(), Peer::Administrator(own_credentials()));
             assert_eq!(next_command(&connection).unwrap().as_deref(), Some("get_server_list"));
             reply(&connection, "17").unwrap();
             reply(&connection, "").unwrap();
@@ -344,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_the_protocol_is_refused() {
+    fn protocol_violations_are_refused() {
         let greeted = |packets: &[&[u8]]| {
             let (client, daemon) = Connection::pair().unwrap();
             daemon.attest().unwrap();
@@ -357,11 +362,11 @@ mod tests {
         assert!(matches!(greeted(&[&[7; 1000]]), Err(Refusal::Malformed(_))));
         assert!(matches!(greeted(&[CREDENTIALS, &[2; 8]]), Err(Refusal::Malformed(_))));
         assert!(matches!(greeted(&[CREDENTIALS, &3_u32.to_le_bytes()]), Err(Refusal::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &KIND_CLIENT.to_le_bytes()]), Ok(Visitor::Client(_))));
+        assert!(matches!(greeted(&[CREDENTIALS, &KIND_CLIENT.to_le_bytes()]), Ok(Peer::Client(_))));
     }
 
     #[test]
-    fn words_said_again_in_a_clients_place_end_the_servers_wait_whatever_it_had_said() {
+    fn a_complete_introduction_ends_the_servers_wait_after_a_partial_one() {
         for said in 0..3 {
             let (client, server) = Connection::pair().unwrap();
             server.attest().unwrap();
@@ -371,13 +376,16 @@ mod tests {
             for packet in words[..said].iter().chain(&words) {
                 client.send(packet).unwrap();
             }
-            let heard = receive(&server, &channel);
-            assert!(heard.is_ok() || said > 0 && matches!(heard, Err(Refusal::Malformed(_))), "{said}: {heard:?}");
+            let received = receive(&server, &channel);
+            assert!(
+                received.is_ok() || said > 0 && matches!(received, Err(Refusal::Malformed(_))),
+                "{said}: {received:?}"
+            );
         }
     }
 
     #[test]
-    fn a_command_of_another_length_than_was_said_is_refused() {
+    fn a_command_without_the_announced_length_is_refused() {
         let cases: [(u64, &[u8]); 3] = [(3, b"quit\n\0"), (1 << 40, b"quit\n\0"), (4097, &[b'a'; 4097])];
         for (length, text) in cases {
             let (client, daemon) = Connection::pair().unwrap();

@@ -1,16 +1,17 @@
-//! Stand-in `nvidia-cuda-mps-control` and its server over the simulated machine.
+//! Simulated `nvidia-cuda-mps-control` and MPS server for the simulated machine.
 //!
-//! They behave as NVIDIA's were measured to on one H200 under driver 580 with CUDA 13.0 (protocol
-//! v2): handshake, commands, limits, users, faults. What was not measured follows NVIDIA's
-//! documentation, and where that says nothing either, a comment says so.
+//! They behave like NVIDIA's programs, as measured on one H200 under driver 580 with CUDA 13.0
+//! (protocol v2): handshake, commands, limits, users and faults. Behaviour that was not measured
+//! follows NVIDIA's documentation. Comments mark assumptions that neither covers.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | [`seqpacket`], [`handshake`] | the sockets and what passes over `control`; both sides |
-//! | [`command`], [`limits`], [`breakage`] | commands, limits and the odds of breakage, pure |
+//! | [`seqpacket`], [`handshake`] | the sockets, and both sides of the protocol on `control` |
+//! | [`command`], [`limits`], [`breakage`] | commands, limits and the rule of broken neighbours;
+//! pure |
 //! | [`daemon`], [`server`], [`tool`] | the two programs |
-//! | [`client`] | the part of the CUDA library that talks to MPS |
-//! | [`faults`] | what a test can inject |
+//! | [`client`] | the CUDA library's side of MPS |
+//! | [`faults`] | faults that tests inject |
 
 pub mod breakage;
 pub mod client;

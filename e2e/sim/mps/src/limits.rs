@@ -1,26 +1,27 @@
-//! Thread percentages and memory limits: how they are written, which one holds, what a client sees
-//! of them.
+//! Thread percentages and memory limits: their syntax, their precedence, and their effect on
+//! clients.
 
 use serde::{Deserialize, Serialize};
 
-/// The most client contexts of one server on this driver; the next is refused with error 808.
+/// The maximum number of client contexts of a server on this driver. Error 808 rejects the next
+/// one.
 pub const MAX_CONTEXTS: usize = 48;
-/// What NVML shows for the server itself, bytes.
+/// The server's own memory in NVML, in bytes.
 pub const SERVER_MEMORY: u64 = 66 << 20;
-/// What NVML shows for a client that has allocated nothing, bytes.
+/// The memory of a client without allocations in NVML, in bytes.
 pub const CLIENT_MEMORY: u64 = 274 << 20;
 
-/// The device that a limit is for.
+/// The names of a device in limits.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceName<'a> {
-    /// Its number among the devices that are visible.
+    /// The device's ordinal among the visible devices.
     pub ordinal: usize,
-    /// Its UUID.
+    /// The device's UUID.
     pub uuid: &'a str,
 }
 
 impl DeviceName<'_> {
-    /// Whether `name` means this device: its ordinal, its UUID or the beginning of it.
+    /// Whether `name` is the device's ordinal, its UUID or a prefix of its UUID.
     fn is(self, name: &str) -> bool {
         match name.parse::<usize>() {
             Ok(ordinal) => ordinal == self.ordinal,
@@ -29,23 +30,23 @@ impl DeviceName<'_> {
     }
 }
 
-/// What a server is told to bind its clients to when they connect.
+/// The limits that a server applies to clients when they connect.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    /// Active thread percentage.
+    /// The active thread percentage.
     pub threads: f64,
-    /// Memory limits as they were set, in order: the last one that names a device holds.
+    /// Memory limits in the order in which they were set. The last one that names a device applies.
     pub memory: Vec<MemoryLimit>,
-    /// 0 normal, 1 below normal.
+    /// The priority: 0 is normal, 1 is below normal.
     pub priority: u8,
 }
 
-/// A memory limit as an administrator wrote it: neither half is checked against what exists.
+/// A memory limit as an administrator wrote it. Neither field is validated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryLimit {
-    /// Ordinal, UUID or the beginning of one.
+    /// The device's ordinal, UUID or a prefix of the UUID.
     pub device: String,
-    /// `<whole number>G` or `<whole number>M`.
+    /// The value, `<whole number>G` or `<whole number>M`.
     pub value: String,
 }
 
@@ -56,7 +57,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// What a daemon starts with, from its own environment; what cannot be understood is ignored.
+    /// Reads a daemon's initial settings from its environment. Invalid values are ignored.
     pub fn from_environment(threads: Option<&str>, memory: Option<&str>) -> Self {
         let mut settings = Self { threads: threads.and_then(percentage).unwrap_or(100.0), ..Self::default() };
         for entry in memory.unwrap_or_default().split(',') {
@@ -67,7 +68,7 @@ impl Settings {
         settings
     }
 
-    /// Sets a device's limit, in place of one written for the same name; 0 takes it away.
+    /// Sets a device's limit and replaces one with the same name. 0 removes it.
     pub fn set_memory(&mut self, device: &str, value: &str) {
         self.memory.retain(|limit| limit.device != device);
         if bytes(value) != Some(0) {
@@ -75,26 +76,26 @@ impl Settings {
         }
     }
 
-    /// The limit that was set under a name, as the daemon prints it: whole G, rounded down, from 1
-    /// G on; else whole M.
+    /// The limit that was set for a name, as the daemon prints it: in whole G, rounded down, from 1
+    /// G on, and in whole M below.
     pub fn printed_memory(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = bytes(&limit.value)? >> 20;
         Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
-    /// The limit that holds for a device, bytes.
+    /// The limit of a device in bytes.
     pub fn memory_of(&self, device: DeviceName<'_>) -> Option<u64> {
         self.memory.iter().rev().find(|limit| device.is(&limit.device)).and_then(|limit| bytes(&limit.value))
     }
 }
 
-/// A thread percentage, above 0, at most 100. Anything else is nothing: MPS ignores it.
+/// Parses a thread percentage. Values above 100 count as 100. MPS ignores invalid values.
 pub fn percentage(text: &str) -> Option<f64> {
     text.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite()).map(|p| p.min(100.0))
 }
 
-/// Bytes of a limit. Only whole numbers are understood: of `8.5G` it is 8, and they are bytes.
+/// Parses a limit to bytes. Only whole numbers have a unit: `8.5G` gives 8 bytes.
 pub fn bytes(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 = text[..digits].parse().ok()?;
@@ -105,18 +106,18 @@ pub fn bytes(text: &str) -> Option<u64> {
     }
 }
 
-/// What a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` does to it.
+/// The effect of a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ClientMemory {
-    /// Nothing: the server's limit holds.
+    /// No effect: the server's limit applies.
     Unset,
-    /// Lowers it to so many bytes; never raises it.
+    /// Lowers the limit to this many bytes. It cannot raise it.
     Lowered(u64),
-    /// Drops it, and the server's with it: one entry that names no visible device is enough.
+    /// Removes all limits, the server's included. One entry that names no visible device is enough.
     Escaped,
 }
 
-/// Reads a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` against the devices that it sees.
+/// Parses a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` for the devices that it sees.
 pub fn client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemory {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return ClientMemory::Unset };
     let mut outcome = ClientMemory::Unset;
@@ -131,7 +132,7 @@ pub fn client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize
     outcome
 }
 
-/// The limit that binds a client, bytes, of the server's and what its own environment does.
+/// The limit of a client in bytes, from the server's limit and the client's environment.
 pub fn effective_memory(server: Option<u64>, client: ClientMemory) -> Option<u64> {
     match client {
         ClientMemory::Unset => server,
@@ -140,15 +141,15 @@ pub fn effective_memory(server: Option<u64>, client: ClientMemory) -> Option<u64
     }
 }
 
-/// The percentage that binds a client, of the server's and its own: it can only be lowered.
+/// The thread percentage of a client. Its own value can only lower the server's.
 pub fn effective_threads(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }
 
-/// What of a limit a context takes for itself, bytes, for the SMs that it sees.
+/// The bytes of the limit that a context uses itself, by its number of SMs.
 ///
-/// Measured as limit less free memory: 123 MiB at 26 SMs, 271 at 66, 514 at 132; the line through
-/// them.
+/// Measured as limit minus free memory: 123 MiB at 26 SMs, 271 at 66, 514 at 132. The function is
+/// the line through them.
 pub fn context_overhead(sms: u32) -> u64 {
     (27 + (u64::from(sms) * 369 + 50) / 100) << 20
 }
@@ -161,14 +162,14 @@ mod tests {
     const ONE: [DeviceName<'_>; 1] = [DeviceName { ordinal: 0, uuid: UUID }];
 
     #[test]
-    fn free_memory_under_a_limit_is_what_was_measured() {
+    fn free_memory_under_a_limit_matches_the_measurements() {
         for (limit, sms, free) in [(8192, 132, 7678), (8192, 26, 8069), (20480, 66, 20209)] {
             assert_eq!((limit << 20) - context_overhead(sms), free << 20, "{limit} MiB, {sms} SMs");
         }
     }
 
     #[test]
-    fn only_whole_values_with_a_unit_mean_what_they_say() {
+    fn fractions_and_missing_units_are_misread_like_mps_does() {
         assert_eq!(bytes("8G"), Some(8 << 30));
         assert_eq!(bytes("8192M"), Some(8 << 30));
         assert_eq!(bytes("8.5G"), Some(8));
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_lowers_its_memory_by_ordinal_uuid_or_its_beginning() {
+    fn a_client_lowers_its_memory_by_ordinal_uuid_or_prefix() {
         for text in ["0=8G", "0=8192M", &format!("{UUID}=8G"), "GPU-8f3c=8G"] {
             assert_eq!(client_memory(Some(text), &ONE, 0), ClientMemory::Lowered(8 << 30), "{text}");
         }
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_drops_every_memory_limit_by_one_bad_entry() {
+    fn one_invalid_entry_removes_every_memory_limit() {
         for text in ["0=2G,1=4G", "1=8G", "8G", "junk", "0=", "0=junk", "0=2G,", "GPU-ffff=8G", "GPU-=8G"] {
             assert_eq!(client_memory(Some(text), &ONE, 0), ClientMemory::Escaped, "{text}");
             assert_eq!(effective_memory(Some(10 << 30), client_memory(Some(text), &ONE, 0)), None);
@@ -197,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_never_raises_a_limit() {
+    fn a_client_cannot_raise_a_limit() {
         assert_eq!(effective_memory(Some(8 << 30), ClientMemory::Lowered(100 << 30)), Some(8 << 30));
         assert_eq!(effective_memory(Some(8 << 30), ClientMemory::Lowered(4 << 30)), Some(4 << 30));
         assert_eq!(effective_memory(None, ClientMemory::Lowered(4 << 30)), Some(4 << 30));
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_percentage_that_means_nothing_is_ignored() {
+    fn an_invalid_percentage_is_ignored() {
         for text in ["abc", "0", "", "-5", "NaN", "inf"] {
             assert_eq!(percentage(text), None, "{text}");
         }
@@ -215,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_setting_that_names_a_device_holds() {
+    fn the_last_setting_for_a_device_applies() {
         let mut settings = Settings::from_environment(Some("50"), Some("0=10G,junk,7=1G"));
         assert_eq!(settings.memory_of(ONE[0]), Some(10 << 30));
         settings.set_memory(UUID, "4G");
@@ -229,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_printed_as_was_measured() {
+    fn limits_are_printed_like_mps_does() {
         for (set, printed) in [("8192M", "8G"), ("512M", "512M"), ("1024M", "1G"), ("1536M", "1G"), ("7678M", "7G")] {
             let mut settings = Settings::default();
             settings.set_memory("0", set);

@@ -1,4 +1,4 @@
-//! Log lines as the real tools write them: `[2026-11-21 10:15:39.123 Control  1234] text`.
+//! Log lines in the format of the real tools: `[2026-11-21 10:15:39.123 Control  1234] text`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-/// Where lines go.
+/// The destination of log lines.
 #[derive(Debug)]
 pub struct Log(Mutex<Sink>);
 
@@ -19,24 +19,24 @@ enum Sink {
 }
 
 impl Log {
-    /// Standard output.
+    /// Logs to standard output.
     pub fn stdout() -> Self {
         Self(Mutex::new(Sink::Stdout))
     }
 
-    /// A file, appended to.
+    /// Appends to a log file.
     pub fn append(path: &Path) -> io::Result<Self> {
         Ok(Self(Mutex::new(Sink::File(OpenOptions::new().create(true).append(true).open(path)?))))
     }
 
-    /// Writes a line of a component (`Control`, `Server`, `Other`) with a pid.
+    /// Writes a line of a component (`Control`, `Server`, `Other`) with a PID.
     pub fn line(&self, component: &str, pid: u32, text: &str) {
         self.raw(format!("{}\n", format_line(Timestamp::now(), component, pid, text)).as_bytes());
     }
 
-    /// Writes what is a line already.
+    /// Writes a formatted line.
     pub fn raw(&self, line: &[u8]) {
-        // A log that nobody reads any more must not stop the daemon.
+        // Errors are ignored: a log without a reader must not stop the daemon.
         let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             Sink::Stdout => {
                 let mut out = io::stdout().lock();
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_have_the_real_format() {
+    fn lines_have_the_format_of_the_real_tools() {
         let time: Timestamp = "2026-11-21T10:15:39.123456Z".parse().unwrap();
         assert_eq!(
             format_line(time, "Control", 261, "NEW SERVER 337: Ready"),

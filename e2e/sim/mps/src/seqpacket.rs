@@ -1,4 +1,4 @@
-//! SEQPACKET unix sockets that carry credentials and descriptors.
+//! Unix SEQPACKET sockets that carry credentials and file descriptors.
 
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -15,16 +15,16 @@ use rustix::net::{
     SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-/// Who sent a message, as the kernel attests it, in the receiver's namespaces.
+/// The sender of a message, as the kernel attests it in the receiver's namespaces.
 ///
-/// `pid` is 0 for a sender outside the receiver's pid namespace.
+/// `pid` is 0 for a sender outside the receiver's PID namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Credentials {
-    /// Process.
+    /// The process's PID.
     pub pid: i32,
-    /// User.
+    /// The user's id.
     pub uid: u32,
-    /// Group.
+    /// The group's id.
     pub gid: u32,
 }
 
@@ -32,24 +32,24 @@ pub struct Credentials {
 #[derive(Debug)]
 pub struct Connection(OwnedFd);
 
-/// What one receive gave.
+/// The result of one receive.
 #[derive(Debug)]
 pub struct Packet {
-    /// The bytes, at most as many as were asked for.
+    /// The bytes, at most as many as requested.
     pub data: Vec<u8>,
-    /// Whether the packet was longer than was asked for, and the rest is gone.
+    /// Whether the packet was longer than requested. The rest is lost.
     pub truncated: bool,
-    /// The sender, where the message carried its credentials.
+    /// The sender, if the message carried its credentials.
     pub credentials: Option<Credentials>,
-    /// The first descriptor that came along.
+    /// The first file descriptor of the message.
     pub fd: Option<OwnedFd>,
 }
 
-/// What poll says of a connection whose peer has closed.
+/// The poll flags of a connection that the peer has closed.
 const CLOSED: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP).union(PollFlags::ERR);
 
-/// Which ancillary data a receive makes room for: what there is no room for, the kernel drops.
-enum Room {
+/// The ancillary data that a receive provides space for. The kernel drops all other.
+enum Ancillary {
     Credentials,
     Descriptor,
 }
@@ -62,35 +62,35 @@ impl Connection {
         Ok(Self(socket))
     }
 
-    /// Two ends, connected to each other.
+    /// Creates two connected ends.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         Ok((Self(a), Self(b)))
     }
 
-    /// Takes over a descriptor that is known to be such a socket.
+    /// Wraps a descriptor that must be such a socket.
     pub fn from_fd(fd: OwnedFd) -> Self {
         Self(fd)
     }
 
-    /// Asks the kernel to attest the sender of every message that comes.
+    /// Makes the kernel attest the sender of every received message.
     pub fn attest(&self) -> io::Result<()> {
         Ok(rustix::net::sockopt::set_socket_passcred(&self.0, true)?)
     }
 
-    /// Sends one packet. A peer that is gone is an error, never a signal.
+    /// Sends one packet. A closed peer causes an error, never a signal.
     pub fn send(&self, data: &[u8]) -> io::Result<()> {
         rustix::net::send(&self.0, data, SendFlags::NOSIGNAL)?;
         Ok(())
     }
 
-    /// Sends one packet unless the peer does not read: `WouldBlock` then.
+    /// Sends one packet, or fails with `WouldBlock` if the peer does not read.
     pub fn try_send(&self, data: &[u8]) -> io::Result<()> {
         rustix::net::send(&self.0, data, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
         Ok(())
     }
 
-    /// Sends one packet with a descriptor.
+    /// Sends one packet with a file descriptor.
     pub fn send_fd(&self, data: &[u8], fd: BorrowedFd<'_>) -> io::Result<()> {
         let fds = [fd];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -102,7 +102,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends one packet with credentials: one's own, or with `CAP_SYS_ADMIN` anybody's.
+    /// Sends one packet with credentials. Only `CAP_SYS_ADMIN` allows those of another process.
     pub fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
         let ucred = UnixCredentials::from(nix::libc::ucred {
             pid: credentials.pid,
@@ -119,7 +119,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for one packet of at most `most` bytes; `None` when the peer has closed.
+    /// Waits for one packet of at most `most` bytes. `None` means that the peer has closed.
     pub fn recv(&self, most: usize) -> io::Result<Option<Packet>> {
         let mut data = vec![0; most];
         loop {
@@ -135,7 +135,7 @@ impl Connection {
         }
     }
 
-    /// The same, and no longer than until `deadline`: `TimedOut` then.
+    /// Waits for one packet like [`recv`](Self::recv), or fails with `TimedOut` at `deadline`.
     pub fn recv_until(&self, most: usize, deadline: Instant) -> io::Result<Option<Packet>> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -150,22 +150,22 @@ impl Connection {
         }
     }
 
-    /// The same, with the sender's credentials; without, where it sent descriptors along.
+    /// Waits for one packet with the sender's credentials. They are missing if it sent descriptors.
     pub fn recv_credentials(&self, most: usize) -> io::Result<Option<Packet>> {
-        self.recv_with(most, &Room::Credentials)
+        self.recv_with(most, &Ancillary::Credentials)
     }
 
-    /// The same, with a descriptor. Not for a connection that [attests](Self::attest): there would
-    /// be no room for both.
+    /// Waits for one packet with a descriptor. A connection that [attests](Self::attest) cannot use
+    /// it, because there is no space for both.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
-        self.recv_with(most, &Room::Descriptor)
+        self.recv_with(most, &Ancillary::Descriptor)
     }
 
-    fn recv_with(&self, most: usize, room: &Room) -> io::Result<Option<Packet>> {
+    fn recv_with(&self, most: usize, wanted: &Ancillary) -> io::Result<Option<Packet>> {
         let mut data = vec![0; most];
-        let received = match room {
-            Room::Credentials => self.recvmsg_credentials(&mut data),
-            Room::Descriptor => self.recvmsg_fd(&mut data),
+        let received = match wanted {
+            Ancillary::Credentials => self.recvmsg_credentials(&mut data),
+            Ancillary::Descriptor => self.recvmsg_fd(&mut data),
         };
         match received {
             Err(error) => end_or_error(error),
@@ -178,8 +178,8 @@ impl Connection {
         }
     }
 
-    /// By nix: rustix's credentials cannot hold pid 0, which is what a sender outside the pid
-    /// namespace has.
+    /// Uses nix, because rustix's credentials cannot represent PID 0 (a sender outside the PID
+    /// namespace).
     fn recvmsg_credentials(&self, data: &mut [u8]) -> io::Result<(usize, Option<Credentials>, Option<OwnedFd>)> {
         let mut space = nix::cmsg_space!(nix::libc::ucred);
         let mut iov = [IoSliceMut::new(data)];
@@ -221,7 +221,7 @@ impl Connection {
         Ok((received.bytes, None, fd))
     }
 
-    /// Waits until there is something to read here; false once `other` has been closed by its peer.
+    /// Waits for data on this connection. Returns false once the peer has closed `other`.
     pub fn wait_readable_unless_closed(&self, other: &Self) -> bool {
         loop {
             let mut fds = [PollFd::new(&self.0, PollFlags::IN), PollFd::new(&other.0, PollFlags::RDHUP)];
@@ -240,23 +240,23 @@ impl Connection {
         while matches!(rustix::event::poll(&mut fds, None), Err(rustix::io::Errno::INTR)) {}
     }
 
-    /// Whether there is something to read, an end included.
+    /// Whether a receive would return at once, with data or because the peer has closed.
     pub fn is_readable(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Whether the peer has closed. Never waits, and reads nothing.
+    /// Whether the peer has closed. It neither waits nor reads.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) && fds[0].revents().intersects(CLOSED)
     }
 
-    /// Wakes whoever waits on this connection, on both ends, with its end.
+    /// Closes the connection for both ends and wakes their waiting threads.
     pub fn shutdown(&self) {
-        // The peer being gone already is what was wanted.
+        // Errors are ignored: the peer may have closed already.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -273,20 +273,19 @@ impl From<Connection> for OwnedFd {
     }
 }
 
-/// A listening SEQPACKET socket in the file system.
+/// A listening SEQPACKET socket at a path.
 #[derive(Debug)]
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens at `path`, in place of what a dead daemon left there, with that file mode.
+    /// Listens at `path` with this file mode, and replaces a dead daemon's socket there.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let socket = socket()?;
-        // Inherited by what is accepted: no message can come before the kernel has been asked to
-        // attest it.
+        // Accepted connections inherit this, so the kernel attests even their first message.
         rustix::net::sockopt::set_socket_passcred(&socket, true)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
@@ -319,7 +318,7 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// A peer that died is an end like one that closed.
+/// Treats a peer that died like one that closed.
 fn end_or_error(error: io::Error) -> io::Result<Option<Packet>> {
     if error.kind() == io::ErrorKind::ConnectionReset { Ok(None) } else { Err(error) }
 }
@@ -345,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_that_is_too_long_says_so_and_an_end_is_none() {
+    fn a_long_packet_is_marked_and_a_closed_peer_is_none() {
         let (a, b) = Connection::pair().unwrap();
         b.attest().unwrap();
         a.send(&[1; 100]).unwrap();
@@ -361,13 +360,13 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_nobody_asked_for_are_dropped_by_the_kernel() {
+    fn the_kernel_drops_unexpected_descriptors() {
         let (a, b) = Connection::pair().unwrap();
         b.attest().unwrap();
         let (kept, sent) = Connection::pair().unwrap();
         a.send_fd(b"fd", sent.as_fd()).unwrap();
         drop(sent);
-        // Where something had no room, nix trusts nothing of what came along.
+        // nix returns no ancillary data if some of it had no space.
         assert_eq!(b.recv_credentials(16).unwrap().unwrap().credentials, None);
         assert!(kept.is_closed());
     }

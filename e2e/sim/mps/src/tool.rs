@@ -8,54 +8,54 @@ use crate::daemon::{self, Config};
 use crate::handshake;
 use crate::limits::Settings;
 
-/// Where daemons and clients meet unless `CUDA_MPS_PIPE_DIRECTORY` says otherwise.
+/// The default of `CUDA_MPS_PIPE_DIRECTORY`.
 pub const DEFAULT_PIPE_DIRECTORY: &str = "/tmp/nvidia-mps";
-/// Where daemons in the background log unless `CUDA_MPS_LOG_DIRECTORY` says otherwise.
+/// The default of `CUDA_MPS_LOG_DIRECTORY`.
 const DEFAULT_LOG_DIRECTORY: &str = "/var/log/nvidia-mps";
 
 const HELP: &str = "\
-Stand-in for NVIDIA's MPS control daemon over the simulated machine ($SIMGPU_STATE, /var/lib/simgpu).
+Simulated MPS control daemon for the simulated machine ($SIMGPU_STATE, /var/lib/simgpu).
 
-Usage: nvidia-cuda-mps-control -d|-f [-multiuser-server]    start the daemon, in the background or in the foreground
-       nvidia-cuda-mps-control [COMMAND...]                 send a command, or those read from standard input, one a line
+Usage: nvidia-cuda-mps-control -d|-f [-multiuser-server]    start the daemon in the background or foreground
+       nvidia-cuda-mps-control [COMMAND...]                 send a command, or one per line of standard input
        nvidia-cuda-mps-control -v                           print the version
 
-Commands: get_server_list, help and others (`nvidia-cuda-mps-control help` asks the daemon).
+Commands: get_server_list, help and others (see `nvidia-cuda-mps-control help`).
 
 Environment of daemon and commands:
-  CUDA_MPS_PIPE_DIRECTORY            where the sockets are (/tmp/nvidia-mps)
+  CUDA_MPS_PIPE_DIRECTORY            folder of the sockets (/tmp/nvidia-mps)
 Environment of the daemon:
-  CUDA_MPS_LOG_DIRECTORY             where -d logs (/var/log/nvidia-mps); -f logs to standard output
+  CUDA_MPS_LOG_DIRECTORY             log folder of -d (/var/log/nvidia-mps); -f logs to standard output
   CUDA_VISIBLE_DEVICES               GPUs or MIG devices to serve, by UUID or index
   CUDA_MPS_ACTIVE_THREAD_PERCENTAGE  default thread percentage
   CUDA_MPS_PINNED_DEVICE_MEM_LIMIT   default memory limits, such as 0=8G
-  SIM_MPS_SERVER_START_MS            how long a server takes to start (150)
+  SIM_MPS_SERVER_START_MS            start time of a server (150)
   SIM_MPS_BREAK                      whether a client killed with a kernel in flight breaks its neighbours:
                                      measured (by the kernel's length), always, never
-  SIM_MPS_SEED                       shifts which deaths with kernels of 1 to 100 ms break: every twelfth does
+  SIM_MPS_SEED                       which of twelve deaths with kernels of 1 to 100 ms breaks the neighbours
 
-Faults are injected through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
+Tests inject faults through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
 mps:client, mps:server or mps:command:<name>.
 ";
 
-/// What the arguments ask for.
+/// What the arguments request.
 #[derive(Debug, PartialEq, Eq)]
 enum Request {
     Daemon { background: bool, multi_user: bool },
     Version,
     Help,
     Commands(Option<String>),
-    Mistake(String),
+    Invalid(String),
 }
 
-/// The program.
+/// The program's main function.
 pub fn main() -> ExitCode {
     let arguments: Vec<String> =
         std::env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
     match parse(&arguments) {
         Request::Help => print(HELP),
         Request::Version => print("CUDA MPS Control binary version: 13000\n"),
-        Request::Mistake(what) => {
+        Request::Invalid(what) => {
             eprintln!("{what}\n\n{HELP}");
             ExitCode::FAILURE
         }
@@ -77,21 +77,21 @@ fn parse(arguments: &[String]) -> Request {
     let mut command: Vec<&str> = Vec::new();
     for argument in arguments {
         match argument.as_str() {
-            // A command's own options come after its name.
+            // A command's options follow its name.
             word if !command.is_empty() => command.push(word),
             "-d" => daemon = Some(true),
             "-f" => daemon = Some(false),
             "-M" | "-multiuser-server" | "--multiuser-server" => multi_user = true,
             "-v" => return Request::Version,
             "-h" | "--help" => return Request::Help,
-            option if option.starts_with('-') => return Request::Mistake(format!("unknown option {option}")),
+            option if option.starts_with('-') => return Request::Invalid(format!("unknown option {option}")),
             word => command.push(word),
         }
     }
     match daemon {
         Some(background) if command.is_empty() => Request::Daemon { background, multi_user },
-        Some(_) => Request::Mistake("a daemon takes no command".to_owned()),
-        None if multi_user => Request::Mistake("-multiuser-server is for -d and -f".to_owned()),
+        Some(_) => Request::Invalid("-d and -f accept no command".to_owned()),
+        None if multi_user => Request::Invalid("-multiuser-server requires -d or -f".to_owned()),
         None => Request::Commands((!command.is_empty()).then(|| command.join(" "))),
     }
 }
@@ -119,7 +119,7 @@ fn directory(variable: &str, default: &str) -> PathBuf {
     std::env::var_os(variable).filter(|value| !value.is_empty()).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }
 
-/// Sends commands, each over a connection of its own, and prints the answers.
+/// Sends each command over a separate connection and prints the answers.
 fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
     for command in commands {
         let Ok(command) = command else { break };
@@ -130,7 +130,7 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
             Ok(Some(answer)) => {
                 print(&answer);
             }
-            // The daemon was there, and went: `quit` does that.
+            // Expected after `quit`: the daemon was there and has exited.
             Ok(None) => {
                 eprintln!("The MPS control daemon closed the connection");
                 return ExitCode::FAILURE;
@@ -144,7 +144,7 @@ fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Over `control_privileged` where that can be opened, else over `control`.
+/// Sends a command over `control_privileged` if accessible, else over `control`.
 fn ask(directory: &Path, command: &str) -> io::Result<Option<String>> {
     match handshake::ask(&directory.join("control_privileged"), command) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
@@ -171,13 +171,13 @@ mod tests {
     }
 
     #[test]
-    fn arguments_ask_for_a_daemon_or_a_command() {
+    fn arguments_request_a_daemon_or_a_command() {
         assert_eq!(parsed("-f -multiuser-server"), Request::Daemon { background: false, multi_user: true });
         assert_eq!(parsed("-d"), Request::Daemon { background: true, multi_user: false });
         assert_eq!(parsed(""), Request::Commands(None));
         assert_eq!(parsed("shutdown_server 17 -f"), Request::Commands(Some("shutdown_server 17 -f".into())));
-        assert!(matches!(parsed("-d get_server_list"), Request::Mistake(_)));
-        assert!(matches!(parsed("-multiuser-server"), Request::Mistake(_)));
-        assert!(matches!(parsed("-x"), Request::Mistake(_)));
+        assert!(matches!(parsed("-d get_server_list"), Request::Invalid(_)));
+        assert!(matches!(parsed("-multiuser-server"), Request::Invalid(_)));
+        assert!(matches!(parsed("-x"), Request::Invalid(_)));
     }
 }

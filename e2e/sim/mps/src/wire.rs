@@ -1,7 +1,6 @@
-//! What daemon, server and client library tell each other once the handshake is over.
+//! Messages between daemon, server and client library after the handshake.
 //!
-//! On real hardware this is NVIDIA's own business and was not looked at: here it is JSON, one
-//! object a packet.
+//! NVIDIA's protocol is private and was not examined. Here each packet is one JSON object.
 
 use std::io;
 
@@ -11,22 +10,22 @@ use serde::{Deserialize, Serialize};
 use crate::limits::Settings;
 use crate::seqpacket::Connection;
 
-/// The longest packet.
+/// The maximum length of a packet.
 pub const LONGEST: usize = 64 * 1024;
 
-/// Where a server is in its life, as `get_server_status` prints it.
+/// A server's state, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Status {
     /// Not yet serving.
     Initializing,
     /// Serving.
     Active,
-    /// Waiting for the clients of a fatal error to exit; no client is let in.
+    /// Waiting until the clients of a fatal error have exited. New clients are rejected.
     Fault,
 }
 
 impl Status {
-    /// The word that the daemon prints.
+    /// The word that `get_server_status` prints.
     pub fn word(self) -> &'static str {
         match self {
             Self::Initializing => "INITIALIZING",
@@ -36,153 +35,153 @@ impl Status {
     }
 }
 
-/// Daemon to server.
+/// Messages from the daemon to a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum ToServer {
-    /// First of all: what to serve.
+    /// The first message: how to serve.
     Start {
         /// `CUDA_VISIBLE_DEVICES` of the daemon.
         visible: Option<String>,
-        /// The pipe directory, which the server's uid must be able to reach.
+        /// The pipe directory. The server's user must be able to access it.
         pipe_directory: String,
-        /// The user whose server this is.
+        /// The server's user id.
         uid: u32,
-        /// The defaults that it starts with.
+        /// The server's initial limits.
         settings: Settings,
     },
-    /// A client to let in; the socket over which it will introduce itself comes along.
+    /// A new client, sent with the socket of its introduction.
     Client {
-        /// The daemon's number of it.
+        /// The daemon's number for the connection.
         connection: u64,
-        /// The limits that bind it, if this is its process's first.
+        /// The limits of the client's process, if this is its first connection.
         settings: Settings,
     },
-    /// The limits of the next clients, for the log.
+    /// The limits of the next clients. The server only logs them.
     Settings(Settings),
-    /// Answered when everything before it is done.
+    /// Requests an answer after all earlier messages.
     Ping {
-        /// Comes back with the answer.
+        /// The number for the answer.
         request: u64,
     },
     /// `terminate_client`.
     Terminate {
-        /// Comes back with the answer.
+        /// The number for the answer.
         request: u64,
-        /// The client.
+        /// The client's PID.
         pid: u32,
     },
-    /// End now.
+    /// Requests the server's exit.
     Shutdown,
 }
 
-/// Server to daemon.
+/// Messages from a server to the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromServer {
-    /// Where it is now.
+    /// The server's new state.
     Status(Status),
-    /// A process has introduced itself.
+    /// A process was accepted.
     Process {
-        /// The daemon's number of its connection.
+        /// The daemon's number for the connection.
         connection: u64,
-        /// As the server's pid namespace sees it.
+        /// The PID in the server's PID namespace.
         pid: u32,
     },
-    /// A process has a context.
+    /// A process created a context.
     Context {
-        /// The daemon's number of its connection.
+        /// The daemon's number for the connection.
         connection: u64,
-        /// As the server's pid namespace sees it.
+        /// The PID in the server's PID namespace.
         pid: u32,
-        /// Device UUID.
+        /// The device's UUID.
         device: String,
-        /// Inode of the client's pid namespace, as it says itself.
+        /// The inode of the client's PID namespace, as reported by the client.
         namespace: u64,
-        /// The program.
+        /// The program's name.
         command: String,
     },
-    /// A connection is gone, or came to nothing.
+    /// A connection was closed or rejected.
     Left {
-        /// The daemon's number of it.
+        /// The daemon's number for the connection.
         connection: u64,
     },
-    /// The answer to a request: 0, or a `CUresult`.
+    /// The answer to a request.
     Answer {
-        /// The request's.
+        /// The request's number.
         request: u64,
-        /// 0 is done.
+        /// 0 for success, or a `CUresult`.
         result: i32,
     },
 }
 
-/// Client library to server.
+/// Messages from a client library to the server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum ToContext {
-    /// What devices are there? Answered by [`FromContext::Devices`].
+    /// Requests the devices. Answered with [`FromContext::Devices`].
     Devices,
-    /// A context, please. Answered by [`FromContext::Created`] or an error.
+    /// Requests a context. Answered with [`FromContext::Created`] or an error.
     Create {
-        /// UUID of the device.
+        /// The device's UUID.
         device: String,
-        /// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`, where it means something.
+        /// A valid `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`.
         threads: Option<f64>,
-        /// The program, for `ps`.
+        /// The program's name for `ps`.
         command: String,
-        /// Inode of its pid namespace.
+        /// The inode of the client's PID namespace.
         namespace: u64,
     },
-    /// Memory, please. Answered by [`FromContext::Memory`] or an error.
+    /// Allocates bytes. Answered with [`FromContext::Memory`] or an error.
     Allocate(u64),
-    /// Memory back. Answered by [`FromContext::Memory`].
+    /// Frees bytes. Answered with [`FromContext::Memory`].
     Free(u64),
-    /// How much is free? Answered by [`FromContext::Memory`].
+    /// Requests the free memory. Answered with [`FromContext::Memory`].
     Query,
-    /// Kernels of so many milliseconds are in flight from now on. Not answered.
+    /// Kernels of this many milliseconds each are in flight. Not answered.
     Busy(f64),
     /// No kernel is in flight. Not answered.
     Idle,
-    /// An illegal access. Not answered: the error comes to all.
+    /// An illegal access. Not answered, because all clients receive the error.
     IllegalAccess,
-    /// This context was ended as [`FromContext::Terminate`] asked.
+    /// The context has ended, as [`FromContext::Terminate`] requested.
     Terminated,
-    /// This context is closed in order. Not answered.
+    /// The context was closed in order. Not answered.
     Goodbye,
 }
 
-/// One device that the server offers.
+/// A device that the server offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// UUID of the GPU or the MIG device.
+    /// The UUID of the GPU or MIG device.
     pub uuid: String,
-    /// SMs in all.
+    /// The device's number of SMs.
     pub sms: u32,
-    /// Memory in all, bytes.
+    /// The device's memory in bytes.
     pub memory: u64,
 }
 
-/// Server to client library.
+/// Messages from the server to a client library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromContext {
-    /// What the server offers, in the order of its ordinals.
+    /// The devices that the server offers, in the order of their ordinals.
     Devices(Vec<Device>),
-    /// The context is there.
+    /// The context was created.
     Created {
-        /// SMs that it may use.
+        /// The number of SMs that the context may use.
         sms: u32,
-        /// The server's memory limit for it, bytes: the client's library is what keeps it.
+        /// The server's memory limit for the context, in bytes. The client library enforces it.
         limit: Option<u64>,
-        /// Memory of the device that is free, bytes.
+        /// The device's free memory in bytes.
         free: u64,
     },
-    /// Done: memory of the device that is free, bytes.
+    /// Success, with the device's free memory.
     Memory {
         /// Bytes.
         free: u64,
     },
-    /// Not done: a `CUresult`.
+    /// Failure, with a `CUresult`.
     Error(i32),
-    /// Not an answer: the context is broken for good, with this `CUresult`.
+    /// Notification: the context is permanently broken with this `CUresult`.
     Broken(i32),
-    /// Not an answer: end the context and say [`ToContext::Terminated`].
+    /// Notification: end the context and answer [`ToContext::Terminated`].
     Terminate,
 }
 
@@ -191,12 +190,12 @@ pub fn send<T: Serialize>(connection: &Connection, message: &T) -> io::Result<()
     connection.send(&serde_json::to_vec(message)?)
 }
 
-/// Sends a message unless the peer does not read.
+/// Sends a message, or fails if the peer does not read.
 pub fn try_send<T: Serialize>(connection: &Connection, message: &T) -> io::Result<()> {
     connection.try_send(&serde_json::to_vec(message)?)
 }
 
-/// Waits for a message; `None` when the peer is gone.
+/// Waits for a message. `None` means that the peer has closed.
 pub fn recv<T: DeserializeOwned>(connection: &Connection) -> io::Result<Option<T>> {
     connection.recv(LONGEST)?.map(|packet| serde_json::from_slice(&packet.data)).transpose().map_err(io::Error::from)
 }

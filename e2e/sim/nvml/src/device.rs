@@ -1,14 +1,14 @@
-//! What a device says about itself, and who uses it.
+//! Properties of a device, and the processes that use it.
 
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ComputeMode, DeviceRef, Machine, Process, ProcessKind, State};
 
 use crate::library::{Code, Handle, Object, Result, View, handle};
 
-/// No instance: the process or event is about a whole GPU.
+/// Marks a process or an event of a whole GPU instead of an instance.
 pub(crate) const NO_INSTANCE: u32 = u32::MAX;
 
-/// A device's memory in bytes, as NVML counts.
+/// A device's memory in bytes, as NVML reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memory {
     pub(crate) total: u64,
@@ -17,14 +17,14 @@ pub(crate) struct Memory {
     pub(crate) free: u64,
 }
 
-/// What is used on a device now.
+/// Returns the device's current memory use.
 pub(crate) fn memory(view: &View, device: &DeviceRef<'_>) -> Result<Memory> {
     let (total, usable) = (device.nvml_memory(), device.cuda_memory());
     let used = view.state.used(&view.machine.processes()?, device.uuid()).min(usable);
     Ok(Memory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
 }
 
-/// The product name; a MIG device adds its profile.
+/// The product name, with the profile for a MIG device.
 pub(crate) fn name(device: &DeviceRef<'_>) -> String {
     let profile = device.mig.and_then(|(gi, ci)| device.model.compute_profile(gi.profile, ci.profile));
     match profile {
@@ -33,7 +33,7 @@ pub(crate) fn name(device: &DeviceRef<'_>) -> String {
     }
 }
 
-/// `NVML_DEVICE_ARCH_…`.
+/// The `NVML_DEVICE_ARCH_…` of an architecture.
 pub(crate) fn architecture(name: &str) -> u32 {
     match name {
         "Turing" => sys::NVML_DEVICE_ARCH_TURING,
@@ -53,7 +53,7 @@ pub(crate) fn compute_mode(mode: ComputeMode) -> sys::nvmlComputeMode_t {
     }
 }
 
-/// The reverse; `EXCLUSIVE_THREAD` is no longer supported by any driver.
+/// The mode of NVML's constant. No current driver supports `EXCLUSIVE_THREAD`.
 pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<ComputeMode> {
     match mode {
         sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_DEFAULT => Ok(ComputeMode::Default),
@@ -64,29 +64,29 @@ pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<Compute
     }
 }
 
-/// The GPU's handle. A lost GPU has none.
+/// Returns the handle of a GPU. A lost GPU has none.
 pub(crate) fn gpu_handle(view: &View, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;
     Ok(handle(Object::Device(gpu.uuid.clone())))
 }
 
-/// The handle of a GPU or MIG device.
+/// Returns the handle of a GPU or MIG device.
 pub(crate) fn handle_by_uuid(view: &View, uuid: &str) -> Result<Handle> {
     let device = view.state.device(uuid).ok_or(Code::NOT_FOUND)?;
     view.gpu(&device.gpu.uuid)?;
     Ok(handle(Object::Device(uuid.to_owned())))
 }
 
-/// Whether a PCI address as a caller writes it, with a domain of 4 or 8 digits, is this one.
+/// Whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
 pub(crate) fn same_bus_id(pci: sim_machine::Pci, text: &str) -> bool {
     pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
 }
 
-/// Which processes a list is of.
+/// The processes that a list contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum List {
-    /// All compute processes: MPS clients and servers too.
+    /// All compute processes, MPS clients and servers included.
     Compute,
     /// MPS clients.
     Mps,
@@ -94,7 +94,7 @@ pub(crate) enum List {
     Graphics,
 }
 
-/// A process as NVML lists it.
+/// A process in NVML's lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Listed {
     pub(crate) pid: u32,
@@ -103,8 +103,8 @@ pub(crate) struct Listed {
     pub(crate) compute_instance: u32,
 }
 
-/// The processes on a device, each once with all its memory there. A GPU's list has those in its
-/// MIG devices too. Processes that this one's PID namespace does not see are left out.
+/// Lists the processes on a device, each once with all of its memory there. A GPU's list includes
+/// the processes of its MIG devices. Processes outside this process's PID namespace are omitted.
 pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: List) -> Result<Vec<Listed>> {
     let mut listed: Vec<Listed> = Vec::new();
     for process in view.machine.processes()? {
@@ -130,13 +130,14 @@ pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: List) -> Resu
     Ok(listed)
 }
 
-/// Processes on a GPU or in its MIG devices.
+/// Returns the processes on a GPU and in its MIG devices.
 pub(crate) fn on_gpu(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<Process>> {
     let here = |p: &Process| state.device(&p.device).is_some_and(|d| d.gpu.uuid == gpu);
     Ok(machine.processes()?.into_iter().filter(here).collect())
 }
 
-/// Percent of time that kernels run: what was set, or more with each process that may launch some.
+/// The percentage of time in which kernels run: the configured value, or one that grows with each
+/// process that may launch kernels.
 pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     if let Some(percent) = device.gpu.utilization {
         return Ok(percent.min(100));
@@ -146,14 +147,14 @@ pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     Ok(u32::try_from(programs * 20).unwrap_or(100).min(100))
 }
 
-/// Milliwatts, between idle and the limit as the utilization is.
+/// The power in milliwatts, between idle and limit in proportion to the utilization.
 pub(crate) fn power(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     let (limit, idle) = device.model.power_watts;
     Ok((idle + limit.saturating_sub(idle) * utilization(view, device)? / 100) * 1000)
 }
 
-/// A list such as `0-3,8` as words of bits, the least significant first; empty: the first `all`
-/// bits.
+/// Converts a list such as `0-3,8` to words of bits, the least significant first. An empty list
+/// sets the first `all` bits.
 pub(crate) fn bits(list: &str, words: usize, all: usize) -> Vec<u64> {
     let mut set = vec![0_u64; words];
     let mut add = |bit: usize| {
@@ -178,7 +179,7 @@ mod tests {
     use super::bits;
 
     #[test]
-    fn cpu_lists_become_words_of_bits() {
+    fn cpu_lists_convert_to_words_of_bits() {
         assert_eq!(bits("0-3,65", 2, 0), [0b1111, 0b10]);
         assert_eq!(bits("", 1, 2), [0b11]);
         assert_eq!(bits("0-9999999,x,", 1, 0), [u64::MAX]);

@@ -1,4 +1,4 @@
-//! Event sets.
+//! NVML's event sets.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,14 +9,14 @@ use sim_machine::{Event, EventKind, State};
 
 use crate::library::{Code, Handle, Object, Result, View, handle, object};
 
-/// All that a recent driver supports on a data-centre GPU.
+/// The event types that a recent driver supports on a data-centre GPU.
 pub(crate) const SUPPORTED: u64 = sys::nvmlEventTypeAll as u64;
 
 #[derive(Debug, Default)]
 struct Set {
-    /// What is wanted, by GPU, and the last event before it was.
+    /// By GPU: the registered event types, and the last event before the registration.
     registered: HashMap<String, (u64, u64)>,
-    /// Events up to this one were delivered.
+    /// The number of the last event delivered.
     seen: u64,
 }
 
@@ -26,7 +26,7 @@ fn sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, Set>)>> {
     SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes an empty set.
+/// Creates an empty set.
 pub(crate) fn create() -> Handle {
     let mut sets = sets();
     let (last, sets) = sets.get_or_insert_default();
@@ -35,7 +35,7 @@ pub(crate) fn create() -> Handle {
     handle(Object::EventSet(*last))
 }
 
-/// Forgets a set.
+/// Frees a set.
 pub(crate) fn free(set: Handle) -> Result<()> {
     with(set, |_| ())?;
     let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
@@ -45,7 +45,7 @@ pub(crate) fn free(set: Handle) -> Result<()> {
     Ok(())
 }
 
-/// Adds a GPU's events to a set.
+/// Registers a GPU's events with a set.
 pub(crate) fn register(view: &View, gpu: &str, types: u64, set: Handle) -> Result<()> {
     if types & !SUPPORTED != 0 {
         return Err(Code::NOT_SUPPORTED);
@@ -55,7 +55,7 @@ pub(crate) fn register(view: &View, gpu: &str, types: u64, set: Handle) -> Resul
     })
 }
 
-/// Waits for the next event of a set.
+/// Waits for the set's next event.
 pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event> {
     let deadline = Instant::now() + timeout;
     loop {
@@ -65,7 +65,7 @@ pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event>
             if let Some(event) = &next {
                 set.seen = event.seq;
             }
-            // What is still to be told goes before the news that the GPU is gone.
+            // Pending events are delivered before the error that the GPU is lost.
             next.map(Ok).or_else(|| lost(set, &state).then_some(Err(Code::GPU_IS_LOST)))
         })?;
         if let Some(next) = next {
@@ -98,7 +98,7 @@ fn lost(set: &Set, state: &State) -> bool {
     state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))
 }
 
-/// `nvmlEventType…`.
+/// The `nvmlEventType…` of an event.
 pub(crate) fn bit(kind: EventKind) -> u64 {
     u64::from(match kind {
         EventKind::Xid => sys::nvmlEventTypeXidCriticalError,

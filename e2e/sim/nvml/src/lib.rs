@@ -1,23 +1,23 @@
-//! A stand-in `libnvidia-ml.so.1` over the simulated machine: the C ABI of NVML, loaded as the real
-//! one is.
+//! A simulated `libnvidia-ml.so.1`: NVML's C ABI for the simulated machine, loaded like the real
+//! library.
 //!
-//! The build makes `libnvidia_ml.so`, which is installed as `libnvidia-ml.so.1` (its soname). The
-//! machine is that of `$SIMGPU_STATE`, or of `/var/lib/simgpu`; without one, `nvmlInit` says that
-//! the driver is not loaded.
+//! The build produces `libnvidia_ml.so`, which is installed as `libnvidia-ml.so.1` (its soname). It
+//! uses the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`. Without a machine, `nvmlInit`
+//! reports that the driver is not loaded.
 //!
-//! Return codes, the two-call conventions and what a MIG device may be asked follow a real H200
-//! with driver 580 where it could be asked (MIG off), and NVIDIA's documentation elsewhere. What is
-//! not simulated is exported too and returns `NVML_ERROR_NOT_SUPPORTED`. Errors and hangs injected
-//! with `simgpu fail` and `simgpu hang` come before everything else.
+//! Return codes, two-call conventions and the calls that MIG devices support follow a real H200
+//! with driver 580, measured with MIG off. The rest follows NVIDIA's documentation. Functions that
+//! are not simulated are exported too, and return `NVML_ERROR_NOT_SUPPORTED`. Errors and hangs that
+//! `simgpu fail` and `simgpu hang` inject take precedence.
 //!
-//! SMs of a GPU, as with a real one: of a MIG device by `nvmlDeviceGetAttributes`; of a whole GPU
-//! by `nvmlDeviceGetNumGpuCores` over the cores of an SM, or by the largest GPU instance profile
-//! where it has all SMs (Hopper).
+//! The number of SMs comes from the same calls as with a real library. For a MIG device it is in
+//! `nvmlDeviceGetAttributes`. For a whole GPU it is `nvmlDeviceGetNumGpuCores` divided by the cores
+//! of an SM, or the SMs of the largest GPU instance profile if that has all SMs (Hopper).
 
-// This crate is a C ABI: raw pointers come in, and symbols go out unmangled. All dereferencing is
-// in `abi::raw`.
+// This crate is a C ABI with raw pointers and unmangled symbols. Only `abi::raw` dereferences
+// pointers.
 #![allow(unsafe_code)]
-// The names of C.
+// The exported names are those of C.
 #![allow(non_snake_case)]
 
 mod abi;

@@ -1,4 +1,4 @@
-//! The library's own state: who has it initialised, and what its handles stand for.
+//! The library's state: its initialisation count, and the objects behind its handles.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{DeviceRef, Gpu, Machine, MigError, Model, State};
 
-/// One of NVML's return codes other than success.
+/// An NVML return code other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Code(pub(crate) sys::nvmlReturn_t);
 
@@ -46,21 +46,22 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// What a handle stands for. Names, not places: a handle outlives what it names, and says then that
-/// it is gone.
+/// The object behind a handle. Objects are names, not addresses: a handle outlives its object, and
+/// its calls then report that the object is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Object {
     /// A GPU or a MIG device, by UUID.
     Device(String),
-    /// A GPU instance: the GPU's UUID, the id.
+    /// A GPU instance: the GPU's UUID and the instance's id.
     GpuInstance(String, u32),
-    /// A compute instance: the GPU's UUID, the GPU instance's id, the id.
+    /// A compute instance: the GPU's UUID, the GPU instance's id and the compute instance's id.
     ComputeInstance(String, u32, u32),
     /// An event set, by its number.
     EventSet(u64),
 }
 
-/// A handle as it crosses the ABI: never an address, so a wrong one is found out and hurts nobody.
+/// A handle as it crosses the ABI. It is never an address, so an invalid handle is detected and
+/// harmless.
 pub(crate) type Handle = usize;
 
 #[derive(Debug)]
@@ -72,17 +73,17 @@ struct Library {
 
 static LIBRARY: Mutex<Library> = Mutex::new(Library { users: 0, machine: None, objects: Vec::new() });
 
-// Handles are not small, so that a forgotten zero or a count taken for one does not pass for valid.
+// Handles are large numbers, so that a zero or a count is not mistaken for one.
 const FIRST_HANDLE: usize = 0x4e56_0000;
 
 fn library() -> MutexGuard<'static, Library> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `nvmlInit`: each needs its `nvmlShutdown`.
+/// `nvmlInit`. Each call requires an `nvmlShutdown`.
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     guarded(|| {
-        // Opened afresh by the first: another machine may be there by now.
+        // The first call opens the machine again, because it may have been replaced.
         let known = library().machine.clone();
         let machine = match known {
             Some(machine) => machine,
@@ -116,7 +117,7 @@ pub(crate) fn shutdown() -> sys::nvmlReturn_t {
     })
 }
 
-/// The handle of an object; the same object has the same handle.
+/// Returns the handle of an object. Equal objects have the same handle.
 pub(crate) fn handle(object: Object) -> Handle {
     let mut library = library();
     let at = library.objects.iter().position(|o| *o == object).unwrap_or_else(|| {
@@ -126,13 +127,13 @@ pub(crate) fn handle(object: Object) -> Handle {
     FIRST_HANDLE + at * 16
 }
 
-/// What a handle stands for.
+/// Returns the object of a handle.
 pub(crate) fn object(handle: Handle) -> Result<Object> {
     let offset = handle.checked_sub(FIRST_HANDLE).filter(|o| o % 16 == 0).ok_or(Code::INVALID_ARGUMENT)?;
     library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// The machine as one call sees it.
+/// The machine's state during one call.
 #[derive(Debug)]
 pub(crate) struct View {
     pub(crate) machine: Machine,
@@ -150,7 +151,7 @@ impl View {
         Ok(Self { machine, state })
     }
 
-    /// A GPU of the machine that is not lost.
+    /// Returns a GPU that is not lost.
     pub(crate) fn gpu(&self, uuid: &str) -> Result<(&Gpu, &Model)> {
         let gpu = self.state.gpus.iter().find(|g| g.uuid == uuid).ok_or(Code::NOT_FOUND)?;
         if gpu.lost {
@@ -162,16 +163,16 @@ impl View {
 
 fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
     match machine.injected(name, device)? {
-        // A fault says which code; one that NVML does not have is the caller's to see through.
+        // A fault may inject a code that NVML does not define. Callers must cope with it.
         Some(code) => Err(Code(code.unsigned_abs())),
         None => Ok(()),
     }
 }
 
-/// Runs a call's body; what it does wrong never unwinds into C.
+/// Runs the body of a call. A panic must not unwind into C.
 pub(crate) fn guarded(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // What a panic leaves half-done is in this library's tables, whose locks are taken poisoned or
-    // not: each holds whole entries only.
+    // Tables stay consistent after a panic, because every entry is written at once. Their locks are
+    // therefore taken even if poisoned.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,
@@ -184,8 +185,7 @@ pub(crate) fn call(name: &str, body: impl FnOnce(&View) -> Result<()>) -> sys::n
     guarded(|| body(&View::new(name, None)?))
 }
 
-/// Runs a call about an instance of a GPU, which its handle names: what is injected for the GPU
-/// hits it too.
+/// Runs a call about a GPU's instance. Faults of the GPU apply.
 pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&View) -> Result<()>) -> Result<()> {
     body(&View::new(name, Some(gpu))?)
 }
@@ -205,7 +205,7 @@ pub(crate) fn on_device(
     })
 }
 
-/// Runs a call that a MIG device does not have.
+/// Runs a call that MIG devices do not support.
 pub(crate) fn on_gpu(
     name: &str,
     device: Handle,
@@ -217,7 +217,7 @@ pub(crate) fn on_gpu(
     })
 }
 
-/// Runs a call that changes a GPU: for root only.
+/// Runs a call that changes a GPU and requires root.
 pub(crate) fn as_root(
     name: &str,
     device: Handle,

@@ -1,4 +1,4 @@
-//! MIG through NVML: handles of instances, and changes to them.
+//! MIG through NVML: handles of instances, and changes to instances.
 
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{
@@ -8,18 +8,18 @@ use sim_machine::{
 use crate::device;
 use crate::library::{Code, Handle, Object, Result, View, handle, object};
 
-/// A GPU's MIG devices in NVML's order: by GPU instance, then by compute instance.
+/// A GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
 pub(crate) fn devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
     gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(move |ci| (gi, ci))).collect()
 }
 
-/// How many MIG devices the GPU can have; 0 with MIG off.
+/// The maximum number of MIG devices on the GPU, or 0 with MIG off.
 pub(crate) fn max_devices(gpu: &Gpu, model: &Model) -> u32 {
     if gpu.mig { model.gpu_profiles.iter().map(|p| p.instances).max().unwrap_or(0) } else { 0 }
 }
 
-/// A GPU instance profile by NVML's index. An index that NVML has but not this model is not
-/// supported; others are wrong.
+/// Returns a GPU instance profile by NVML's index. An index that exists in NVML but not for this
+/// model is not supported. Other indices are invalid.
 pub(crate) fn profile_by_index(model: &Model, index: u32) -> Result<&GpuProfile> {
     if index >= sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
         return Err(Code::INVALID_ARGUMENT);
@@ -27,7 +27,7 @@ pub(crate) fn profile_by_index(model: &Model, index: u32) -> Result<&GpuProfile>
     model.gpu_profiles.iter().find(|p| p.index == index).ok_or(Code::NOT_SUPPORTED)
 }
 
-/// A GPU instance profile by its id.
+/// Returns a GPU instance profile by its id.
 pub(crate) fn profile_by_id(model: &Model, id: u32) -> Result<&GpuProfile> {
     if !model.mig_capable() {
         return Err(Code::NOT_SUPPORTED);
@@ -35,7 +35,7 @@ pub(crate) fn profile_by_id(model: &Model, id: u32) -> Result<&GpuProfile> {
     model.gpu_profile(id).ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// A compute instance profile by NVML's index, in a GPU instance.
+/// Returns a compute instance profile of a GPU instance by NVML's index.
 pub(crate) fn compute_profile_by_index(
     model: &Model,
     gi: &GpuInstance,
@@ -48,12 +48,12 @@ pub(crate) fn compute_profile_by_index(
     model.compute_profiles(gi.profile).into_iter().find(|p| p.index == index).ok_or(Code::NOT_SUPPORTED)
 }
 
-/// A compute instance profile by its id, in a GPU instance.
+/// Returns a compute instance profile of a GPU instance by its id.
 pub(crate) fn compute_profile_by_id(model: &Model, gi: &GpuInstance, id: u32) -> Result<ComputeProfile> {
     model.compute_profile(gi.profile, id).ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// The GPU and the id that a GPU instance's handle stands for.
+/// Returns the GPU and the id of a GPU instance's handle.
 pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
     match object(instance)? {
         Object::GpuInstance(gpu, id) => Ok((gpu, id)),
@@ -61,7 +61,7 @@ pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
     }
 }
 
-/// The GPU, the GPU instance and the id that a compute instance's handle stands for.
+/// Returns the GPU, the GPU instance and the id of a compute instance's handle.
 pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
     match object(instance)? {
         Object::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
@@ -69,15 +69,15 @@ pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
     }
 }
 
-/// A GPU instance as it is now.
+/// Returns a GPU instance in its current state.
 pub(crate) fn find<'v>(view: &'v View, gpu: &str, id: u32) -> Result<(&'v Gpu, &'v Model, &'v GpuInstance)> {
     let (gpu, model) = view.gpu(gpu)?;
     let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. What NVML returns says whether the request was taken, the second code whether
-/// it holds already.
+/// Switches MIG mode. The first return code says whether the request was accepted, the second
+/// whether the mode is already active.
 pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
         let busy = !device::on_gpu(&view.machine, state, uuid)?.is_empty();
@@ -92,7 +92,7 @@ pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlRet
     })
 }
 
-/// Makes a GPU instance.
+/// Creates a GPU instance.
 pub(crate) fn create(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
     let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
     Ok(handle(Object::GpuInstance(uuid.to_owned(), id)))
@@ -103,15 +103,15 @@ pub(crate) fn destroy(view: &View, uuid: &str, id: u32) -> Result<()> {
     change(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
 }
 
-/// Makes a compute instance.
+/// Creates a compute instance.
 pub(crate) fn create_compute(view: &View, uuid: &str, gi: u32, profile: u32, at: Option<Placement>) -> Result<Handle> {
     let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
     Ok(handle(Object::ComputeInstance(uuid.to_owned(), gi, id)))
 }
 
-/// Destroys a compute instance that no process is in.
+/// Destroys a compute instance that no process uses.
 pub(crate) fn destroy_compute(view: &View, uuid: &str, gi: u32, id: u32) -> Result<()> {
-    // Processes join under the same lock, so none can come in between.
+    // Processes register under the same lock, so none can appear in between.
     view.machine.update(|state| {
         let processes = view.machine.alive_in(state);
         let (gpu, _) = target(state, uuid)?;
@@ -121,7 +121,7 @@ pub(crate) fn destroy_compute(view: &View, uuid: &str, gi: u32, id: u32) -> Resu
     })
 }
 
-/// Changes a GPU's instances, and says so by an event.
+/// Changes a GPU's instances and records an event.
 fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
     machine.update(|state| {
         let (gpu, model) = target(state, uuid)?;

@@ -1,12 +1,11 @@
-//! What is not simulated: exported, so that programs that look a function up find it, and never
-//! supported.
+//! Functions that are not simulated. They are exported so that programs can look them up, and
+//! return `NVML_ERROR_NOT_SUPPORTED`.
 
-/// Defines functions that take whatever they are called with. In the C calling conventions of Linux
-/// the caller clears the arguments away, so a function that takes none can be called with any.
+/// Defines functions that accept any arguments. In Linux's C calling conventions the caller removes
+/// the arguments, so a function without parameters can be called with any.
 macro_rules! unsupported {
     ($($name:ident)*) => {$(
-        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or
-        // the other.
+        // SAFETY: the name is one of NVML's. A program loads either NVML or this library.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> nvml_wrapper_sys::bindings::nvmlReturn_t {
             $crate::library::Code::NOT_SUPPORTED.0

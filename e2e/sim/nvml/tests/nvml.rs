@@ -1,11 +1,11 @@
-//! The built library as nvml-wrapper loads the real one.
+//! Tests of the built library, loaded by nvml-wrapper like the real one.
 //!
-//! NVML is one per process, and so is the machine that it shows: each test runs again as a process
-//! of its own, with a machine of its own.
+//! A process has one NVML and one machine, so each test runs again in a process with its own
+//! machine.
 
-// Creating MIG instances is in nvml-wrapper-sys only, as raw functions.
+// MIG instances are created through the raw functions of nvml-wrapper-sys.
 #![allow(unsafe_code)]
-// A test says by a panic what it did not find.
+// Tests fail by panicking.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use nvml_wrapper::{Device, EventSet, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ContextKind, Description, Effect, EventKind, Fault, GpuDescription, Machine, STATE_ENV, State};
 
-/// Runs a test's body in a process of its own, on a machine with these GPUs.
+/// Runs a test's body in a separate process, on a machine with these GPUs.
 fn alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     if std::env::var_os(STATE_ENV).is_some() {
         return body(&Machine::open_default().unwrap());
@@ -37,14 +37,14 @@ fn alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// This program again, for one of its tests.
+/// A command that runs one test of this program.
 fn this(name: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", name, "--include-ignored", "--nocapture"]);
     command
 }
 
-/// A process that holds memory of a GPU until killed.
+/// A process that uses memory of a GPU until killed.
 struct Holder(Child);
 
 impl Holder {
@@ -68,7 +68,7 @@ impl Drop for Holder {
     }
 }
 
-/// Waits for a condition that comes with a change of the state.
+/// Waits until the state satisfies a condition.
 fn until(machine: &Machine, done: impl Fn(&State) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -77,13 +77,13 @@ fn until(machine: &Machine, done: impl Fn(&State) -> bool) {
             return;
         }
         let left = deadline.saturating_duration_since(Instant::now());
-        assert!(!left.is_zero(), "the condition never came");
+        assert!(!left.is_zero(), "timed out waiting for the condition");
         machine.wait_change(state.generation, left).unwrap();
     }
 }
 
 #[test]
-#[ignore = "the other process of the tests about processes"]
+#[ignore = "started by the tests that need a second process"]
 fn holder() {
     let device = std::env::var("HOLD").unwrap();
     let machine = Machine::open_default().unwrap();
@@ -109,17 +109,17 @@ fn change(machine: &Machine, change: impl FnOnce(&mut State)) {
     machine.change(change).unwrap();
 }
 
-/// Calls a raw function.
+/// Calls a raw function of the library.
 macro_rules! raw {
     ($nvml:expr, $name:ident($($argument:expr),*)) => {
-        // SAFETY: the arguments are handles of this library, plain numbers, and pointers to
-        // variables that live through the call and are as large as NVML asks.
+        // SAFETY: the arguments are the library's handles, numbers, and pointers to variables that
+        // outlive the call and have the size that NVML requires.
         unsafe { $nvml.lib().$name($($argument),*) }
     };
 }
 
 fn handle(device: &Device<'_>) -> sys::nvmlDevice_t {
-    // SAFETY: the handle is used for calls to the library it comes from only, while that is loaded.
+    // SAFETY: the handle is only passed to the library that it comes from, which stays loaded.
     unsafe { device.handle() }
 }
 
@@ -193,8 +193,8 @@ fn inventory() {
 }
 
 #[test]
-fn a_full_sized_profile_gives_the_sms_of_a_hopper() {
-    alone("a_full_sized_profile_gives_the_sms_of_a_hopper", &["H200-141", "T4"], |_| {
+fn the_largest_profile_has_all_sms_of_a_hopper() {
+    alone("the_largest_profile_has_all_sms_of_a_hopper", &["H200-141", "T4"], |_| {
         let nvml = nvml();
         let h200 = nvml.device_by_index(0).unwrap();
         let info = h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_7_SLICE).unwrap();
@@ -203,18 +203,18 @@ fn a_full_sized_profile_gives_the_sms_of_a_hopper() {
         assert_eq!((info.id, info.multiprocessor_count, info.instance_count, info.memory_size_mb), (15, 26, 4, 33_280));
         assert!(matches!(h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_8_SLICE), Err(NvmlError::NotSupported)));
         assert!(matches!(h200.profile_info(17), Err(NvmlError::InvalidArg)));
-        // nvml-wrapper 0.13 forgets the length of its list, and returns none.
+        // nvml-wrapper 0.13 returns an empty list, because it loses the length.
         let (mut list, mut count) = ([zeroed::<sys::nvmlGpuInstancePlacement_t>(); 8], 0);
         let none = std::ptr::null_mut();
         assert_eq!(
             raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle(&h200), 15, none, &raw mut count)),
             0
         );
-        assert_eq!(count, 4, "a null list asks how many");
+        assert_eq!(count, 4, "a null list returns the count");
         let to = list.as_mut_ptr();
         assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle(&h200), 15, to, &raw mut count)), 0);
         assert_eq!(list[..4].iter().map(|p| (p.start, p.size)).collect::<Vec<_>>(), [(0, 2), (2, 2), (4, 2), (6, 2)]);
-        // With MIG off, as many as on an empty GPU.
+        // With MIG off, the capacity is that of an empty GPU.
         let mut capacity = 0;
         assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceRemainingCapacity(handle(&h200), 9, &raw mut capacity)), 0);
         assert_eq!(capacity, 2);
@@ -232,14 +232,13 @@ fn a_full_sized_profile_gives_the_sms_of_a_hopper() {
 }
 
 fn zeroed<T>() -> T {
-    // SAFETY: used for NVML's structures only, which are integers and arrays of them: zero is a
-    // value of each.
+    // SAFETY: used only for NVML's structures of integers and arrays, for which zero is valid.
     unsafe { std::mem::zeroed() }
 }
 
 #[test]
-fn mig_instances_are_made_used_and_destroyed() {
-    alone("mig_instances_are_made_used_and_destroyed", &["H100-80"], |machine| {
+fn mig_instances_are_created_used_and_destroyed() {
+    alone("mig_instances_are_created_used_and_destroyed", &["H100-80"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         assert_eq!(create(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
@@ -250,8 +249,8 @@ fn mig_instances_are_made_used_and_destroyed() {
 
         let gi = create(&nvml, &gpu, 9, Some((4, 4))).unwrap();
         assert_eq!(create(&nvml, &gpu, 9, Some((4, 4))).unwrap_err(), 23, "taken");
-        assert_eq!(create(&nvml, &gpu, 9, Some((2, 4))).unwrap_err(), 2, "no placement of the profile");
-        assert_eq!(create(&nvml, &gpu, 0, None).unwrap_err(), 23, "no room for the whole");
+        assert_eq!(create(&nvml, &gpu, 9, Some((2, 4))).unwrap_err(), 2, "the profile has no such placement");
+        assert_eq!(create(&nvml, &gpu, 0, None).unwrap_err(), 23, "not enough free slices");
         assert_eq!(create(&nvml, &gpu, 77, None).unwrap_err(), 2, "no such profile");
         let mut info = zeroed::<sys::nvmlGpuInstanceInfo_t>();
         assert_eq!(raw!(nvml, nvmlGpuInstanceGetInfo(gi, &raw mut info)), 0);
@@ -288,7 +287,7 @@ fn mig_instances_are_made_used_and_destroyed() {
         assert_eq!(set_mig(&nvml, &gpu, 0), (0, 19), "pending: in use");
         assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 0 });
         user.kill();
-        // What is injected for a GPU hits calls about its instances.
+        // Faults of a GPU apply to calls about its instances.
         let gpu_uuid = gpu.uuid().unwrap();
         let call = "nvmlComputeInstanceDestroy".to_owned();
         let fault = Fault { id: 1, call, gpu: Some(gpu_uuid), effect: Effect::Code(999), remaining: Some(1) };
@@ -303,8 +302,8 @@ fn mig_instances_are_made_used_and_destroyed() {
 }
 
 #[test]
-fn handles_that_are_none_are_refused() {
-    alone("handles_that_are_none_are_refused", &["A100-40"], |_| {
+fn invalid_handles_are_refused() {
+    alone("invalid_handles_are_refused", &["A100-40"], |_| {
         let nvml = nvml();
         let gpu = handle(&nvml.device_by_index(0).unwrap());
         let mut out = 0;
@@ -312,7 +311,7 @@ fn handles_that_are_none_are_refused() {
             let device = std::ptr::without_provenance_mut(wrong);
             assert_eq!(raw!(nvml, nvmlDeviceGetIndex(device, &raw mut out)), 2, "{wrong}");
         }
-        assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gpu.cast())), 2, "a GPU is no GPU instance");
+        assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gpu.cast())), 2, "a GPU is not a GPU instance");
         assert_eq!(raw!(nvml, nvmlDeviceGetIndex(gpu, std::ptr::null_mut())), 2);
         let mut name = [0; 4];
         assert_eq!(raw!(nvml, nvmlDeviceGetName(gpu, name.as_mut_ptr(), 4)), 7, "too short");
@@ -332,8 +331,8 @@ fn next_xid(set: &EventSet<'_>) -> u64 {
 }
 
 #[test]
-fn an_event_names_the_mig_device_it_is_about() {
-    alone("an_event_names_the_mig_device_it_is_about", &["A30"], |machine| {
+fn an_event_names_its_mig_device() {
+    alone("an_event_names_its_mig_device", &["A30"], |machine| {
         let nvml = nvml();
         let gpu = handle(&nvml.device_by_index(0).unwrap());
         let mut set = std::ptr::null_mut();
@@ -358,8 +357,8 @@ fn an_event_names_the_mig_device_it_is_about() {
 }
 
 #[test]
-fn events_reach_those_who_asked_for_them() {
-    alone("events_reach_those_who_asked_for_them", &["H100-80", "H100-80"], |machine| {
+fn events_reach_registered_sets() {
+    alone("events_reach_registered_sets", &["H100-80", "H100-80"], |machine| {
         let nvml = nvml();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
         let xid = |gpu: usize, code: u64| change(machine, |s| s.push_event(&uuids[gpu], EventKind::Xid, code, None));
@@ -372,7 +371,7 @@ fn events_reach_those_who_asked_for_them() {
         xid(1, 2);
         let ecc = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
         let set = second.register_events(ecc, set).unwrap();
-        assert!(matches!(set.wait(20), Err(NvmlError::Timeout)), "what came before is not told");
+        assert!(matches!(set.wait(20), Err(NvmlError::Timeout)), "earlier events are not delivered");
         xid(0, 79);
         change(machine, |s| s.push_event(&uuids[0], EventKind::DoubleBitEcc, 0, None));
         change(machine, |s| s.push_event(&uuids[1], EventKind::DoubleBitEcc, 0, None));
@@ -383,12 +382,12 @@ fn events_reach_those_who_asked_for_them() {
         assert_eq!(got.device.uuid().unwrap(), uuids[1]);
         assert_eq!(got.event_type, EventTypes::DOUBLE_BIT_ECC_ERROR);
         assert_eq!(next_xid(&set), 94);
-        // One that comes while waiting.
+        // The event arrives during the wait.
         std::thread::scope(|scope| {
             scope.spawn(|| xid(0, 31));
             assert_eq!(next_xid(&set), 31);
         });
-        // The last word of a GPU comes before the news that it is gone.
+        // A GPU's last event is delivered before the error that it is lost.
         xid(1, 79);
         change(machine, |s| s.gpus[1].lost = true);
         assert_eq!(next_xid(&set), 79);
@@ -399,8 +398,8 @@ fn events_reach_those_who_asked_for_them() {
 }
 
 #[test]
-fn one_lost_gpu_is_one_lost_gpu() {
-    alone("one_lost_gpu_is_one_lost_gpu", &["A100-80", "A100-80"], |machine| {
+fn a_lost_gpu_does_not_affect_others() {
+    alone("a_lost_gpu_does_not_affect_others", &["A100-80", "A100-80"], |machine| {
         let nvml = nvml();
         let (lost, well) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let uuid = lost.uuid().unwrap();
@@ -413,7 +412,7 @@ fn one_lost_gpu_is_one_lost_gpu() {
         assert_eq!(set_mig(&nvml, &lost, 1).0, 15);
         assert_eq!(nvml.device_count().unwrap(), 2);
         well.memory_info().unwrap();
-        // A program that starts now sees the same.
+        // A program that starts now sees the same devices.
         drop(nvml);
         let nvml = self::nvml();
         assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
@@ -423,8 +422,8 @@ fn one_lost_gpu_is_one_lost_gpu() {
 }
 
 #[test]
-fn processes_are_listed_with_their_memory_and_go_when_killed() {
-    alone("processes_are_listed_with_their_memory_and_go_when_killed", &["H200-141"], |machine| {
+fn processes_are_listed_with_their_memory_until_killed() {
+    alone("processes_are_listed_with_their_memory_until_killed", &["H200-141"], |machine| {
         let nvml = nvml();
         let gpu = nvml.device_by_index(0).unwrap();
         let uuid = gpu.uuid().unwrap();
@@ -451,7 +450,7 @@ fn processes_are_listed_with_their_memory_and_go_when_killed() {
         let (mut count, mut few) = (1, [zeroed::<sys::nvmlProcessInfo_v2_t>(); 1]);
         let code =
             raw!(nvml, nvmlDeviceGetComputeRunningProcesses_v3(handle(&gpu), &raw mut count, few.as_mut_ptr().cast()));
-        assert_eq!((code, count), (7, 2), "too little room: how much is needed");
+        assert_eq!((code, count), (7, 2), "the buffer is too small: the needed count");
         other.kill();
         assert_eq!(listed(gpu.running_compute_processes().unwrap()), [(std::process::id(), 66)]);
         assert!(gpu.mps_running_compute_processes().unwrap().is_empty());
@@ -462,8 +461,8 @@ fn processes_are_listed_with_their_memory_and_go_when_killed() {
 }
 
 #[test]
-fn what_one_process_sets_the_others_see() {
-    alone("what_one_process_sets_the_others_see", &["H200-141"], |machine| {
+fn settings_are_visible_to_other_processes() {
+    alone("settings_are_visible_to_other_processes", &["H200-141"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         gpu.set_compute_mode(ComputeMode::ExclusiveProcess).unwrap();
@@ -479,13 +478,12 @@ fn what_one_process_sets_the_others_see() {
 }
 
 #[test]
-fn only_root_changes_a_gpu() {
-    alone("only_root_changes_a_gpu", &["H100-80"], |_| {
+fn only_root_can_change_a_gpu() {
+    alone("only_root_can_change_a_gpu", &["H100-80"], |_| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         if rustix::process::geteuid().is_root() {
-            // Of this thread alone, as the kernel does it; what it was set for ends with this
-            // process.
+            // The system call changes this thread only. The change ends with this process.
             rustix::thread::set_thread_res_uid(
                 rustix::process::Uid::from_raw(1000),
                 rustix::process::Uid::from_raw(1000),
@@ -501,8 +499,8 @@ fn only_root_changes_a_gpu() {
 }
 
 #[test]
-fn injected_errors_and_hangs_come_before_the_answer() {
-    alone("injected_errors_and_hangs_come_before_the_answer", &["T4", "T4"], |machine| {
+fn injected_errors_and_hangs_take_precedence() {
+    alone("injected_errors_and_hangs_take_precedence", &["T4", "T4"], |machine| {
         let nvml = nvml();
         let (one, two) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let gpu = Some(one.uuid().unwrap());
@@ -517,7 +515,7 @@ fn injected_errors_and_hangs_come_before_the_answer() {
         std::thread::scope(|scope| {
             let hanging = scope.spawn(|| one.name().unwrap());
             until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
-            // The library is not held meanwhile: others go on.
+            // The library is not locked during the hang, so other threads continue.
             two.memory_info().unwrap();
             assert!(!hanging.is_finished());
             change(machine, |s| s.faults.clear());
@@ -529,9 +527,9 @@ fn injected_errors_and_hangs_come_before_the_answer() {
 }
 
 #[test]
-fn without_a_driver_there_is_no_nvml() {
-    alone("without_a_driver_there_is_no_nvml", &[], |machine| {
-        assert_eq!(nvml().device_count().unwrap(), 0, "a driver, and no GPU");
+fn nvml_fails_without_a_driver() {
+    alone("nvml_fails_without_a_driver", &[], |machine| {
+        assert_eq!(nvml().device_count().unwrap(), 0, "a driver without a GPU");
         change(machine, |s| s.driver.present = false);
         assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
         std::fs::remove_dir_all(machine.dir()).unwrap();
@@ -541,8 +539,8 @@ fn without_a_driver_there_is_no_nvml() {
 }
 
 #[test]
-fn after_the_last_shutdown_nothing_answers() {
-    alone("after_the_last_shutdown_nothing_answers", &["T4"], |_| {
+fn calls_fail_after_the_last_shutdown() {
+    alone("calls_fail_after_the_last_shutdown", &["T4"], |_| {
         let (one, two) = (nvml(), nvml());
         drop(one);
         assert_eq!(two.device_count().unwrap(), 1);

@@ -5,9 +5,9 @@ use sim_machine::{
     ComputeMode, ContextKind, Effect, Error, EventKind, Fault, Gpu, Machine, MigError, Model, Placement, State,
 };
 
-use crate::Command;
+use crate::arguments::Command;
 
-/// Applies one of the plain changes.
+/// Applies a command that only changes the state.
 pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     machine.update(|state| match command {
         Command::Xid { gpu, code, instance } => {
@@ -31,7 +31,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
                 g.reset();
                 Ok(())
             })?;
-            // What a lost GPU still had, a reset ends.
+            // A reset also ends the contexts of a lost GPU.
             let gone = on(machine, state, &gpu)?;
             state.processes.retain(|p| !gone.contains(&p.id));
             Ok(())
@@ -40,7 +40,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
         Command::Hang { call, gpu, seconds, count } => fault(state, call, gpu, Effect::Hang(seconds), count),
         Command::Clear { ids } => {
             if let Some(unknown) = ids.iter().find(|id| state.faults.iter().all(|f| f.id != **id)) {
-                bail!("there is no fault {unknown}");
+                bail!("fault {unknown} does not exist");
             }
             state.faults.retain(|f| !ids.is_empty() && !ids.contains(&f.id));
             Ok(())
@@ -60,11 +60,11 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             state.reboot();
             Ok(())
         }
-        other => Err(anyhow!("{other:?} is not a plain change")),
+        other => Err(anyhow!("{other:?} does not only change the state")),
     })
 }
 
-/// The numbers of the contexts on a GPU and in its MIG devices.
+/// The numbers of the contexts on a GPU and its MIG devices.
 fn on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
@@ -92,7 +92,7 @@ fn ecc(state: &mut State, gpu: &str, corrected: u64, uncorrected: u64) -> Result
 fn fault(state: &mut State, call: String, gpu: Option<String>, effect: Effect, remaining: Option<u32>) -> Result<()> {
     let gpu = gpu.map(|name| device(state, &name)).transpose()?;
     if let Effect::Hang(Some(seconds)) = effect {
-        ensure!(seconds.is_finite() && seconds >= 0.0, "{seconds} is no time");
+        ensure!(seconds.is_finite() && seconds >= 0.0, "{seconds} is not a duration");
     }
     let id = state.next_id();
     state.faults.push(Fault { id, call, gpu, effect, remaining });
@@ -100,7 +100,7 @@ fn fault(state: &mut State, call: String, gpu: Option<String>, effect: Effect, r
     Ok(())
 }
 
-/// The UUID of a GPU or MIG device.
+/// Returns the UUID of a GPU or MIG device.
 fn device(state: &State, name: &str) -> Result<String, Error> {
     match state.device(name) {
         Some(device) => Ok(device.uuid().to_owned()),
@@ -109,15 +109,15 @@ fn device(state: &State, name: &str) -> Result<String, Error> {
 }
 
 fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
-    let (key, value) = change.split_once('=').with_context(|| format!("{change} is not KEY=VALUE"))?;
+    let (key, value) = change.split_once('=').with_context(|| format!("{change:?} is not KEY=VALUE"))?;
     match key {
         "compute-mode" => {
-            ensure!(!gpu.mig, "a GPU in MIG mode has no other compute mode than DEFAULT");
+            ensure!(!gpu.mig, "a GPU in MIG mode only supports compute mode DEFAULT");
             gpu.compute_mode = match value.to_ascii_uppercase().replace('-', "_").as_str() {
                 "DEFAULT" => ComputeMode::Default,
                 "EXCLUSIVE_PROCESS" => ComputeMode::ExclusiveProcess,
                 "PROHIBITED" => ComputeMode::Prohibited,
-                _ => bail!("compute-mode is DEFAULT, EXCLUSIVE_PROCESS or PROHIBITED, not {value}"),
+                _ => bail!("compute-mode must be DEFAULT, EXCLUSIVE_PROCESS or PROHIBITED, not {value}"),
             };
         }
         "mig" => match gpu.set_mig_mode(model, switch(key, value)?, busy) {
@@ -133,7 +133,7 @@ fn set(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Result<()> {
                 "reset" => 1,
                 "reboot" => 2,
                 "drain-and-reset" => 4,
-                _ => bail!("recovery is none, reset, reboot or drain-and-reset, not {value}"),
+                _ => bail!("recovery must be none, reset, reboot or drain-and-reset, not {value}"),
             };
         }
         "persistence" => gpu.persistence = switch(key, value)?,
@@ -153,7 +153,7 @@ fn switch(key: &str, value: &str) -> Result<bool> {
     match value {
         "on" | "true" | "1" => Ok(true),
         "off" | "false" | "0" => Ok(false),
-        _ => bail!("{key} is on or off, not {value}"),
+        _ => bail!("{key} must be on or off, not {value}"),
     }
 }
 
@@ -161,46 +161,10 @@ fn number(key: &str, value: &str) -> Result<Option<u32>> {
     if value.is_empty() {
         return Ok(None);
     }
-    value.parse().map(Some).with_context(|| format!("{key} is a number, not {value}"))
+    value.parse().map(Some).with_context(|| format!("{key} must be a number, not {value}"))
 }
 
-/// NVML's return codes that are worth injecting, by name, or any number.
-pub(crate) fn code(text: &str) -> Result<i32, String> {
-    let name = text.to_ascii_uppercase();
-    let name = name.strip_prefix("NVML_ERROR_").unwrap_or(&name);
-    let code = match name {
-        "UNINITIALIZED" => 1,
-        "INVALID_ARGUMENT" => 2,
-        "NOT_SUPPORTED" => 3,
-        "NO_PERMISSION" => 4,
-        "NOT_FOUND" => 6,
-        "INSUFFICIENT_SIZE" => 7,
-        "DRIVER_NOT_LOADED" => 9,
-        "TIMEOUT" => 10,
-        "IRQ_ISSUE" => 11,
-        "LIBRARY_NOT_FOUND" => 12,
-        "FUNCTION_NOT_FOUND" => 13,
-        "GPU_IS_LOST" => 15,
-        "RESET_REQUIRED" => 16,
-        "OPERATING_SYSTEM" => 17,
-        "LIB_RM_VERSION_MISMATCH" => 18,
-        "IN_USE" => 19,
-        "MEMORY" => 20,
-        "NO_DATA" => 21,
-        "INSUFFICIENT_RESOURCES" => 23,
-        "UNKNOWN" => 999,
-        _ => return name.parse().map_err(|_| format!("{text} is no code of NVML's")),
-    };
-    Ok(code)
-}
-
-/// `1,0` as GPU instance and compute instance.
-pub(crate) fn instance(text: &str) -> Result<(u32, u32), String> {
-    let parts = text.split_once(',').and_then(|(gi, ci)| Some((gi.parse().ok()?, ci.parse().ok()?)));
-    parts.ok_or_else(|| format!("{text} is not GI,CI"))
-}
-
-/// Makes a MIG device.
+/// Creates a MIG device.
 pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32>) -> Result<String> {
     machine.update(|state| {
         let model = state.model(state.gpu(gpu)?)?.clone();
@@ -210,7 +174,7 @@ pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32
         let whole = model.compute_profiles(found.id).into_iter().find(|c| c.slices == found.slices);
         let whole = whole.context("the profile has no compute instance")?;
         let gpu = state.gpu_mut(gpu)?;
-        let refused = format!("cannot make {profile} on GPU {}", gpu.index);
+        let refused = format!("cannot create {profile} on GPU {}", gpu.index);
         let gi = gpu.create_gpu_instance(&model, found.id, at).context(refused)?;
         let ci = gpu.create_compute_instance(&model, gi, whole.id, None)?;
         let made = gpu.instances.iter().filter(|i| i.id == gi).flat_map(|i| &i.compute).find(|c| c.id == ci);
@@ -223,8 +187,8 @@ pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32
 /// Destroys a MIG device and its GPU instance.
 pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
     machine.update(|state| {
-        let device = state.device(uuid).with_context(|| format!("there is no {uuid}"))?;
-        let (gi, ci) = device.mig.with_context(|| format!("{uuid} is no MIG device"))?;
+        let device = state.device(uuid).with_context(|| format!("{uuid} does not exist"))?;
+        let (gi, ci) = device.mig.with_context(|| format!("{uuid} is not a MIG device"))?;
         let (gpu, gi, ci) = (device.gpu.uuid.clone(), gi.id, ci.id);
         let processes = machine.alive_in(state);
         let busy = |uuid: &str| processes.iter().any(|p| p.device == uuid);
@@ -236,7 +200,7 @@ pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
     })
 }
 
-/// Holds a context until killed.
+/// Uses a GPU until killed.
 pub(crate) fn hold(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
     let uuid = device(&*machine.snapshot()?, gpu)?;
     let kind = if graphics { ContextKind::Graphics } else { ContextKind::Compute };

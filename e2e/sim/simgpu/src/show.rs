@@ -1,4 +1,4 @@
-//! What the machine looks like, for people and for programs.
+//! Output of the machine's state, as tables and as JSON.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use sim_machine::{Effect, Machine, Process, State, builtin_models};
 
-/// The whole state, with live processes only and their PIDs as seen from here.
+/// The whole state as JSON, with live processes only and their PIDs in this namespace.
 pub(crate) fn json(machine: &Machine) -> Result<String> {
     let mut state = State::clone(&*machine.snapshot()?);
     state.processes = machine.processes()?;
@@ -21,7 +21,7 @@ fn process(machine: &Machine, process: &Process) -> Result<Value> {
     Ok(value)
 }
 
-/// The processes.
+/// A table or JSON of the processes.
 pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
     let processes = machine.processes()?;
     if as_json {
@@ -36,7 +36,7 @@ pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
     Ok(out)
 }
 
-/// The machine, its GPUs and what is on them.
+/// A table of the machine, its GPUs and their processes and faults.
 pub(crate) fn table(machine: &Machine) -> Result<String> {
     let (state, processes) = (machine.snapshot()?, machine.processes()?);
     let mut out = String::new();
@@ -62,7 +62,7 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
         for (is, note) in [
             (gpu.remap_pending, "remap pending"),
             (gpu.remap_failed, "remap failed"),
-            (gpu.recovery > 0, "the driver wants a reset"),
+            (gpu.recovery > 0, "the driver requests a reset"),
         ] {
             if is {
                 notes.push(note.to_owned());
@@ -103,7 +103,7 @@ fn cuda(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// The models that descriptions may name.
+/// A table of the models that descriptions may name.
 pub(crate) fn models() -> Result<String> {
     let mut out = String::new();
     for model in builtin_models() {

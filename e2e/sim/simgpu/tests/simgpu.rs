@@ -1,6 +1,6 @@
-//! The command as a person or a test calls it.
+//! Tests of the `simgpu` command.
 
-// A test says by a panic what it did not find.
+// Tests fail by panicking.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use sim_machine::{ComputeMode, Effect, EventKind, Machine};
 
-/// A machine's directory and the command for it.
+/// A machine's directory, with commands for it.
 struct Simgpu(tempfile::TempDir);
 
 impl Simgpu {
@@ -31,7 +31,7 @@ impl Simgpu {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// What it says when it refuses, having changed nothing.
+    /// Runs a command that must fail without a change, and returns its error text.
     fn refused(&self, arguments: &[&str]) -> String {
         let before = self.machine().snapshot().unwrap().generation;
         let output = self.command(arguments).output().unwrap();
@@ -45,21 +45,21 @@ impl Simgpu {
     }
 }
 
-/// Ended with the test.
-struct Held(Child);
+/// A `simgpu hold` process, killed at the end of the test.
+struct Holder(Child);
 
-impl Drop for Held {
+impl Drop for Holder {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 }
 
-fn hold(simgpu: &Simgpu, device: &str) -> Held {
+fn hold(simgpu: &Simgpu, device: &str) -> Holder {
     let machine = simgpu.machine();
     let before = machine.processes().unwrap().len();
     let command = simgpu.command(&["hold", device, "--memory", "700"]).stdout(Stdio::null()).spawn();
-    let held = Held(command.unwrap());
+    let held = Holder(command.unwrap());
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let seen = machine.snapshot().unwrap().generation;
@@ -67,13 +67,13 @@ fn hold(simgpu: &Simgpu, device: &str) -> Held {
             return held;
         }
         let left = deadline.saturating_duration_since(Instant::now());
-        assert!(!left.is_zero(), "it never held {device}");
+        assert!(!left.is_zero(), "timed out waiting for a process on {device}");
         machine.wait_change(seen, left).unwrap();
     }
 }
 
 #[test]
-fn a_machine_is_made_as_told() {
+fn init_creates_the_described_machine() {
     let simgpu = Simgpu::new(&["--gpus", "4xH100-80", "--gpus", "T4", "--gpus", "2xL4", "--machine", "node-1"]);
     let state = simgpu.machine().snapshot().unwrap();
     let models: Vec<&str> = state.gpus.iter().map(|g| g.model.as_str()).collect();
@@ -88,7 +88,7 @@ fn a_machine_is_made_as_told() {
 }
 
 #[test]
-fn a_file_describes_what_options_cannot() {
+fn a_file_describes_more_than_the_options() {
     let simgpu = Simgpu::new(&[]);
     let file = simgpu.0.path().join("machine.json");
     let text = r#"{"name":"numa","gpus":[{"model":"A30","uuid":"GPU-a","numaNode":1},{"model":"Own"}],
@@ -118,10 +118,10 @@ fn faults_are_injected_and_cleared() {
     assert_eq!(simgpu.machine().snapshot().unwrap().faults.len(), 2);
     simgpu.ok(&["clear"]);
     assert!(simgpu.machine().snapshot().unwrap().faults.is_empty());
-    assert!(simgpu.refused(&["clear", "77"]).contains("no fault 77"));
+    assert!(simgpu.refused(&["clear", "77"]).contains("fault 77 does not exist"));
     assert!(simgpu.refused(&["fail", "x", "--code", "NONSENSE"]).contains("NONSENSE"));
     assert!(simgpu.refused(&["fail", "x", "--gpu", "7"]).contains("no GPU 7"));
-    assert!(simgpu.refused(&["hang", "x", "--seconds=-1"]).contains("no time"));
+    assert!(simgpu.refused(&["hang", "x", "--seconds=-1"]).contains("not a duration"));
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn settings_of_a_gpu() {
     simgpu.ok(&["set", "0", "compute-mode=exclusive-process", "temperature=91", "numa=1", "cpus=0-3"]);
     let gpu = simgpu.machine().snapshot().unwrap().gpus[0].clone();
     assert_eq!((gpu.compute_mode, gpu.temperature, gpu.numa_node), (ComputeMode::ExclusiveProcess, Some(91), Some(1)));
-    // All or nothing: the first of the two is not kept.
+    // The changes are atomic: the first of the two is not applied.
     assert!(simgpu.refused(&["set", "0", "temperature=50", "speed=9"]).contains("speed"));
     assert_eq!(simgpu.machine().snapshot().unwrap().gpus[0].temperature, Some(91));
     simgpu.ok(&["driver", "--present", "false", "--version", "570.1"]);
@@ -157,7 +157,7 @@ fn settings_of_a_gpu() {
 }
 
 #[test]
-fn processes_are_listed_and_protect_what_they_use() {
+fn processes_are_listed_and_keep_their_devices() {
     let simgpu = Simgpu::new(&["--gpus", "A100-40"]);
     simgpu.ok(&["set", "0", "mig=on"]);
     let uuid = simgpu.ok(&["mig", "create", "0", "3g.20gb", "--at", "0"]).trim().to_owned();
@@ -176,7 +176,7 @@ fn processes_are_listed_and_protect_what_they_use() {
 }
 
 #[test]
-fn a_reboot_ends_what_runs() {
+fn a_reboot_ends_processes() {
     let simgpu = Simgpu::new(&["--gpus", "T4"]);
     let mut held = hold(&simgpu, "0");
     simgpu.ok(&["reboot"]);
@@ -185,7 +185,7 @@ fn a_reboot_ends_what_runs() {
 }
 
 #[test]
-fn without_a_machine_it_says_how_to_make_one() {
+fn without_a_machine_the_error_says_how_to_create_one() {
     let none = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-machine-here");
     let output = Command::new(env!("CARGO_BIN_EXE_simgpu")).arg("--state").arg(&none).arg("show").output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();

@@ -1,5 +1,5 @@
-//! A simulated machine with one H200, its MPS daemon, and programs on it. All of it goes when it is
-//! dropped.
+//! A simulated machine with one H200, its MPS daemon and its programs. Dropping it removes all of
+//! them.
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
@@ -18,10 +18,10 @@ use serde_json::Value;
 use sim_machine::{ComputeMode, Description, Effect, Fault, GpuDescription, Machine};
 use sim_mps::handshake;
 
-/// Longer than anything here takes, on a machine that is busy with something else.
+/// Exceeds the time of every step, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// A node.
+/// A node with one GPU.
 pub(crate) struct Node {
     dir: tempfile::TempDir,
     pub(crate) machine: Machine,
@@ -30,15 +30,15 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// A machine without a daemon.
+    /// Creates a machine without a daemon.
     pub(crate) fn bare() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = Description { name: "test".into(), gpus, ..Description::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
-            // Under the first two names the program is them; beside each other they find each
-            // other, and where users other than root get to.
+            // Under the first two names the program acts as NVIDIA's. The common directory lets
+            // them find each other, and all users can access it.
             let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
             fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
         }
@@ -46,14 +46,14 @@ impl Node {
         Self { dir, machine, daemon: None, env: Vec::new() }
     }
 
-    /// A machine with a daemon that was started with these arguments beside `-f`.
+    /// Creates a machine with a daemon started with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
         let mut node = Self::bare();
         node.start(arguments);
         node
     }
 
-    /// Sets a variable for daemons started from now on.
+    /// Sets a variable for daemons that start later.
     pub(crate) fn daemon_env(&mut self, name: &str, value: &str) {
         self.env.push((name.to_owned(), value.to_owned()));
     }
@@ -67,7 +67,7 @@ impl Node {
         until("the daemon listens", || handshake::probe(&self.socket("control_privileged")).is_ok());
     }
 
-    /// `nvidia-cuda-mps-control`, to be run on this node.
+    /// The command `nvidia-cuda-mps-control` on this node.
     pub(crate) fn control(&self) -> Command {
         let mut command = Command::new(self.path("nvidia-cuda-mps-control"));
         self.set_env(&mut command);
@@ -77,7 +77,7 @@ impl Node {
         command
     }
 
-    /// Runs `nvidia-cuda-mps-control` with a command, as a user: what it prints.
+    /// Runs `nvidia-cuda-mps-control` with a command, as a user, and returns its output.
     pub(crate) fn tool(&self, arguments: &[&str], uid: Option<u32>) -> String {
         let mut command = self.control();
         command.args(arguments).stdin(Stdio::null());
@@ -97,7 +97,7 @@ impl Node {
             .env_remove("NVIDIA_VISIBLE_DEVICES");
     }
 
-    /// A path of this node.
+    /// A path on this node.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -107,35 +107,35 @@ impl Node {
         self.path("pipe").join(name)
     }
 
-    /// The GPU.
+    /// The GPU's UUID.
     pub(crate) fn uuid(&self) -> String {
         self.machine.snapshot().unwrap().gpus[0].uuid.clone()
     }
 
-    /// What the daemon and its servers logged.
+    /// The log of the daemon and its servers.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap()
     }
 
-    /// An administrator's command over `control_privileged`.
+    /// Sends an administrator's command over `control_privileged`.
     pub(crate) fn ask(&self, command: &str) -> String {
         handshake::ask(&self.socket("control_privileged"), command).unwrap().unwrap()
     }
 
-    /// The same, in the background: the answer comes over the channel when there is one.
-    pub(crate) fn asking(&self, command: &str) -> Receiver<String> {
+    /// Sends an administrator's command in the background. The channel receives the answer.
+    pub(crate) fn ask_in_background(&self, command: &str) -> Receiver<String> {
         let (sender, answer) = mpsc::channel();
         let (socket, command) = (self.socket("control_privileged"), command.to_owned());
         thread::spawn(move || {
             if let Ok(Some(text)) = handshake::ask(&socket, &command) {
-                // Nobody may want it any more.
+                // The test may have dropped the receiver.
                 let _ = sender.send(text);
             }
         });
         answer
     }
 
-    /// The pid of the one server, started if there is none.
+    /// The PID of the server, which is started if necessary.
     pub(crate) fn server(&self) -> u32 {
         if self.ask("get_server_list").is_empty() {
             self.ask("start_server -uid 0");
@@ -145,19 +145,19 @@ impl Node {
         pid
     }
 
-    /// The pid of the one server, once it is in FAULT.
+    /// The PID of the server after it has entered FAULT.
     pub(crate) fn server_in_fault(&self) -> u32 {
         let pid = self.ask("get_server_list").trim().parse().unwrap();
         until("the server is in FAULT", || self.ask(&format!("get_server_status {pid}")) == "FAULT\n");
         pid
     }
 
-    /// Starts a program that has kernels of so many milliseconds in flight.
+    /// Starts a program with kernels of this many milliseconds in flight.
     pub(crate) fn busy(&self, kernel_ms: &str) -> Client {
         self.busy_with(kernel_ms, &[])
     }
 
-    /// The same, with more arguments.
+    /// Like [`busy`](Self::busy), with more arguments.
     pub(crate) fn busy_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
         let arguments = ["--kernel-ms", kernel_ms, "--busy-forever"];
         let mut client = self.running(&[arguments.as_slice(), more].concat());
@@ -165,7 +165,7 @@ impl Node {
         client
     }
 
-    /// A program that runs on this node.
+    /// A command for a program on this node.
     pub(crate) fn program(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.dir.path().join("cleave-client"));
         self.set_env(&mut command);
@@ -178,7 +178,7 @@ impl Node {
         Client::spawn(self.program(arguments))
     }
 
-    /// Starts a program and waits for its line.
+    /// Starts a program and waits for its first line.
     pub(crate) fn running(&self, arguments: &[&str]) -> Client {
         let mut client = self.client(arguments);
         let line = client.line();
@@ -186,22 +186,21 @@ impl Node {
         client
     }
 
-    /// Runs a program with these variables until its first line.
-    pub(crate) fn saw(&self, env: &[(&str, &str)]) -> Value {
+    /// Runs a program with these variables and returns its first line.
+    pub(crate) fn first_line(&self, env: &[(&str, &str)]) -> Value {
         let mut command = self.program(&[]);
         command.envs(env.iter().copied());
         Client::spawn(command).line()
     }
 
-    /// Lets something happen that would happen if it could: other programs run from start to end
-    /// meanwhile.
-    pub(crate) fn a_while(&self) {
+    /// Runs other programs from start to end, so that an unwanted event had time to happen.
+    pub(crate) fn give_time(&self) {
         for _ in 0..5 {
-            assert_eq!(self.saw(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
+            assert_eq!(self.first_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
         }
     }
 
-    /// PIDs of the server's clients.
+    /// The PIDs of the server's clients.
     pub(crate) fn client_list(&self, server: u32) -> Vec<u32> {
         self.ask(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
     }
@@ -215,7 +214,7 @@ impl Node {
         self.machine.update(set).unwrap();
     }
 
-    /// Injects a fault; with a count only into so many calls.
+    /// Injects a fault, with `remaining` only for that number of calls.
     pub(crate) fn inject(&self, call: &str, effect: Effect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
@@ -225,12 +224,12 @@ impl Node {
         self.machine.update(add).unwrap();
     }
 
-    /// Whether each injected fault has hit all the calls that it was meant for.
+    /// Whether every injected fault has applied to its number of calls.
     pub(crate) fn is_used_up(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }
 
-    /// The GPU falls off the bus.
+    /// Makes the GPU fall off the bus.
     pub(crate) fn lose_gpu(&self) {
         let lose = |state: &mut sim_machine::State| {
             state.gpus[0].lost = true;
@@ -239,7 +238,7 @@ impl Node {
         self.machine.update(lose).unwrap();
     }
 
-    /// Clears what was injected.
+    /// Clears all faults.
     pub(crate) fn clear(&self) {
         let clear = |state: &mut sim_machine::State| {
             state.faults.clear();
@@ -255,7 +254,7 @@ impl Node {
         daemon.wait().unwrap();
     }
 
-    /// The daemon's exit status.
+    /// Waits for the daemon's exit and returns its status.
     pub(crate) fn daemon_ended(&mut self) -> ExitStatus {
         let daemon = self.daemon.as_mut().unwrap();
         until("the daemon ends", || daemon.try_wait().unwrap().is_some());
@@ -266,12 +265,12 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         if let Some(mut daemon) = self.daemon.take() {
-            // Its servers end with it.
+            // The daemon's servers exit with it.
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
-        // One in the background, which a test that failed did not end. The number may be another's
-        // by now.
+        // A failed test may leave a background daemon. The PID may belong to another process by
+        // now.
         let pid = fs::read_to_string(self.socket("nvidia-cuda-mps-control.pid")).unwrap_or_default();
         let is_ours = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.starts_with(self.dir.path()));
         if let (true, Some(pid)) = (is_ours, pid.parse().ok().and_then(Pid::from_raw)) {
@@ -280,14 +279,14 @@ impl Drop for Node {
     }
 }
 
-/// A program that runs.
+/// A running program.
 pub(crate) struct Client {
     child: Child,
     lines: Receiver<String>,
 }
 
 impl Client {
-    /// Starts it.
+    /// Starts a program.
     pub(crate) fn spawn(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
@@ -306,20 +305,20 @@ impl Client {
         self.child.id()
     }
 
-    /// Its next line.
+    /// Returns the program's next line.
     pub(crate) fn line(&mut self) -> Value {
         serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
     }
 
-    /// Whether it has said something that was not read yet.
+    /// Whether the program has printed no unread line.
     pub(crate) fn is_silent(&mut self) -> bool {
         match self.lines.try_recv() {
-            Ok(line) => panic!("the program said {line}"),
+            Ok(line) => panic!("the program printed {line}"),
             Err(_) => self.child.try_wait().unwrap().is_none(),
         }
     }
 
-    /// The error that it prints.
+    /// Returns the next error that the program prints.
     pub(crate) fn error(&mut self) -> i64 {
         loop {
             let line = self.line();
@@ -333,7 +332,7 @@ impl Client {
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Stops it, and waits until it has.
+    /// Stops the program and waits until it has stopped.
     pub(crate) fn stop(&self) {
         self.signal(Signal::STOP);
         let state = || {
@@ -343,14 +342,14 @@ impl Client {
         until("it is stopped", || state() == Some('T'));
     }
 
-    /// Kills it and waits until it is gone.
+    /// Kills the program and waits until it is gone.
     pub(crate) fn kill(mut self, signal: Signal) {
         self.signal(signal);
         self.wait();
     }
 
-    /// Lets it go on after `--read-line`.
-    pub(crate) fn go_on(&mut self) {
+    /// Lets the program continue after `--read-line`.
+    pub(crate) fn send_line(&mut self) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
     }
 
@@ -363,32 +362,32 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // Gone already, as most are.
+        // The program has usually exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends a signal to a process that lives.
+/// Sends a signal to a running process.
 pub(crate) fn kill(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
 }
 
-/// Waits for an answer.
-pub(crate) fn answer(asked: &Receiver<String>) -> String {
-    asked.recv_timeout(DEADLINE).expect("the daemon answers")
+/// Waits for an administrator's answer.
+pub(crate) fn answer(reply: &Receiver<String>) -> String {
+    reply.recv_timeout(DEADLINE).expect("the daemon answers")
 }
 
 /// Waits for a condition.
 pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !condition() {
-        assert!(Instant::now() < deadline, "in vain: {what}");
+        assert!(Instant::now() < deadline, "timed out: {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Whether other users' processes can be made.
+/// Whether tests can create processes of other users.
 pub(crate) fn is_root() -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

@@ -1,7 +1,7 @@
-//! An administrator's commands, carried out.
+//! Executes administrators' commands.
 //!
-//! A command about a server asks the server, and waits for it: one that is busy with a client holds
-//! up the daemon.
+//! A command about a server waits for the server's answer. A server that waits for a client
+//! therefore blocks the daemon.
 
 use std::fs;
 use std::process;
@@ -18,16 +18,16 @@ use crate::seqpacket::Connection;
 use crate::server::clients::INVALID_VALUE;
 use crate::wire::{self, Status, ToServer};
 
-/// How long a server that was told to end may take before the daemon goes without it.
+/// How long the daemon waits for a server to exit before it exits itself.
 const END: Duration = Duration::from_secs(5);
-/// How often a waiting command looks again.
+/// How often a waiting command checks its condition.
 const WAITING: Duration = Duration::from_millis(50);
 
-/// The lines of an answer. An error is one, too.
+/// The lines of an answer, or of an error.
 type Answer = Result<Vec<String>, Vec<String>>;
 
 impl Daemon {
-    /// Answers an administrator until it has no more commands.
+    /// Answers an administrator's commands until the last one.
     pub(super) fn administrator(self: &Arc<Self>, connection: &Connection, privileged: bool) {
         let mut quit = None;
         loop {
@@ -58,7 +58,7 @@ impl Daemon {
                 }
             }
         }
-        // One that does not wait for the end of the answer still gets what it asked for.
+        // Errors are ignored: the administrator may have closed before the end of the answer.
         let _ = connection.send(&handshake::END_OF_REPLIES);
         connection.shutdown();
         if let Some(timeout) = quit {
@@ -70,7 +70,7 @@ impl Daemon {
         let one = |line: String| Ok(vec![line]);
         match command {
             Command::GetServerList => Ok(self.lock().servers.keys().map(u32::to_string).collect()),
-            Command::GetServerStatus(pid) => one(self.of(*pid, |server| server.status.word().to_owned())?),
+            Command::GetServerStatus(pid) => one(self.read_server(*pid, |server| server.status.word().to_owned())?),
             Command::StartServer(uid) => self.start_server_for(*uid),
             Command::ShutdownServer { server, force } => self.shutdown_server(*server, *force),
             Command::GetClientList(pid) => {
@@ -100,7 +100,7 @@ impl Daemon {
                 defaults.threads = value.unwrap_or(defaults.threads);
                 one(percentage(defaults))
             }
-            Command::GetThreads(pid) => one(self.of(*pid, |server| percentage(&server.settings))?),
+            Command::GetThreads(pid) => one(self.read_server(*pid, |server| percentage(&server.settings))?),
             Command::SetThreads(pid, value) => {
                 let set = |settings: &mut Settings| settings.threads = value.unwrap_or(settings.threads);
                 one(self.set(*pid, set, percentage)?)
@@ -111,7 +111,7 @@ impl Daemon {
                 Ok(Vec::new())
             }
             Command::GetMemory(pid, device) => {
-                Ok(self.of(*pid, |server| server.settings.printed_memory(device))?.into_iter().collect())
+                Ok(self.read_server(*pid, |server| server.settings.printed_memory(device))?.into_iter().collect())
             }
             Command::SetMemory(pid, device, value) => {
                 self.set(*pid, |settings| settings.set_memory(device, value), |_| ())?;
@@ -127,8 +127,8 @@ impl Daemon {
         }
     }
 
-    /// Reads something of a server, once it has answered.
-    fn of<T>(&self, pid: u32, read: impl FnOnce(&Server) -> T) -> Result<T, Vec<String>> {
+    /// Reads a property of a server after the server has answered.
+    fn read_server<T>(&self, pid: u32, read: impl FnOnce(&Server) -> T) -> Result<T, Vec<String>> {
         self.ask_server(pid, |request| ToServer::Ping { request })?;
         self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server(pid))
     }
@@ -144,12 +144,12 @@ impl Daemon {
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?;
         change(&mut server.settings);
-        // For the server's log only: each client's limits travel with it.
+        // Only for the server's log. Each client's limits are sent with the client.
         let _ = wire::try_send(&server.link, &ToServer::Settings(server.settings.clone()));
         Ok(read(&server.settings))
     }
 
-    /// Asks a server and waits for its answer, however long that takes.
+    /// Sends a request to a server and waits for the answer without a deadline.
     fn ask_server(&self, pid: u32, question: impl FnOnce(u64) -> ToServer) -> Result<i32, Vec<String>> {
         let mut state = self.lock();
         let request = state.next_number();
@@ -172,7 +172,7 @@ impl Daemon {
         }
     }
 
-    /// Waits until every server has answered; there must be one.
+    /// Waits until every server has answered. Fails without a server.
     fn ask_servers(&self) -> Result<(), Vec<String>> {
         let pids: Vec<u32> = self.lock().servers.keys().copied().collect();
         if pids.is_empty() {
@@ -207,12 +207,12 @@ impl Daemon {
         Ok(Vec::new())
     }
 
-    /// Ends the daemon: waits for the clients, no longer than `timeout`, then ends the servers.
-    /// Does not return.
+    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. It
+    /// does not return.
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
-            // Gone already is what is wanted.
+            // Errors are ignored: the file may be gone.
             let _ = fs::remove_file(directory.join(name));
         }
         let mut state = self.lock();
@@ -230,18 +230,18 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait(state, WAITING);
         }
-        // A server that hangs ends when it finds the daemon gone.
+        // A hanging server exits when it notices that the daemon is gone.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }
         self.log("Exit");
-        // What the server logged last may still be on its way.
+        // The servers' last log lines may still be in the pipe.
         thread::sleep(Duration::from_millis(10));
         process::exit(0);
     }
 }
 
-/// The first word of a command.
+/// The first word of a command line.
 fn name(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or_default()
 }

@@ -1,8 +1,8 @@
 //! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
 //!
-//! It serves one connection after the other and waits for each without a deadline, as the real one
-//! was seen to: whoever connects and says nothing stops it for everybody. Only clients for whom
-//! there is no server yet are put aside.
+//! Like the real daemon, it serves one connection at a time and waits for each without a deadline.
+//! A peer that connects and sends nothing blocks all others. Only clients without a ready server
+//! are queued.
 
 mod administrator;
 mod servers;
@@ -23,29 +23,28 @@ use anyhow::Context as _;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use crate::faults::Faults;
-use crate::handshake::{self, Refusal, Visitor};
+use crate::handshake::{self, Peer, Refusal};
 use crate::limits::Settings;
 use crate::log::Log;
 use crate::seqpacket::{Connection, Listener};
-use servers::Pending;
-use state::State;
+use state::{Pending, State};
 
-/// Set for the process that becomes the daemon of `-d`.
+/// Set for the background process of `-d`.
 const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
 const READY: &str = "ready";
 
-/// How a daemon was asked to run.
+/// How the daemon runs.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: PathBuf,
-    /// `CUDA_MPS_LOG_DIRECTORY`, used in the background only.
+    /// `CUDA_MPS_LOG_DIRECTORY`, used only in the background.
     pub log_directory: PathBuf,
     /// `CUDA_VISIBLE_DEVICES`.
     pub visible: Option<String>,
-    /// Clients of all users share one server.
+    /// Whether the clients of all users share one server.
     pub multi_user: bool,
-    /// What servers start with.
+    /// The initial settings of servers.
     pub defaults: Settings,
 }
 
@@ -57,11 +56,11 @@ struct Daemon {
     faults: Faults,
     state: Mutex<State>,
     changed: Condvar,
-    /// Readable after a change of the state.
+    /// Becomes readable after a change of the state.
     wake: OwnedFd,
 }
 
-/// `-f`: runs until it is told to quit.
+/// `-f`: runs in the foreground until `quit`.
 pub fn foreground(config: Config) -> anyhow::Result<ExitCode> {
     run(config, &Sinks::Stdout, || {})
 }
@@ -90,21 +89,21 @@ pub fn background(config: Config) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The daemon of `-d`: what it says before it listens goes to the process that started it.
+/// Runs the daemon of `-d`. Its messages before it listens go to the process that started it.
 fn detached(config: Config) -> anyhow::Result<ExitCode> {
-    let tell = |text: &str| {
-        // The starter may be gone; the daemon runs on.
+    let send = |text: &str| {
+        // Errors are ignored: the parent may be gone, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
     };
     let sinks = Sinks::Files(config.log_directory.clone());
-    let outcome = run(config, &sinks, || tell(READY));
+    let outcome = run(config, &sinks, || send(READY));
     if let Err(error) = &outcome {
-        tell(&format!("{error:#}"));
+        send(&format!("{error:#}"));
     }
     outcome
 }
 
-/// Where the two logs go.
+/// The destinations of the two logs.
 enum Sinks {
     Stdout,
     Files(PathBuf),
@@ -115,7 +114,7 @@ impl Sinks {
         match self {
             Self::Stdout => Ok(Log::stdout()),
             Self::Files(directory) => {
-                fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))?;
+                fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
                 let path = directory.join(name);
                 Log::append(&path).with_context(|| format!("cannot write {}", path.display()))
             }
@@ -124,15 +123,15 @@ impl Sinks {
 }
 
 fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
-    anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server is for root only");
+    anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server requires root");
     let faults = Faults::new(config.visible.clone());
     if let Some(code) = faults.injected("mps:start") {
         return Ok(exit_code(code));
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Held as long as the daemon lives, however it ends: a killed one leaves nothing in its
-    // successor's way.
+    // Locked until the daemon exits for any reason. A killed daemon thus never blocks its
+    // successor.
     let _lock = lock(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -158,7 +157,7 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
 }
 
 impl Daemon {
-    /// Serves for ever: `quit` exits the process.
+    /// Serves without end. `quit` exits the process.
     fn serve(self: Arc<Self>, listeners: &[(Listener, bool)]) -> anyhow::Result<ExitCode> {
         let mut pending = VecDeque::new();
         loop {
@@ -166,7 +165,7 @@ impl Daemon {
             let mut fds: Vec<PollFd<'_>> =
                 listeners.iter().map(|(listener, _)| PollFd::new(listener, PollFlags::IN)).collect();
             fds.push(PollFd::new(&self.wake, PollFlags::IN));
-            // Those who wait may leave: they are looked at now and then.
+            // Queued clients may disconnect, so they are checked regularly.
             let timeout = (!pending.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 50_000_000 });
             match rustix::event::poll(&mut fds, timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -174,17 +173,17 @@ impl Daemon {
             }
             let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
             if ready.last() == Some(&true) {
-                // Its number does not matter.
+                // The value is irrelevant.
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             }
             for ((listener, privileged), _) in listeners.iter().zip(&ready).filter(|(_, ready)| **ready) {
                 match listener.accept() {
                     Ok(connection) => {
                         self.log("Accepting connection...");
-                        pending.extend(self.attend(connection, *privileged));
+                        pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // Out of descriptors, most likely: those who are connected will leave.
+                        // Probably out of descriptors. Connected peers will disconnect.
                         self.log(&format!("cannot accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }
@@ -193,18 +192,18 @@ impl Daemon {
         }
     }
 
-    /// Hears one visitor out: a client that cannot be passed on yet is given back.
-    fn attend(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
+    /// Serves one connection. Returns a client that must be queued.
+    fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
         let hello =
             if self.faults.injected("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
         match handshake::greet(&connection, hello) {
-            Ok(Visitor::Client(credentials)) => {
+            Ok(Peer::Client(credentials)) => {
                 if self.faults.injected("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
                     return self.client(Pending::new(connection, credentials, failed_before));
                 }
             }
-            Ok(Visitor::Administrator(_)) => {
+            Ok(Peer::Administrator(_)) => {
                 self.log("NEW UI");
                 self.administrator(&connection, privileged);
                 self.log("UI closed");
@@ -216,10 +215,10 @@ impl Daemon {
         None
     }
 
-    /// Says that the state has changed.
+    /// Signals a change of the state.
     fn notify(&self) {
         self.changed.notify_all();
-        // Full only if nobody has looked for very long; then it wakes, too.
+        // The write fails only if the counter is full, and then the reader wakes anyway.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
@@ -231,20 +230,20 @@ impl Daemon {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change of the state, at most so long.
+    /// Waits for a change of the state, at most `timeout`.
     fn wait<'a>(&self, state: MutexGuard<'a, State>, timeout: Duration) -> MutexGuard<'a, State> {
         self.changed.wait_timeout(state, timeout).map_or_else(|poisoned| poisoned.into_inner().0, |woken| woken.0)
     }
 }
 
-/// The pipe directory can be entered by every user, as its clients are.
+/// Creates the pipe directory, accessible to the users of all clients.
 fn make_directory(directory: &Path) -> anyhow::Result<()> {
     if directory.is_dir() {
         return Ok(());
     }
     fs::create_dir_all(directory)
         .and_then(|()| fs::set_permissions(directory, Permissions::from_mode(0o755)))
-        .with_context(|| format!("cannot make {}", directory.display()))
+        .with_context(|| format!("cannot create {}", directory.display()))
 }
 
 fn lock(path: &Path) -> anyhow::Result<File> {
@@ -257,7 +256,7 @@ fn lock(path: &Path) -> anyhow::Result<File> {
     }
 }
 
-/// Makes the FIFO through which servers log, and passes on what comes. Returns its write end.
+/// Creates the servers' log FIFO and copies it to the log. Returns the write end.
 fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
     let make = || -> io::Result<(File, File)> {
         match fs::remove_file(path) {
@@ -266,11 +265,12 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         }
         let mode = rustix::fs::Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0)?;
-        // Opened for both: no end between two servers, and no wait for the first.
+        // Open for both directions, so that it has no end between two servers and does not wait for
+        // the first.
         let reader = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((reader, OpenOptions::new().write(true).open(path)?))
     };
-    let (reader, writer) = make().with_context(|| format!("cannot make {}", path.display()))?;
+    let (reader, writer) = make().with_context(|| format!("cannot create {}", path.display()))?;
     thread::spawn(move || {
         let mut reader = BufReader::new(reader);
         let mut line = Vec::new();

@@ -1,4 +1,4 @@
-//! Letting clients in, and the servers that take them.
+//! Starts servers and passes clients on to them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,34 +9,16 @@ use std::sync::{Arc, MutexGuard};
 use std::thread;
 
 use super::Daemon;
-use super::state::{Choice, Client, ClientContext, Server, State};
+use super::state::{Choice, Client, ClientContext, Pending, Server, State};
 use crate::handshake;
-use crate::seqpacket::{Connection, Credentials};
+use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, Status, ToServer};
 
-/// How often a server that does not come up is tried again before its client is turned away.
+/// How many failed server starts a client waits for before it is rejected.
 const START_RETRIES: u32 = 5;
 
-/// A client for whom there is no server yet.
-pub(super) struct Pending {
-    connection: Connection,
-    pid: i32,
-    uid: u32,
-    /// Failed starts before it came.
-    failed_before: u32,
-    /// The log says that it is here.
-    logged: bool,
-}
-
-impl Pending {
-    pub(super) fn new(connection: Connection, credentials: Credentials, failed_before: u32) -> Self {
-        let Credentials { pid, uid, .. } = credentials;
-        Self { connection, pid, uid, failed_before, logged: false }
-    }
-}
-
 impl Daemon {
-    /// Looks again at those who wait, in the order in which they came.
+    /// Retries the queued clients in the order of their arrival.
     pub(super) fn serve_pending(self: &Arc<Self>, pending: &mut VecDeque<Pending>) {
         for _ in 0..pending.len() {
             let waits = pending.pop_front().and_then(|client| self.client(client));
@@ -44,8 +26,8 @@ impl Daemon {
         }
     }
 
-    /// Passes a client on to a server and waits for its last word; gives it back where that cannot
-    /// be done yet.
+    /// Passes a client on to a server and waits for the client's last word. Returns a client that
+    /// must be queued.
     pub(super) fn client(self: &Arc<Self>, mut client: Pending) -> Option<Pending> {
         let mut state = self.lock();
         let Pending { pid, uid, .. } = client;
@@ -53,7 +35,7 @@ impl Daemon {
             return None;
         }
         if state.failed_starts - client.failed_before > START_RETRIES {
-            self.log(&format!("CLIENT {pid} from user {uid} is turned away: no server starts"));
+            self.log(&format!("CLIENT {pid} from user {uid} is rejected: no server starts"));
             return None;
         }
         match state.choose(uid, self.config.multi_user) {
@@ -83,7 +65,7 @@ impl Daemon {
         }
     }
 
-    /// Starts a server of a user; it is INITIALIZING until it says otherwise.
+    /// Starts a user's server. It is INITIALIZING until it reports otherwise.
     pub(super) fn start_server(self: &Arc<Self>, state: &mut State, uid: u32) -> std::io::Result<u32> {
         let (link, theirs) = Connection::pair()?;
         let mut command = Command::new(server_program());
@@ -95,7 +77,7 @@ impl Daemon {
             command.uid(uid);
         }
         let child = command.spawn()?;
-        // What holds the other end of the link must not outlive the server.
+        // `command` owns the other end of the link and must not outlive the server.
         drop(command);
         let pid = child.id();
         self.log.line("Control", pid, &format!("Starting new server {pid} for user {uid}"));
@@ -106,7 +88,7 @@ impl Daemon {
             uid,
             settings: settings.clone(),
         };
-        // One that is dead already is found so by the thread below.
+        // Errors are ignored: the thread below detects a dead server.
         let _ = wire::send(&link, &start);
         let link = Arc::new(link);
         let server = Server {
@@ -124,7 +106,7 @@ impl Daemon {
         Ok(pid)
     }
 
-    /// Tells a server to end; nobody enters it any more.
+    /// Requests a server's exit. It accepts no more clients.
     pub(super) fn end_server(&self, state: &mut State, pid: u32) {
         if let Some(server) = state.servers.get_mut(&pid) {
             server.leaving = true;
@@ -133,17 +115,17 @@ impl Daemon {
         }
     }
 
-    /// Hears what a server says until it is gone.
+    /// Handles a server's messages until it exits.
     fn watch_server(&self, mut child: Child, link: &Connection) {
         let pid = child.id();
         let mut served = false;
         while let Ok(Some(message)) = wire::recv(link) {
             served |= matches!(message, FromServer::Status(Status::Active));
-            self.hear(pid, message);
+            self.handle(pid, message);
         }
-        // It closed its link: it is dead, or about to be.
+        // The link is closed, so the server has exited or is about to.
         let status = child.wait().ok();
-        // Measured: 0 also for one that was killed.
+        // Measured: 0 even for a killed server.
         let status = status.and_then(|status| status.code()).unwrap_or(0);
         self.log(&format!("Server {pid} exited with status {status}"));
         let mut state = self.lock();
@@ -154,7 +136,7 @@ impl Daemon {
         self.notify();
     }
 
-    fn hear(&self, pid: u32, message: FromServer) {
+    fn handle(&self, pid: u32, message: FromServer) {
         let mut state = self.lock();
         let Some(server) = state.servers.get_mut(&pid) else { return };
         match message {
@@ -186,31 +168,30 @@ impl Daemon {
     }
 }
 
-/// Gives a client its socket to a server and the server the other end, with the limits that hold
-/// now.
-fn pass_on(mut state: MutexGuard<'_, State>, server: u32, visitor: &Connection) {
+/// Sends a client and a server the two ends of a socket. The current limits apply to the client.
+fn pass_on(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
     let connection = state.next_number();
     let Some(server) = state.servers.get_mut(&server) else { return };
     let Ok((theirs, servers)) = Connection::pair() else { return };
     let message = ToServer::Client { connection, settings: server.settings.clone() };
     let Ok(message) = serde_json::to_vec(&message) else { return };
-    // From here on the kernel attests what the client will say, also before the server has looked;
-    // and to the client what the server says, as it was seen.
+    // The kernel attests the client's messages from now on, even before the server reads them. It
+    // also attests the server's messages to the client, as observed.
     let attested = servers.attest().and_then(|()| theirs.attest());
-    if attested.is_err() || visitor.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
+    if attested.is_err() || client.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
         return;
     }
     drop(theirs);
     server.clients.insert(connection, Client::default());
-    // A server that is dead is about to be found so; its client finds it so, too.
+    // Errors are ignored: the daemon and the client both detect a dead server.
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
     drop(state);
-    // The last word, which the real daemon waits for, too.
-    let _ = visitor.recv(64);
+    // Waits for the last word, like the real daemon.
+    let _ = client.recv(64);
 }
 
-/// The server beside this program, else the one that `PATH` finds.
+/// The server program beside this one, or else the one in `PATH`.
 fn server_program() -> PathBuf {
     const NAME: &str = "nvidia-cuda-mps-server";
     let beside = std::env::current_exe().ok().map(|own| own.with_file_name(NAME)).filter(|path| path.exists());

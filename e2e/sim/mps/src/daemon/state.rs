@@ -1,22 +1,23 @@
-//! What the daemon knows of its servers and their clients, and whom it lets in: no I/O.
+//! The daemon's model of its servers and their clients, and its choice of a server. It performs no
+//! I/O.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::limits::Settings;
-use crate::seqpacket::Connection;
+use crate::seqpacket::{Connection, Credentials};
 use crate::wire::Status;
 
-/// Servers, settings, and the numbers given out.
+/// Servers, settings and counters.
 #[derive(Debug)]
 pub(super) struct State {
-    /// What servers start with.
+    /// The initial settings of servers.
     pub(super) defaults: Settings,
-    /// By pid.
+    /// The servers by PID.
     pub(super) servers: BTreeMap<u32, Server>,
-    /// Servers that ended without ever serving.
+    /// The number of servers that exited before they were ACTIVE.
     pub(super) failed_starts: u32,
-    /// Answers of servers, by request, until they are fetched.
+    /// Servers' answers by request, until a command reads them.
     pub(super) answers: BTreeMap<u64, i32>,
     last_number: u64,
 }
@@ -28,22 +29,22 @@ pub(super) struct Server {
     pub(super) status: Status,
     pub(super) settings: Settings,
     pub(super) link: Arc<Connection>,
-    /// By connection.
+    /// The clients by connection.
     pub(super) clients: BTreeMap<u64, Client>,
-    /// Told to end, or about to be: lets nobody in.
+    /// Whether the server was requested to exit. It accepts no clients.
     pub(super) leaving: bool,
 }
 
-/// One connection that was passed on to a server.
+/// A connection that was passed on to a server.
 #[derive(Debug, Default)]
 pub(super) struct Client {
-    /// None before it has introduced itself.
+    /// None before the introduction.
     pub(super) pid: Option<u32>,
-    /// None before it has a context, and for the connection of a process itself.
+    /// None before the context is created, and for the connection of a process.
     pub(super) context: Option<ClientContext>,
 }
 
-/// What `ps` says of a client beside its pid.
+/// A client's context for `ps`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClientContext {
     pub(super) device: String,
@@ -51,16 +52,34 @@ pub(super) struct ClientContext {
     pub(super) command: String,
 }
 
-/// What becomes of a client at the door.
+/// A client that waits for a server.
+pub(super) struct Pending {
+    pub(super) connection: Connection,
+    pub(super) pid: i32,
+    pub(super) uid: u32,
+    /// The number of failed server starts before the client connected.
+    pub(super) failed_before: u32,
+    /// Whether the log mentions the client.
+    pub(super) logged: bool,
+}
+
+impl Pending {
+    pub(super) fn new(connection: Connection, credentials: Credentials, failed_before: u32) -> Self {
+        let Credentials { pid, uid, .. } = credentials;
+        Self { connection, pid, uid, failed_before, logged: false }
+    }
+}
+
+/// The daemon's decision about a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Choice {
-    /// This server takes it.
+    /// Pass the client on to this server.
     Enter(u32),
-    /// There is no server: start one.
+    /// Start a server, because there is none.
     Start,
-    /// This server is another user's and has no clients: replace it.
+    /// Replace this server: another user owns it and it has no clients.
     Replace(u32),
-    /// Not now.
+    /// Queue the client.
     Wait,
 }
 
@@ -74,20 +93,20 @@ impl State {
         self.last_number
     }
 
-    /// What becomes of a client of `uid`. With `multi_user` everybody shares one server.
+    /// Decides about a client of `uid`. With `multi_user` all users share one server.
     pub(super) fn choose(&self, uid: u32, multi_user: bool) -> Choice {
-        // One server at a time: one that is going has the GPU until it is gone.
+        // Only one server runs at a time. A stopping server uses the GPU until it has exited.
         let Some((pid, server)) = self.servers.iter().next() else { return Choice::Start };
         match server.status {
             _ if server.leaving => Choice::Wait,
-            // In FAULT, too: the server answers that it is not ready, with 807.
+            // In FAULT too: the server itself rejects the client with 807 (not ready).
             Status::Active | Status::Fault if multi_user || server.uid == uid => Choice::Enter(*pid),
             Status::Active if server.clients.is_empty() => Choice::Replace(*pid),
             Status::Initializing | Status::Fault | Status::Active => Choice::Wait,
         }
     }
 
-    /// PIDs of a server's clients, each once.
+    /// The PIDs of a server's clients, each once.
     pub(super) fn client_pids(&self, server: u32) -> Option<Vec<u32>> {
         let clients = self.servers.get(&server)?.clients.values();
         let mut pids: Vec<u32> = clients.filter_map(|client| client.pid).collect();
@@ -96,7 +115,7 @@ impl State {
         Some(pids)
     }
 
-    /// `ps`: a line for each process with a context.
+    /// The lines of `ps`: one for each process with a context.
     pub(super) fn table(&self, only: Option<u32>) -> Vec<String> {
         let mut rows: BTreeMap<(u32, u32), &ClientContext> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
@@ -116,7 +135,7 @@ impl State {
         lines
     }
 
-    /// `get_device_client_list`: each device with the PIDs that use it.
+    /// The lines of `get_device_client_list`: each device with the PIDs of its clients.
     pub(super) fn device_clients(&self, only: Option<u32>) -> Vec<String> {
         let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
@@ -168,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_user_waits_until_the_first_has_left() {
+    fn a_second_user_waits_until_the_first_has_no_clients() {
         assert_eq!(State::new(Settings::default()).choose(0, false), Choice::Start);
         assert_eq!(with_server(0, Status::Active, &[1]).choose(0, false), Choice::Enter(6472));
         assert_eq!(with_server(0, Status::Active, &[1]).choose(1000, false), Choice::Wait);
@@ -177,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_enters_a_server_that_is_coming_or_going() {
+    fn a_starting_or_stopping_server_accepts_no_client() {
         assert_eq!(with_server(0, Status::Initializing, &[]).choose(0, true), Choice::Wait);
         assert_eq!(with_server(0, Status::Fault, &[1]).choose(0, true), Choice::Enter(6472));
         assert_eq!(with_server(0, Status::Fault, &[1]).choose(1000, false), Choice::Wait);

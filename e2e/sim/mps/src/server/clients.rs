@@ -1,8 +1,8 @@
-//! What a server knows of its clients, and what happens to them: no I/O.
+//! A server's model of its clients. It performs no I/O.
 //!
-//! The rules are those measured: an illegal access breaks every client; the server is in FAULT
-//! until the last of those has exited, and lets nobody in meanwhile; a client that dies with a
-//! kernel in flight may break the others; one ended through `terminate_client` harms nobody.
+//! The rules are measured. An illegal access breaks every client, and the server rejects clients in
+//! FAULT until the last broken one has exited. A client that dies with a kernel in flight may break
+//! the others. A client that `terminate_client` ends breaks none.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -12,15 +12,15 @@ use crate::breakage::Rule;
 use crate::limits::MAX_CONTEXTS;
 use crate::wire::Status;
 
-/// An illegal access, told to every client.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS`, sent to every client after an illegal access.
 pub const ILLEGAL_ADDRESS: i32 = 700;
-/// The server is in FAULT.
+/// `CUDA_ERROR_MPS_SERVER_NOT_READY`: the server is in FAULT.
 pub const NOT_READY: i32 = 807;
-/// The 49th context.
+/// `CUDA_ERROR_MPS_MAX_CLIENTS_REACHED`, for the 49th context.
 pub const MAX_CLIENTS_REACHED: i32 = 808;
-/// No such client.
+/// `CUDA_ERROR_INVALID_VALUE`: the client does not exist.
 pub const INVALID_VALUE: i32 = 1;
-/// The client has no context.
+/// `CUDA_ERROR_INVALID_CONTEXT`: the client has no context.
 pub const INVALID_CONTEXT: i32 = 201;
 
 /// One connection of a client process.
@@ -28,44 +28,44 @@ pub const INVALID_CONTEXT: i32 = 201;
 struct Client {
     pid: u32,
     stage: Stage,
-    /// Milliseconds of the kernels in flight.
+    /// The duration of the kernels in flight, in milliseconds.
     busy: Option<f64>,
-    /// Asked to terminate and not yet done.
+    /// Whether the client was requested to terminate and has not yet done so.
     terminating: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// The process itself.
+    /// The connection of a process.
     Process,
-    /// For a context, which is not there yet.
+    /// The connection of a context that is not created yet.
     Reserved,
-    /// Has a context.
+    /// The connection of a working context.
     Live,
-    /// Its context took part in a fatal error: FAULT lasts until it has exited.
+    /// The context was part of a fatal error. FAULT lasts until its process has exited.
     Broken,
-    /// Its context was ended by `terminate_client`.
+    /// `terminate_client` ended the context.
     Ended,
 }
 
-/// A `terminate_client` that waits for its client.
+/// A `terminate_client` that waits for the client's contexts.
 #[derive(Debug)]
 struct Termination {
     request: u64,
     pid: u32,
 }
 
-/// What the server must do.
+/// An action that the server must perform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// Tell a client that its context is broken with [`ILLEGAL_ADDRESS`].
+    /// Notify a client that [`ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
-    /// Ask a client to end its context.
+    /// Request a client to end its context.
     AskToEnd(u64),
-    /// A client's context is no more: give its memory back.
+    /// Free the memory of a context that has ended.
     Release(u64),
-    /// Answer a `terminate_client`: 0 is done, [`INVALID_VALUE`] no such client,
-    /// [`INVALID_CONTEXT`] none to end.
+    /// Answer a `terminate_client`: 0 for success, [`INVALID_VALUE`] for an unknown client,
+    /// [`INVALID_CONTEXT`] for a client without a context.
     Answer(u64, i32),
     /// The server's status changed.
     Status(Status),
@@ -78,24 +78,25 @@ pub struct Clients {
     terminations: Vec<Termination>,
     status: Status,
     rule: Rule,
-    /// A busy client died while nobody was there to break: the server looks ACTIVE, and breaks the
-    /// next that works.
+    /// Whether a busy client died without neighbours. The server stays ACTIVE and breaks the next
+    /// client that runs a kernel.
     poisoned: bool,
 }
 
 impl Clients {
-    /// A server that serves, without clients.
+    /// A server without clients.
     pub fn new(rule: Rule) -> Self {
         let connected = BTreeMap::new();
         Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
     }
 
-    /// A process introduces itself: whether it is let in, or a `CUresult`.
+    /// Adds a process, or returns the `CUresult` that rejects it.
     pub fn enter(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
         self.add(connection, pid, Stage::Process)
     }
 
-    /// A process wants a context: the context's number within it, from 1, or a `CUresult`.
+    /// Reserves a context for a process. Returns the context's number within the process, from 1,
+    /// or the `CUresult` that rejects it.
     pub fn reserve(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
         if self.contexts().count() >= MAX_CONTEXTS {
             return Err(MAX_CLIENTS_REACHED);
@@ -117,34 +118,34 @@ impl Clients {
         self.connected.values().filter(|client| client.holds_context() || client.stage == Stage::Reserved)
     }
 
-    /// A client has a context.
+    /// Marks a reserved context as created.
     pub fn created(&mut self, connection: u64) {
         if let Some(client) = self.connected.get_mut(&connection).filter(|client| client.stage == Stage::Reserved) {
             client.stage = Stage::Live;
         }
     }
 
-    /// Whether a connection is for a context that is still to be made.
+    /// Whether a connection's context is reserved but not created.
     pub fn is_reserved(&self, connection: u64) -> bool {
         self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Reserved)
     }
 
-    /// Whether a process has any connection.
+    /// Whether a process has a connection.
     pub fn knows(&self, pid: u32) -> bool {
         self.connected.values().any(|client| client.pid == pid)
     }
 
-    /// Whether a client has a context that works.
+    /// Whether a connection's context works.
     pub fn is_live(&self, connection: u64) -> bool {
         self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Live)
     }
 
-    /// The process of a connection.
+    /// The PID of a connection's process.
     pub fn pid(&self, connection: u64) -> Option<u32> {
         self.connected.get(&connection).map(|client| client.pid)
     }
 
-    /// PIDs of the clients that a fatal error holds here, each once.
+    /// PIDs of the clients that a fatal error broke, each once.
     pub fn broken(&self) -> Vec<u32> {
         let mut pids: Vec<u32> =
             self.connected.values().filter(|client| client.stage == Stage::Broken).map(|client| client.pid).collect();
@@ -152,7 +153,7 @@ impl Clients {
         pids
     }
 
-    /// Kernels of a client are in flight from now on.
+    /// Starts kernels of a client.
     pub fn busy(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
@@ -161,14 +162,14 @@ impl Clients {
         if std::mem::take(&mut self.poisoned) { self.fault() } else { Vec::new() }
     }
 
-    /// A client's kernels are done.
+    /// Finishes a client's kernels.
     pub fn idle(&mut self, connection: u64) {
         if let Some(client) = self.connected.get_mut(&connection) {
             client.busy = None;
         }
     }
 
-    /// A fatal error: every context is broken.
+    /// Breaks every context with a fatal error.
     pub fn fault(&mut self) -> Vec<Effect> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
@@ -185,7 +186,7 @@ impl Clients {
         effects
     }
 
-    /// `terminate_client`.
+    /// Starts a `terminate_client`.
     pub fn terminate(&mut self, request: u64, pid: u32) -> Vec<Effect> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
@@ -203,7 +204,7 @@ impl Clients {
         effects
     }
 
-    /// A client has ended its context, as it was asked.
+    /// Handles a client's report that its context has ended.
     pub fn ended(&mut self, connection: u64) -> Vec<Effect> {
         let Some(client) = self.connected.get_mut(&connection).filter(|client| client.terminating) else {
             return Vec::new();
@@ -211,7 +212,8 @@ impl Clients {
         client.terminating = false;
         client.busy = None;
         let mut effects = Vec::new();
-        // A broken one holds FAULT until its process is gone, whatever it says.
+        // A broken client keeps the server in FAULT until its process exits, even after this
+        // report.
         if client.stage == Stage::Live {
             client.stage = Stage::Ended;
             effects.push(Effect::Release(connection));
@@ -220,7 +222,7 @@ impl Clients {
         effects
     }
 
-    /// A client's connection is gone; `orderly` when it said so before.
+    /// Removes a closed connection. `orderly` means that the client said goodbye.
     pub fn left(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
         let mut effects = Vec::new();
@@ -242,12 +244,12 @@ impl Clients {
         effects
     }
 
-    /// The fault goes on although nobody is left of those that it broke.
+    /// Keeps the server in FAULT although all broken clients have exited.
     pub fn stay_in_fault(&mut self) {
         self.status = Status::Fault;
     }
 
-    /// Answers to the `terminate_client`s of which no context is left to end.
+    /// Answers each `terminate_client` whose contexts have all ended.
     fn answers(&mut self) -> Vec<Effect> {
         let waits = |pid: u32| self.connected.values().any(|client| client.pid == pid && client.terminating);
         let (waiting, done): (Vec<_>, Vec<_>) =
@@ -267,7 +269,7 @@ impl Client {
 mod tests {
     use super::*;
 
-    /// Processes 101 and so on, each with a context on connection 1 and so on.
+    /// Adds processes from PID 101 on, each with a context on connections from 1 on.
     fn with(count: u64) -> Clients {
         let mut clients = Clients::new(Rule::from_environment(None, None));
         for connection in 1..=count {
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_49th_context_is_refused_until_another_has_left() {
+    fn the_49th_context_is_refused_until_another_ends() {
         let mut clients = with(48);
         assert_eq!(clients.enter(2000, 149), Ok(()));
         assert_eq!(clients.reserve(49, 149), Err(MAX_CLIENTS_REACHED));
@@ -294,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn an_illegal_access_breaks_all_and_ends_with_the_last_of_them() {
+    fn a_fault_lasts_until_the_last_broken_client_exits() {
         let mut clients = with(3);
         let effects = clients.fault();
         assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
@@ -309,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_death_breaks_the_neighbours_and_an_orderly_end_does_not() {
+    fn a_busy_death_breaks_neighbours_and_an_orderly_exit_does_not() {
         let mut clients = with(3);
         clients.busy(1, 100.0);
         clients.busy(2, 100.0);
@@ -318,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_or_short_death_breaks_nobody() {
+    fn an_idle_or_short_death_breaks_no_client() {
         let mut clients = with(3);
         clients.busy(1, 100.0);
         clients.idle(1);
@@ -328,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_death_without_neighbours_breaks_the_next_that_works() {
+    fn a_busy_death_without_neighbours_breaks_the_next_busy_client() {
         let mut clients = with(1);
         clients.busy(1, 1000.0);
         assert_eq!(clients.left(1, false), [Effect::Release(1)]);
@@ -338,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_terminated_client_may_die_as_it_likes() {
+    fn the_death_of_a_terminated_client_breaks_no_client() {
         let mut clients = with(2);
         clients.busy(1, 1000.0);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
@@ -348,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn terminate_waits_for_every_context_of_the_process_and_for_no_other() {
+    fn terminate_waits_for_every_context_of_the_process_only() {
         let mut clients = with(2);
         context(&mut clients, 3, 101, 2);
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
@@ -361,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_client_that_is_terminated_holds_the_fault_until_it_exits() {
+    fn a_terminated_broken_client_keeps_the_fault_until_it_exits() {
         let mut clients = with(1);
         clients.fault();
         assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);

@@ -1,7 +1,7 @@
-//! `nvidia-cuda-mps-server`: the daemon's child that holds the GPU and serves the clients.
+//! `nvidia-cuda-mps-server`: the daemon's child that opens the GPU and serves the clients.
 //!
-//! Its standard input is a socket to the daemon, its standard output the daemon's log. It ends when
-//! the daemon does, as the real one was seen to.
+//! Its standard input is a socket to the daemon, and its standard output is the daemon's log. Like
+//! the real server, it exits when the daemon does.
 
 pub mod clients;
 
@@ -26,15 +26,16 @@ use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, FromServer, Status, ToContext, ToServer};
 use clients::{Clients, Effect};
 
-/// Milliseconds that a server takes to start, in place of [`START_MS`].
+/// The environment variable of the server's start time in milliseconds. The default is
+/// [`START_MS`].
 pub const START_ENV: &str = "SIM_MPS_SERVER_START_MS";
 const START_MS: u64 = 150;
-/// What an illegal access leaves in the kernel log: an MMU fault.
+/// The XID of an illegal access: an MMU fault.
 const XID_MMU_FAULT: u64 = 31;
 const INVALID_DEVICE: i32 = 101;
 const UNKNOWN: i32 = 999;
 
-/// The program.
+/// The program's main function.
 pub fn main() -> ExitCode {
     let log = Log::stdout();
     match run(&log) {
@@ -56,7 +57,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     };
     let control = Path::new(&pipe_directory).join("control");
     log.line("Other", pid, &format!("Connecting to control daemon on socket: {}", control.display()));
-    // A server runs as its clients' user, who may not be able to reach the daemon's directory.
+    // The server runs as its clients' user, who may lack access to the daemon's directory.
     rustix::fs::access(&control, rustix::fs::Access::READ_OK)
         .with_context(|| format!("cannot reach {}", control.display()))?;
     log.line("Other", pid, "Initializing server process");
@@ -91,11 +92,12 @@ fn run(log: &Log) -> anyhow::Result<()> {
         devices,
         inner: Mutex::new(Inner { clients: Clients::new(rule), connections: BTreeMap::new(), bound: BTreeMap::new() }),
     });
-    server.say_settings(&settings);
+    server.log_settings(&settings);
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(Status::Active))?;
     let watched = Arc::clone(&server);
-    // The contexts end with the process: whoever waits for the GPU does not see it free before.
+    // The contexts must end with the process. If they ended earlier, another process could see the
+    // GPU as free.
     thread::spawn(move || watched.watch_devices(&own));
     let watched = Arc::clone(&server);
     thread::spawn(move || watched.watch_daemon());
@@ -103,7 +105,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A device of the machine, as the server serves it.
+/// A device of the machine that the server serves.
 #[derive(Debug)]
 struct Served {
     offer: Device,
@@ -138,35 +140,36 @@ struct Server {
 struct Inner {
     clients: Clients,
     connections: BTreeMap<u64, Entry>,
-    /// Limits by process, as they were when it introduced itself.
+    /// The limits of each process, as of its introduction.
     bound: BTreeMap<u32, Settings>,
 }
 
-/// What the server holds of a connection beside its state.
+/// The resources of a connection.
 struct Entry {
     channel: Arc<Connection>,
-    /// The number of its context in its process, from 1; 0 is the process itself.
+    /// The context's number within its process, from 1. 0 is the process's connection.
     id: u32,
-    context: Option<Held>,
+    context: Option<ClientMemory>,
 }
 
 /// A client's memory on the machine.
-struct Held {
+struct ClientMemory {
     memory: Context,
     ordinal: usize,
 }
 
 impl Server {
-    /// Serves until the daemon says to end, or is gone: one thing after the other.
+    /// Handles the daemon's messages one after the other until the daemon closes or requests a
+    /// shutdown.
     fn serve(self: &Arc<Self>) {
         while let Ok(Some(packet)) = self.link.recv_fd(wire::LONGEST) {
             match serde_json::from_slice(&packet.data) {
                 Ok(ToServer::Client { connection, settings }) => {
                     if let Some(socket) = packet.fd {
-                        self.let_in(connection, settings, Connection::from_fd(socket));
+                        self.admit(connection, settings, Connection::from_fd(socket));
                     }
                 }
-                Ok(ToServer::Settings(settings)) => self.say_settings(&settings),
+                Ok(ToServer::Settings(settings)) => self.log_settings(&settings),
                 Ok(ToServer::Ping { request }) => self.report(&FromServer::Answer { request, result: 0 }),
                 Ok(ToServer::Terminate { request, pid }) => {
                     let mut inner = self.lock();
@@ -180,13 +183,13 @@ impl Server {
         self.log("Server is shutting down");
     }
 
-    /// Ends the server when the daemon is gone, also while it waits for a client.
+    /// Exits when the daemon is gone, even while the server waits for a client.
     fn watch_daemon(&self) {
         self.link.wait_closed();
         std::process::exit(0);
     }
 
-    /// Ends the server when a device is taken away: a lost GPU, a reboot.
+    /// Exits when a device is lost or the machine reboots.
     fn watch_devices(&self, own: &[Context]) {
         let mut seen = 0;
         while let Ok(now) = self.machine.wait_change(seen, Duration::from_secs(60)) {
@@ -198,8 +201,8 @@ impl Server {
         }
     }
 
-    /// Hears a client's introduction, for as long as that takes, and lets it in.
-    fn let_in(self: &Arc<Self>, connection: u64, settings: Settings, socket: Connection) {
+    /// Waits for a client's introduction without a deadline, and admits the client.
+    fn admit(self: &Arc<Self>, connection: u64, settings: Settings, socket: Connection) {
         let channels = socket.attest().and_then(|()| Connection::pair());
         let Ok((channel, theirs)) = channels else {
             self.report(&FromServer::Left { connection });
@@ -212,13 +215,13 @@ impl Server {
             Err(refusal) => {
                 self.log("User did not send valid credentials");
                 if matches!(refusal, Refusal::Closed) {
-                    // Observed: a server whose client is gone in the middle of this never serves
-                    // another.
+                    // Observed: a server never serves another client after one closed in the middle
+                    // of its introduction.
                     loop {
                         thread::park();
                     }
                 }
-                // One that said something else is gone, or will find out.
+                // Errors are ignored: the peer may be gone.
                 let _ = socket.send(&UNKNOWN.to_le_bytes());
                 self.report(&FromServer::Left { connection });
                 return;
@@ -226,7 +229,7 @@ impl Server {
         };
         let channel = Arc::new(channel);
         let entered = self.enter(connection, subject, pid, settings, &channel);
-        // A client that is gone meanwhile is found so by who attends it.
+        // Errors are ignored: the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
             self.report(&FromServer::Left { connection });
@@ -234,7 +237,7 @@ impl Server {
         }
         let server = Arc::clone(self);
         let spawned = thread::Builder::new().stack_size(256 << 10).spawn(move || {
-            let orderly = server.attend(connection, &channel, &socket);
+            let orderly = server.serve_client(connection, &channel, &socket);
             server.leave(connection, orderly);
         });
         if spawned.is_err() {
@@ -242,7 +245,7 @@ impl Server {
         }
     }
 
-    /// Takes a process or a context in, or says why not.
+    /// Registers a process or a context, or returns the `CUresult` that rejects it.
     fn enter(
         &self,
         connection: u64,
@@ -267,15 +270,15 @@ impl Server {
         Ok(())
     }
 
-    /// One client's requests until it leaves: whether it said goodbye.
-    fn attend(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
-        // What it said before its end still counts, but not for ever.
-        let mut last_words = 64;
+    /// Serves a client's requests until it disconnects. Returns whether it said goodbye.
+    fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
+        // Messages from before the close still count, up to a limit.
+        let mut last_messages = 64;
         loop {
-            // The end shows on either: one of them may be somebody else's to close.
+            // Either socket shows the close. Another process may have a copy of one of them.
             if !channel.wait_readable_unless_closed(socket) {
-                last_words -= 1;
-                if last_words == 0 || !channel.is_readable() {
+                last_messages -= 1;
+                if last_messages == 0 || !channel.is_readable() {
                     return false;
                 }
             }
@@ -288,7 +291,7 @@ impl Server {
                         return false;
                     }
                 }
-                // Neither an end nor nonsense is a goodbye.
+                // A close or an invalid message is not a goodbye.
                 Ok(None) | Err(_) => return false,
             }
         }
@@ -351,7 +354,7 @@ impl Server {
         let sms = mps_sms(device.sms, limits::effective_threads(settings.threads, threads));
         let limit = settings.memory_of(DeviceName { ordinal, uuid });
         inner.connections.get_mut(&connection).ok_or(clients::INVALID_CONTEXT)?.context =
-            Some(Held { memory, ordinal });
+            Some(ClientMemory { memory, ordinal });
         inner.clients.created(connection);
         self.report(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
         Ok(FromContext::Created { sms, limit, free })
@@ -386,8 +389,8 @@ impl Server {
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
-            // Observed for every process. That a context which is not closed is told likewise, and
-            // one that is otherwise, is believed.
+            // Observed for the connection of a process. For contexts it is an assumption: a context
+            // closed in order logs nothing, and others log the same line.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));
@@ -398,10 +401,10 @@ impl Server {
         }
         let mut effects = inner.clients.left(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
-            // The log never names who died in the midst of its work, but somebody who lives: so
-            // measured in 47 of 47 such faults.
-            let lives = |other: &u64| *other != connection && inner.connections[other].context.is_some();
-            let named = inner.connections.keys().copied().filter(lives).min();
+            // The log names a living client and never the one that died. Measured in 47 of 47 such
+            // faults.
+            let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
+            let named = inner.connections.keys().copied().filter(alive).min();
             if let Some((pid, id)) =
                 named.and_then(|other| Some((inner.clients.pid(other)?, inner.connections[&other].id)))
             {
@@ -425,8 +428,8 @@ impl Server {
     fn apply(&self, inner: &mut Inner, effects: Vec<Effect>) {
         for effect in effects {
             match effect {
-                Effect::Break(connection) => inner.tell(connection, &FromContext::Broken(clients::ILLEGAL_ADDRESS)),
-                Effect::AskToEnd(connection) => inner.tell(connection, &FromContext::Terminate),
+                Effect::Break(connection) => inner.notify(connection, &FromContext::Broken(clients::ILLEGAL_ADDRESS)),
+                Effect::AskToEnd(connection) => inner.notify(connection, &FromContext::Terminate),
                 Effect::Release(connection) => {
                     if let Some(entry) = inner.connections.get_mut(&connection) {
                         entry.context = None;
@@ -434,39 +437,39 @@ impl Server {
                 }
                 Effect::Answer(request, result) => self.report(&FromServer::Answer { request, result }),
                 Effect::Status(status) => {
-                    self.say_status(status, inner);
+                    self.log_status(status, inner);
                     self.report(&FromServer::Status(status));
                 }
             }
         }
     }
 
-    fn say_status(&self, status: Status, inner: &Inner) {
-        let say = |text: &str| self.log.line("Other", std::process::id(), text);
+    fn log_status(&self, status: Status, inner: &Inner) {
+        let log = |text: &str| self.log.line("Other", std::process::id(), text);
         match status {
             Status::Fault => {
-                say("Volta MPS: Server is handling a fatal GPU error.");
+                log("Volta MPS: Server is handling a fatal GPU error.");
                 for (connection, entry) in &inner.connections {
                     if let (Some(pid), Some(_)) = (inner.clients.pid(*connection), &entry.context) {
-                        say(&format!("Volta MPS: status of client {{{pid}, {}}} is ACTIVE", entry.id));
+                        log(&format!("Volta MPS: status of client {{{pid}, {}}} is ACTIVE", entry.id));
                     }
                 }
-                say("The following devices");
-                (0..self.devices.len()).for_each(|ordinal| say(&ordinal.to_string()));
-                say("The following clients have a sticky error set:");
-                inner.clients.broken().iter().for_each(|pid| say(&pid.to_string()));
+                log("The following devices");
+                (0..self.devices.len()).for_each(|ordinal| log(&ordinal.to_string()));
+                log("The following clients have a sticky error set:");
+                inner.clients.broken().iter().for_each(|pid| log(&pid.to_string()));
             }
             Status::Active => {
                 for (ordinal, device) in self.devices.iter().enumerate() {
-                    say(&format!("Destroy server context on device {ordinal}"));
-                    say(&format!("Creating server context on device {ordinal} ({})", device.name));
+                    log(&format!("Destroy server context on device {ordinal}"));
+                    log(&format!("Creating server context on device {ordinal} ({})", device.name));
                 }
             }
             Status::Initializing => {}
         }
     }
 
-    fn say_settings(&self, settings: &Settings) {
+    fn log_settings(&self, settings: &Settings) {
         self.log(&format!("Active Threads Percentage set to {:.1}", settings.threads));
         for (ordinal, device) in self.devices.iter().enumerate() {
             if let Some(limit) = settings.memory_of(DeviceName { ordinal, uuid: &device.offer.uuid }) {
@@ -481,7 +484,7 @@ impl Server {
     }
 
     fn report(&self, message: &FromServer) {
-        // The daemon being gone ends the server by itself.
+        // Errors are ignored: the server exits when the daemon is gone.
         let _ = wire::send(&self.link, message);
     }
 
@@ -491,7 +494,7 @@ impl Server {
 }
 
 impl Inner {
-    /// Changes a live context's memory.
+    /// Changes the memory of a working context.
     fn memory(
         &self,
         connection: u64,
@@ -507,9 +510,8 @@ impl Inner {
         }
     }
 
-    /// Says something to a client that did not ask. One that does not read must not stop the
-    /// others.
-    fn tell(&self, connection: u64, message: &FromContext) {
+    /// Notifies a client. A client that does not read must not block the others.
+    fn notify(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {
             let _ = wire::try_send(&entry.channel, message);
         }

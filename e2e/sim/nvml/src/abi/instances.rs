@@ -1,4 +1,4 @@
-//! The exported functions about MIG: profiles, placements, GPU instances, compute instances, MIG
+//! Exported functions for MIG: profiles, placements, GPU instances, compute instances and MIG
 //! devices.
 
 use std::ffi::c_uint;
@@ -197,7 +197,7 @@ exports! {
     });
 }
 
-/// Runs a call about a GPU instance: the GPU's UUID and the instance's id.
+/// Runs a call about a GPU instance. `body` gets the GPU's UUID and the instance's id.
 fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
     guarded(|| {
         let (gpu, id) = mig::gpu_instance(instance)?;
@@ -205,7 +205,8 @@ fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32)
     })
 }
 
-/// Runs a call about a compute instance: the GPU's UUID, the GPU instance's id and its own.
+/// Runs a call about a compute instance. `body` gets the GPU's UUID, the GPU instance's id and the
+/// compute instance's id.
 fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, u32) -> Result<()>) -> Return {
     guarded(|| {
         let (gpu, gi, id) = mig::compute_instance(instance)?;
@@ -240,7 +241,7 @@ fn attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes_t>)
     })
 }
 
-/// Both versions of the structure begin with the version that the caller wants.
+/// Both versions of the structure begin with the version that the caller requests.
 fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -> Result<()> {
     type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;
@@ -326,8 +327,8 @@ fn put_compute_profile(
     }
 }
 
-/// Writes a list. Its callers provide as much room as the profile has instances or placements; a
-/// null list asks how many.
+/// Writes a list. The caller's buffer has space for all of the profile's instances or placements.
+/// With a null list, only the count is returned.
 fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
     let mut written = 0;
     for item in items {

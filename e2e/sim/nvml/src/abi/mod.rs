@@ -1,4 +1,4 @@
-//! The exported functions: arguments of C in, one of NVML's return codes out.
+//! Exported functions. They take C arguments and return NVML return codes.
 
 mod instances;
 pub(crate) mod raw;
@@ -16,11 +16,10 @@ use crate::{events, mig};
 
 type Return = sys::nvmlReturn_t;
 
-/// Defines exported functions. Each gets its own name, for the faults that are injected by it.
+/// Defines exported functions. Each body gets the function's name, by which faults are injected.
 macro_rules! exports {
     ($($name:ident($($argument:ident: $type:ty),* $(,)?) |$own:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is NVML's, and this library stands in for NVML: a program loads one or
-        // the other.
+        // SAFETY: the name is one of NVML's. A program loads either NVML or this library.
         #[unsafe(no_mangle)]
         extern "C" fn $name($($argument: $type),*) -> $crate::abi::Return {
             let $own = stringify!($name);
@@ -30,7 +29,7 @@ macro_rules! exports {
 }
 pub(crate) use exports;
 
-/// The version of a structure, as NVML's macro makes it: its size, and the number in the top byte.
+/// Returns the version of a structure like NVML's macro: the size, with the number in the top byte.
 pub(crate) fn version<T>(number: u32) -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(0) | number << 24
 }
@@ -105,8 +104,8 @@ exports! {
             busId: chars(&gpu.pci.bus_id()),
         })
     });
-    // As on a machine whose GPUs' memory is no NUMA node of its own: the nearest node is what the
-    // memory affinity says.
+    // The GPU's memory is not a NUMA node, as on most machines. The nearest node is in the memory
+    // affinity.
     nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
         on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
@@ -130,7 +129,7 @@ exports! {
 
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| on_device(own, device, |view, d| {
         let m = device::memory(view, &d)?;
-        // The first version of this call counts what the driver reserves as used.
+        // This call's first version counts the driver's reserve as used.
         out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
     });
     nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| on_device(own, device, |view, d| {
@@ -179,7 +178,7 @@ exports! {
         processes(own, device, List::Graphics, count, out);
 
     nvmlDeviceGetUtilizationRates(device: Handle, out: Out<sys::nvmlUtilization_t>) |own| on_device(own, device, |view, d| {
-        // A MIG device has no counters of its own.
+        // MIG devices have no counters.
         if d.mig.is_some() || d.gpu.mig {
             return Err(Code::NOT_SUPPORTED);
         }
@@ -228,7 +227,7 @@ exports! {
     });
     nvmlDeviceGetRetiredPagesPendingStatus(device: Handle, pending: Out<sys::nvmlEnableState_t>) |own|
         on_gpu(own, device, |_, gpu, model| {
-            // Newer ones remap rows in place of retiring pages.
+            // Newer architectures remap rows instead of retiring pages.
             if model.architecture != "Turing" {
                 return Err(Code::NOT_SUPPORTED);
             }
@@ -236,7 +235,7 @@ exports! {
         });
     nvmlDeviceGetFieldValues(device: Handle, count: c_int, values: Out<sys::nvmlFieldValue_t>) |own|
         on_gpu(own, device, |_, gpu, _| {
-            // More than there are fields is a count taken from garbage.
+            // A count above the number of fields is garbage.
             let count = usize::try_from(count).ok().filter(|count| (1..=512).contains(count));
             (0..count.ok_or(Code::INVALID_ARGUMENT)?).try_for_each(|at| {
                 let mut value = values.get_at(at)?;
@@ -263,8 +262,8 @@ exports! {
         wait(own, set, data, milliseconds);
 }
 
-/// A text that a C program prints. It needs no initialisation.
-// SAFETY: as for the others: the name is NVML's.
+/// Returns the text of a return code. It requires no initialisation.
+// SAFETY: the name is one of NVML's, as above.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
     let text = match code {
@@ -326,7 +325,7 @@ fn by_bus(name: &str, bus: Text, out: Out<Handle>) -> Return {
 }
 
 fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
-    // 65,536 bits: more than any machine has, and a size taken from garbage does not make this fill
+    // 65,536 bits are more than any machine needs. The limit keeps a garbage size from filling
     // memory.
     let words = (size as usize).min(1024);
     if words == 0 {
@@ -343,13 +342,14 @@ fn change(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Resu
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
-/// The caller's room, and what is to be put there: with too little room, only how much is needed.
-fn room<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
-    let room = count.get()? as usize;
+/// Writes the needed count and checks the caller's buffer. A buffer that is too small gets only the
+/// count.
+fn check_buffer<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
+    let size = count.get()? as usize;
     count.put(number(needed))?;
     match needed {
         0 => Ok(()),
-        _ if room < needed => Err(Code::INSUFFICIENT_SIZE),
+        _ if size < needed => Err(Code::INSUFFICIENT_SIZE),
         _ if out.is_null() => Err(Code::INVALID_ARGUMENT),
         _ => Ok(()),
     }
@@ -364,7 +364,7 @@ fn processes(
 ) -> Return {
     on_device(name, device, |view, d| {
         let listed = device::processes(view, &d, list)?;
-        room(count, out, listed.len())?;
+        check_buffer(count, out, listed.len())?;
         listed.iter().enumerate().try_for_each(|(at, p)| {
             let entry = sys::nvmlProcessInfo_v2_t {
                 pid: p.pid,
@@ -386,7 +386,7 @@ fn processes_v1(
 ) -> Return {
     on_device(name, device, |view, d| {
         let listed = device::processes(view, &d, list)?;
-        room(count, out, listed.len())?;
+        check_buffer(count, out, listed.len())?;
         listed
             .iter()
             .enumerate()
@@ -402,7 +402,7 @@ fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: 
         let event = events::wait(view, set, Duration::from_millis(milliseconds.into()))?;
         let device = handle(Object::Device(event.gpu));
         data.put(sys::nvmlEventData_t {
-            // A handle is a number in this library, and a pointer that nobody follows outside it.
+            // The handle is a number in this library. Callers must not dereference it.
             device: std::ptr::without_provenance_mut(device),
             eventType: events::bit(event.kind),
             eventData: if event.kind == EventKind::Xid { event.data } else { 0 },
@@ -412,7 +412,7 @@ fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: 
     })
 }
 
-/// Whether a handle is a MIG device's; what a call about no machine needs.
+/// Whether a handle is a MIG device's. It does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     guarded(|| {
         let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };

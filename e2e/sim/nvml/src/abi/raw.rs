@@ -1,11 +1,11 @@
-//! The pointers that C passes, as types that check for null and are read and written in one place.
+//! Types for pointers from C. They check for null, and only this file dereferences them.
 
 use std::ffi::{CStr, c_char, c_uint};
 
 use crate::library::{Code, Result};
 
-/// Where a call writes a value, or several: null, or what NVML's documentation asks the caller to
-/// provide.
+/// A pointer to which a call writes one or more values. It is null or valid according to NVML's
+/// documentation.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Out<T>(*mut T);
@@ -27,38 +27,37 @@ impl<T: Copy> Out<T> {
     /// Writes an element of an array.
     pub(crate) fn put_at(self, index: usize, value: T) -> Result<()> {
         let to = self.checked()?;
-        // SAFETY: not null, and NVML's contract: the caller's buffer is valid for writes of as many
-        // values as the call is documented to return, or as the caller's own count says, which is
-        // checked before. C aligns it; programs that pack their structures would not, so the write
-        // does not rely on it.
+        // SAFETY: the pointer is not null. By NVML's contract the buffer is valid for writes of the
+        // documented number of values, or of the caller's count, which was checked. Programs that
+        // pack their structures do not align it, so the write does not assume alignment.
         unsafe { to.add(index).write_unaligned(value) };
         Ok(())
     }
 
-    /// Reads what the caller put there: a count, or the version of a structure.
+    /// Reads the caller's value: a count, or the version of a structure.
     pub(crate) fn get(self) -> Result<T> {
         let from = self.checked()?;
-        // SAFETY: not null, and NVML's contract: the caller's variable is valid and holds what it
-        // passes in. `T` is an integer or a C structure of integers, for which any bits will do.
+        // SAFETY: the pointer is not null. By NVML's contract the variable is valid and
+        // initialised. `T` is an integer or a C structure of integers, for which all bit patterns
+        // are valid.
         Ok(unsafe { from.read_unaligned() })
     }
 
-    /// Reads an element of an array that the caller filled.
+    /// Reads an element of the caller's array.
     pub(crate) fn get_at(self, index: usize) -> Result<T> {
         let from = self.checked()?;
-        // SAFETY: as for `get`, and the caller's own count, which is checked before, says that
-        // there are so many.
+        // SAFETY: as for `get`. The caller's count, which was checked, covers the element.
         Ok(unsafe { from.add(index).read_unaligned() })
     }
 
-    /// The same address, as another version of a structure.
+    /// Returns the same address as a pointer to another version of the structure.
     pub(crate) fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
     }
 }
 
 impl Out<c_char> {
-    /// Writes a text and its end into a buffer of so many bytes.
+    /// Writes a NUL-terminated text into a buffer of `length` bytes.
     pub(crate) fn text(self, length: c_uint, text: &str) -> Result<()> {
         self.checked()?;
         if text.len() >= length as usize {
@@ -68,7 +67,7 @@ impl Out<c_char> {
     }
 }
 
-/// A value that the caller passes by address.
+/// A pointer to a value that the caller passes.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct In<T>(*const T);
@@ -78,13 +77,13 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and NVML's contract: it points to a value of this type, a C structure
-        // of integers.
+        // SAFETY: the pointer is not null. By NVML's contract it points to a value of this type, a
+        // C structure of integers.
         Ok(unsafe { self.0.read_unaligned() })
     }
 }
 
-/// A text that the caller passes.
+/// A pointer to a text that the caller passes.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Text(*const c_char);
@@ -94,14 +93,14 @@ impl Text {
         if self.0.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and NVML's contract: a text that ends with a zero byte and stays as it
-        // is during the call.
+        // SAFETY: the pointer is not null. By NVML's contract the text ends with a zero byte and
+        // does not change during the call.
         let text = unsafe { CStr::from_ptr(self.0) };
         text.to_str().map(str::to_owned).map_err(|_| Code::INVALID_ARGUMENT)
     }
 }
 
-/// A text in a structure's array of characters, cut where it does not fit.
+/// Copies a text to a structure's character array, truncated if too long.
 pub(crate) fn chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (to, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {

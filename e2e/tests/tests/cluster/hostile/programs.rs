@@ -562,7 +562,7 @@ fn lied(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
             return Ok(Outcome::Succeeded(outcome));
         }
         // If the door closes the connection early, the client cannot send the rest.
-        let ended = outcome.contains("cannot lie to");
+        let ended = outcome.contains("cannot connect to");
         outcomes.push(if ended { format!("closed: {outcome}") } else { outcome });
     }
     Ok(Outcome::Refused(outcomes))

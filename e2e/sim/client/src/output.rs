@@ -1,0 +1,9 @@
+//! Output of the program.
+
+use std::io::{self, Write};
+
+/// Prints a line. Errors are ignored, because the reader may be gone.
+pub(crate) fn print(value: &serde_json::Value) {
+    let mut out = io::stdout().lock();
+    let _ = writeln!(out, "{value}").and_then(|()| out.flush());
+}

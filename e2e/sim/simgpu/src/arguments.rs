@@ -1,0 +1,237 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use sim_machine::{DEFAULT_DIR, STATE_ENV};
+
+/// Creates, shows and changes the GPUs that the simulated NVML, MPS and CUDA programs see.
+///
+/// Changes apply immediately to all running programs. GPU is an index or a UUID.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Examples:\n  \
+    simgpu init --gpus 4xH100-80 --gpus T4\n  \
+    simgpu xid 2 79                               the driver reports that GPU 2 fell off the bus\n  \
+    simgpu lose 2; simgpu restore 2               calls about GPU 2 fail with GPU_IS_LOST, then work\n  \
+    simgpu fail nvmlDeviceGetUUID --gpu 0 --code UNKNOWN --count 3\n  \
+    simgpu hang nvmlEventSetWait --seconds 30\n  \
+    simgpu clear                                  removes all injected faults\n  \
+    simgpu set 0 compute-mode=EXCLUSIVE_PROCESS temperature=90"
+)]
+pub(crate) struct Arguments {
+    /// The machine's directory.
+    #[arg(long, global = true, env = STATE_ENV, default_value = DEFAULT_DIR, value_name = "DIR")]
+    pub(crate) state: PathBuf,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Create a machine, and replace an existing one.
+    Init {
+        /// GPUs as `COUNTxMODEL` or `MODEL`, in the order of their indices. Repeatable.
+        /// `simgpu models` lists the models.
+        #[arg(long, value_name = "COUNTxMODEL")]
+        gpus: Vec<String>,
+        /// A JSON file that describes the machine. Unlike --gpus it can set UUIDs, NUMA nodes, PCI
+        /// addresses and additional models.
+        #[arg(long, value_name = "FILE", conflicts_with_all = ["gpus", "machine"])]
+        file: Option<PathBuf>,
+        /// The machine's name, from which UUIDs are derived.
+        #[arg(long, default_value = "simulated", value_name = "NAME")]
+        machine: String,
+    },
+    /// Show the GPUs, their MIG instances, processes and faults.
+    Show {
+        /// The output format.
+        #[arg(short, long, value_enum, default_value_t)]
+        output: Output,
+    },
+    /// List the models and their MIG profiles.
+    Models,
+    /// List the processes on the GPUs.
+    Processes {
+        /// The output format.
+        #[arg(short, long, value_enum, default_value_t)]
+        output: Output,
+    },
+    /// Make the driver report an XID.
+    Xid {
+        /// The GPU.
+        gpu: String,
+        /// The XID, such as 79.
+        code: u64,
+        /// The MIG device concerned, as GPU instance and compute instance.
+        #[arg(long, value_name = "GI,CI", value_parser = instance)]
+        instance: Option<(u32, u32)>,
+    },
+    /// Add ECC errors to the counters, and report them as events.
+    Ecc {
+        /// The GPU.
+        gpu: String,
+        /// Number of uncorrected errors.
+        #[arg(long, default_value_t = 0)]
+        uncorrected: u64,
+        /// Number of corrected errors.
+        #[arg(long, default_value_t = 0)]
+        corrected: u64,
+    },
+    /// Make a GPU fall off the bus: every call about it fails with `GPU_IS_LOST`. It reports no
+    /// XID (see `xid`).
+    Lose {
+        /// The GPU.
+        gpu: String,
+    },
+    /// Restore a lost GPU in its previous state.
+    Restore {
+        /// The GPU.
+        gpu: String,
+    },
+    /// Reset a GPU: activate a pending MIG mode, clear ECC counts and requested recovery, destroy
+    /// MIG instances and restore a lost GPU. Fails while a working GPU is in use.
+    Reset {
+        /// The GPU.
+        gpu: String,
+    },
+    /// Make calls fail, by the NVML function's name with or without its version, or by a prefix
+    /// with `*`.
+    Fail {
+        /// The call, such as `nvmlDeviceGetUUID` or `nvmlDevice*`.
+        call: String,
+        /// Apply only to calls about this GPU and its MIG devices, or about this MIG device.
+        #[arg(long)]
+        gpu: Option<String>,
+        /// The return code, by NVML's name or number.
+        #[arg(long, default_value = "UNKNOWN", value_parser = code)]
+        code: i32,
+        /// Apply only to this number of calls.
+        #[arg(long)]
+        count: Option<u32>,
+    },
+    /// Make calls hang and then work.
+    Hang {
+        /// The call.
+        call: String,
+        /// Apply only to calls about this GPU.
+        #[arg(long)]
+        gpu: Option<String>,
+        /// How long calls hang. By default they hang until the fault is cleared.
+        #[arg(long)]
+        seconds: Option<f64>,
+        /// Apply only to this number of calls.
+        #[arg(long)]
+        count: Option<u32>,
+    },
+    /// Remove all injected faults, or those with these numbers (see `show`).
+    Clear {
+        /// The numbers of the faults.
+        ids: Vec<u64>,
+    },
+    /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature,
+    /// utilization, remap-pending, remap-failed, recovery (the action that the driver requests:
+    /// none, reset, reboot or drain-and-reset).
+    Set {
+        /// The GPU.
+        gpu: String,
+        /// The changes as KEY=VALUE. An empty value restores the model's default.
+        #[arg(required = true, value_name = "KEY=VALUE")]
+        values: Vec<String>,
+    },
+    /// Change the driver.
+    Driver {
+        /// Whether it is loaded.
+        #[arg(long)]
+        present: Option<bool>,
+        /// Its version.
+        #[arg(long)]
+        version: Option<String>,
+        /// CUDA's version as NVML encodes it: 13000 is 13.0.
+        #[arg(long)]
+        cuda: Option<i32>,
+    },
+    /// Create or destroy MIG devices, like an administrator with nvidia-smi.
+    #[command(subcommand)]
+    Mig(Mig),
+    /// Use a GPU without MPS, until killed.
+    Hold {
+        /// The GPU, or a MIG device by its UUID.
+        gpu: String,
+        /// The memory to allocate.
+        #[arg(long, default_value_t = 500, value_name = "MIB")]
+        memory: u64,
+        /// Register as a graphics process.
+        #[arg(long)]
+        graphics: bool,
+    },
+    /// Reboot the machine. Processes, MIG instances, events, ECC counts, compute modes and lost
+    /// GPUs are cleared. MIG mode stays if the board stores it (Ampere), as do injected faults.
+    Reboot,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Mig {
+    /// Create a GPU instance with one compute instance of its size, and print the MIG device's
+    /// UUID.
+    Create {
+        /// The GPU.
+        gpu: String,
+        /// The profile, such as 3g.40gb.
+        profile: String,
+        /// The first memory slice.
+        #[arg(long)]
+        at: Option<u32>,
+    },
+    /// Destroy a MIG device and its GPU instance. Fails while a process uses it.
+    Destroy {
+        /// The MIG device's UUID.
+        uuid: String,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// Tables.
+    #[default]
+    Table,
+    /// JSON.
+    Json,
+}
+
+/// Parses an NVML return code, by name or number.
+pub(crate) fn code(text: &str) -> Result<i32, String> {
+    let name = text.to_ascii_uppercase();
+    let name = name.strip_prefix("NVML_ERROR_").unwrap_or(&name);
+    let code = match name {
+        "UNINITIALIZED" => 1,
+        "INVALID_ARGUMENT" => 2,
+        "NOT_SUPPORTED" => 3,
+        "NO_PERMISSION" => 4,
+        "NOT_FOUND" => 6,
+        "INSUFFICIENT_SIZE" => 7,
+        "DRIVER_NOT_LOADED" => 9,
+        "TIMEOUT" => 10,
+        "IRQ_ISSUE" => 11,
+        "LIBRARY_NOT_FOUND" => 12,
+        "FUNCTION_NOT_FOUND" => 13,
+        "GPU_IS_LOST" => 15,
+        "RESET_REQUIRED" => 16,
+        "OPERATING_SYSTEM" => 17,
+        "LIB_RM_VERSION_MISMATCH" => 18,
+        "IN_USE" => 19,
+        "MEMORY" => 20,
+        "NO_DATA" => 21,
+        "INSUFFICIENT_RESOURCES" => 23,
+        "UNKNOWN" => 999,
+        _ => return name.parse().map_err(|_| format!("{text} is not an NVML return code")),
+    };
+    Ok(code)
+}
+
+/// Parses `1,0` as GPU instance and compute instance.
+pub(crate) fn instance(text: &str) -> Result<(u32, u32), String> {
+    let parts = text.split_once(',').and_then(|(gi, ci)| Some((gi.parse().ok()?, ci.parse().ok()?)));
+    parts.ok_or_else(|| format!("{text} is not GI,CI"))
+}
