@@ -282,11 +282,11 @@ pub(super) const PODS: Target = Target {
                 serde_json::from_value::<PodObject>(pod).ok()
             });
             for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
-                pod.note_departure("n1", &mut terminating, &mut shutdown);
+                pod.note_termination("n1", &mut terminating, &mut shutdown);
                 shutdown.update(&mut terminating, now);
                 pod.named();
                 if let Some(bound) = pod.bound("n1") {
-                    assert!(!bound.wants.is_empty());
+                    assert!(!bound.requests.is_empty());
                     pending.update_pod(bound, now);
                 }
             }
