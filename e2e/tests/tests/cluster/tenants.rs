@@ -69,8 +69,8 @@ fn a_pod_that_escapes_its_memory_limit_is_told_and_its_neighbour_is_not() -> Res
     scope.running("neighbour")?;
     scope.pod("escape", &json!({SHARES: 1}), ESCAPE)?;
     found(&cluster, &scope, "escape", "MemoryExceeded")?;
-    let found = events(&cluster, &scope, "escape", "MemoryExceeded")?;
-    let note = text(&found[0]["note"]);
+    let reported = events(&cluster, &scope, "escape", "MemoryExceeded")?;
+    let note = text(&reported[0]["note"]);
     ensure!(note.contains("MiB") && note.contains("ask for more shares"), "the Event says {note:?}");
     let figures = wait_for("the metrics have both pods", PATIENCE, || {
         let text = query_agent(&cluster, "metrics")?;
