@@ -19,7 +19,7 @@ use crate::{Seen, Target, assert_tells};
 
 pub(super) const POLICY: Target = Target {
     name: "policy",
-    what: "SharingPolicy, whatever its definition lets through",
+    what: "SharingPolicy objects that the API server accepts",
     shape: Shape::Json,
     words: &[
         "mode",
