@@ -177,7 +177,11 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
         pod["metadata"]["annotations"] = annotations;
         pod
     };
-    refused(&scope, &annotated(json!({"cleave.dev/slice": "x", "a": "b"})), &["(cleave.dev/slice)", "only the Cleave operator"])?;
+    refused(
+        &scope,
+        &annotated(json!({"cleave.dev/slice": "x", "a": "b"})),
+        &["(cleave.dev/slice)", "only the Cleave operator"],
+    )?;
     refused(&scope, &annotated(json!({"placement.cleave.dev/slice": "x"})), &["cleave.dev/allow=annotations"])?;
     admitted(&scope, &annotated(json!({"cleave.dev.example.com/slice": "x", "notcleave.dev/slice": "y"})))?;
     scope.pod("t", &json!({SHARES: 1}), "true")?;

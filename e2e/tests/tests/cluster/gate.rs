@@ -106,7 +106,7 @@ fn template(app: &str, shares: u32) -> Value {
     json!({"metadata": {"labels": {"app": app}}, "spec": spec})
 }
 
-/// Creates a Deployment, a StatefulSet, a DaemonSet and a Job whose pods request shares. Their
+/// Creates a Deployment, a `StatefulSet`, a `DaemonSet` and a Job whose pods request shares. Their
 /// names are `deployed`, `stateful`, `daemon` and `job`.
 fn create_controllers(scope: &Scope) -> Result<()> {
     let (cluster, ns) = (scope.cluster, &scope.namespace);
@@ -205,7 +205,7 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
     Ok(())
 }
 
-/// Two PriorityClasses, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
+/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
 struct Priorities<'a>(&'a Cluster);
 
 const PRIORITIES: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";

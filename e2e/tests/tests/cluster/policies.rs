@@ -1,4 +1,4 @@
-//! SharingPolicies: an invalid one is refused with an explanation, a valid one is applied without a
+//! Sharing policies: an invalid one is refused with an explanation, a valid one is applied without a
 //! restart.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES, Refused, Scope, text, wait_until, wait_without_violation};
