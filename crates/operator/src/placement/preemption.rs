@@ -20,7 +20,7 @@ pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> 
     /// Pods that a disruption budget protects.
     pub(super) protected: &'a BTreeMap<String, Duration>,
     pub(super) claims: &'a PodClaims,
-    /// How many preemptors were considered so far.
+    /// The number of preemptors considered so far.
     pub(super) considered: usize,
 }
 
@@ -60,7 +60,7 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
 }
 
 /// Whether no victim is protected by a disruption budget. Evicting only the others would free too
-/// little, and an exhausted budget must not be requested at each reconcile.
+/// little, and an eviction that the budget refuses must not be retried at each reconcile.
 fn can_evict(preemption: &Preemption, protected: &BTreeMap<String, Duration>) -> bool {
     !preemption.victims.iter().any(|victim| protected.contains_key(victim))
 }
