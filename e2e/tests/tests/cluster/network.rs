@@ -1,5 +1,5 @@
-//! The chart's network policies, on a network that enforces them: who can read metrics, where Cleave
-//! can connect to, and that Cleave works with them.
+//! The chart's network policies, on a network that enforces them: who can read metrics, where
+//! Cleave can connect to, and that Cleave works with them.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM, Scope, on_node, process, text, wait_until};
 use serde_json::{Value, json};
