@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn the_built_in_models_are_consistent() {
-        assert_eq!(builtin_models().len(), 7);
+        assert!(!builtin_models().is_empty(), "models.json is not valid");
         for model in builtin_models() {
             for p in &model.gpu_profiles {
                 let text = format!("{} {}", model.name, p.name);
