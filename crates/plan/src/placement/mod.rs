@@ -1,7 +1,7 @@
 //! Chooses the node and GPU for a pod, such that most of what pods typically request still fits.
 //!
-//! The operator uses only the interface [`Score`], through the ledger, which scores by the tightest
-//! fit. [`Placer`] and the learned score [`Value`] are used by the simulation `cleave-bench trace`
+//! The operator uses [`Score`] and its types through the ledger, with the tightest fit as score.
+//! [`Placer`] and the learned score [`Value`] are used only by the simulation `cleave-bench trace`
 //! and by tests.
 //!
 //! - [`demand`] learns what pods typically request.
