@@ -1,7 +1,7 @@
 //! The limits of k of n MPS shares of a GPU: thread percentage, SMs and memory.
 //!
 //! The results must match the figures measured on an H200 with driver 580
-//! (`docs/explanation/measurements.md`).
+//! (`docs/explanation/measurements-gpu.md`).
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Mebibytes, Percent, Sms};
@@ -86,7 +86,7 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
 ///
 /// GPUs of compute capability 9.0 with driver 580 take 27.1 MiB and 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
-/// `docs/explanation/measurements.md`). A larger stack and the code of kernels take more.
+/// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels take more.
 pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))

@@ -86,7 +86,7 @@ struct Pod {
     nodes: Vec<String>,
     bound: Option<String>,
     served: bool,
-    /// The note written when the pod was released. It never changes.
+    /// The annotation written when the pod was released. It never changes.
     noted: Noted,
 }
 
@@ -274,7 +274,7 @@ impl World {
         }
     }
 
-    /// A ledger rebuilt from the nodes and the notes of the pods.
+    /// A ledger rebuilt from the nodes and the annotations of the pods.
     fn rebuilt(&self, noted: impl Fn(&str, &Pod) -> Noted) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(

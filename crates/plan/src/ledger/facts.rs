@@ -14,9 +14,9 @@ pub struct Claim {
     pub asks: Vec<Ask>,
     /// Where the pod may go.
     pub place: Place,
-    /// The reservations noted for the pod when it was released, by node. Agents allocate by them.
-    /// After a swap, these are the notes of the pod that it swapped with. Empty for a pod that
-    /// bypassed the gate.
+    /// The reservations in the pod's annotation, by node. Agents allocate by them. After a swap,
+    /// these are the reservations of the pod that it swapped with. Empty for a pod that bypassed
+    /// the gate.
     pub noted: BTreeMap<String, Vec<Reservation>>,
 }
 

@@ -10,17 +10,19 @@
 //!
 //! 1. The claims on the node determine which units must be reserved: those that their pods request
 //!    and have not been allocated yet.
-//! 2. A reservation stays on the device that the pod's note names, while it fits there and is
+//! 2. A reservation stays on the device that the pod's annotation names, while it fits there and is
 //!    needed.
 //! 3. Any other needed unit is reserved on a device with room, if there is one.
 //!
-//! Notes follow allocations: if a pod was allocated the units noted for another pod, the two notes
-//! are swapped. There is no other history. It follows that
+//! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
+//! follow allocations: if a pod was allocated the units that another pod's annotation names, the
+//! copies of the two pods are swapped. The annotations stay. There is no other history. It follows
+//! that
 //!
 //! - the units reserved on a device never exceed its free units (`stock.rs` has the only
 //!   subtraction, and the only way to add a reservation),
-//! - a ledger rebuilt from observations and notes equals the lost one, unless a node is short of
-//!   units ([`Ledger::rebuild`]).
+//! - a ledger rebuilt from observations and annotations equals the lost one, unless a node is short
+//!   of units ([`Ledger::rebuild`]).
 //!
 //! The ledger does not know how a node allocates units, and it reads no clock: callers pass in the
 //! time.
@@ -68,7 +70,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Builds a ledger from facts. Claims without notes are reserved too, if there is room.
+    /// Builds a ledger from facts. Claims without an annotation are reserved too, if there is
+    /// room.
     ///
     /// The facts must be at least as new as the writes of the lost ledger: a released pod that is
     /// not among the claims loses its reservation.
@@ -409,8 +412,8 @@ impl Ledger {
         self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
-    /// Finds new notes for a rebuilt node if the old ones leave a claim without a place. That can
-    /// happen if pods swapped units and then terminated.
+    /// Finds new reservations for the claims of a rebuilt node if those of the annotations leave a
+    /// claim without a place. That can happen if pods swapped units and then terminated.
     fn renew_notes(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {

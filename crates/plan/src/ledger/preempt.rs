@@ -39,10 +39,10 @@ pub struct Waiting<'a> {
 pub struct Holder {
     /// Its priority.
     pub priority: i32,
-    /// When it started.
+    /// When it started. The operator passes the time at which the pod was created.
     pub started: Moment,
-    /// Whether evicting it would violate a disruption budget. It is preempted only if nothing else
-    /// helps.
+    /// Whether a disruption budget protects it. The operator passes whether the API server refused
+    /// its eviction shortly before. Other victims are preferred.
     pub protected: bool,
     /// Whether it is terminating. Its units become free without preempting it.
     pub ending: bool,

@@ -1,5 +1,9 @@
 //! Chooses the node and GPU for a pod, such that most of what pods typically request still fits.
 //!
+//! The operator uses [`Score`] and its types through the ledger, with the tightest fit as score.
+//! [`Placer`] and the learned score [`Value`] are used only by the simulation `cleave-bench trace`
+//! and by tests.
+//!
 //! - [`demand`] learns what pods typically request.
 //! - [`value`] computes the value of free capacity for that demand. `docs/explanation/planning.md`
 //!   explains the formula.

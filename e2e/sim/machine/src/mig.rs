@@ -238,7 +238,9 @@ mod tests {
 
     #[test]
     fn the_built_in_models_are_consistent() {
-        assert_eq!(builtin_models().len(), 7);
+        let names: Vec<&String> = builtin_models().iter().flat_map(|m| m.aliases.iter().chain([&m.name])).collect();
+        let distinct: std::collections::BTreeSet<&String> = names.iter().copied().collect();
+        assert!(!names.is_empty() && distinct.len() == names.len(), "names and aliases are unique: {names:?}");
         for model in builtin_models() {
             for p in &model.gpu_profiles {
                 let text = format!("{} {}", model.name, p.name);
