@@ -7,7 +7,7 @@ use cleave_operator::policies::apply;
 use cleave_operator::policies::demand::{self, Outcome};
 use cleave_operator::policies::plan::{self, Invalid};
 use cleave_operator::policies::snapshot::History;
-use cleave_operator::policies::validate::{MpsShare, Share, ShareSize, validate};
+use cleave_operator::policies::validate::{MpsShare, ShareSize, SharingMode, validate};
 use cleave_operator::read::{AgentPod, NodeObject, Observed};
 use kube::core::DeserializeGuard;
 use serde::Deserialize;
@@ -76,7 +76,7 @@ pub(super) const POLICY: Target = Target {
         match validate("p", None, &policy.spec) {
             Err(_) => Seen::Refused,
             Ok(valid) => {
-                if let Share::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
+                if let SharingMode::Mps(MpsShare { size: ShareSize::Units(units), .. }) = valid.share {
                     assert!((1..=48).contains(&units), "a policy with {units} units was accepted");
                 }
                 Seen::Read
