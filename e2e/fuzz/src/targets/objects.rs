@@ -114,8 +114,8 @@ pub(super) fn read(cluster: &Value) -> Option<Observed> {
     Cluster::deserialize(cluster).ok().map(Cluster::observed)
 }
 
-/// Runs the operator's planning. Checks that the plan breaks no rule, and that what it writes can
-/// be read again.
+/// Runs the operator's planning. Checks that the plan breaks no rule, and that the written objects
+/// can be read again.
 pub(super) fn planned(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome = demand::overlay(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);

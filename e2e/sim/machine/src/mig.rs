@@ -97,7 +97,7 @@ impl Gpu {
             || used().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// How many more instances of a profile fit. With MIG off, it counts as on an empty GPU.
+    /// Number of further instances of a profile that fit. With MIG off, counts as on an empty GPU.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
         let mut trial = Self { mig: true, ..self.clone() };
