@@ -52,7 +52,8 @@ pub struct NodeFacts {
     pub model: String,
     /// Devices of the node.
     pub devices: Vec<DeviceFacts>,
-    /// Allocations on the node. A claim needs no reservation for what its pod has been allocated.
+    /// Allocations on the node. A claim needs no reservation for units that its pod has been
+    /// allocated.
     pub allocations: Vec<Allocation>,
 }
 
@@ -82,7 +83,7 @@ pub struct Allocation {
     pub units: Units,
 }
 
-/// Units of one device that are reserved for a pod that requests that many.
+/// Reserved units of one device, for a pod that requests this number of units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Reservation {
     /// The extended resource.

@@ -1,4 +1,4 @@
-//! Decides on which devices of a node the units of its claims are reserved.
+//! Decides which devices of a node hold the reservations of its claims.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::facts::{Allocation, Claim, Reservation};
@@ -212,9 +212,9 @@ type Missing<'a> = (Units, Option<&'a str>);
 
 /// Units that a pod still needs, by resource.
 ///
-/// Each allocation settles an ask of its size. Otherwise it settles a part of the smallest larger
-/// ask, because one ask can be several containers. Any further allocation reduces the remaining
-/// asks, the largest first.
+/// Each allocation satisfies an ask of its size, if there is one. Otherwise it satisfies a part of
+/// the smallest larger ask, because one ask can be several containers. Any further allocation
+/// reduces the remaining asks, the largest first.
 pub(super) fn outstanding<'a>(asks: &'a [Ask], allocated: &'a [Allocation]) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for ask in asks {
