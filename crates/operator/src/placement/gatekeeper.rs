@@ -44,7 +44,8 @@ pub struct Gatekeeper {
     tracker: PodTracker,
     claims: PodClaims,
     queue: Queue,
-    /// Pods that a disruption budget protects, with the time until which they count as protected.
+    /// Pods whose eviction a disruption budget refused, with the time until which they count as
+    /// protected.
     protected: BTreeMap<String, Duration>,
     stranded: Stranded,
     /// The replacement of MPS hosts.

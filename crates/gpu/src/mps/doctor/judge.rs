@@ -360,7 +360,8 @@ mod tests {
         Exchange { command, answer: answer.to_owned(), set }
     }
 
-    /// An H200 under driver 580.
+    /// An H200 under driver 580, without the commands over `control` that this driver obeys although
+    /// Cleave expects a refusal.
     fn measured() -> Observations {
         let commands = vec![
             exchange(Command::SetDefaultThreads(50), "50.0", None),
