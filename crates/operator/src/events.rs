@@ -11,14 +11,14 @@ use crate::policies::status::shorten;
 use crate::read::Observed;
 
 /// How long a pod must wait for room before it gets an Event. Most pods find room sooner.
-const PATIENCE: Duration = Duration::from_secs(2);
+const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events of one pod with different messages.
-const REPEAT: Duration = Duration::from_secs(300);
+const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
 /// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events at
 /// once.
 const MAX_PER_PASS: usize = 20;
 /// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
-const MAX_NOTE: usize = 1000;
+const MAX_NOTE_BYTES: usize = 1000;
 
 /// Remembers what was reported, so that each Event is published once.
 #[derive(Debug, Default)]
@@ -39,7 +39,7 @@ struct Reported {
 }
 
 /// Time after which to check again for pods that have not waited long enough to get an Event.
-pub(crate) const LOOK_AGAIN: Duration = PATIENCE;
+pub(crate) const EVENT_CHECK_DELAY: Duration = NO_ROOM_EVENT_DELAY;
 
 impl EventPublisher {
     /// Returns the Events to publish now.
@@ -75,16 +75,15 @@ impl EventPublisher {
             }
             let (type_, reason, patience) = match waiting.reason {
                 Reason::Repartitioning => (EventType::Normal, "GpuPlanned", Duration::ZERO),
-                Reason::NoRoom => (EventType::Warning, "NoGpu", PATIENCE),
+                Reason::NoRoom => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // The scheduler reports pods that it has not bound, and a change of a node does not
                 // take long.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
-            let is_new = reported
-                .last
-                .as_ref()
-                .is_none_or(|(message, at)| *message != waiting.message && now.saturating_sub(*at) >= REPEAT);
+            let is_new = reported.last.as_ref().is_none_or(|(message, at)| {
+                *message != waiting.message && now.saturating_sub(*at) >= MIN_EVENT_INTERVAL
+            });
             if !is_new || now.saturating_sub(reported.since) < patience || events.len() >= MAX_PER_PASS {
                 continue;
             }
@@ -196,7 +195,7 @@ fn event(type_: EventType, reason: &str, note: &str) -> Event {
     Event {
         type_,
         reason: reason.to_owned(),
-        note: Some(shorten(note, MAX_NOTE)),
+        note: Some(shorten(note, MAX_NOTE_BYTES)),
         action: "Plan".to_owned(),
         secondary: None,
     }

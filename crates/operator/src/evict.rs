@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use kube::Client;
 
-use crate::write::WRITE;
+use crate::write::WRITE_TIMEOUT;
 
 /// The result of one eviction request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,12 +43,12 @@ pub struct Options {
 /// bound since then is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
-    send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE).await
+    send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
 }
 
 /// Evicts the pod `namespace/name` with its own grace period, if it still has this UID.
 pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
-    evict_with(client, pod, uid, Options { grace: None, timeout: WRITE }).await
+    evict_with(client, pod, uid, Options { grace: None, timeout: WRITE_TIMEOUT }).await
 }
 
 /// Evicts the pod `namespace/name`, if it still has this UID.

@@ -22,11 +22,11 @@ pub const LEASE: Duration = Duration::from_secs(15);
 /// the guard is valid completes or times out before the lease expires.
 pub const GUARD: Duration = Duration::from_secs(10);
 /// How often the holder renews the lease. A guard outlives one failed renewal.
-const RENEW: Duration = Duration::from_secs(4);
+const RENEW_INTERVAL: Duration = Duration::from_secs(4);
 /// How often other processes read the lease, and how soon a failed request is retried.
-const POLL: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// The time limit of a request to the API server.
-const REQUEST: Duration = Duration::from_secs(4);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A lease as this process last read it.
 #[derive(Debug, Clone, PartialEq)]
@@ -143,7 +143,7 @@ pub enum Error {
     #[error("the lease could not be read or written")]
     Api(#[source] kube::Error),
     /// The API server did not answer in time.
-    #[error("the API server did not answer about the lease within {} s", REQUEST.as_secs())]
+    #[error("the API server did not answer about the lease within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
 }
 
@@ -168,17 +168,17 @@ impl Elector {
     /// `released` means that all writers have stopped.
     pub async fn run(mut self, stop: CancellationToken, released: CancellationToken) {
         loop {
-            let pause = match self.poll().await {
-                Ok(pause) => pause,
+            let delay = match self.poll().await {
+                Ok(delay) => delay,
                 Err(error) => {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to renew the lease");
-                    POLL
+                    POLL_INTERVAL
                 }
             };
             // Both are cancel-safe: dropping a timer or a wait for a token loses nothing.
             tokio::select! {
                 () = stop.cancelled() => break,
-                () = tokio::time::sleep(pause) => {}
+                () = tokio::time::sleep(delay) => {}
             }
         }
         // No other process may start until the writers are done.
@@ -197,7 +197,7 @@ impl Elector {
         let written = match evaluate(self.last.as_ref(), &self.me, now) {
             Decision::Wait(left) => {
                 self.set_term(None);
-                return Ok(left.min(POLL));
+                return Ok(left.min(POLL_INTERVAL));
             }
             Decision::Create => {
                 let spec = held_by(None, &self.me, Timestamp::now());
@@ -218,7 +218,7 @@ impl Elector {
         match written {
             Ok(_) => {
                 self.set_term(Some(sent + GUARD));
-                Ok(RENEW)
+                Ok(RENEW_INTERVAL)
             }
             // Another process wrote first. Read the lease again soon.
             Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Duration::from_millis(100)),
@@ -252,7 +252,7 @@ impl Elector {
 }
 
 async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-    tokio::time::timeout(REQUEST, request).await.map_err(|_| Error::Timeout)?.map_err(Error::Api)
+    tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| Error::Timeout)?.map_err(Error::Api)
 }
 
 #[cfg(test)]
@@ -326,8 +326,8 @@ mod tests {
 
     #[test]
     fn a_guard_expires_before_another_process_may_take_the_lease() {
-        assert!(GUARD + REQUEST < LEASE);
-        assert!(RENEW + POLL + REQUEST <= GUARD, "a guard outlives one failed renewal");
+        assert!(GUARD + REQUEST_TIMEOUT < LEASE);
+        assert!(RENEW_INTERVAL + POLL_INTERVAL + REQUEST_TIMEOUT <= GUARD, "a guard outlives one failed renewal");
     }
 
     #[test]

@@ -31,11 +31,11 @@ use crate::write::{publish, within};
 
 /// Interval between passes while pods wait for room. A pod that frees CPU and memory does not start
 /// a pass.
-const WAITING: Duration = Duration::from_secs(5);
+const WAITING_PODS_INTERVAL: Duration = Duration::from_secs(5);
 /// Delay between a failed pass and the next one. Each further failure doubles it.
-const FIRST_RETRY: Duration = Duration::from_secs(1);
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay after a failed pass.
-const LONGEST_RETRY: Duration = Duration::from_secs(30);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
 /// The inputs of the controller.
 pub(crate) struct Parts {
@@ -80,7 +80,7 @@ impl Controller for Passes {
     async fn reconcile(&mut self, trigger: Trigger) -> Option<Duration> {
         self.retry = match self.pass(trigger.seen).await {
             Ok(()) => None,
-            Err(Failed) => Some(self.retry.map_or(FIRST_RETRY, |pause| (pause * 2).min(LONGEST_RETRY))),
+            Err(Failed) => Some(self.retry.map_or(FIRST_RETRY_DELAY, |delay| (delay * 2).min(MAX_RETRY_DELAY))),
         };
         self.pace.planned(self.now(), trigger.more);
         self.retry.into_iter().chain(self.next).min()
@@ -192,7 +192,7 @@ impl Passes {
         }
         self.next = outcome.next;
         if !outcome.waiting.is_empty() {
-            self.next = Some(self.next.map_or(WAITING, |next| next.min(WAITING)));
+            self.next = Some(self.next.map_or(WAITING_PODS_INTERVAL, |next| next.min(WAITING_PODS_INTERVAL)));
         }
         Some(outcome)
     }
@@ -231,7 +231,7 @@ impl Passes {
             publish(&self.context.recorder, &event, &regarding).await;
         }
         if self.publisher.is_waiting() {
-            self.next = Some(self.next.map_or(events::LOOK_AGAIN, |next| next.min(events::LOOK_AGAIN)));
+            self.next = Some(self.next.map_or(events::EVENT_CHECK_DELAY, |next| next.min(events::EVENT_CHECK_DELAY)));
         }
     }
 

@@ -4,7 +4,7 @@ use kube::Client;
 use serde_json::json;
 
 use crate::pods::PodCondition;
-use crate::write::WRITE;
+use crate::write::WRITE_TIMEOUT;
 
 /// Writes a condition of the pod `namespace/name` if it still has this UID. Returns true if nothing
 /// is left to do. `status_changed` is true if the condition's status changes, and not only its
@@ -36,7 +36,7 @@ pub(crate) async fn write(
             return true;
         }
     };
-    match tokio::time::timeout(WRITE, client.request_text(request)).await {
+    match tokio::time::timeout(WRITE_TIMEOUT, client.request_text(request)).await {
         Ok(Ok(_)) => {
             tracing::info!(
                 pod,

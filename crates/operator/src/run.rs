@@ -124,7 +124,7 @@ fn spawn_webhook(
     let tls = certificate::tls(served.clone()).context("failed to set up TLS")?;
     let (known, until) = (exempt.clone(), stop.clone());
     tasks.spawn(async move {
-        ("webhook", webhook::serve(listener, tls, known, until, webhook::LINGER).await.map_err(Into::into))
+        ("webhook", webhook::serve(listener, tls, known, until, webhook::DRAIN_TIME).await.map_err(Into::into))
     });
     let stop = stop.clone();
     tasks.spawn(async move {

@@ -43,12 +43,12 @@ fn gpu(node: &str, index: u32, model: &str, memory_mib: u64) -> GpuStatus {
 
 /// The cluster of a test.
 #[derive(Default)]
-struct World {
+struct TestCluster {
     observed: Observed,
     written: WrittenStatuses,
 }
 
-impl World {
+impl TestCluster {
     fn node(mut self, name: &str, labels: &[(&str, &str)], gpus: Vec<GpuStatus>) -> Self {
         let object = GpuNode {
             metadata: ObjectMeta { name: Some(name.to_owned()), generation: Some(1), ..ObjectMeta::default() },
@@ -187,7 +187,7 @@ const TEN: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
 
 #[test]
 fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
-    let world = World::default().four("n1").policy("ten", TEN);
+    let world = TestCluster::default().four("n1").policy("ten", TEN);
     let plan = world.plan();
     let spec = &plan.nodes["n1"];
     assert_eq!(spec.gpus.len(), 4);
@@ -206,14 +206,16 @@ fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
 
 #[test]
 fn shares_by_memory_are_as_many_as_fit() {
-    let world =
-        World::default().four("n1").policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
+    let world = TestCluster::default()
+        .four("n1")
+        .policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
     let plan = world.plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.count, slices.memory_mib[0], slices.memory_mib[6]), (7, 10_240, 71_680));
     assert!(slices.threads.is_empty());
     // The number of shares is capped at what MPS can serve.
-    let world = World::default().four("n1").policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
+    let world =
+        TestCluster::default().four("n1").policy("tiny", "mode: Mps\nmps:\n  unitMemory: 1Mi\n  memory: Unlimited");
     let plan = world.plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.count, slices.memory_mib.len()), (48, 0));
@@ -222,14 +224,14 @@ fn shares_by_memory_are_as_many_as_fit() {
 #[test]
 fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
     let spec = "mode: Mps\nmps:\n  unitMemory: 10Gi\n  clients:\n    max: 4\n    split: true";
-    let plan = World::default().four("n1").policy("split", spec).plan();
+    let plan = TestCluster::default().four("n1").policy("split", spec).plan();
     let slices = &plan.nodes["n1"].gpus[0].partition.mps.as_ref().unwrap().slices[0];
     assert_eq!((slices.max_clients, slices.memory_mib[0], slices.memory_mib[1]), (Some(4), 2560, 5120));
 }
 
 #[test]
 fn each_gpu_has_its_own_mode_and_gpus_without_a_policy_are_whole() {
-    let world = World::default()
+    let world = TestCluster::default()
         .four("n1")
         .policy("mps", &format!("gpus:\n  indices: [0]\n{TEN}"))
         .policy("time-sliced", "gpus:\n  indices: [1]\nmode: TimeSlicing\ntimeSlicing:\n  replicas: 4\nresourceName: nvidia.com/gpu.shared")
@@ -260,7 +262,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
         profiles: vec![profile("1g.10gb+me", 1, &[0, 1, 2, 3, 4, 5, 6], 9728), profile("3g.40gb", 4, &[0, 4], 40_192)],
         ..MigStatus::default()
     });
-    let world = World::default().node("n1", &[], vec![a100, gpu("n1", 1, "Tesla T4", 15_360)]);
+    let world = TestCluster::default().node("n1", &[], vec![a100, gpu("n1", 1, "Tesla T4", 15_360)]);
     let mut world = world.policy("cut", "mode: Mig\nmig:\n  layout: [1g.10gb+me, 3g.40gb]");
     let plan = world.write();
     let instances = plan.nodes["n1"].gpus[0].partition.mig.as_ref().unwrap();
@@ -292,7 +294,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
 #[test]
 fn the_more_specific_policy_wins_and_the_other_reports_it() {
     let mut world =
-        World::default().four("n1").policy("all", TEN).policy("first", "gpus:\n  indices: [0]\nmode: Whole");
+        TestCluster::default().four("n1").policy("all", TEN).policy("first", "gpus:\n  indices: [0]\nmode: Whole");
     world.write();
     world.serve();
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("first"));
@@ -302,7 +304,7 @@ fn the_more_specific_policy_wins_and_the_other_reports_it() {
     let statuses = world.report();
     assert_eq!((statuses["all"].gpus, statuses["all"].nodes, statuses["all"].total), (3, 1, 30));
 
-    let mut world = World::default().four("n1").policy("older", TEN).policy("younger", "mode: Whole");
+    let mut world = TestCluster::default().four("n1").policy("older", TEN).policy("younger", "mode: Whole");
     assert_eq!(world.plan().nodes["n1"].gpus[0].policy.as_deref(), Some("older"));
     world.assert_condition(
         "younger",
@@ -315,7 +317,7 @@ fn the_more_specific_policy_wins_and_the_other_reports_it() {
 
 #[test]
 fn a_policy_that_matches_nothing_reports_what_exists() {
-    let mut world = World::default()
+    let mut world = TestCluster::default()
         .node("n1", &[("zone", "a")], vec![gpu("n1", 0, "NVIDIA L4", 23_034), gpu("n1", 1, "NVIDIA L4", 23_034)])
         .policy("model", "gpus:\n  models: [A1000]\nmode: Whole")
         .policy("uuid", "gpus:\n  uuids: [GPU-ffffffff-0000-0000-0000-000000000000]\nmode: Whole")
@@ -344,7 +346,8 @@ fn a_policy_that_matches_nothing_reports_what_exists() {
 
 #[test]
 fn an_unreported_node_may_have_the_missing_model() {
-    let mut world = World::default().four("n1").four("n2").policy("model", "gpus:\n  models: [A1000]\nmode: Whole");
+    let mut world =
+        TestCluster::default().four("n1").four("n2").policy("model", "gpus:\n  models: [A1000]\nmode: Whole");
     world.object("n2").status = None;
     world.assert_condition("model", "Accepted", "True", "Accepted", "");
     world.assert_condition("model", "Ready", "False", "AgentNotReporting", "n2");
@@ -358,7 +361,7 @@ fn an_unreported_node_may_have_the_missing_model() {
 
 #[test]
 fn a_policy_that_waits_names_the_pods() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     world.assert_condition("p", "Ready", "False", "Applying", "n1 has not received its new spec yet");
     world.serve();
@@ -381,7 +384,7 @@ fn a_policy_that_waits_names_the_pods() {
     }
     let holds = |pod: &str| AllocationStatus { pod: pod.to_owned(), device: id.clone(), ..AllocationStatus::default() };
     world.gpu("n1", 2).allocations = vec![holds("team/b"), holds("team/a"), holds("team/b")];
-    let set_message = |world: &mut World, message: &str| {
+    let set_message = |world: &mut TestCluster, message: &str| {
         message.clone_into(&mut world.object("n1").status.as_mut().unwrap().steps[1].message);
     };
     set_message(&mut world, "in use by team/b");
@@ -409,7 +412,7 @@ fn a_policy_that_waits_names_the_pods() {
 
 #[test]
 fn failed_and_refused_steps_are_reported_first() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     let object = world.object("n1");
     let generation = object.metadata.generation.unwrap();
@@ -430,8 +433,8 @@ fn failed_and_refused_steps_are_reported_first() {
 
 #[test]
 fn annotations_of_administrators_are_copied_to_the_spec() {
-    let mut world = World::default().four("n1").policy("p", TEN);
-    let annotate = |world: &mut World, cordon: &str, cleared: &str| {
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
+    let annotate = |world: &mut TestCluster, cordon: &str, cleared: &str| {
         let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
         let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
         let annotations = [("cleave.dev/cordon", cordon), ("cleave.dev/cleared", cleared)];
@@ -455,7 +458,7 @@ fn annotations_of_administrators_are_copied_to_the_spec() {
 
 #[test]
 fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     world.serve();
     world.gpu("n1", 3).health =
@@ -479,12 +482,12 @@ fn unhealthy_gpus_and_agents_that_are_not_ready_are_reported() {
 
 #[test]
 fn a_mistake_in_a_policy_repartitions_nothing() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     let before = world.object("n1").spec.clone();
     // The policy becomes malformed, then invalid (stored under an older CRD), then one that its
     // GPUs do not support, then one with on-demand partitioning.
-    let malformed = World { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
+    let malformed = TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
     for spec in [
         "mode: Mps\nmps:\n  units: 49",
@@ -508,7 +511,7 @@ fn a_mistake_in_a_policy_repartitions_nothing() {
 
 #[test]
 fn a_malformed_object_affects_no_other_and_is_reported_once() {
-    let mut world = World::default().four("n1").four("node22").malformed("broken").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").four("node22").malformed("broken").policy("p", TEN);
     let metadata = ObjectMeta { name: Some("node22".into()), ..ObjectMeta::default() };
     world.observed.nodes.get_mut("node22").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
@@ -527,7 +530,7 @@ fn a_malformed_object_affects_no_other_and_is_reported_once() {
 
 #[test]
 fn an_invalid_policy_names_the_field_and_the_reason() {
-    let mut world = World::default()
+    let mut world = TestCluster::default()
         .four("n1")
         .policy("p", "mode: Mps\nmps:\n  units: 49")
         .policy("q", "mode: Auto\ndynamic:\n  idle: soon");
@@ -537,7 +540,7 @@ fn an_invalid_policy_names_the_field_and_the_reason() {
 
 #[test]
 fn nothing_is_written_twice() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     assert_eq!(changes(&world.plan(), &world.observed).len(), 1);
     world.write();
     assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::Change>::new());
@@ -547,7 +550,7 @@ fn nothing_is_written_twice() {
 
 #[test]
 fn a_status_is_not_written_twice_while_the_watch_lags() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
     world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
     assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
@@ -560,9 +563,9 @@ fn a_status_is_not_written_twice_while_the_watch_lags() {
 
 #[test]
 fn a_condition_keeps_its_time_until_its_status_changes() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.report();
-    let time = |world: &World, second| {
+    let time = |world: &TestCluster, second| {
         let update = updates(&world.plan(), &world.observed, &world.written, at(second)).remove(0);
         update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().last_transition_time.0
     };
@@ -575,18 +578,18 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
 
 #[test]
 fn a_spec_stays_while_the_driver_does_not_answer() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     world.write();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
     // A node that never had GPUs gets a spec, so that its agent does not wait for one.
-    let world = World::default().node("n1", &[], Vec::new()).policy("p", TEN);
+    let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }
 
 #[test]
 fn nodes_without_gpus_are_reported_if_no_node_has_any() {
-    let mut world = World::default().node("n1", &[], Vec::new()).policy("p", TEN);
+    let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN);
     world.assert_condition("p", "Ready", "False", "NoGpu", "n1");
     let mut world = world.four("n2");
     world.write();
@@ -596,11 +599,11 @@ fn nodes_without_gpus_are_reported_if_no_node_has_any() {
 
 #[test]
 fn the_plan_does_not_depend_on_the_order_of_reported_gpus() {
-    let mut world = World::default().four("n1").policy("p", TEN);
+    let mut world = TestCluster::default().four("n1").policy("p", TEN);
     let plan = world.plan();
     world.object("n1").status.as_mut().unwrap().gpus.reverse();
     assert_eq!(world.plan().nodes, plan.nodes);
-    let other = World::default().four("n1").policy("p", "mode: Mps\nmps:\n  units: 9").plan();
+    let other = TestCluster::default().four("n1").policy("p", "mode: Mps\nmps:\n  units: 9").plan();
     assert_ne!(other.nodes["n1"].plan_id, plan.nodes["n1"].plan_id);
 }
 

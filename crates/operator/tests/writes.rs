@@ -91,7 +91,7 @@ async fn a_policy_status_is_applied_without_the_spec() {
 /// The API server answers with the whole object. A malformed object was still written, and must not
 /// be written again forever.
 #[tokio::test]
-async fn a_malformed_answer_is_no_failure() {
+async fn a_malformed_answer_is_not_a_failure() {
     let (client, mut server) = client();
     let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Sliced", "gpus": 7}});
     let policies: Api<DeserializeGuard<SharingPolicy>> = Api::all(client.clone());

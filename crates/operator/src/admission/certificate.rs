@@ -34,18 +34,18 @@ use tokio_util::sync::CancellationToken;
 use crate::leader::LeaseGuard;
 
 /// How long a certificate is valid.
-pub(crate) const LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
+pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// Time before expiry at which a certificate is renewed.
-pub(crate) const RENEWAL: Duration = Duration::from_secs(30 * 24 * 3600);
+pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Maximum time by which an API server's clock may be behind ours.
-const SKEW: Duration = Duration::from_secs(3600);
+const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
 /// Delay between publishing a new CA and serving a certificate that it signed. In that time, API
 /// servers receive the CA through their watch of the webhook configuration.
-const SETTLE: Duration = Duration::from_secs(2);
+const CA_PUBLICATION_DELAY: Duration = Duration::from_secs(2);
 /// Interval between reads of the Secret: normally, and while no certificate is served.
-const POLL: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
 /// The time limit of a request to the API server.
-const REQUEST: Duration = Duration::from_secs(4);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
 /// Keys of the Secret, as in Secrets of type `kubernetes.io/tls`.
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";
@@ -178,8 +178,8 @@ fn params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<Ce
     let mut params = CertificateParams::new(names).map_err(Error::Create)?;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);
-    params.not_before = (now - SKEW).into();
-    params.not_after = (now + LIFE).into();
+    params.not_before = (now - MAX_CLOCK_SKEW).into();
+    params.not_after = (now + VALIDITY).into();
     Ok(params)
 }
 
@@ -213,7 +213,7 @@ pub(crate) enum Step {
 pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
-            if leads && !stored.is_trusted(host, now + RENEWAL) {
+            if leads && !stored.is_trusted(host, now + RENEW_BEFORE) {
                 Step::Renew
             } else {
                 Step::Serve
@@ -254,7 +254,7 @@ pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
 enum UpdateError {
     #[error("the API server refused the request or could not be reached")]
     Api(#[from] kube::Error),
-    #[error("the API server did not answer within {} s", REQUEST.as_secs())]
+    #[error("the API server did not answer within {} s", REQUEST_TIMEOUT.as_secs())]
     Timeout,
     #[error("the Secret {0} does not exist. It is part of the Helm release: run `helm upgrade` to create it again")]
     NoSecret(String),
@@ -292,12 +292,12 @@ impl CertificateManager {
             if let Err(error) = self.update(SystemTime::now(), self.claim.is_current()).await {
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to update the webhook's certificate");
             }
-            let pause = if self.served.borrow().is_some() { POLL.0 } else { POLL.1 };
+            let delay = if self.served.borrow().is_some() { POLL_INTERVALS.0 } else { POLL_INTERVALS.1 };
             // All branches are cancel-safe: a token, a watch channel and a timer.
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = leadership.changed() => {}
-                () = tokio::time::sleep(pause) => {}
+                () = tokio::time::sleep(delay) => {}
             }
         }
     }
@@ -340,7 +340,7 @@ impl CertificateManager {
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
         if step == Step::Renew || before.is_some() {
             self.publish_authorities(&current).await?;
-            tokio::time::sleep(SETTLE).await;
+            tokio::time::sleep(CA_PUBLICATION_DELAY).await;
         }
         secret.data = Some(current.data());
         // The request includes the `resourceVersion` that was read. One replica wins, and the
@@ -366,7 +366,7 @@ impl CertificateManager {
 }
 
 async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, UpdateError> {
-    Ok(tokio::time::timeout(REQUEST, request).await.map_err(|_| UpdateError::Timeout)??)
+    Ok(tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| UpdateError::Timeout)??)
 }
 
 #[cfg(test)]
@@ -388,11 +388,11 @@ mod tests {
     fn a_certificate_is_valid_for_its_host_and_lifetime() {
         let made = made();
         let minute = Duration::from_secs(60);
-        for at in [now(), now() - SKEW + minute, now() + LIFE - minute] {
+        for at in [now(), now() - MAX_CLOCK_SKEW + minute, now() + VALIDITY - minute] {
             assert!(made.is_trusted(HOST, at));
             assert!(!made.is_trusted("cleave-webhook.other.svc", at));
         }
-        for at in [now() - SKEW - minute, now() + LIFE + minute, SystemTime::UNIX_EPOCH - minute] {
+        for at in [now() - MAX_CLOCK_SKEW - minute, now() + VALIDITY + minute, SystemTime::UNIX_EPOCH - minute] {
             assert!(!made.is_trusted(HOST, at));
         }
     }
@@ -430,14 +430,14 @@ mod tests {
     #[test]
     fn the_previous_certificate_is_trusted_while_it_may_be_served() {
         let first = made();
-        let second = Certificate::create(HOST, now() + RENEWAL, Some(&first)).unwrap();
-        let third = Certificate::create(HOST, now() + LIFE, Some(&second)).unwrap();
+        let second = Certificate::create(HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
+        let third = Certificate::create(HOST, now() + VALIDITY, Some(&second)).unwrap();
         let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
         // A client that trusts the second certificate's CAs is served the first certificate.
         let mut served = second.data();
         served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
         served.insert(KEY.to_owned(), first.data()[KEY].clone());
-        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(HOST, now() + RENEWAL));
+        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(HOST, now() + RENEW_BEFORE));
         assert!(first.is_trusted_by(Some(&bundle(&second))));
         assert!(!second.is_trusted_by(Some(&bundle(&first))), "the second CA is not published yet");
         assert!(!first.is_trusted_by(Some(&bundle(&third))), "old CAs are dropped");
@@ -450,16 +450,16 @@ mod tests {
     #[test]
     fn the_leader_renews_and_any_replica_creates() {
         let made = made();
-        let due = now() + LIFE - RENEWAL;
+        let due = now() + VALIDITY - RENEW_BEFORE;
         for (at, leads, expected) in [
             (now(), true, Step::Serve),
             (now(), false, Step::Serve),
-            (due - SKEW, true, Step::Serve),
-            (due + SKEW, true, Step::Renew),
-            (due + SKEW, false, Step::Serve),
-            (now() + LIFE + SKEW, true, Step::Create),
-            (now() + LIFE + SKEW, false, Step::Create),
-            (now() - 2 * SKEW, false, Step::Create),
+            (due - MAX_CLOCK_SKEW, true, Step::Serve),
+            (due + MAX_CLOCK_SKEW, true, Step::Renew),
+            (due + MAX_CLOCK_SKEW, false, Step::Serve),
+            (now() + VALIDITY + MAX_CLOCK_SKEW, true, Step::Create),
+            (now() + VALIDITY + MAX_CLOCK_SKEW, false, Step::Create),
+            (now() - 2 * MAX_CLOCK_SKEW, false, Step::Create),
         ] {
             // Each case has its own clock.
             let step = step(Some(&made), HOST, at, leads);
@@ -547,7 +547,7 @@ mod tests {
             updated.unwrap();
             assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "of two concurrent writes, one wins");
             let made = stored(&bodies[1]);
-            assert!(made.is_trusted(HOST, now() + RENEWAL));
+            assert!(made.is_trusted(HOST, now() + RENEW_BEFORE));
             let change = &bodies[3]["webhooks"][0];
             assert_eq!(change["name"], "gate.cleave.dev");
             assert_eq!(change["clientConfig"]["caBundle"], bodies[1]["data"][AUTHORITIES]);
@@ -588,7 +588,7 @@ mod tests {
         async fn a_renewed_certificate_is_published_before_it_is_served() {
             let (mut manager, served, mut server) = manager();
             let old = made();
-            let due = now() + LIFE - RENEWAL + SKEW;
+            let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
             let known = webhook(Some(&old.data()[AUTHORITIES]));
             // A process that does not lead keeps the stored certificate.
             let (updated, _) = tokio::join!(

@@ -42,27 +42,27 @@ pub const PATH: &str = "/gate";
 /// The path of reviews for a hook that sleeps for some seconds. The chart uses the same path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
 /// The default grace period of a pod, in seconds.
-const GRACE: i64 = 30;
+const DEFAULT_GRACE_SECONDS: i64 = 30;
 /// Maximum size of a request body in bytes. The API server accepts objects of up to 3 MiB, and a
 /// review contains one object and its sender.
-const BODY: usize = 4 << 20;
+const MAX_BODY_BYTES: usize = 4 << 20;
 /// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], it limits the
 /// memory that unknown clients can use.
-const BODIES: usize = 16;
+const MAX_CONCURRENT_BODIES: usize = 16;
 /// Maximum number of open connections. An API server keeps a few dozen open.
-const CONNECTIONS: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 /// The time limit of a TLS handshake.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time limit for a request's header and for an idle connection. API servers close idle
 /// connections after 90 s. The limit is longer, so that they close connections first.
-const IDLE: Duration = Duration::from_secs(120);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// The time limit of a whole request. The API server waits for 10 s.
-const REQUEST: Duration = Duration::from_secs(8);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
 /// How long the webhook still answers requests after `stop` is cancelled. API servers need a moment
 /// to switch to another replica.
-pub(crate) const LINGER: Duration = Duration::from_secs(3);
+pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
 /// How long open requests may take after [`DRAIN_TIME`].
-const SHUTDOWN: Duration = Duration::from_secs(2);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The request is not a review of a pod.
 #[derive(Debug, thiserror::Error)]
@@ -170,7 +170,7 @@ fn pre_stop(pod: &PodObject, seconds: u16) -> Option<Patch> {
         let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));
         value.is_some_and(|value| value == PRE_STOP_NONE)
     };
-    let has_time = spec.termination_grace_period_seconds.unwrap_or(GRACE) > i64::from(seconds);
+    let has_time = spec.termination_grace_period_seconds.unwrap_or(DEFAULT_GRACE_SECONDS) > i64::from(seconds);
     if seconds == 0 || !has_time || declined() {
         return None;
     }
@@ -219,13 +219,13 @@ async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u
 }
 
 async fn answer(change: Change, Reviewer { namespaces, bodies }: Reviewer, body: Body) -> Response {
-    if body.size_hint().lower() > BODY as u64 {
+    if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         return refuse(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
     }
     // A body that arrives too slowly is dropped together with its permit.
-    let read = tokio::time::timeout(REQUEST, async {
+    let read = tokio::time::timeout(REQUEST_TIMEOUT, async {
         let _permit = bodies.acquire().await;
-        to_bytes(body, BODY).await
+        to_bytes(body, MAX_BODY_BYTES).await
     });
     let body = match read.await {
         Ok(Ok(body)) => body,
@@ -256,11 +256,11 @@ pub(crate) async fn serve(
     stop: CancellationToken,
     linger: Duration,
 ) -> Result<(), Infallible> {
-    let reviewer = Reviewer { namespaces, bodies: Arc::new(Semaphore::new(BODIES)) };
+    let reviewer = Reviewer { namespaces, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) };
     let router =
         Router::new().route(PATH, post(review_gate)).route(PRE_STOP_PATH, post(review_pre_stop)).with_state(reviewer);
     let acceptor = TlsAcceptor::from(tls);
-    let connections = Arc::new(Semaphore::new(CONNECTIONS));
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let open = GracefulShutdown::new();
     let mut end = std::pin::pin!(async {
         stop.cancelled().await;
@@ -283,7 +283,7 @@ pub(crate) async fn serve(
         tokio::spawn(serve_connection(stream, acceptor.clone(), router.clone(), open.watcher(), permit));
     }
     drop(listener);
-    if tokio::time::timeout(SHUTDOWN, open.shutdown()).await.is_err() {
+    if tokio::time::timeout(SHUTDOWN_TIMEOUT, open.shutdown()).await.is_err() {
         tracing::warn!("closed connections with unanswered reviews");
     }
     Ok(())
@@ -306,14 +306,14 @@ async fn serve_connection(
     watcher: Watcher,
     _permit: OwnedSemaphorePermit,
 ) {
-    let stream = match tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
+    let stream = match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
         Ok(Ok(stream)) => stream,
         // Any client may connect. One that does not trust the certificate aborts the handshake.
         Ok(Err(error)) => return tracing::debug!(error = &error as &dyn std::error::Error, "TLS handshake failed"),
         Err(_) => return tracing::debug!("TLS handshake timed out"),
     };
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(IDLE);
+    http.timer(TokioTimer::new()).header_read_timeout(IDLE_TIMEOUT);
     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     if let Err(error) = watcher.watch(connection).await {
         tracing::debug!(error = &error as &dyn std::error::Error, "connection failed");
@@ -653,7 +653,7 @@ mod tests {
                 assert_eq!(server.send(&current, request, body).await.0, expected, "{request}");
             }
             let mut huge = server.connect(&current).await.unwrap();
-            let head = format!("POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", BODY + 1);
+            let head = format!("POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n", MAX_BODY_BYTES + 1);
             huge.write_all(head.as_bytes()).await.unwrap();
             let mut answer = [0; 12];
             huge.read_exact(&mut answer).await.unwrap();

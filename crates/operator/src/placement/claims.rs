@@ -14,10 +14,10 @@ use crate::pods::{PodObject, full_name};
 pub(super) const RESERVATION: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler handles the pod.
-pub(super) const MOST_RENEWALS: u32 = 11;
+pub(super) const MAX_RENEWALS: u32 = 11;
 /// How long the claim of a deleted pod is kept if its allocation was never reported. A pod that is
 /// deleted without a grace period may still use its shares.
-pub(super) const LINGER: Duration = Duration::from_secs(5);
+pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 
 /// State of the pods that have claims in the ledger, by pod name.
 #[derive(Debug, Default)]
@@ -120,7 +120,7 @@ impl PodClaims {
     }
 
     /// Ends the claims of pods that are gone. `maybe_gone` lists the candidates. Pods in `present`
-    /// are not gone. A claim without a reported allocation is kept for [`LINGER`].
+    /// are not gone. A claim without a reported allocation is kept for [`UNREPORTED_CLAIM_TIME`].
     pub(super) fn remove_gone(
         &mut self,
         ledger: &mut Ledger,
@@ -135,7 +135,7 @@ impl PodClaims {
             if ledger.claim(name).is_none() {
                 continue;
             }
-            let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(LINGER));
+            let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(UNREPORTED_CLAIM_TIME));
             if self.allocated.contains(name) || !ledger.is_unserved(name) || until <= up {
                 self.release(Some(ledger), name);
                 self.lingering.remove(name);
@@ -161,7 +161,7 @@ impl PodClaims {
             let uid = pod.uid().unwrap_or_default();
             let nominated = pod.status.nominated_node_name.as_deref().is_some_and(|node| !node.is_empty());
             let renewals = self.renewals.entry(uid.clone()).or_default();
-            if *renewals < MOST_RENEWALS && (nominated || !pod.is_refused_by_scheduler()) {
+            if *renewals < MAX_RENEWALS && (nominated || !pod.is_refused_by_scheduler()) {
                 *renewals += 1;
                 ledger.extend(&name, expiry(now));
                 continue;

@@ -27,12 +27,12 @@ use crate::rollout::{self, Rollout, Step};
 /// policy, a node or its `GpuNode` may be absent for some time.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// How long a pod counts as protected after a disruption budget refused its eviction.
-const PROTECTED: Duration = Duration::from_secs(30);
+const PROTECTION_TIME: Duration = Duration::from_secs(30);
 /// Maximum number of pods released per reconcile. Their patches are written before the next
 /// reconcile.
-const BATCH: usize = 128;
+const MAX_RELEASES: usize = 128;
 /// Why a pod waits if pods of its controller were re-created repeatedly. See [`stranded`].
-const DELAYED: &str = "The scheduler repeatedly did not bind pods of this controller, and they were re-created. This pod is released later";
+const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were re-created. This pod is released later";
 
 /// Keeps the ledger, and decides which pods are released.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ impl Gatekeeper {
 
     /// Records that a disruption budget refused a pod's eviction.
     pub fn protect(&mut self, pod: &str, up: Duration) {
-        self.protected.insert(pod.to_owned(), up.saturating_add(PROTECTED));
+        self.protected.insert(pod.to_owned(), up.saturating_add(PROTECTION_TIME));
     }
 
     /// Records that the condition of a stranded pod could not be written.
@@ -198,7 +198,7 @@ impl Gatekeeper {
     /// be replaced get no reservations.
     fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
-        self.next_rollout = up.saturating_add(rollout::PERIOD);
+        self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.update(cluster, &self.rollout) {
@@ -286,7 +286,7 @@ impl Gatekeeper {
         let mut preemption = PreemptionSearch { holders: &holders, protected, claims, considered: 0 };
         let mut reserved: Vec<(String, String)> = Vec::new();
         for candidate in &candidates {
-            if actions.releases.len() >= BATCH {
+            if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
                 break;
             }
@@ -299,7 +299,7 @@ impl Gatekeeper {
             if let Some(delay) = stranded.delay(pod, up) {
                 actions.requeue_in(delay);
                 drop(ledger.withdraw(name));
-                actions.waiting.insert(name.clone(), no_room(DELAYED.to_owned()));
+                actions.waiting.insert(name.clone(), no_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
             let verdict = match search.find(ledger, candidate) {

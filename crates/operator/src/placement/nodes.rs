@@ -318,7 +318,7 @@ impl Nodes {
         let without_cleave = |state: &NodeState| !state.managed && !state.has_agent;
         let mut offering = self.0.values().filter(offering).map(without_cleave);
         match offering.next() {
-            None => Provider::Nobody,
+            None => Provider::Nothing,
             Some(first) if first || offering.any(|other| other) => Provider::Another,
             Some(_) => Provider::Unclear,
         }
@@ -344,7 +344,7 @@ pub(super) enum Provider {
     /// serves it there, or the kubelet's report is old.
     Unclear,
     /// No node offers it.
-    Nobody,
+    Nothing,
 }
 
 /// Whether `free` covers the requests and one more pod. Requests that Cleave serves do not count.

@@ -11,7 +11,7 @@ use super::search::{Candidate, PlacementSearch};
 use super::verdict::Verdict;
 
 /// Maximum number of preemptors considered per reconcile. Each one scans every device.
-const PREEMPTORS: usize = 8;
+const MAX_PREEMPTORS: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
 pub(super) struct PreemptionSearch<'a, F: FnOnce() -> BTreeMap<String, Holder>> {
@@ -38,7 +38,7 @@ impl<F: FnOnce() -> BTreeMap<String, Holder>> PreemptionSearch<'_, F> {
         let may_preempt =
             matches!(verdict, Verdict::Waits(_)) && pod.spec.preemption_policy.as_deref() != Some("Never");
         let over_others = || self.holders.values().any(|holder| holder.priority < plan_pod.priority);
-        if !may_preempt || self.considered >= PREEMPTORS || !over_others() {
+        if !may_preempt || self.considered >= MAX_PREEMPTORS || !over_others() {
             return None;
         }
         self.considered += 1;

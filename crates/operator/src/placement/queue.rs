@@ -13,13 +13,13 @@ use crate::policies::demand::{Reason, Waiting};
 
 /// Number of consecutive refusals by the API server after which a pod's release is delayed. The API
 /// server also refuses to release a pod that has changed meanwhile.
-pub(super) const REFUSALS: u32 = 3;
-/// The first delay, after [`REFUSALS`] refusals. Each further refusal doubles it.
-pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
+pub(super) const MAX_REFUSALS: u32 = 3;
+/// The first delay, after [`MAX_REFUSALS`] refusals. Each further refusal doubles it.
+pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Maximum length of the API server's message that is reported, in characters.
-const LONGEST_MESSAGE: usize = 300;
+const MAX_MESSAGE_CHARS: usize = 300;
 
 /// Pods at the gate, by name.
 #[derive(Debug, Default)]
@@ -79,12 +79,12 @@ impl Queue {
     pub(super) fn refuse(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };
         let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
-        let pause = match times.checked_sub(REFUSALS) {
+        let delay = match times.checked_sub(MAX_REFUSALS) {
             None => Duration::ZERO,
-            Some(more) => FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(more)).min(LONGEST_PAUSE),
+            Some(more) => FIRST_BACKOFF.saturating_mul(2_u32.saturating_pow(more)).min(MAX_BACKOFF),
         };
-        let message = message.chars().take(LONGEST_MESSAGE).collect();
-        gated.refused = Some(Refused { times, until: up.saturating_add(pause), message });
+        let message = message.chars().take(MAX_MESSAGE_CHARS).collect();
+        gated.refused = Some(Refused { times, until: up.saturating_add(delay), message });
     }
 
     /// Drops the pods whose release is delayed, and reports why they wait.

@@ -22,14 +22,14 @@ use crate::pods::{PodCondition, full_name};
 use crate::policies::demand::Waiting;
 use crate::rollout::{self, Deleted, Replacement, Step, Watched};
 use crate::task::{Context, Controller, Trigger};
-use crate::write::{WRITE, publish};
+use crate::write::{WRITE_TIMEOUT, publish};
 
 /// How long to gather further changes after the first. Pods are often created in bursts.
-const GATHER: Duration = Duration::from_millis(5);
+const GATHER_TIME: Duration = Duration::from_millis(5);
 /// Maximum number of patches in flight.
-const WRITERS: usize = 16;
+const MAX_PATCHES_IN_FLIGHT: usize = 16;
 /// How long after a failed write the gate reconciles again, even if nothing has changed.
-const RETRY: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The inputs of the controller.
 pub(crate) struct Parts {
@@ -93,7 +93,7 @@ pub(crate) struct Gate {
 
 impl Controller for Gate {
     fn gather(&mut self) -> Duration {
-        GATHER
+        GATHER_TIME
     }
 
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
@@ -120,8 +120,8 @@ impl Controller for Gate {
         if actions.more {
             self.wake.notify_one();
         }
-        let retry = (!released || !evicted || !none_stranded).then_some(RETRY);
-        let events = self.publisher.is_waiting().then_some(events::LOOK_AGAIN);
+        let retry = (!released || !evicted || !none_stranded).then_some(RETRY_DELAY);
+        let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
         actions.requeue.into_iter().chain(retry).chain(events).min()
     }
 }
@@ -160,7 +160,7 @@ impl Gate {
     async fn release_all(&mut self, releases: &[Release]) -> bool {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
         let results: Vec<(&str, Result<(), Failure>)> =
-            futures::stream::iter(writes).buffer_unordered(WRITERS).collect().await;
+            futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
         let mut all = true;
         for (pod, result) in results {
             all &= result.is_ok();
@@ -202,7 +202,7 @@ impl Gate {
                 return Err(Failure::Retry);
             }
         };
-        match tokio::time::timeout(WRITE, self.context.client.request_text(request)).await {
+        match tokio::time::timeout(WRITE_TIMEOUT, self.context.client.request_text(request)).await {
             Ok(Ok(_)) => {
                 tracing::debug!(pod, reason = release.reason.as_str(), "released a pod");
                 Ok(())
@@ -223,7 +223,7 @@ impl Gate {
                 Err(Failure::Retry)
             }
             Err(_) => {
-                tracing::warn!(pod, seconds = WRITE.as_secs(), "the API server did not answer");
+                tracing::warn!(pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
                 Err(Failure::Retry)
             }
         }
@@ -359,7 +359,7 @@ impl Gate {
                 self.keeper.rollout.refused(node, up);
             }
             Deleted::Timeout => {
-                tracing::warn!(node, pod, seconds = WRITE.as_secs(), "the API server did not answer");
+                tracing::warn!(node, pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
                 self.keeper.rollout.refused(node, up);
             }
         }

@@ -21,7 +21,7 @@ use crate::pods::PodObject;
 
 /// Maximum number of nodes that a pod is released to if the operator does not evaluate all of its
 /// rules. The scheduler may refuse some of these nodes.
-const SEVERAL: usize = 4;
+const MAX_RELEASE_NODES: usize = 4;
 
 /// A pod at the gate.
 pub(super) struct Candidate<'a> {
@@ -130,7 +130,7 @@ impl<'a> PlacementSearch<'a> {
             return Err(known.clone());
         }
         let judge = key.4.as_ref().and_then(|constraint_key| self.constraints.judge(constraint_key, plan_pod));
-        let most = if pod.spec.particular || has_unbound_volume { SEVERAL } else { 1 };
+        let most = if pod.spec.particular || has_unbound_volume { MAX_RELEASE_NODES } else { 1 };
         let has_room = |node: &str| self.has_room(node, candidate);
         let allows = |node: &str| self.allows(node, judge.as_ref());
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));

@@ -27,18 +27,18 @@ use crate::pods::{Controller, PodObject, Replacement, full_name};
 pub(super) const GONE_AFTER: Duration = Duration::from_secs(20);
 /// The first delay between two re-creations for one controller. Each following delay is twice as
 /// long.
-const FIRST_PAUSE: Duration = Duration::from_secs(10);
+const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum delay.
-const LONGEST_PAUSE: Duration = Duration::from_secs(600);
+const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// How long a controller must have no stranded pod before its delay is reset.
 const FORGET_AFTER: Duration = Duration::from_secs(1800);
 /// From this delay on, replacements also wait at the gate. Otherwise pods that the scheduler keeps
 /// refusing would reserve GPUs all the time.
-const DELAY_FROM: Duration = Duration::from_secs(40);
+const GATE_DELAY_FROM: Duration = Duration::from_secs(40);
 /// How long the operator waits before it retries a failed eviction.
 const EVICTION_RETRY: Duration = Duration::from_secs(30);
 /// Maximum number of pods that are evicted, and that are reported, in one reconcile.
-const BATCH: usize = 32;
+const MAX_PODS_PER_RECONCILE: usize = 32;
 
 /// Why a released pod is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -140,20 +140,20 @@ pub(super) struct Stranded {
     /// UIDs of pods whose condition was written.
     advised: BTreeSet<String>,
     /// Controllers whose pods were re-created, by UID.
-    owners: BTreeMap<String, BackOff>,
+    owners: BTreeMap<String, Backoff>,
     /// Pods whose eviction failed, by UID, with the time before which it is not retried.
     failed: BTreeMap<String, Duration>,
 }
 
 /// The delay after pods of a controller were re-created.
 #[derive(Debug, Clone)]
-struct BackOff {
+struct Backoff {
     /// When the delay began. Pods that were due by then are still re-created.
     began: Duration,
     /// When the delay ends. No other pod is re-created before that.
     until: Duration,
     /// The length of the delay.
-    pause: Duration,
+    delay: Duration,
     /// Nodes to which the scheduler did not bind the controller's pods.
     avoid: BTreeSet<String>,
 }
@@ -170,7 +170,7 @@ impl Stranded {
     ) -> Rescue {
         let mut rescue = Rescue::default();
         let mut present = BTreeSet::new();
-        self.owners.retain(|_, back_off| up < back_off.until.saturating_add(FORGET_AFTER));
+        self.owners.retain(|_, backoff| up < backoff.until.saturating_add(FORGET_AFTER));
         for (pod, reason) in found {
             let uid = pod.metadata.uid.clone().unwrap_or_default();
             let since = *self.since.entry(uid.clone()).or_insert(up);
@@ -183,7 +183,7 @@ impl Stranded {
             let due = due.max(self.failed.get(&uid).copied().unwrap_or_default());
             if up < due {
                 rescue.requeue_in(due.saturating_sub(up));
-            } else if rescue.recreate.len().max(rescue.advise.len()) >= BATCH {
+            } else if rescue.recreate.len().max(rescue.advise.len()) >= MAX_PODS_PER_RECONCILE {
                 rescue.requeue_in(Duration::from_secs(1));
             } else {
                 self.help(&mut rescue, pod, &uid, &reason, (due, up));
@@ -223,15 +223,15 @@ impl Stranded {
             }
             return;
         };
-        let back_off = self.owners.get(&owner.uid);
-        match back_off.filter(|back_off| up < back_off.until && back_off.began < due) {
-            Some(back_off) => rescue.requeue_in(back_off.until.saturating_sub(up)),
+        let backoff = self.owners.get(&owner.uid);
+        match backoff.filter(|backoff| up < backoff.until && backoff.began < due) {
+            Some(backoff) => rescue.requeue_in(backoff.until.saturating_sub(up)),
             None => {
-                if back_off.is_none_or(|back_off| back_off.until <= up) {
-                    self.begin_pause(owner, up);
+                if backoff.is_none_or(|backoff| backoff.until <= up) {
+                    self.begin_backoff(owner, up);
                 }
-                if let (Reason::Expired(nodes), Some(back_off)) = (reason, self.owners.get_mut(&owner.uid)) {
-                    back_off.avoid.extend(nodes.iter().cloned());
+                if let (Reason::Expired(nodes), Some(backoff)) = (reason, self.owners.get_mut(&owner.uid)) {
+                    backoff.avoid.extend(nodes.iter().cloned());
                 }
                 let message = format!(
                     "{}. Cleave evicts it so that {} {} re-creates it.",
@@ -247,12 +247,12 @@ impl Stranded {
 
     /// Begins the next delay of a controller whose pods are re-created now. Pods that are stranded
     /// later wait for the end of the delay.
-    fn begin_pause(&mut self, owner: &Controller, up: Duration) {
-        let (pause, avoid) = match self.owners.remove(&owner.uid) {
-            Some(before) => (before.pause.saturating_mul(2).min(LONGEST_PAUSE), before.avoid),
-            None => (FIRST_PAUSE, BTreeSet::new()),
+    fn begin_backoff(&mut self, owner: &Controller, up: Duration) {
+        let (delay, avoid) = match self.owners.remove(&owner.uid) {
+            Some(before) => (before.delay.saturating_mul(2).min(MAX_BACKOFF), before.avoid),
+            None => (FIRST_BACKOFF, BTreeSet::new()),
         };
-        let next = BackOff { began: up, until: up.saturating_add(pause), pause, avoid };
+        let next = Backoff { began: up, until: up.saturating_add(delay), delay, avoid };
         self.owners.insert(owner.uid.clone(), next);
     }
 
@@ -268,9 +268,9 @@ impl Stranded {
 
     /// How long the gate delays a pod, because pods of its controller were re-created repeatedly.
     pub(super) fn delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
-        let back_off = self.owners.get(&pod.controller.as_ref()?.uid)?;
-        let delayed = up < back_off.until && back_off.pause >= DELAY_FROM;
-        delayed.then(|| back_off.until.saturating_sub(up))
+        let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;
+        let delayed = up < backoff.until && backoff.delay >= GATE_DELAY_FROM;
+        delayed.then(|| backoff.until.saturating_sub(up))
     }
 
     /// Nodes to which the scheduler did not bind pods of this pod's controller. Other nodes are
@@ -291,7 +291,7 @@ impl Rescue {
 mod tests {
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(180);
+    const REFUSAL_TIMEOUT: Duration = Duration::from_secs(180);
 
     fn owned(name: &str, kind: &str, owner: &str) -> PodObject {
         let mut pod = PodObject::default();
@@ -323,14 +323,18 @@ mod tests {
     fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_advice_once() {
         let (owned, bare) = (replica("owned"), PodObject { controller: None, ..replica("bare") });
         let mut stranded = Stranded::default();
-        let rescue = stranded.reconcile([(&owned, expired()), (&bare, expired())], PATIENCE, at(0));
+        let rescue = stranded.reconcile([(&owned, expired()), (&bare, expired())], REFUSAL_TIMEOUT, at(0));
         assert_eq!((recreated(&rescue), rescue.recreate[0].version.as_str()), (vec!["team/owned"], "7"));
         assert!(rescue.recreate[0].message.ends_with("Cleave evicts it so that ReplicaSet web re-creates it."));
         let advice = rescue.advise[0].message.as_deref().unwrap();
         assert!(advice.contains("Delete it and create it again"), "{advice}");
-        assert_eq!(stranded.reconcile([(&bare, expired())], PATIENCE, at(1)).advise, []);
+        assert_eq!(stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(1)).advise, []);
         stranded.advice_failed("bare");
-        assert_eq!(stranded.reconcile([(&bare, expired())], PATIENCE, at(2)).advise.len(), 1, "the write failed");
+        assert_eq!(
+            stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(2)).advise.len(),
+            1,
+            "the write failed"
+        );
     }
 
     #[test]
@@ -341,11 +345,11 @@ mod tests {
         {
             let pod = owned("a", kind, "x");
             let mut stranded = Stranded::default();
-            let rescue = stranded.reconcile([(&pod, expired())], PATIENCE, at(0));
+            let rescue = stranded.reconcile([(&pod, expired())], REFUSAL_TIMEOUT, at(0));
             assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_expired, 1 - when_expired), "{kind}");
             let mut stranded = Stranded::default();
-            stranded.reconcile([(&pod, gone())], PATIENCE, at(0));
-            let rescue = stranded.reconcile([(&pod, gone())], PATIENCE, at(20));
+            stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(0));
+            let rescue = stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(20));
             assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_gone, 1 - when_gone), "{kind}");
         }
     }
@@ -355,35 +359,35 @@ mod tests {
         let pod = replica("owned");
         let cordoned = || (&pod, Reason::Refused("n1: cordoned".to_owned()));
         let mut stranded = Stranded::default();
-        let rescue = stranded.reconcile([cordoned()], PATIENCE, at(0));
-        assert_eq!((recreated(&rescue), rescue.requeue), (vec![], Some(PATIENCE)));
-        stranded.reconcile([], PATIENCE, at(179));
-        let rescue = stranded.reconcile([cordoned()], PATIENCE, at(180));
+        let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(0));
+        assert_eq!((recreated(&rescue), rescue.requeue), (vec![], Some(REFUSAL_TIMEOUT)));
+        stranded.reconcile([], REFUSAL_TIMEOUT, at(179));
+        let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(180));
         assert_eq!(
             (recreated(&rescue), rescue.requeue),
-            (vec![], Some(PATIENCE)),
+            (vec![], Some(REFUSAL_TIMEOUT)),
             "the time is counted from the second refusal"
         );
-        assert_eq!(recreated(&stranded.reconcile([cordoned()], PATIENCE, at(360))), ["team/owned"]);
+        assert_eq!(recreated(&stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(360))), ["team/owned"]);
     }
 
     #[test]
-    fn pods_of_a_controller_are_recreated_together_and_each_pause_is_longer() {
+    fn pods_of_a_controller_are_recreated_together_and_each_delay_is_longer() {
         let pods = ["a", "b"].map(replica);
         let other = owned("c", "ReplicaSet", "other");
         let mut stranded = Stranded::default();
         let all = |stranded: &mut Stranded, second| {
             // Each time, these are new pods with the same names.
             stranded.since.clear();
-            stranded.reconcile(pods.iter().map(|pod| (pod, expired())), PATIENCE, at(second))
+            stranded.reconcile(pods.iter().map(|pod| (pod, expired())), REFUSAL_TIMEOUT, at(second))
         };
         assert_eq!(recreated(&all(&mut stranded, 0)), ["team/a", "team/b"]);
         let rescue = all(&mut stranded, 4);
         assert_eq!((recreated(&rescue), rescue.requeue), (vec![], Some(at(6))));
         assert_eq!(
-            recreated(&stranded.reconcile([(&other, expired())], PATIENCE, at(5))),
+            recreated(&stranded.reconcile([(&other, expired())], REFUSAL_TIMEOUT, at(5))),
             ["team/c"],
-            "other controllers have no pause"
+            "other controllers have no delay"
         );
         let (mut second, mut times) = (10, Vec::new());
         while times.len() < 9 {
@@ -395,7 +399,7 @@ mod tests {
         assert_eq!(times, [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]);
         let rested = second + FORGET_AFTER.as_secs() + 600;
         all(&mut stranded, rested);
-        assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the pauses start from the first again");
+        assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts from the first");
     }
 
     #[test]
@@ -405,7 +409,7 @@ mod tests {
         let mut stranded = Stranded::default();
         let mut batches = Vec::new();
         for second in 0..4 {
-            let rescue = stranded.reconcile(left.iter().map(|pod| (*pod, expired())), PATIENCE, at(second));
+            let rescue = stranded.reconcile(left.iter().map(|pod| (*pod, expired())), REFUSAL_TIMEOUT, at(second));
             let gone: BTreeSet<String> = rescue.recreate.iter().map(|one| one.uid.clone()).collect();
             left.retain(|pod| !gone.contains(pod.metadata.uid.as_ref().unwrap()));
             batches.push(gone.len());
@@ -421,7 +425,7 @@ mod tests {
         assert_eq!((stranded.avoided_nodes(&pod), stranded.delay(&pod, at(0))), (None, None));
         for second in [0, 10, 30] {
             stranded.since.clear();
-            stranded.reconcile([(&pod, expired())], PATIENCE, at(second));
+            stranded.reconcile([(&pod, expired())], REFUSAL_TIMEOUT, at(second));
         }
         assert!(stranded.avoided_nodes(&pod).unwrap().contains("n1"));
         assert_eq!(stranded.delay(&pod, at(31)), Some(at(39)));

@@ -7,7 +7,7 @@ use cleave_plan::ledger::Ask;
 use crate::policies::demand::{Reason, Waiting};
 
 /// Maximum number of nodes that a message names for each reason.
-const NAMED: usize = 3;
+const MAX_NAMED_NODES: usize = 3;
 
 /// Why a pod has no place.
 #[derive(Debug, Clone)]
@@ -80,8 +80,8 @@ pub(super) enum Exclusion {
 impl Exclusion {
     /// A clause about the nodes that are excluded for this reason: `1 node (n1) is cordoned`.
     pub(super) fn describe(&self, nodes: &[&str]) -> String {
-        let more = if nodes.len() > NAMED { ", ..." } else { "" };
-        let names = nodes.iter().take(NAMED).copied().collect::<Vec<_>>().join(", ");
+        let more = if nodes.len() > MAX_NAMED_NODES { ", ..." } else { "" };
+        let names = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");
         let (noun, are, have, do_not) =
             if nodes.len() == 1 { ("node", "is", "has", "does not") } else { ("nodes", "are", "have", "do not") };
         let subject = format!("{} {noun} ({names}{more})", nodes.len());

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 /// Delay between the first change of a quiet cluster and the plan, so that one `kubectl apply` of
 /// several objects causes one plan.
-pub(crate) const FIRST: Duration = Duration::from_millis(50);
+pub(crate) const FIRST_CHANGE_DELAY: Duration = Duration::from_millis(50);
 /// Minimum and maximum time between two plans under load.
-const BETWEEN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const PLAN_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Maximum time to wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
 const MAX_GATHERING: Duration = Duration::from_secs(60);
 
@@ -19,26 +19,26 @@ pub(crate) struct Pace {
 
 impl Default for Pace {
     fn default() -> Self {
-        Self { between: BETWEEN.0, last: None }
+        Self { between: PLAN_INTERVALS.0, last: None }
     }
 }
 
 impl Pace {
     /// Returns the delay between a change and the plan for it.
     pub(crate) fn wait(&mut self, now: Duration) -> Duration {
-        let Some(last) = self.last else { return FIRST };
+        let Some(last) = self.last else { return FIRST_CHANGE_DELAY };
         let since = now.saturating_sub(last);
         if since >= self.between * 2 {
-            self.between = BETWEEN.0;
-            return FIRST;
+            self.between = PLAN_INTERVALS.0;
+            return FIRST_CHANGE_DELAY;
         }
-        self.between.saturating_sub(since).max(FIRST)
+        self.between.saturating_sub(since).max(FIRST_CHANGE_DELAY)
     }
 
     /// Records a plan. `more` is whether further changes came during the wait before it.
     pub(crate) fn planned(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
-        self.between = if more { (self.between * 2).min(BETWEEN.1) } else { BETWEEN.0 };
+        self.between = if more { (self.between * 2).min(PLAN_INTERVALS.1) } else { PLAN_INTERVALS.0 };
     }
 }
 
@@ -93,9 +93,9 @@ mod tests {
     #[test]
     fn a_change_of_a_quiet_cluster_is_planned_almost_at_once() {
         let mut pace = Pace::default();
-        assert_eq!(pace.wait(ms(0)), FIRST);
+        assert_eq!(pace.wait(ms(0)), FIRST_CHANGE_DELAY);
         pace.planned(ms(50), false);
-        assert_eq!(pace.wait(ms(5000)), FIRST);
+        assert_eq!(pace.wait(ms(5000)), FIRST_CHANGE_DELAY);
     }
 
     #[test]
@@ -110,8 +110,8 @@ mod tests {
             pace.planned(now, true);
         }
         assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(ms));
-        assert_eq!(pace.wait(now + ms(3999)), FIRST, "a late change has already waited");
-        assert_eq!(pace.wait(now + ms(4000)), FIRST);
+        assert_eq!(pace.wait(now + ms(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
+        assert_eq!(pace.wait(now + ms(4000)), FIRST_CHANGE_DELAY);
         pace.planned(now + ms(4050), false);
         assert_eq!(pace.wait(now + ms(4060)), ms(90), "the pace is reset");
     }

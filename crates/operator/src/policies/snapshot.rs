@@ -36,11 +36,11 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 const MIN_DEADLINE: Duration = Duration::from_secs(5);
 /// How long a GPU stays unchanged after it failed to reach a partition: the first and the maximum
 /// backoff.
-const BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
+const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
 /// Maximum time by which a watch may lag behind a write. After that, a different spec comes from
 /// another writer.
-const LAG: Duration = Duration::from_secs(10);
+const MAX_WATCH_LAG: Duration = Duration::from_secs(10);
 
 /// A GPU: the name of its node, and its UUID.
 pub type GpuKey = (String, String);
@@ -174,7 +174,8 @@ impl History {
                 return false;
             };
             let Ok(object) = &shared.0 else { return false };
-            let lags = before.is_some() && object.metadata.generation <= *before && now.saturating_sub(*at) < LAG;
+            let lags =
+                before.is_some() && object.metadata.generation <= *before && now.saturating_sub(*at) < MAX_WATCH_LAG;
             if lags
                 && object.spec != *spec
                 && let Ok(object) = &mut Arc::make_mut(shared).0
@@ -235,7 +236,7 @@ impl History {
         let known = |at: &GpuKey| all.contains_key(at);
         self.changing.retain(|at, _| known(at));
         // Old failures do not lengthen the next backoff.
-        self.failures.retain(|at, failure| known(at) && now < failure.until.saturating_add(BACKOFF.1));
+        self.failures.retain(|at, failure| known(at) && now < failure.until.saturating_add(FAILURE_BACKOFF.1));
         self.unread.retain(|name, _| observed.nodes.contains_key(name));
         let waiting: BTreeSet<&str> = observed.pods.iter().map(|claimant| claimant.pod.name.as_str()).collect();
         self.placements.retain(|pod, _| waiting.contains(pod.as_str()));
@@ -249,12 +250,12 @@ impl History {
             return;
         }
         let times = before.map_or(1, |failure| failure.times.saturating_add(1));
-        let pause = BACKOFF.0.saturating_mul(1 << (times - 1).min(8)).min(BACKOFF.1);
+        let backoff = FAILURE_BACKOFF.0.saturating_mul(1 << (times - 1).min(8)).min(FAILURE_BACKOFF.1);
         let failure = Failure {
             partition: partition.clone(),
             message: message.to_owned(),
             times,
-            until: now.saturating_add(pause),
+            until: now.saturating_add(backoff),
         };
         self.failures.insert(at.clone(), failure);
     }

@@ -21,7 +21,7 @@ use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
 use crate::read::{Node, Observed};
 
 /// Maximum number of names that a sentence lists. It then states the number of names left out.
-const LISTED: usize = 8;
+const MAX_LISTED_NAMES: usize = 8;
 
 /// A policy's status could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -468,7 +468,7 @@ fn unsupported(report: &Report) -> String {
     listed_by(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins sentences, each once and at most [`LISTED`].
+/// Joins sentences, each once and at most [`MAX_LISTED_NAMES`].
 fn joined(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
     vec![listed_by(distinct.into_iter().collect(), "; ")]
@@ -498,8 +498,8 @@ fn listed(names: Vec<String>) -> String {
 }
 
 fn listed_by(mut names: Vec<String>, between: &str) -> String {
-    let more = names.len().saturating_sub(LISTED);
-    names.truncate(LISTED);
+    let more = names.len().saturating_sub(MAX_LISTED_NAMES);
+    names.truncate(MAX_LISTED_NAMES);
     let shown = names.join(between);
     if more == 0 { shown } else { format!("{shown} and {more} more") }
 }

@@ -15,7 +15,7 @@ use crate::read::{Node, Observed};
 
 /// How long an agent may be not ready before its node is tainted. An upgrade of the agent takes a
 /// second; the start of a node takes longer.
-pub(crate) const AWAY: Duration = Duration::from_secs(60);
+pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Keeps new pods away. Running pods stay.
 const EFFECT: &str = "NoSchedule";
 
@@ -38,7 +38,7 @@ enum Verdict {
     /// It cannot serve pods. Holds the reason.
     Unusable(&'static str),
     /// Its agent has been not ready for this long.
-    Away(Duration),
+    NotReady(Duration),
 }
 
 /// The nodes whose agent is not ready, with the time since which it is not.
@@ -58,12 +58,12 @@ impl Taints {
             let verdict = self.verdict(name, node, now);
             let tainted = node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == EFFECT);
             let (why, patch) = match (verdict, tainted) {
-                (Verdict::Away(since), _) if since < AWAY => {
-                    let left = AWAY.saturating_sub(since);
+                (Verdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
+                    let left = NOT_READY_TIMEOUT.saturating_sub(since);
                     next = Some(next.map_or(left, |next| next.min(left)));
                     continue;
                 }
-                (Verdict::Away(_), None) => (Some("its agent is not ready"), add(node)),
+                (Verdict::NotReady(_), None) => (Some("its agent is not ready"), add(node)),
                 (Verdict::Unusable(why), None) => (Some(why), add(node)),
                 (Verdict::Usable, Some(index)) => (None, remove(index)),
                 _ => continue,
@@ -81,7 +81,7 @@ impl Taints {
         };
         if !node.agent.is_some_and(|agent| agent.ready) {
             let since = *self.away.entry(name.to_owned()).or_insert(now);
-            return Verdict::Away(now.saturating_sub(since));
+            return Verdict::NotReady(now.saturating_sub(since));
         }
         self.away.remove(name);
         // Suspect GPUs become healthy again within a minute. Other causes, such as an MPS daemon,

@@ -12,21 +12,21 @@ use super::view::View;
 
 /// How long MPS must be unused on a closed node before its host is replaced. In that time, pods
 /// that bypass the gate become visible in the watches.
-pub(crate) const SETTLE: Duration = Duration::from_secs(2);
+pub(crate) const IDLE_TIME: Duration = Duration::from_secs(2);
 /// How long a host may take from its deletion until its successor serves.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
 /// How long a host must serve before others are replaced. A crash-looping host serves only for
 /// moments.
-pub(crate) const STEADY: Duration = Duration::from_secs(10);
+pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two updates. The gate reconciles more often, on each change of a pod.
-pub(crate) const PERIOD: Duration = Duration::from_secs(1);
+pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 /// How long replacement is suspended after the API server refused to delete a pod.
-const REFUSED: Duration = Duration::from_secs(60);
+const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
 /// At most one in this many hosts is replaced at a time, once a host of the newest revision has
 /// served.
 const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
-const NAMED: usize = 4;
+const MAX_NAMED_NODES: usize = 4;
 
 /// A host whose pod is to be deleted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -68,9 +68,9 @@ struct Outage {
     why: String,
     /// Whether the host itself is down, and not only one of its daemons.
     down: bool,
-    /// Whether it has been down for longer than [`PATIENCE`].
+    /// Whether it has been down for longer than [`START_TIMEOUT`].
     late: bool,
-    /// The time since which it serves again. The outage ends once it has served for [`STEADY`].
+    /// The time since which it serves again. The outage ends after [`STEADY_TIME`] of service.
     serving: Option<Duration>,
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct Rollout {
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
     /// The time until which replacement is suspended because the API server refused a deletion.
-    paused: Option<Duration>,
+    suspended: Option<Duration>,
     /// Why replacement is stopped, as last reported.
     reported: Option<String>,
 }
@@ -99,7 +99,7 @@ impl Rollout {
     /// no requested resource is withheld.
     pub(crate) fn describe_withheld(&self, asks: &[Ask], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| asks.iter().any(|ask| is_mps(&ask.resource)));
-        let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(NAMED).collect();
+        let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(MAX_NAMED_NODES).collect();
         if withheld.is_empty() {
             return String::new();
         }
@@ -119,7 +119,7 @@ impl Rollout {
         }
         self.choose(nodes, up, step.stopped);
         for (name, (_, since)) in &self.closed {
-            let due = since.saturating_add(SETTLE);
+            let due = since.saturating_add(IDLE_TIME);
             let host = nodes.get(name).and_then(|view| view.host.clone());
             match host.filter(|_| due <= up) {
                 Some(host) => step.replace.push(Replacement { node: name.clone(), host }),
@@ -128,14 +128,14 @@ impl Rollout {
         }
         for outage in self.outages.values() {
             match outage.serving {
-                Some(serving) => step.check_by(serving.saturating_add(STEADY), up),
+                Some(serving) => step.check_by(serving.saturating_add(STEADY_TIME), up),
                 None if outage.late => {}
-                None => step.check_by(outage.since.saturating_add(PATIENCE), up),
+                None => step.check_by(outage.since.saturating_add(START_TIMEOUT), up),
             }
         }
         let is_outdated = |view: &&View| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
         step.outdated = nodes.values().filter(is_outdated).count();
-        if let Some(until) = self.paused.filter(|until| step.outdated > 0 && *until > up) {
+        if let Some(until) = self.suspended.filter(|until| step.outdated > 0 && *until > up) {
             step.check_by(until, up);
         }
         for (name, view) in nodes.iter().filter(|(name, view)| is_outdated(view) && !self.closed.contains_key(*name)) {
@@ -163,7 +163,7 @@ impl Rollout {
     /// resumes.
     pub(crate) fn refused(&mut self, node: &str, up: Duration) {
         self.closed.remove(node);
-        self.paused = Some(up.saturating_add(REFUSED));
+        self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
 
     /// Updates which hosts serve.
@@ -172,12 +172,12 @@ impl Rollout {
         for (name, view) in nodes {
             let since = self.outages.get(name).map_or(up, |outage| outage.since);
             if let Some((why, down)) = view.outage(self.deleted.get(name).map(String::as_str)) {
-                let late = up.saturating_sub(since) >= PATIENCE;
+                let late = up.saturating_sub(since) >= START_TIMEOUT;
                 self.outages.insert(name.clone(), Outage { since, why, down, late, serving: None });
             } else if let Some(outage) = self.outages.get_mut(name) {
                 let serving = *outage.serving.get_or_insert(up);
                 outage.down = false;
-                if up.saturating_sub(serving) >= STEADY || view.host.as_ref().is_some_and(|host| host.outdated) {
+                if up.saturating_sub(serving) >= STEADY_TIME || view.host.as_ref().is_some_and(|host| host.outdated) {
                     self.outages.remove(name);
                 }
             }
@@ -188,7 +188,7 @@ impl Rollout {
             let host = nodes.get(name).filter(|view| view.busy.is_none()).and_then(|view| view.host.as_ref());
             host.is_some_and(|host| host.outdated && !host.terminating && host.uid == *uid)
         });
-        self.paused = self.paused.filter(|until| *until > up);
+        self.suspended = self.suspended.filter(|until| *until > up);
     }
 
     /// Returns why replacement is stopped, if it is.
@@ -196,10 +196,10 @@ impl Rollout {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
         let named: Vec<String> =
-            late.iter().take(NAMED).map(|(name, outage)| format!("node {name}: {}", outage.why)).collect();
-        let more = late.len().saturating_sub(NAMED);
+            late.iter().take(MAX_NAMED_NODES).map(|(name, outage)| format!("node {name}: {}", outage.why)).collect();
+        let more = late.len().saturating_sub(MAX_NAMED_NODES);
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-        let seconds = PATIENCE.as_secs();
+        let seconds = START_TIMEOUT.as_secs();
         (!named.is_empty()).then(|| {
             format!(
                 "stopped replacing MPS hosts: {}{more}; not serving for {seconds} s. Replacement continues when they serve or their DaemonSet changes",
@@ -210,7 +210,7 @@ impl Rollout {
 
     /// Closes as many nodes as may be replaced at a time.
     fn choose(&mut self, nodes: &BTreeMap<String, View>, up: Duration, stopped: bool) {
-        if stopped || self.paused.is_some() {
+        if stopped || self.suspended.is_some() {
             self.closed.clear();
             return;
         }

@@ -9,10 +9,11 @@
 //! - It has its `DaemonSet`'s newest revision and serves: it stays.
 //! - It has an older revision, and a pod uses MPS or the agent is outdated too: it stays.
 //! - It has an older revision and is unused: nothing new is reserved there. If it is still unused
-//!   after `decide::SETTLE`, its pod is deleted.
+//!   after `decide::IDLE_TIME`, its pod is deleted.
 //! - It is terminating, absent or not ready: nothing is reserved there, for at most
-//!   `decide::PATIENCE`. Other hosts are replaced after it has served for `decide::STEADY`.
-//! - It does not serve within `decide::PATIENCE`: replacement stops until it serves or its
+//!   `decide::START_TIMEOUT`. Other hosts are replaced once it has served for
+//!   `decide::STEADY_TIME`.
+//! - It does not serve within `decide::START_TIMEOUT`: replacement stops until it serves or its
 //!   `DaemonSet` changes. An Event reports the stop.
 //!
 //! | step | module | what |
@@ -30,8 +31,8 @@ mod hosts;
 mod replace;
 mod view;
 
-pub(crate) use decide::{PERIOD, Rollout};
 pub(crate) use decide::{Replacement, Step};
+pub(crate) use decide::{Rollout, UPDATE_INTERVAL};
 pub(crate) use hosts::{Hosts, Revision};
 pub(crate) use hosts::{Newest, Watched, by_node};
 pub(crate) use replace::{Deleted, replace};

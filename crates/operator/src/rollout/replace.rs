@@ -5,7 +5,7 @@ use kube::{Api, Client};
 
 use super::decide::Replacement;
 use super::hosts::{Host, Newest, Revision, Watched};
-use crate::write::WRITE;
+use crate::write::WRITE_TIMEOUT;
 
 /// The result of a deletion.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl Deleted {
 
 /// Deletes the pod of a host if it still has this UID and is outdated.
 pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Replacement) -> Deleted {
-    match tokio::time::timeout(WRITE, delete(client, watched, &replacement.host)).await {
+    match tokio::time::timeout(WRITE_TIMEOUT, delete(client, watched, &replacement.host)).await {
         Ok(Ok(true)) => Deleted::Done,
         Ok(Ok(false)) => Deleted::Gone,
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Deleted::Gone,

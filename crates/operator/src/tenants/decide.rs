@@ -15,7 +15,7 @@ use crate::pods::{PodCondition, PodObject, full_name};
 
 /// Delay before the operator retries an eviction that a disruption budget refused or that had no
 /// effect.
-pub(crate) const RETRY: Duration = Duration::from_secs(5);
+pub(crate) const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// How long a written condition counts even if the watch has not returned it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
 /// Maximum length of a condition's message, in characters.
@@ -116,12 +116,15 @@ impl FindingTracker {
             if pod.metadata.deletion_timestamp.is_some() {
                 continue;
             }
-            let wait = self.evicted.get(uid).map_or(Duration::ZERO, |at| RETRY.saturating_sub(now.saturating_sub(*at)));
+            let wait = self
+                .evicted
+                .get(uid)
+                .map_or(Duration::ZERO, |at| EVICTION_RETRY_DELAY.saturating_sub(now.saturating_sub(*at)));
             let next = if wait.is_zero() {
                 self.evicted.insert(uid.to_owned(), now);
                 let (pod, message) = (full_name(&pod.metadata), why.0.message.clone());
                 actions.evictions.push(Eviction { pod, uid: uid.to_owned(), node: node.to_owned(), message });
-                RETRY
+                EVICTION_RETRY_DELAY
             } else {
                 wait
             };
@@ -255,14 +258,21 @@ pub(crate) mod tests {
         let found = [node("n1", "Evict", &json!([finding("a", "MemoryExceeded")]))];
         let pods = [pod("a", "n1", &json!([]))];
         let actions = tracker.decide(&found, &pods, at(0));
-        assert_eq!((updates(&actions).len(), actions.evictions.len(), actions.next), (1, 1, Some(RETRY)));
+        assert_eq!(
+            (updates(&actions).len(), actions.evictions.len(), actions.next),
+            (1, 1, Some(EVICTION_RETRY_DELAY))
+        );
         assert_eq!(
             (actions.evictions[0].pod.as_str(), actions.evictions[0].uid.as_str(), actions.evictions[0].node.as_str()),
             ("team/a", "a", "n1")
         );
         let soon = tracker.decide(&found, &pods, at(1));
-        assert_eq!((soon.evictions.len(), soon.next), (0, RETRY.checked_sub(at(1))), "no retry yet");
-        assert_eq!(tracker.decide(&found, &pods, RETRY).evictions.len(), 1, "a disruption budget may have refused");
+        assert_eq!((soon.evictions.len(), soon.next), (0, EVICTION_RETRY_DELAY.checked_sub(at(1))), "no retry yet");
+        assert_eq!(
+            tracker.decide(&found, &pods, EVICTION_RETRY_DELAY).evictions.len(),
+            1,
+            "a disruption budget may have refused"
+        );
         let mut terminating = (*pods[0]).clone();
         terminating.metadata.deletion_timestamp =
             Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(jiff::Timestamp::UNIX_EPOCH));

@@ -2,7 +2,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use super::decide::{Eviction, FindingTracker, RETRY};
+use super::decide::{EVICTION_RETRY_DELAY, Eviction, FindingTracker};
 use crate::events;
 use crate::evict::{Evicted, evict};
 use crate::metrics::Outcome;
@@ -11,7 +11,7 @@ use crate::task::{Context, Controller, Trigger};
 use crate::write::publish;
 
 /// How long to gather further changes after the first.
-const GATHER: Duration = Duration::from_millis(200);
+const GATHER_TIME: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
 pub(crate) struct Tenants {
@@ -56,7 +56,7 @@ impl Tenants {
 
 impl Controller for Tenants {
     fn gather(&mut self) -> Duration {
-        GATHER
+        GATHER_TIME
     }
 
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
@@ -77,7 +77,7 @@ impl Controller for Tenants {
             if done {
                 self.tracker.wrote(update, self.started.elapsed());
             } else {
-                requeue = Some(requeue.map_or(RETRY, |requeue| requeue.min(RETRY)));
+                requeue = Some(requeue.map_or(EVICTION_RETRY_DELAY, |requeue| requeue.min(EVICTION_RETRY_DELAY)));
             }
         }
         for eviction in &actions.evictions {

@@ -10,11 +10,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 
-use crate::world::{TEN, TWENTY, World, assert_waits};
+use crate::world::{TEN, TWENTY, TestCluster, assert_waits};
 
 #[test]
 fn an_unreachable_node_is_excluded_until_it_answers() {
-    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.pod("one", TEN, 1);
     let (_, _) = world.pass();
     let unreachable = world.written()[0].to_owned();
@@ -42,7 +42,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
 
 #[test]
 fn a_node_whose_agent_is_not_ready_is_excluded_at_once() {
-    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: false });
     world.pod("one", TEN, 1);
     world.pod("two", "nvidia.com/mig-7g.40gb", 1);
@@ -57,7 +57,7 @@ fn a_node_whose_agent_is_not_ready_is_excluded_at_once() {
 
 #[test]
 fn no_gpu_is_repartitioned_on_a_node_where_the_pod_cannot_run() {
-    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     let labels = BTreeMap::from([("zone".to_owned(), "b".to_owned())]);
     world.observed.nodes.get_mut("n2").unwrap().labels = labels;
     let cpu = BTreeMap::from([("cpu".to_owned(), cleave_plan::Quantity::new("4"))]);
@@ -79,7 +79,7 @@ fn no_gpu_is_repartitioned_on_a_node_where_the_pod_cannot_run() {
 
 #[test]
 fn a_malformed_pod_or_node_affects_no_other() {
-    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     let error = "no field".to_owned();
     world.observed.nodes.get_mut("n2").unwrap().gpu_node =
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error, metadata: ObjectMeta::default() }))));
@@ -95,7 +95,7 @@ fn a_malformed_pod_or_node_affects_no_other() {
 
 #[test]
 fn an_unhealthy_gpu_is_not_repartitioned() {
-    let mut world = World::new("mode: Auto").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     world.status("n1").gpus[0].health =
         Health { healthy: false, reason: "XidError".into(), message: "XID 79".into(), ..Health::default() };
     world.pod("one", TEN, 1);
@@ -108,7 +108,7 @@ fn an_unhealthy_gpu_is_not_repartitioned() {
 
 #[test]
 fn a_cordoned_gpu_is_not_repartitioned() {
-    let mut world = World::new("mode: Auto").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     let uuid = world.status("n1").gpus[0].uuid.clone();
     let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
     let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
@@ -123,7 +123,7 @@ fn a_cordoned_gpu_is_not_repartitioned() {
 
 #[test]
 fn a_daemon_that_starts_for_a_change_does_not_exclude_its_gpu() {
-    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.pod("one", TEN, 1);
     world.pass();
     let node = world.written()[0].to_owned();
@@ -139,7 +139,7 @@ fn a_daemon_that_starts_for_a_change_does_not_exclude_its_gpu() {
 
 #[test]
 fn a_gpu_that_is_lost_keeps_its_spec() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("one", TEN, 1);
     world.settle();
     let before = world.object("n1").spec.clone();
@@ -157,7 +157,7 @@ fn a_gpu_that_is_lost_keeps_its_spec() {
 
 #[test]
 fn a_node_without_room_for_pods_is_not_repartitioned() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     let full = BTreeMap::from([("pods".to_owned(), cleave_plan::Quantity::whole(1))]);
     world.observed.nodes.get_mut("n1").unwrap().allocatable = full;
     world.pod_with("other", "cpu", 1, "  nodeName: n1\n");

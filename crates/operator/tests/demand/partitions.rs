@@ -3,11 +3,11 @@ use std::collections::BTreeSet;
 
 use cleave_operator::policies::demand::Reason;
 
-use crate::world::{HALF, SMALL, TEN, TWENTY, WHOLE, World, assert_waits};
+use crate::world::{HALF, SMALL, TEN, TWENTY, TestCluster, WHOLE, assert_waits};
 
 #[test]
 fn instances_of_mixed_profiles_are_created_for_pods() {
-    let mut world = World::new("mode: Mig").node("n1", 1);
+    let mut world = TestCluster::new("mode: Mig").node("n1", 1);
     world.pod("small", SMALL, 1);
     world.pod("half", HALF, 1);
     let (plan, outcome) = world.pass();
@@ -30,7 +30,7 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
 
 #[test]
 fn sized_slices_come_and_go_and_an_idle_gpu_changes_its_mode() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     for pod in ["a", "b", "c", "d"] {
         world.pod(pod, TEN, 1);
     }
@@ -61,7 +61,7 @@ fn sized_slices_come_and_go_and_an_idle_gpu_changes_its_mode() {
 
 #[test]
 fn pods_that_free_slices_can_serve_change_nothing() {
-    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]")
+    let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]")
         .policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4")
         .node("n1", 3);
     world.pod("shares", "nvidia.com/gpu-mps", 2);
@@ -74,7 +74,7 @@ fn pods_that_free_slices_can_serve_change_nothing() {
 
 #[test]
 fn only_the_node_that_changes_is_written() {
-    let mut world = World::new("mode: Auto").node("n1", 2).node("n2", 2).node("n3", 2);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 2).node("n2", 2).node("n3", 2);
     let before = world.object("n1").spec.plan_id.clone();
     world.pod("one", TEN, 1);
     world.pass();
@@ -95,7 +95,7 @@ fn only_the_node_that_changes_is_written() {
 #[test]
 fn instances_are_created_for_shares_inside_them() {
     let mut world =
-        World::new("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: 4\n      threads: Strict").node("n1", 1);
+        TestCluster::new("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: 4\n      threads: Strict").node("n1", 1);
     let shared = "nvidia.com/mig-3g.20gb.shared";
     world.pod("three", shared, 3);
     world.pod("one", shared, 1);
@@ -111,7 +111,7 @@ fn instances_are_created_for_shares_inside_them() {
 #[test]
 fn shares_and_replicas_have_the_numbers_of_the_policy() {
     let policy = "mode: Auto\nmps:\n  units: 10\n  threads: Strict\ntimeSlicing:\n  replicas: 3";
-    let mut world = World::new(policy).node("n1", 2);
+    let mut world = TestCluster::new(policy).node("n1", 2);
     world.pod("shares", "nvidia.com/gpu-mps", 4);
     world.pod("replica", "nvidia.com/gpu-timeslice", 1);
     world.settle();
@@ -126,7 +126,7 @@ fn shares_and_replicas_have_the_numbers_of_the_policy() {
 
 #[test]
 fn an_edited_policy_applies_to_idle_gpus_only() {
-    let mut world = World::new("mode: Auto\nmps:\n  threads: Strict").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto\nmps:\n  threads: Strict").node("n1", 2);
     world.pod("one", TWENTY, 1);
     world.settle();
     let at = (0..2).find(|&index| world.partition("n1", index).mps.is_some()).unwrap();
@@ -140,7 +140,7 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 
 #[test]
 fn slices_that_another_policy_is_about_to_make_count() {
-    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
     // Both policies were created at once: the spec of the second one's GPU is not written yet.
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");
     world.pod("shares", "nvidia.com/gpu-mps", 2);
@@ -155,7 +155,7 @@ fn slices_that_another_policy_is_about_to_make_count() {
 fn shares_of_an_instance_in_use_stay_when_the_policy_is_edited() {
     let sharing =
         |units: u32| format!("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: {units}\n      threads: Strict");
-    let mut world = World::new(&sharing(4)).node("n1", 1);
+    let mut world = TestCluster::new(&sharing(4)).node("n1", 1);
     let shared = "nvidia.com/mig-3g.20gb.shared";
     world.pod("two", shared, 2);
     world.settle();

@@ -4,11 +4,11 @@ use std::time::Duration;
 use cleave_api::gpunode::{AllocationStatus, StepStatus};
 use cleave_operator::policies::demand::Reason;
 
-use crate::world::{SMALL, TEN, WHOLE, World, assert_waits, list, serve};
+use crate::world::{SMALL, TEN, TestCluster, WHOLE, assert_waits, list, serve};
 
 #[test]
 fn a_node_gets_no_second_change_while_it_changes() {
-    let mut world = World::new("mode: Auto").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     world.pod("first", TEN, 1);
     world.pass();
     let written = world.object("n1").spec.clone();
@@ -36,7 +36,7 @@ fn a_node_gets_no_second_change_while_it_changes() {
 
 #[test]
 fn a_written_spec_counts_before_the_watch_returns_it() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("first", TEN, 1);
     let old = world.object("n1").clone();
     world.pass();
@@ -52,11 +52,11 @@ fn a_written_spec_counts_before_the_watch_returns_it() {
 }
 
 #[test]
-fn a_failed_change_is_undone_and_retried_after_a_pause() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+fn a_failed_change_is_undone_and_retried_after_a_backoff() {
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("mig", SMALL, 1);
     world.pass();
-    let fail = |world: &mut World| {
+    let fail = |world: &mut TestCluster| {
         let generation = world.object("n1").metadata.generation.unwrap();
         let status = world.status("n1");
         status.observed_generation = generation;
@@ -83,7 +83,7 @@ fn a_failed_change_is_undone_and_retried_after_a_pause() {
     world.apply();
     world.now += Duration::from_secs(4);
     world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "it pauses for a while");
+    assert_eq!(world.written(), [] as [&str; 0], "the backoff lasts");
     // Meanwhile, a pod can use its present slices.
     world.pod("whole", WHOLE, 1);
     let (_, outcome) = world.pass();
@@ -97,7 +97,7 @@ fn a_failed_change_is_undone_and_retried_after_a_pause() {
     world.apply();
     world.now += Duration::from_secs(9);
     world.pass();
-    assert_eq!(world.written(), [] as [&str; 0], "the pause doubles");
+    assert_eq!(world.written(), [] as [&str; 0], "the backoff doubles");
     world.now += Duration::from_secs(1);
     world.settle();
     assert!(world.is_bound("mig"));
@@ -105,7 +105,7 @@ fn a_failed_change_is_undone_and_retried_after_a_pause() {
 
 #[test]
 fn a_change_that_misses_its_deadline_is_undone() {
-    let mut world = World::new("mode: Auto").node("n1", 1).node("n2", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.pod("mig", SMALL, 1);
     world.pass();
     let slow = world.written()[0].to_owned();
@@ -131,7 +131,7 @@ fn a_change_that_misses_its_deadline_is_undone() {
 
 #[test]
 fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
-    let mut world = World::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mig\nmig:\n  layout: [3g.20gb]");
     world.pass();
     let generation = world.object("n1").metadata.generation.unwrap();
@@ -161,7 +161,7 @@ fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
 
 #[test]
 fn a_plan_overtaken_by_a_pod_is_replaced() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("one", TEN, 1);
     world.settle();
     world.end("one");
@@ -206,7 +206,7 @@ fn a_plan_overtaken_by_a_pod_is_replaced() {
 
 #[test]
 fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
-    let mut world = World::new("mode: Auto").node("n1", 1);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("one", TEN, 1);
     world.pass();
     world.apply();
@@ -229,7 +229,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
 
 #[test]
 fn a_bound_pod_uses_a_whole_gpu_before_the_kubelet_lists_it() {
-    let mut world = World::new("mode: Auto").node("n1", 2);
+    let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     world.pod("whole", WHOLE, 1);
     world.pass();
     world.pods.get_mut("team/whole").unwrap().spec.node_name = Some("n1".to_owned());

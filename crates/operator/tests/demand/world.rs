@@ -62,7 +62,7 @@ fn a100(node: &str, index: u32) -> GpuStatus {
 
 /// A cluster, and the operator's decisions about it.
 #[derive(Default)]
-pub(crate) struct World {
+pub(crate) struct TestCluster {
     pub(crate) observed: Observed,
     pub(crate) history: History,
     pub(crate) pods: BTreeMap<String, PodObject>,
@@ -72,7 +72,7 @@ pub(crate) struct World {
     pub(crate) changes: Vec<Change>,
 }
 
-impl World {
+impl TestCluster {
     pub(crate) fn new(policy: &str) -> Self {
         Self::default().policy("p", policy)
     }

@@ -141,13 +141,13 @@ fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
 
 /// A small cluster whose hosts are outdated.
 #[derive(Debug, Default)]
-struct World {
+struct TestCluster {
     nodes: BTreeMap<String, View>,
     rollout: Rollout,
     up: Duration,
 }
 
-impl World {
+impl TestCluster {
     fn of(count: usize) -> Self {
         let mut world = Self { up: secs(100), ..Self::default() };
         for at in 0..count {
@@ -185,9 +185,9 @@ impl World {
     /// its host.
     fn replace(&mut self) -> Vec<String> {
         self.update();
-        self.up += STEADY;
+        self.up += STEADY_TIME;
         self.update();
-        self.up += SETTLE;
+        self.up += IDLE_TIME;
         self.delete()
     }
 }
@@ -206,11 +206,11 @@ fn host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
 
 #[test]
 fn idle_nodes_are_closed_and_their_hosts_replaced_one_by_one() {
-    let mut world = World::of(2);
+    let mut world = TestCluster::of(2);
     let step = world.update();
-    assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(SETTLE)));
+    assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
     assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
-    assert!(world.after(secs(SETTLE.as_secs() - 1)).is_empty(), "not before the node has settled");
+    assert!(world.after(secs(IDLE_TIME.as_secs() - 1)).is_empty(), "not before the node has settled");
     world.up += secs(1);
     assert_eq!(world.delete(), ["n00"]);
     for (state, withheld) in [
@@ -228,15 +228,15 @@ fn idle_nodes_are_closed_and_their_hosts_replaced_one_by_one() {
     world.at("n00").trouble = None;
     assert_eq!(world.replace(), ["n01"]);
     world.at("n01").host = Some(host("n01", "2", false, true));
-    assert_eq!(world.update().next, Some(STEADY));
-    world.up += STEADY;
+    assert_eq!(world.update().next, Some(STEADY_TIME));
+    world.up += STEADY_TIME;
     let step = world.update();
     assert_eq!((step, world.rollout.outages.len(), world.rollout.deleted.len()), (Step::default(), 0, 0));
 }
 
 #[test]
 fn a_host_in_use_stays_also_if_its_use_starts_while_the_node_is_closed() {
-    let mut world = World::of(1);
+    let mut world = TestCluster::of(1);
     world.at("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
     assert_eq!(step.waiting["n00"], "team/p has 2 nvidia.com/gpu-mps");
@@ -245,17 +245,17 @@ fn a_host_in_use_stays_also_if_its_use_starts_while_the_node_is_closed() {
     world.update();
     assert!(world.rollout.withholds("n00"));
     world.at("n00").busy = Some("a pod without a gate".into());
-    assert!(world.after(SETTLE).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.after(IDLE_TIME).is_empty() && !world.rollout.withholds("n00"));
     world.at("n00").busy = None;
-    assert!(world.after(SETTLE).is_empty(), "the wait restarts");
-    assert_eq!(world.after(SETTLE), ["n00"]);
+    assert!(world.after(IDLE_TIME).is_empty(), "the wait restarts");
+    assert_eq!(world.after(IDLE_TIME), ["n00"]);
 }
 
 #[test]
 fn no_host_is_deleted_twice_and_its_successor_stays() {
-    let mut world = World::of(1);
+    let mut world = TestCluster::of(1);
     world.update();
-    world.up += SETTLE;
+    world.up += IDLE_TIME;
     let step = world.update();
     world.rollout.replaced(&step.replace[0], world.up);
     // The watch has not reported it.
@@ -265,18 +265,18 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     world.at("n00").host = Some(host("n00", "2", false, true));
     assert!(world.after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
     // Another host takes its place while the node is closed.
-    let mut world = World::of(1);
+    let mut world = TestCluster::of(1);
     world.update();
     world.at("n00").host = Some(host("n00", "2", true, true));
-    assert!(world.after(SETTLE).is_empty(), "the wait restarts for the new host");
+    assert!(world.after(IDLE_TIME).is_empty(), "the wait restarts for the new host");
 }
 
 #[test]
 fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
-    let mut world = World::of(3);
+    let mut world = TestCluster::of(3);
     assert_eq!(world.replace(), ["n00"]);
     world.at("n00").host = Some(host("n00", "2", false, false));
-    assert!(world.after(secs(PATIENCE.as_secs() - 1)).is_empty() && world.rollout.withholds("n00"));
+    assert!(world.after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.withholds("n00"));
     world.up += secs(1);
     let step = world.update();
     let (message, set) = step.news.unwrap();
@@ -291,7 +291,7 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
     assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
     assert!(world.after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
     // It serves in the end.
-    let mut served = World { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
+    let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
     served.at("n00").host.as_mut().unwrap().ready = true;
     assert_eq!(served.replace(), ["n01"]);
     // Or another release follows the bad one. Hosts that serve are replaced first.
@@ -305,7 +305,7 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
 
 #[test]
 fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
-    let mut world = World::of(3);
+    let mut world = TestCluster::of(3);
     assert_eq!(world.replace(), ["n00"]);
     world.up += secs(1);
     let began = world.up;
@@ -313,12 +313,12 @@ fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
     while !world.update().stopped {
         world.up += secs(1);
         second += 1;
-        world.at("n00").host = Some(host("n00", "2", false, second % 20 < STEADY.as_secs()));
+        world.at("n00").host = Some(host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
         assert!(world.update().replace.is_empty() && !world.rollout.withholds("n01"), "{second}");
-        assert!(world.up < began + PATIENCE + secs(20));
+        assert!(world.up < began + START_TIMEOUT + secs(20));
     }
     // In a larger cluster, another node may be closed already. It is opened again.
-    let mut world = World::of(20);
+    let mut world = TestCluster::of(20);
     world.at("n00").host = Some(host("n00", "2", false, true));
     world.update();
     assert!(world.rollout.withholds("n01") && world.rollout.withholds("n02"));
@@ -329,24 +329,24 @@ fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
 
 #[test]
 fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
-    let mut world = World::of(2);
+    let mut world = TestCluster::of(2);
     assert_eq!(world.replace(), ["n00"]);
     let view = world.at("n00");
     (view.host, view.trouble) = (Some(host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
     assert!(world.after(secs(1)).is_empty() && !world.rollout.withholds("n00"));
-    assert!(world.after(PATIENCE).is_empty() && world.update().stopped);
+    assert!(world.after(START_TIMEOUT).is_empty() && world.update().stopped);
 }
 
 #[test]
 fn the_next_leader_continues_from_the_state_of_the_cluster() {
-    let mut world = World::of(3);
+    let mut world = TestCluster::of(3);
     assert_eq!(world.replace(), ["n00"]);
     let mut terminating = host("n00", "1", true, false);
     terminating.terminating = true;
     for state in [Some(terminating), None, Some(host("n00", "2", false, false))] {
         world.at("n00").host = state;
         world.rollout = Rollout::default();
-        assert!(world.after(SETTLE).is_empty() && world.after(SETTLE).is_empty());
+        assert!(world.after(IDLE_TIME).is_empty() && world.after(IDLE_TIME).is_empty());
         assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
     }
     world.at("n00").host = Some(host("n00", "2", false, true));
@@ -356,27 +356,27 @@ fn the_next_leader_continues_from_the_state_of_the_cluster() {
 
 #[test]
 fn excused_nodes_do_not_stop_replacement() {
-    let mut world = World::of(3);
+    let mut world = TestCluster::of(3);
     // One node has been down for days.
     world.at("n02").host.as_mut().unwrap().ready = false;
     (world.at("n02").host.as_mut().unwrap().outdated, world.at("n02").excused) = (false, true);
     world.update();
-    world.up += PATIENCE;
+    world.up += START_TIMEOUT;
     assert!(!world.update().stopped);
     world.at("n00").excused = true;
-    assert_eq!(world.after(SETTLE), ["n00"]);
+    assert_eq!(world.after(IDLE_TIME), ["n00"]);
     assert_eq!(world.delete(), ["n00"]);
     assert!(
-        world.after(SETTLE).is_empty() && world.after(SETTLE).is_empty(),
+        world.after(IDLE_TIME).is_empty() && world.after(IDLE_TIME).is_empty(),
         "an excused node that is being replaced still counts"
     );
-    world.up += PATIENCE;
+    world.up += START_TIMEOUT;
     assert_eq!(world.replace(), ["n01"], "an excused node that does not come back does not stop the others");
 }
 
 #[test]
 fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
-    let mut world = World::of(25);
+    let mut world = TestCluster::of(25);
     assert_eq!(world.replace(), ["n00"]);
     world.at("n00").host = Some(host("n00", "2", false, true));
     assert_eq!(world.replace(), ["n01", "n02"]);
@@ -385,21 +385,21 @@ fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
     // Of two replaced hosts, one serves and the other does not.
     world.at("n02").host = Some(host("n02", "2", false, false));
     world.at("n03").host = Some(host("n03", "2", false, true));
-    world.up += PATIENCE;
+    world.up += START_TIMEOUT;
     assert!(world.update().stopped);
     assert!(world.replace().is_empty() && !world.rollout.withholds("n04"), "although one more could be replaced");
 }
 
 #[test]
 fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
-    let mut world = World::of(1);
+    let mut world = TestCluster::of(1);
     world.update();
-    world.up += SETTLE;
+    world.up += IDLE_TIME;
     assert_eq!(world.update().replace.len(), 1);
     world.rollout.refused("n00", world.up);
     let step = world.update();
-    assert_eq!((step.replace.len(), step.next, world.rollout.withholds("n00")), (0, Some(REFUSED), false));
-    world.up += REFUSED;
+    assert_eq!((step.replace.len(), step.next, world.rollout.withholds("n00")), (0, Some(REFUSAL_BACKOFF), false));
+    world.up += REFUSAL_BACKOFF;
     assert_eq!(world.replace(), ["n00"]);
 }
 
@@ -408,7 +408,7 @@ proptest! {
     /// MPS is used on its node, at most one host is down, and all are replaced in the end.
     #[test]
     fn all_hosts_are_replaced_without_disturbing_pods(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
-        let mut world = World::of(count);
+        let mut world = TestCluster::of(count);
         let names: Vec<String> = world.nodes.keys().cloned().collect();
         let calm = (0..count * 100).map(|at| (at, 6 + u8::from(at % 2 == 0)));
         let ends = names.iter().enumerate().map(|(at, _)| (at, 1_u8));

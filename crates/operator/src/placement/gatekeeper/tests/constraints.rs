@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::json;
 
-use super::world::{World, nodes_of, reconcile, released, replica};
+use super::world::{TestCluster, nodes_of, reconcile, released, replica};
 use crate::placement::gatekeeper::Gatekeeper;
 
 const ZONE: &str = "topology.kubernetes.io/zone";
 
 /// A cluster with these nodes and their zones.
-fn zones(nodes: &[(&str, &str)]) -> World {
-    let mut world = World::default();
+fn zones(nodes: &[(&str, &str)]) -> TestCluster {
+    let mut world = TestCluster::default();
     for (name, zone) in nodes {
         world = world.node(name, &[0]);
         world.change(|world| &mut world.nodes, name, |node| node["metadata"]["labels"][ZONE] = json!(zone));
@@ -24,7 +24,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
         {"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": HOSTNAME}]}}});
     let names = ["n1", "n2", "n3", "n4", "n5", "n6"];
-    let mut world = names.iter().fold(World::default(), |world, name| world.node(name, &[0]));
+    let mut world = names.iter().fold(TestCluster::default(), |world, name| world.node(name, &[0]));
     for at in 0..7 {
         world = replica(world, &format!("r{at}"), apart.clone());
     }
@@ -74,7 +74,7 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
 fn a_pod_is_released_only_to_the_node_of_its_volume() {
     let mounts = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
     let nodes = ["n1", "n2", "n3", "n4", "n5", "n6"];
-    let mut world = nodes.iter().fold(World::default(), |world, name| world.node(name, &[0]));
+    let mut world = nodes.iter().fold(TestCluster::default(), |world, name| world.node(name, &[0]));
     world.volume_claims =
         vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
     world.volumes =
@@ -92,7 +92,7 @@ fn a_pod_is_released_only_to_the_node_of_its_volume() {
 fn a_released_replica_counts_before_the_watch_reports_its_release() {
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
         {"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": HOSTNAME}]}}});
-    let world = replica(World::default().node("n1", &[0]).node("n2", &[0]), "r0", apart.clone());
+    let world = replica(TestCluster::default().node("n1", &[0]).node("n2", &[0]), "r0", apart.clone());
     let mut keeper = Gatekeeper::default();
     let first = nodes_of(&reconcile(&mut keeper, &world, 0));
     // The release is written, but the watch still shows the pod at the gate.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::world::{GPUS, NODES, Reality, World, at, reconcile, reservation};
+use super::world::{ActualAllocations, GPUS, NODES, TestCluster, at, reconcile, reservation};
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -56,12 +56,12 @@ proptest! {
     /// pods each time.
     #[test]
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
-        let mut world = World::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
-        let mut reality = Reality::default();
+        let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut reality = ActualAllocations::default();
         let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default(), 0_u32);
         let mut thorough = Gatekeeper::default();
         for (second, step) in steps.into_iter().enumerate() {
-            let Reality { given, ending } = &mut reality;
+            let ActualAllocations { given, ending } = &mut reality;
             given.retain(|name, _| ending.get(name).is_none_or(|end| *end > second));
             match step {
                 Step::Create(units) => {
@@ -89,7 +89,7 @@ proptest! {
                         .map(|(name, _)| name.clone()).collect();
                     if waiting.is_empty() { continue }
                     let name = waiting[which % waiting.len()].clone();
-                    let Some(placement) = World::placement(&world.pods[&name]) else { continue };
+                    let Some(placement) = TestCluster::placement(&world.pods[&name]) else { continue };
                     let node = placement.nodes.keys().next().unwrap().clone();
                     world.change(|world| &mut world.pods, &name, |pod| pod["spec"]["nodeName"] = json!(node));
                 }
@@ -100,7 +100,7 @@ proptest! {
                     if bound.is_empty() { continue }
                     let name = bound[which % bound.len()].clone();
                     let pod = &world.pods[&name];
-                    let (units, placement) = (World::units(pod), World::placement(pod).unwrap());
+                    let (units, placement) = (TestCluster::units(pod), TestCluster::placement(pod).unwrap());
                     let device = placement.nodes[pod["spec"]["nodeName"].as_str().unwrap()][0].device.clone();
                     prop_assert!(reality.free(&device) >= units, "{name} wants {units} of {device}: {reality:?}");
                     reality.given.insert(name, (device, units));
@@ -124,11 +124,11 @@ proptest! {
     /// Once nothing changes, the pods that still wait fit no device.
     #[test]
     fn a_pod_that_fits_does_not_wait(sizes in proptest::collection::vec(1_u32..=10, 1..20)) {
-        let mut world = World::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
         for (index, units) in sizes.iter().enumerate() {
             world = world.pod(&format!("p{index}"), *units);
         }
-        let (mut keeper, mut reality) = (Gatekeeper::default(), Reality::default());
+        let (mut keeper, mut reality) = (Gatekeeper::default(), ActualAllocations::default());
         for second in 0..4 {
             let actions = reconcile(&mut keeper, &world, second);
             for release in &actions.releases {
@@ -143,7 +143,7 @@ proptest! {
         let most = NODES.iter().flat_map(|node| (0..GPUS).map(move |index| format!("{node}-GPU-{index}")))
             .map(|gpu| reality.free(&gpu)).max().unwrap();
         for (name, pod) in &world.pods {
-            prop_assert!(reality.given.contains_key(name) || World::units(pod) > most, "{name} could run: {reality:?}");
+            prop_assert!(reality.given.contains_key(name) || TestCluster::units(pod) > most, "{name} could run: {reality:?}");
         }
     }
 }

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS, World, at, reconcile, released, replaced, revision};
+use super::world::{MPS, TestCluster, at, reconcile, released, replaced, revision};
 use crate::placement::cluster::Now;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
 fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_host_idle() {
-    let mut world = World::default().node("n1", &[0, 0]).host("n1", "old").pod("a", 2);
+    let mut world = TestCluster::default().node("n1", &[0, 0]).host("n1", "old").pod("a", 2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((released(&actions), replaced(&actions)), (vec![], vec![]));
@@ -32,12 +32,12 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
 
 #[test]
 fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves_others() {
-    let mut world = World::default().node("n1", &[0]).pod("a", 2);
+    let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert!(world.patch(&actions.releases[0]));
     world = world.host("n1", "old");
-    let stays = |keeper: &mut Gatekeeper, world: &World, second: u64| {
+    let stays = |keeper: &mut Gatekeeper, world: &TestCluster, second: u64| {
         let actions = reconcile(keeper, world, second);
         assert_eq!(replaced(&actions), [""; 0]);
         assert!(!keeper.rollout.withholds("n1"), "{actions:?}");
@@ -82,14 +82,14 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
 fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
     let cordoned = json!({"cleave.dev/cordon": "n1-GPU-0,n1-GPU-1=until its MPS host is upgraded"});
     let mut world =
-        World::default().node("n1", &[0, 0]).node("n2", &[0]).host("n1", "old").host("n2", "new").pod("a", 2);
+        TestCluster::default().node("n1", &[0, 0]).node("n2", &[0]).host("n1", "old").host("n2", "new").pod("a", 2);
     world.change(|world| &mut world.gpu_nodes, "n1", |node| node["metadata"]["annotations"] = cordoned);
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "held")], "the other node has room");
     assert_eq!(replaced(&reconcile(&mut keeper, &world, 2)), ["n1"]);
     // Time-slicing needs no MPS host.
     let replicas = "nvidia.com/gpu-timeslice";
-    let mut world = World::default().node("n1", &[0]).host("n1", "old");
+    let mut world = TestCluster::default().node("n1", &[0]).host("n1", "old");
     world.change(
         |world| &mut world.gpu_nodes,
         "n1",
@@ -112,7 +112,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
 
 #[test]
 fn mps_hosts_are_examined_once_per_period_and_no_change_is_missed() {
-    let mut world = World::default().node("n1", &[0]).host("n1", "new");
+    let mut world = TestCluster::default().node("n1", &[0]).host("n1", "new");
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((actions.rollout.is_some(), actions.requeue), (true, None));
@@ -125,7 +125,7 @@ fn mps_hosts_are_examined_once_per_period_and_no_change_is_missed() {
 
 #[test]
 fn a_nodes_agent_is_upgraded_before_its_mps_host() {
-    let mut world = World::default().node("n1", &[0]).host("n1", "old");
+    let mut world = TestCluster::default().node("n1", &[0]).host("n1", "old");
     let of_revision = |hash: &str| {
         let metadata = revision(hash, 0)["metadata"].clone();
         move |agent: &mut Value| {

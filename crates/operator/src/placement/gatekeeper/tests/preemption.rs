@@ -3,13 +3,13 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::world::{Reality, World, reconcile, released};
+use super::world::{ActualAllocations, TestCluster, reconcile, released};
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
 fn a_pod_preempts_one_of_lower_priority_and_the_room_is_kept_for_it() {
-    let mut world = World::default().node("n1", &[0, 0]);
-    let mut reality = Reality::default();
+    let mut world = TestCluster::default().node("n1", &[0, 0]);
+    let mut reality = ActualAllocations::default();
     for (name, units, device, priority) in [("low", 7, 0, 1), ("other", 9, 1, 5), ("small", 3, 0, 3)] {
         world = world.pod_with(name, units, json!({"nodeName": "n1", "schedulingGates": [], "priority": priority}));
         reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), units));
@@ -51,12 +51,12 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
         (json!({"priority": 9, "preemptionPolicy": "Never"}), "its policy forbids it"),
         (json!({"priority": 1}), "equal priority"),
     ] {
-        let mut world = World::default().node("n1", &[0, 0]).pod_with(
+        let mut world = TestCluster::default().node("n1", &[0, 0]).pod_with(
             "low",
             7,
             json!({"nodeName": "n1", "schedulingGates": [], "priority": 1}),
         );
-        let mut reality = Reality::default();
+        let mut reality = ActualAllocations::default();
         reality.given.insert("team/low".into(), ("n1-GPU-0".into(), 7));
         reality.given.insert("kube-system/other".into(), ("n1-GPU-1".into(), 7));
         reality.report(&mut world);
@@ -66,9 +66,9 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
 }
 
 /// Two pods on one GPU each. One of them must be evicted for a third pod.
-fn high_behind_two() -> (World, Reality) {
-    let mut world = World::default().node("n1", &[0, 0]);
-    let mut reality = Reality::default();
+fn high_behind_two() -> (TestCluster, ActualAllocations) {
+    let mut world = TestCluster::default().node("n1", &[0, 0]);
+    let mut reality = ActualAllocations::default();
     for (name, device) in [("first", 0), ("second", 1)] {
         world = world.pod_with(name, 7, json!({"nodeName": "n1", "schedulingGates": [], "priority": 1}));
         reality.given.insert(format!("team/{name}"), (format!("n1-GPU-{device}"), 7));

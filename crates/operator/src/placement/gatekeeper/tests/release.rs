@@ -6,15 +6,15 @@ use cleave_api::placement::ReservedUnits;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::json;
 
-use super::world::{MPS, World, at, reconcile, released};
+use super::world::{MPS, TestCluster, at, reconcile, released};
 use crate::placement::actions::{Actions, ReleaseReason};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::queue::{FIRST_PAUSE, REFUSALS};
+use crate::placement::queue::{FIRST_BACKOFF, MAX_REFUSALS};
 use crate::policies::demand::Reason;
 
 #[test]
 fn a_pod_that_fits_is_released_to_its_node_with_its_reservation_as_annotation() {
-    let mut world = World::default().node("n1", &[8, 5, 0]).pod("a", 3);
+    let mut world = TestCluster::default().node("n1", &[8, 5, 0]).pod("a", 3);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!(released(&actions), [("team/a", "held")]);
     assert!(world.patch(&actions.releases[0]));
@@ -25,7 +25,7 @@ fn a_pod_that_fits_is_released_to_its_node_with_its_reservation_as_annotation() 
     assert_eq!(*terms, json!([{"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": ["n1"]}]}]));
     let expected = ReservedUnits { resource: MPS.into(), units: 3, device: "n1-GPU-1".into() };
     assert_eq!(
-        World::placement(pod).unwrap().nodes,
+        TestCluster::placement(pod).unwrap().nodes,
         BTreeMap::from([("n1".to_owned(), vec![expected])]),
         "the fullest GPU that fits"
     );
@@ -34,7 +34,7 @@ fn a_pod_that_fits_is_released_to_its_node_with_its_reservation_as_annotation() 
 #[test]
 fn pods_are_released_by_priority_and_then_by_age() {
     let created = |minute: u32| json!(format!("2026-01-01T00:{minute:02}:00Z"));
-    let mut world = World::default().node("n1", &[0]).pod("young", 10).pod("old", 10).pod_with(
+    let mut world = TestCluster::default().node("n1", &[0]).pod("young", 10).pod("old", 10).pod_with(
         "important",
         10,
         json!({"priority": 7}),
@@ -56,7 +56,7 @@ fn pods_are_released_by_priority_and_then_by_age() {
 #[test]
 fn a_pod_with_another_gate_is_not_released() {
     let queued = json!({"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}, {"name": GATE}]});
-    let mut world = World::default().node("n1", &[0]).pod_with("a", 1, queued);
+    let mut world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, queued);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reconcile(&mut keeper, &world, 0), Actions::default());
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["schedulingGates"] = json!([{"name": GATE}]));
@@ -65,7 +65,7 @@ fn a_pod_with_another_gate_is_not_released() {
 
 #[test]
 fn a_pod_that_no_gpu_can_hold_is_released_after_minutes_to_larger_gpus_on_any_node() {
-    let mut world = World::default().node("n1", &[0, 0]).pod("a", 11);
+    let mut world = TestCluster::default().node("n1", &[0, 0]).pod("a", 11);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(
@@ -86,14 +86,14 @@ fn a_pod_that_no_gpu_can_hold_is_released_after_minutes_to_larger_gpus_on_any_no
         &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     let larger = json!({"key": "largest.cleave.dev/gpu-mps", "operator": "Gt", "values": ["10"]});
     assert_eq!(terms[0]["matchExpressions"], json!([larger]));
-    assert_eq!(World::placement(&world.pods["team/a"]), None);
+    assert_eq!(TestCluster::placement(&world.pods["team/a"]), None);
 }
 
 #[test]
 fn a_pod_that_requests_nothing_that_cleave_serves_is_released_unchanged() {
     let mig = json!({"containers": [{"resources": {"limits": {"nvidia.com/mig-1g.10gb": "1"}}}]});
     let plain = json!({"containers": [{"resources": {"limits": {"cpu": "1"}}}]});
-    let mut world = World::default().node("n1", &[0]).pod_with("mig", 1, mig).pod_with("plain", 1, plain);
+    let mut world = TestCluster::default().node("n1", &[0]).pod_with("mig", 1, mig).pod_with("plain", 1, plain);
     world.nodes.insert(
         "other".into(),
         json!({"metadata": {"name": "other", "resourceVersion": "1"},
@@ -111,7 +111,7 @@ fn every_term_of_the_pods_own_affinity_is_narrowed() {
         {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n1"]}]}, {}]);
     let affinity = json!({"affinity": {"nodeAffinity":
         {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}}});
-    let mut world = World::default().node("n1", &[0]).pod_with("a", 1, affinity);
+    let mut world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, affinity);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert!(world.patch(&actions.releases[0]));
     let spec = &world.pods["team/a"]["spec"];
@@ -124,11 +124,11 @@ fn every_term_of_the_pods_own_affinity_is_narrowed() {
 
 #[test]
 fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason() {
-    let world = World::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
+    let world = TestCluster::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
     let mut keeper = Gatekeeper::default();
     let mut second = 0;
     // The first refusals do not delay the pod: it may have changed meanwhile.
-    for _ in 0..REFUSALS {
+    for _ in 0..MAX_REFUSALS {
         assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")]);
         keeper.release_refused("team/a", "metadata.annotations: Too long", at(second).up);
     }
@@ -137,16 +137,16 @@ fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason
     let waits = &actions.waiting["team/a"];
     assert_eq!(waits.reason, Reason::Malformed);
     assert!(waits.message.ends_with("releases this pod: metadata.annotations: Too long"), "{}", waits.message);
-    assert_eq!(actions.requeue, Some(FIRST_PAUSE));
+    assert_eq!(actions.requeue, Some(FIRST_BACKOFF));
     keeper.release_failed("team/b");
-    let mut pauses = Vec::new();
+    let mut delays = Vec::new();
     for _ in 0..8 {
-        let pause = reconcile(&mut keeper, &world, second).requeue.unwrap();
+        let delay = reconcile(&mut keeper, &world, second).requeue.unwrap();
         keeper.release_failed("team/b");
-        pauses.push(pause.as_secs());
-        second += pause.as_secs();
-        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")], "the pause is over");
+        delays.push(delay.as_secs());
+        second += delay.as_secs();
+        assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "held")], "the delay is over");
         keeper.release_refused("team/a", "no", at(second).up);
     }
-    assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+    assert_eq!(delays, [1, 2, 4, 8, 16, 32, 60, 60]);
 }

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::world::{World, at, reconcile, refuse, released, reservation};
-use crate::placement::claims::{LINGER, RESERVATION};
+use super::world::{TestCluster, at, reconcile, refuse, released, reservation};
+use crate::placement::claims::{RESERVATION, UNREPORTED_CLAIM_TIME};
 use crate::placement::cluster::Now;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
 fn reserved_shares_are_not_reserved_twice_while_watches_lag() {
-    let world = World::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
+    let world = TestCluster::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "held")]);
     let actions = reconcile(&mut keeper, &world, 1);
@@ -24,7 +24,7 @@ fn reserved_shares_are_not_reserved_twice_while_watches_lag() {
 #[test]
 fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_each() {
     let volume = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
-    let mut world = World::default().node("n1", &[0]).node("n2", &[0]).pod_with("a", 6, volume);
+    let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).pod_with("a", 6, volume);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(reservation(&actions.releases[0]).nodes.keys().collect::<Vec<_>>(), ["n1", "n2"]);
@@ -42,7 +42,7 @@ fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_eac
 
 #[test]
 fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
-    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert!(world.patch(&actions.releases[0]));
@@ -58,7 +58,7 @@ fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
 
 #[test]
 fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_others() {
-    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let ahead = Now { epoch: at(3_600).epoch, ..at(0) };
     let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), ahead);
     assert!(world.patch(&actions.releases[0]));
@@ -74,7 +74,7 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
 
 #[test]
 fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_seconds() {
-    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
     world.change(|world| &mut world.pods, "team/a", |pod| pod["spec"]["nodeName"] = json!("n1"));
@@ -82,13 +82,13 @@ fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_se
     world.pods.clear();
     let world = world.pod("b", 6);
     let actions = reconcile(&mut keeper, &world, 2);
-    assert_eq!((released(&actions), actions.requeue), (vec![], Some(LINGER)));
-    assert_eq!(released(&reconcile(&mut keeper, &world, 2 + LINGER.as_secs())), [("team/b", "held")]);
+    assert_eq!((released(&actions), actions.requeue), (vec![], Some(UNREPORTED_CLAIM_TIME)));
+    assert_eq!(released(&reconcile(&mut keeper, &world, 2 + UNREPORTED_CLAIM_TIME.as_secs())), [("team/b", "held")]);
 }
 
 #[test]
 fn a_new_pod_of_the_same_name_gets_a_reservation_of_its_own() {
-    let mut world = World::default().node("n1", &[0]).pod("a", 6);
+    let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
     world.pods.clear();

@@ -5,30 +5,30 @@ use cleave_api::names::CONDITION_PLACED;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::world::{World, nodes_of, reconcile, refuse, released, replica};
-use crate::placement::claims::{MOST_RENEWALS, RESERVATION};
+use super::world::{TestCluster, nodes_of, reconcile, refuse, released, replica};
+use crate::placement::claims::{MAX_RENEWALS, RESERVATION};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::{GONE_AFTER, Recreation, Rescue};
 
 /// Seconds after which a pod that no GPU can hold is released.
-const LONG: u64 = UNSCHEDULABLE_AFTER.as_secs();
+const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
 
 /// A change of the cluster.
-type Change = fn(&mut World);
+type Change = fn(&mut TestCluster);
 
-fn change_node(world: &mut World, how: impl FnOnce(&mut Value)) {
+fn change_node(world: &mut TestCluster, how: impl FnOnce(&mut Value)) {
     world.change(|world| &mut world.nodes, "n1", how);
 }
 
-fn taint(world: &mut World, key: &str) {
+fn taint(world: &mut TestCluster, key: &str) {
     change_node(world, |node| node["spec"]["taints"] = json!([{"key": key, "effect": "NoSchedule"}]));
 }
 
-fn not_ready(world: &mut World) {
+fn not_ready(world: &mut TestCluster) {
     taint(world, "node.kubernetes.io/not-ready");
 }
 
-fn untaint(world: &mut World) {
+fn untaint(world: &mut TestCluster) {
     change_node(world, |node| node["spec"]["taints"] = json!([]));
 }
 
@@ -58,17 +58,21 @@ fn a_temporary_obstacle_keeps_a_pod_at_the_gate_however_long_it_lasts() {
         ),
     ];
     for (why, begins, ends) in cases {
-        let mut world = World::default().node("n1", &[0]).pod("a", 2);
+        let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2);
         begins(&mut world);
         let mut keeper = Gatekeeper::default();
-        for second in [0, 3, LONG, 10 * LONG] {
+        for second in [0, 3, UNSCHEDULABLE_SECONDS, 10 * UNSCHEDULABLE_SECONDS] {
             let actions = reconcile(&mut keeper, &world, second);
             assert_eq!(released(&actions), [], "{why}");
             let message = &actions.waiting["team/a"].message;
             assert_eq!(*message, format!("No eligible GPU node: 1 node (n1) {why}"));
         }
         ends(&mut world);
-        assert_eq!(released(&reconcile(&mut keeper, &world, 10 * LONG + 1)), [("team/a", "held")], "{why}");
+        assert_eq!(
+            released(&reconcile(&mut keeper, &world, 10 * UNSCHEDULABLE_SECONDS + 1)),
+            [("team/a", "held")],
+            "{why}"
+        );
     }
 }
 
@@ -82,33 +86,33 @@ fn no_pod_is_released_while_a_policy_or_a_gpu_node_is_absent_for_a_short_time() 
         ("the GpuNode", |world| drop(world.gpu_nodes.remove("n1"))),
     ];
     for (what, goes) in cases {
-        let mut world = World::default().node("n1", &[0]).pod("a", 2);
+        let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2);
         let before = world.gpu_nodes.clone();
         goes(&mut world);
         let mut keeper = Gatekeeper::default();
-        for second in [0, 3, LONG - 1] {
+        for second in [0, 3, UNSCHEDULABLE_SECONDS - 1] {
             assert_eq!(released(&reconcile(&mut keeper, &world, second)), [], "{what}");
         }
         world.version += 1;
         world.gpu_nodes = before;
         world.change(|world| &mut world.gpu_nodes, "n1", |_| ());
-        assert_eq!(released(&reconcile(&mut keeper, &world, LONG)), [("team/a", "held")], "{what}");
+        assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "held")], "{what}");
     }
 }
 
 #[test]
 fn a_pod_does_not_wait_forever_for_a_resource_that_another_plugin_serves() {
     let mig = json!({"containers": [{"resources": {"limits": {"nvidia.com/mig-1g.10gb": "1"}}}]});
-    let mut world = World::default().node("n1", &[0]).pod_with("a", 1, mig);
+    let mut world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, mig);
     change_node(&mut world, |node| node["status"]["allocatable"]["nvidia.com/mig-1g.10gb"] = json!("7"));
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG)), [("team/a", "not_ours")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "not_ours")]);
 }
 
 /// A replica, or a pod without a controller, that is released to n1 and not bound.
-fn released_to_n1(owned: bool) -> (World, Gatekeeper) {
-    let world = World::default().node("n1", &[0]);
+fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
+    let world = TestCluster::default().node("n1", &[0]);
     let mut world = if owned { replica(world, "a", json!({})) } else { world.pod("a", 2) };
     let mut keeper = Gatekeeper::default();
     assert!(world.patch(&reconcile(&mut keeper, &world, 0).releases[0]));
@@ -216,7 +220,7 @@ fn a_pod_that_the_scheduler_nominated_to_its_node_is_not_stranded() {
     world.change(|world| &mut world.pods, "team/a", |pod| pod["status"]["nominatedNodeName"] = json!("n1"));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 2);
-    assert_eq!(reconcile(&mut keeper, &world, LONG + 60).rescue.recreate, []);
+    assert_eq!(reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 60).rescue.recreate, []);
     assert_eq!(
         reconcile(&mut keeper, &world, RESERVATION.as_secs() + 60).rescue.recreate,
         [],
@@ -226,10 +230,10 @@ fn a_pod_that_the_scheduler_nominated_to_its_node_is_not_stranded() {
 
 #[test]
 fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_room() {
-    let mut world = replica(World::default().node("n1", &[10]), "a", json!({"nodeSelector": {"gen": "9"}}));
+    let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({"nodeSelector": {"gen": "9"}}));
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
-    let actions = reconcile(&mut keeper, &world, LONG);
+    let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
     assert_eq!(released(&actions), [("team/a", "never")]);
     assert!(world.patch(&actions.releases[0]));
     let affinity = world.pods["team/a"]["spec"]["affinity"].to_string();
@@ -237,11 +241,15 @@ fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_
         affinity.contains("largest.cleave.dev/gpu-mps"),
         "n1 must not take it without a reservation once it has the label: {affinity}"
     );
-    assert_eq!(reconcile(&mut keeper, &world, LONG + 100).rescue, Rescue::default(), "nothing has changed");
+    assert_eq!(
+        reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 100).rescue,
+        Rescue::default(),
+        "nothing has changed"
+    );
     // The GPU is full. At the gate the pod waits in order of priority.
     change_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
-    reconcile(&mut keeper, &world, 2 * LONG);
-    let rescue = reconcile(&mut keeper, &world, 2 * LONG + GONE_AFTER.as_secs()).rescue;
+    reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
+    let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + GONE_AFTER.as_secs()).rescue;
     assert!(
         rescue.recreate[0].message.contains("released as unschedulable, but a GPU could hold it now"),
         "{rescue:?}"
@@ -250,10 +258,10 @@ fn a_pod_that_was_released_as_unschedulable_is_recreated_once_it_could_wait_for_
 
 #[test]
 fn a_pod_whose_resource_no_node_offers_is_released_to_any_node() {
-    let mut world = World::default().pod("a", 2);
+    let mut world = TestCluster::default().pod("a", 2);
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
-    let actions = reconcile(&mut keeper, &world, LONG);
+    let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
     assert_eq!(released(&actions), [("team/a", "never")]);
     assert!(world.patch(&actions.releases[0]));
     let pod = &world.pods["team/a"];
@@ -298,13 +306,13 @@ fn a_pod_that_no_scheduler_handles_keeps_its_reservation_for_an_hour() {
     let mut hours = 1..20;
     let gone =
         hours.find(|times| !reconcile(&mut keeper, &world, times * RESERVATION.as_secs()).rescue.recreate.is_empty());
-    assert_eq!(gone, Some(u64::from(MOST_RENEWALS) + 1));
+    assert_eq!(gone, Some(u64::from(MAX_RENEWALS) + 1));
 }
 
 #[test]
 fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
     let mounts = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
-    let mut world = replica(World::default().node("n1", &[0]), "a", mounts);
+    let mut world = replica(TestCluster::default().node("n1", &[0]), "a", mounts);
     world.volume_claims =
         vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
     world.volumes =
@@ -312,17 +320,17 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
         {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": ["elsewhere"]}]}]}}}})];
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
-    let actions = reconcile(&mut keeper, &world, LONG);
+    let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
     assert_eq!(released(&actions), [("team/a", "never")]);
     assert!(world.patch(&actions.releases[0]));
     for second in [2, 3, 10] {
-        assert_eq!(reconcile(&mut keeper, &world, second * LONG).rescue.recreate, []);
+        assert_eq!(reconcile(&mut keeper, &world, second * UNSCHEDULABLE_SECONDS).rescue.recreate, []);
     }
 }
 
 #[test]
 fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
-    let mut world = replica(World::default().node("n1", &[2]).node("n2", &[0]), "a", json!({}));
+    let mut world = replica(TestCluster::default().node("n1", &[2]).node("n2", &[0]), "a", json!({}));
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(nodes_of(&actions), [["n1"]], "the fullest GPU that fits");

@@ -3,13 +3,13 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS, World, at, reconcile, released};
+use super::world::{MPS, TestCluster, at, reconcile, released};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::policies::demand::{Reason, Waiting};
 
 #[test]
 fn a_pod_waits_until_one_gpu_has_enough_free_shares() {
-    let mut world = World::default().node("n1", &[7, 7]).pod("five", 5).pod("three", 3);
+    let mut world = TestCluster::default().node("n1", &[7, 7]).pod("five", 5).pod("three", 3);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(released(&actions), [("team/three", "held")], "a pod that fits does not wait for one that does not");
@@ -21,7 +21,7 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() {
 #[test]
 fn a_pod_waits_while_gpus_are_repartitioned_for_it() {
     let ten = json!({"containers": [{"resources": {"limits": {"nvidia.com/gpu-10gb": "1"}}}]});
-    let world = World::default().node("n1", &[0]).pod_with("a", 1, ten);
+    let world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, ten);
     let mut keeper = Gatekeeper::default();
     let demand = |reason| BTreeMap::from([("team/a".to_owned(), Waiting { reason, message: "planned".into() })]);
     for second in [0, 10] {
@@ -37,7 +37,7 @@ fn a_pod_waits_while_gpus_are_repartitioned_for_it() {
 fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_none() {
     let busy = json!({"containers": [{"resources": {"requests": {"cpu": "6"}, "limits": {MPS: "2"}}}]});
     let world = |other: Value| {
-        World::default()
+        TestCluster::default()
             .node("n1", &[0])
             .pod_with("bound", 1, json!({"nodeName": "n1", "schedulingGates": [], "containers": [{"resources": {"requests": {"cpu": "4"}}}]}))
             .pod_with("a", 2, other)
@@ -59,7 +59,7 @@ fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_non
 
 #[test]
 fn a_pod_waits_for_a_gpu_that_cannot_serve_now() {
-    type Break = fn(&mut World);
+    type Break = fn(&mut TestCluster);
     let cases: [Break; 5] = [
         |world| {
             world.change(
@@ -101,7 +101,7 @@ fn a_pod_waits_for_a_gpu_that_cannot_serve_now() {
         },
     ];
     for (case, break_it) in cases.into_iter().enumerate() {
-        let mut world = World::default().node("n1", &[0]).pod("a", 2);
+        let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2);
         break_it(&mut world);
         let mut keeper = Gatekeeper::default();
         for second in [0, 5] {

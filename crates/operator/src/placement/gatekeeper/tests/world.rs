@@ -26,7 +26,7 @@ pub(super) fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
 /// The true state of a simulated cluster, in objects of the API. Each change of an object raises
 /// its `resourceVersion`.
 #[derive(Debug, Clone, Default)]
-pub(super) struct World {
+pub(super) struct TestCluster {
     pub(super) version: u64,
     pub(super) nodes: BTreeMap<String, Value>,
     pub(super) gpu_nodes: BTreeMap<String, Value>,
@@ -39,7 +39,7 @@ pub(super) struct World {
     pub(super) namespaces: Vec<Value>,
 }
 
-impl World {
+impl TestCluster {
     fn raise(&mut self, mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
@@ -196,7 +196,7 @@ pub(super) fn at(seconds: u64) -> Now {
 }
 
 /// Reconciles after this many seconds, with watches that do not lag.
-pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &World, seconds: u64) -> Actions {
+pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
     keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
 }
 
@@ -221,21 +221,21 @@ pub(super) const GPUS: usize = 2;
 /// The true allocations, as the kubelets make them. A pod that is deleted without a grace period
 /// keeps its shares for some time.
 #[derive(Debug, Default)]
-pub(super) struct Reality {
+pub(super) struct ActualAllocations {
     /// Device and units by pod.
     pub(super) given: BTreeMap<String, (String, u32)>,
     /// The number of steps until each deleted pod frees its shares.
     pub(super) ending: BTreeMap<String, usize>,
 }
 
-impl Reality {
+impl ActualAllocations {
     /// How many shares of a device are free.
     pub(super) fn free(&self, device: &str) -> u32 {
         10 - self.given.values().filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
     }
 
     /// Writes the allocations into the status of the nodes, as agents do.
-    pub(super) fn report(&self, world: &mut World) {
+    pub(super) fn report(&self, world: &mut TestCluster) {
         for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
             let gpus: Vec<(String, u32)> = (0..GPUS)
                 .map(|index| format!("{node}-GPU-{index}"))
@@ -259,7 +259,7 @@ impl Reality {
 }
 
 /// The scheduler reports that it finds no node for a pod.
-pub(super) fn refuse(world: &mut World, pod: &str) {
+pub(super) fn refuse(world: &mut TestCluster, pod: &str) {
     world.change(
         |world| &mut world.pods,
         pod,
@@ -272,7 +272,7 @@ pub(super) fn refuse(world: &mut World, pod: &str) {
 
 /// Adds a replica of the controller `web` that requests shares and has these other fields in its
 /// spec.
-pub(super) fn replica(world: World, name: &str, spec: Value) -> World {
+pub(super) fn replica(world: TestCluster, name: &str, spec: Value) -> TestCluster {
     let mut world = world.pod_with(name, 2, spec);
     world.change(
         |world| &mut world.pods,
