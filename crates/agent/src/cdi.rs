@@ -15,7 +15,7 @@ use crate::files::write_atomically;
 const KIND: &str = "cleave.dev/gpu";
 /// Name of the file in the CDI directory.
 const FILE: &str = "cleave.dev-gpu.json";
-/// Device nodes that every CUDA program opens besides that of its GPU.
+/// Device nodes that every CUDA program opens in addition to those of its GPU.
 const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
 /// The fully qualified CDI name of a device.
@@ -51,7 +51,7 @@ struct Capability {
 }
 
 impl Capability {
-    /// Parses a capability's `access` file, in the driver's directory of `/proc`.
+    /// Parses a capability's `access` file in the driver's `/proc` directory.
     fn parse(text: &str) -> Option<Self> {
         let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();
         Some(Self { minor: field("DeviceFileMinor:")?, mode: field("DeviceFileMode:").unwrap_or(0o444) & 0o777 })
@@ -75,8 +75,8 @@ fn capabilities<'a>(
     accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
-/// Creates missing device nodes of MIG instances. The driver does not create them; NVIDIA's tools
-/// do when they run.
+/// Creates missing device nodes of MIG instances. The driver does not create them. NVIDIA's tools
+/// create them when they run.
 pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));

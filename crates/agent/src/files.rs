@@ -8,8 +8,8 @@ use futures::StreamExt;
 use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
-/// Calls `on_change` now and after every change in the directory, forever. Where inotify fails,
-/// calls `on_error` with the error, and `on_change` after every pause.
+/// Calls `on_change` now and after every change in the directory, forever. If inotify fails, calls
+/// `on_error` with the error, and `on_change` each time that `interval` has passed.
 pub(crate) async fn watch_directory(
     directory: &Path,
     pause: Duration,

@@ -120,7 +120,7 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
     let after = machine.healthy(MPS, 10).await;
     machine.status("applied", |status| status.plan_id == "second").await;
     assert_eq!(after.registrations.len(), before.registrations.len(), "no resource was registered again");
-    // The stream of a resource that is not served any more ends. Another resource starts.
+    // The stream of a resource that is no longer served ends. Another resource starts.
     machine.set_spec("third", vec![]);
     machine.healthy(WHOLE, 2).await;
     machine

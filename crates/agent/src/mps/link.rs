@@ -13,11 +13,11 @@ use tokio::time::{Instant, sleep, timeout_at};
 use super::{HostView, parse_status};
 use crate::files::{watch_directory, write_atomically};
 
-/// Pause between attempts to connect to the MPS host.
+/// Interval between attempts to connect to the MPS host.
 const RECONNECT: Duration = Duration::from_millis(250);
-/// Pause between reads of the status file while inotify does not work.
+/// Interval between reads of the status file while inotify does not work.
 const POLL: Duration = Duration::from_millis(500);
-/// Pause between attempts of a request.
+/// Interval between attempts of a request.
 const RETRY: Duration = Duration::from_millis(200);
 /// Maximum bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
 const MAX_BYTES: u64 = 4 << 20;
@@ -75,7 +75,7 @@ impl HostLink {
         for entry in entries.flatten() {
             let name = entry.file_name();
             if name.to_str().is_some_and(|id| !keep(id)) {
-                // A socket in it is left over from a door that is closed.
+                // A socket in the directory is left over from a closed door.
                 let path = entry.path();
                 if let Err(error) = fs::remove_dir_all(&path) {
                     tracing::warn!(%error, path = %path.display(), "failed to remove the directory of an ended allocation");
@@ -138,8 +138,8 @@ impl HostLink {
             match UnixStream::connect(self.paths.socket()).await {
                 Ok(mut stream) => {
                     set(true);
-                    // The MPS host sends nothing unasked. The read returns when its process ends or
-                    // when it closes an idle connection.
+                    // The MPS host sends nothing without a request. The read returns when its
+                    // process ends or when it closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     if UnixStream::connect(self.paths.socket()).await.is_err() {
                         set(false);

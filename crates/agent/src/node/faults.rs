@@ -5,8 +5,8 @@
 //! the node's own Event names pods of several namespaces. A pod's Event names another pod only if
 //! both are in the same namespace.
 //!
-//! The MPS server's log may name a client, but it is no proof: on an H200 (driver 580) it named a
-//! neighbour in six of eight illegal accesses. Every Event says so.
+//! The MPS server's log may name a client, but that is not proof: on an H200 (driver 580) it named
+//! a neighbour in six of eight illegal accesses. Every Event says so.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,11 @@ use crate::allocation::usage::Allocations;
 use crate::event::{NodeEvent, PodRef};
 use crate::mps::HostView;
 
-/// How long the MPS server's log may take to name clients. If it names several, none is blamed.
+/// Maximum time until the MPS server's log names clients. If it names several, none is blamed.
 const LOG_DELAY: Duration = Duration::from_millis(500);
-/// How long the kubelet and the API server may take to report which pod has an allocation.
+/// Maximum time until the kubelet and the API server report which pod has an allocation.
 const OWNER_DELAY: Duration = Duration::from_secs(2);
-/// Most pods that a message names.
+/// Maximum number of pods that a message names.
 const MAX_NAMED: usize = 8;
 
 /// Sources for the pod of an allocation.
@@ -68,7 +68,7 @@ pub struct FaultReport {
 /// The faults of each device, and which of them were reported.
 #[derive(Debug, Default)]
 pub struct Faults {
-    /// Process id of the MPS host that numbers the faults.
+    /// Process id of the MPS host that assigned the numbers of the faults.
     host: Option<u32>,
     seen: BTreeMap<String, ReportedFault>,
 }
@@ -79,7 +79,7 @@ struct ReportedFault {
     fault: Fault,
     since: Instant,
     reported: bool,
-    /// How many of the terminated clients were reported.
+    /// Number of terminated clients that were reported.
     reported_terminations: usize,
     /// Pods by allocation id. They are kept, because a pod may be gone when the fault is reported.
     pods: BTreeMap<String, PodRef>,
@@ -89,7 +89,7 @@ impl Faults {
     /// Compares the MPS host's status with what was reported, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &Pods<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
-        // A host that has stopped leaves a status without process id and without news.
+        // A stopped MPS host leaves a status without a process id, which contains nothing new.
         if !view.alive || view.status.pid == 0 {
             return report;
         }
@@ -134,7 +134,7 @@ impl Faults {
 }
 
 impl ReportedFault {
-    /// How long to wait for more information, if that is worthwhile.
+    /// How long to wait for more information; `None` to report now.
     fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
         if self.reported {
             return None;
@@ -296,7 +296,7 @@ mod tests {
     use crate::allocation::pending::BoundPod;
     use crate::allocation::usage::tests::{allocation, listed};
 
-    /// Inputs and state of the test.
+    /// The tracked faults of a node, with their inputs.
     struct World {
         listed: Vec<HeldDevices>,
         allocations: Allocations,
@@ -333,8 +333,8 @@ mod tests {
     }
 
     impl World {
-        /// Pods with one slice each. The API server knows all but `unknown`. A healthy MPS host was
-        /// seen.
+        /// A node with these pods, with one slice each. The API server knows all pods but
+        /// `unknown`. The MPS host was healthy before the test.
         fn new(pods: &[(&str, &str)], unknown: &[&str]) -> Self {
             let now = Instant::now();
             let mut pending = PendingAllocations::with_watch();
@@ -356,7 +356,7 @@ mod tests {
             self.faults.update(view, &pods, self.now)
         }
 
-        /// The report once the log's delay has passed.
+        /// Updates the faults twice: now and after the log's delay. Returns the second report.
         fn settled(&mut self, view: &HostView) -> FaultReport {
             let first = self.update(view);
             assert_eq!(
@@ -454,7 +454,7 @@ mod tests {
             (0, Some(LOG_DELAY / 2)),
             "the log may still name a client"
         );
-        // The pod is on no list any more. What was known about it is kept.
+        // The pod is no longer on any list. What was known about it is kept.
         world.listed.clear();
         world.now += LOG_DELAY / 2;
         let report = world.update(&view(7, Some(fault(1, None, 2))));

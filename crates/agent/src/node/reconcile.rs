@@ -1,4 +1,4 @@
-//! The decision of [`Node`]: what to do, given all that is known.
+//! [`Node::reconcile`] decides what to do, given all that is known.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
 /// Interval between PodResources requests while slices are in use or a change waits for pods to
-/// terminate, and while neither is the case.
+/// terminate.
 pub(super) const LIST_IN_USE: Duration = Duration::from_secs(1);
 const LIST_IDLE: Duration = Duration::from_secs(30);
 
@@ -93,7 +93,7 @@ impl Node {
         }
     }
 
-    /// Collects what restricts partitioning, and updates which GPUs are partitioned by MIG.
+    /// Collects the restrictions on changes, and updates which GPUs are partitioned by MIG.
     fn rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> Rules {
         self.mig_partitioned = mig_partitioned(hardware, partitions, &self.mig_partitioned, |uuid| {
             self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
@@ -190,7 +190,7 @@ impl Node {
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_current(device), now);
     }
 
-    /// The next change of each GPU that can be made now.
+    /// For each GPU, its next change if that can be made now.
     fn orders(
         &mut self,
         hardware: &Hardware,
@@ -258,7 +258,7 @@ impl Node {
         }
     }
 
-    /// Removes the slices that an ongoing change removes, even if the spec wants them again by now.
+    /// Excludes the slices that a change in progress removes, even if the spec includes them again.
     fn exclude_changing(&self, mut decided: Decision) -> Decision {
         for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
@@ -289,7 +289,7 @@ impl Node {
         decided
     }
 
-    /// Updates the steps: those that are done stay until the next change, the others are replaced.
+    /// Updates the steps: completed steps stay until the next change, other steps are replaced.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
@@ -300,8 +300,7 @@ impl Node {
         self.steps.extend(steps);
     }
 
-    /// Releases adopted daemons of a lost checkpoint that the layouts now include, or that no pod
-    /// uses.
+    /// Releases the adopted daemons that the layouts now include, or that no pod uses.
     fn release_adopted(&mut self, usage: Option<&Usage>) {
         let Some(usage) = usage else { return };
         self.adopted.retain(|device, _| {
@@ -322,8 +321,8 @@ impl Node {
         Desired { version: wire::VERSION, daemons, allocations: doors }
     }
 
-    /// The slices in use, which must not be allocated to others. The checkpoint's allocations count
-    /// before the kubelet has listed anything.
+    /// The slices in use, which must not be allocated to others. Until the kubelet has listed its
+    /// pods, the checkpoint's allocations count as in use.
     fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
@@ -417,7 +416,7 @@ fn mig_partitioned(
     stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
 }
 
-/// The processes on each GPU other than its MPS daemons and their clients.
+/// The processes on each GPU, except its MPS daemons and their clients.
 fn foreign(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();

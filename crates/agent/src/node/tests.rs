@@ -88,7 +88,8 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
             )
         };
         for gone in [start + TOLERATED, start + 5 * TOLERATED] {
-            // The daemon serves for some time before it is away. Only the time since then counts.
+            // The daemon serves for some time before its absence. Only the time of the absence
+            // counts.
             node.mps(view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
             let gone = gone + TOLERATED;
@@ -160,7 +161,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.mps(view(DaemonState::Restarting, 0, &desired));
     assert_eq!(healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has other limits, and the daemon has the same defaults or others.
+    // The new layout has other limits. The defaults of the daemon stay the same, or change too.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving(start);
         node.pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);

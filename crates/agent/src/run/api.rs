@@ -31,14 +31,14 @@ use crate::node::status::{is_minor_change, with_times};
 use crate::object::Object;
 use crate::termination::shutdown::Periods;
 
-/// Least time between two status writes, so that a burst of changes is one write.
+/// Minimum interval between status writes, so that a burst of changes causes one write.
 const WRITE_INTERVAL: Duration = Duration::from_millis(200);
 /// How long a status with only minor changes is delayed. Pods often start in bursts, and the
 /// operator keeps their reservations until the status shows their allocations.
 const MINOR_DELAY: Duration = Duration::from_millis(500);
-/// First and longest pause after a failed write.
+/// First and maximum backoff after a failed write.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
-/// Most characters of an Event's note. The API server's limit is 1024.
+/// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE: usize = 1000;
 
 /// State of the object on the API server.
@@ -227,7 +227,7 @@ fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
-/// Publishes Events on the `GpuNode`, on the Node and on the pod that they are about, forever. A
+/// Publishes each Event on the `GpuNode`, on the Node and on the pod that it is about, forever. A
 /// failed Event is not retried.
 async fn write_events(
     client: Client,
@@ -453,7 +453,7 @@ mod tests {
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
 
-        // Minor changes are delayed, all until the same time after the first.
+        // All minor changes are delayed until the same time after the first.
         let began = Instant::now();
         let mut pods_so_far: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
@@ -464,7 +464,8 @@ mod tests {
         let (_, sent) = answer(&mut api, 200, &object(&allocated_to(&pods_so_far))).await;
         assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
 
-        // One allocation more, and then one less, whose slices another pod may use.
+        // An allocation is added, and then another is removed. A third pod may use the freed
+        // slices.
         tokio::time::sleep(WRITE_INTERVAL).await;
         let began = Instant::now();
         wanted.send_replace(Some(allocated_to(&["a", "b", "c", "d", "e"])));

@@ -1,5 +1,5 @@
 //! A client for the API server from inside a pod. It uses the service account's token and the
-//! cluster's CA, and reads both again when they are renewed.
+//! cluster's CA, and rereads both when they are renewed.
 //!
 //! `kube::Client::try_default` does the same, but also supports kubeconfig files. The code for
 //! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each
@@ -26,8 +26,8 @@ use tower::{BoxError, ServiceBuilder};
 
 /// Directory in which Kubernetes mounts the token and the CA.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// How long a token is used after it was read. The kubelet renews a token when a fifth of its
-/// lifetime is left.
+/// Maximum time that a token is used after it was read. The kubelet renews a token when a fifth of
+/// its lifetime is left.
 const TOKEN_AGE: Duration = Duration::from_secs(60);
 /// The same deadlines as in `kube`. Watches end by themselves after 290 s, so a longer silence
 /// means that the connection is dead.
@@ -124,8 +124,8 @@ fn bearer(token: &str) -> Option<HeaderValue> {
     Some(value)
 }
 
-/// Verifies servers against the CA file as it is at each handshake, because clusters renew their
-/// CA.
+/// Verifies servers against the current content of the CA file at each handshake, because clusters
+/// renew their CA.
 struct CurrentCa {
     file: PathBuf,
     provider: Arc<CryptoProvider>,

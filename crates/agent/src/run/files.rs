@@ -13,7 +13,7 @@ use crate::checkpoint::Store;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Pause between attempts to write.
+/// Delay between attempts to write.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Contents of the files.
@@ -27,7 +27,7 @@ pub(super) struct Written {
     pub(super) sweep: bool,
 }
 
-/// Writes the files on a separate thread, because a disk may be slow. Retries what fails.
+/// Writes the files on a separate thread, because a disk may be slow. Retries failed writes.
 pub(super) async fn write(
     args: Arc<AgentArgs>,
     store: Store,

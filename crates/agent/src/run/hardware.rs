@@ -22,7 +22,7 @@ use super::input::Input;
 
 /// Interval between polls. An event triggers one at once.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Least time between polls, however many events trigger one.
+/// Minimum interval between polls, however many events trigger one.
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 /// Deadline of NVML calls for a GPU. Usually NVML answers within a second, even if it initializes
 /// the GPU. A driver that hangs takes minutes, or never answers.
@@ -30,8 +30,8 @@ const DEADLINE: Duration = Duration::from_secs(20);
 /// How long answers are gathered, so that a poll of eight GPUs causes one reconciliation, not
 /// eight.
 const GATHER_TIME: Duration = Duration::from_millis(50);
-/// How long the first answers of all GPUs are awaited, so that a node does not appear to have fewer
-/// GPUs than it has. A GPU that hangs delays the others by this time, once.
+/// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
+/// fewer GPUs than it has. A GPU that hangs delays the others by this time, once.
 const FIRST_ANSWERS: Duration = Duration::from_secs(1);
 
 /// Polls the driver and its GPUs. Returns when the main loop has ended.
@@ -88,8 +88,8 @@ pub(crate) async fn watch(
     tokio::try_join!(forward, census, gather(gathered, &inputs)).map(drop)
 }
 
-/// Forwards answers. Those within [`GATHER_TIME`] are one input, and so are a census and the first
-/// answers of its GPUs within [`FIRST_ANSWERS`].
+/// Forwards answers. Answers within [`GATHER_TIME`] form one input. So do a census and the first
+/// answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`].
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
@@ -152,7 +152,7 @@ async fn watch_gpu(
         }
         if let Some(uuid) = uuid {
             let of = uuid.clone();
-            // Missing values are not sent: the next poll asks for them again.
+            // Missing values are not sent: the next poll requests them again.
             if let Ok(vitals) = worker.call(DEADLINE, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, asked)).await.is_err()
             {

@@ -16,8 +16,8 @@ use tokio::sync::watch;
 
 use crate::metrics::Metrics;
 
-/// How long the main loop may miss its heartbeat before the agent counts as dead. It reconciles
-/// every few seconds.
+/// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
+/// reconciles every few seconds.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// Heartbeat of the main loop.
@@ -77,7 +77,7 @@ async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
     }
 }
 
-/// Why the agent is not ready, if it is not: the first thing that it waits for.
+/// The first thing that the agent waits for before it is ready; `None` if it is ready.
 fn not_ready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());

@@ -26,9 +26,9 @@ use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Longest delay of files and status after an allocation.
+/// Maximum delay of files and status after an allocation.
 const SOON: Duration = Duration::from_millis(30);
-/// Longest pause between two reconciliations. Decisions depend on time even without inputs.
+/// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// State of the main loop.
@@ -91,7 +91,7 @@ impl Main {
     }
 
     fn handle(&mut self, input: Input) {
-        // With every input, because the clock may have been set.
+        // Set the time with every input, because the clock may have been set.
         self.node.set_time(Instant::now(), Timestamp::now());
         match input {
             Input::OrderResult(ended) => {
@@ -162,7 +162,8 @@ impl Main {
     /// Reconciles and carries out the actions. Returns when to reconcile again, if soon.
     fn reconcile(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        // Before the lock is taken: this does file I/O, and the kubelet's calls wait for the table.
+        // Do this before taking the lock: it does file I/O, and the kubelet's calls wait for the
+        // table.
         let nodes = self.device_nodes();
         let mut table = self.pods.allocator.table();
         let actions = self.node.reconcile(&mut table, now);

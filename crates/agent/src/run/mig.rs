@@ -7,8 +7,8 @@ use crate::act::perform;
 use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{ChangeOutcome, MigOrder, OrderResult};
 
-/// After this time a change counts as slow. Changing an instance takes a fraction of a second,
-/// a GPU that the driver resets some seconds.
+/// A change counts as slow after this time. Changing an instance takes a fraction of a second.
+/// Changing a GPU that the driver resets takes some seconds.
 const SLOW: Duration = Duration::from_secs(15);
 
 /// Makes a change and reports its result. If it is slow, reports that first.

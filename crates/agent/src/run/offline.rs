@@ -17,7 +17,7 @@ use crate::object::Object;
 use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
 
-/// Pause between reads of the spec and the pods.
+/// Interval between reads of the spec and the pods.
 const POLL: Duration = Duration::from_millis(100);
 
 /// A directory with a spec, a status, pods and events.

@@ -19,8 +19,8 @@ use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Periods, Shutdown};
 
-/// Pods in one page of a list. All pods of a node take a megabyte, which this process would keep
-/// allocated.
+/// Number of pods in one page of a list. A list of all pods of a node takes a megabyte, which this
+/// process would keep allocated.
 const PAGE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
@@ -215,8 +215,8 @@ mod tests {
 
     const MPS: &str = "nvidia.com/gpu-mps";
 
-    /// Seconds from the start of a pod's termination to its deadline. None if the pod is not known
-    /// to terminate.
+    /// Seconds from the start of a pod's termination to its deadline. `None` if the pod is not
+    /// known to terminate.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
         let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));

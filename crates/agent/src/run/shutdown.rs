@@ -11,7 +11,7 @@ use crate::termination::shutdown::{Periods, ShutdownStart};
 
 /// Name of the record in the kubelet's directory.
 const RECORD: &str = "graceful_node_shutdown_state";
-/// Pause between reads if inotify does not work.
+/// Interval between reads if inotify does not work.
 const POLL: Duration = Duration::from_secs(1);
 
 /// Follows shutdowns if the kubelet's settings are known. Returns at once otherwise.
@@ -23,7 +23,7 @@ pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sen
     }
 }
 
-/// How long the node has been up.
+/// Time since the node booted.
 fn uptime(proc: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(proc.join("uptime")).ok()?;
     Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()

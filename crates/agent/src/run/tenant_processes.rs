@@ -1,5 +1,5 @@
 //! Lists the processes on shared devices, on a separate thread for each GPU. A GPU that hangs is
-//! omitted, and delays the others once, by [`PATIENCE`].
+//! omitted, and delays the others once, by [`ROUND_TIMEOUT`].
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// How long a round waits for the GPUs that it queried. Later answers belong to the next round.
+/// Maximum time that a round waits for the GPUs that it queried. Later answers belong to the next
+/// round.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Result of a round.
@@ -22,7 +23,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 pub(crate) struct Round {
     /// The processes on the devices that answered.
     pub(crate) sample: ProcessSample,
-    /// Devices of GPUs that have not answered yet. Suspicions there are kept.
+    /// Devices of GPUs that have not answered yet. Suspected violations on these devices are kept.
     pub(crate) waiting: BTreeSet<String>,
     /// GPUs that failed to answer, with the error.
     pub(crate) unreachable: Vec<(String, NvmlError)>,
@@ -48,7 +49,7 @@ pub(crate) struct ProcessObserver {
 
 impl ProcessObserver {
     pub(crate) fn new(library: Library, proc: PathBuf) -> Self {
-        // Bounded in fact: it holds at most one answer for each GPU.
+        // The number of messages is bounded: at most one answer for each GPU.
         let (sender, answers) = mpsc::unbounded_channel();
         Self { library, proc, workers: BTreeMap::new(), in_progress: BTreeMap::new(), sender, answers }
     }

@@ -23,7 +23,7 @@ pub const MAX_FINDINGS: usize = 32;
 /// may list its broken clients as plain processes. The exemption has to end, since a process can
 /// execute another program.
 const FORMER_CLIENT: Duration = Duration::from_secs(10);
-/// How long to wait before a client that was to be terminated is terminated again.
+/// Minimum interval between requests to terminate the same client.
 const TERMINATE_AGAIN: Duration = Duration::from_secs(10);
 
 /// The findings of the node.
@@ -32,7 +32,7 @@ pub struct Findings {
     /// Violations of the previous sample, with the processes that caused them.
     previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
     confirmed: BTreeMap<ViolationKey, Finding>,
-    /// When each client was last to be terminated.
+    /// When the termination of each client was last requested.
     terminated: BTreeMap<ProcessId, Instant>,
     /// When each process was last seen as an MPS client.
     clients: BTreeMap<ProcessId, Instant>,
@@ -124,7 +124,8 @@ impl Findings {
         (!violation.processes.is_empty()).then_some(violation)
     }
 
-    /// Adds the violation's clients to those to terminate, except those ordered a short time ago.
+    /// Adds the violation's clients to those to terminate, unless that was requested a short time
+    /// ago.
     fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
@@ -198,7 +199,7 @@ impl Findings {
         all
     }
 
-    /// Whether neither time nor an empty sample could change anything.
+    /// Whether no finding can change with time or with an empty sample.
     pub fn is_empty(&self) -> bool {
         self.confirmed.is_empty() && self.previous.is_empty()
     }

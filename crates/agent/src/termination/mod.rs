@@ -1,7 +1,7 @@
 //! Terminates the MPS clients of terminating pods through MPS, before a signal can kill a program
 //! with a kernel in flight. Such a kill would break the programs of its neighbours.
 //!
-//! - [`pods`] tracks which pods terminate, and until when.
+//! - [`pods`] tracks which pods terminate, and their deadlines.
 //! - [`shutdown`] predicts which pods terminate because the node shuts down.
 //! - `process` reads the state of a client's process from `/proc`.
 //! - [`Terminations`] decides which clients to terminate now.
@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 
 use self::pods::Deadlines;
 
-/// How long after its deadline a client that still runs is reported. A `preStop` sleep of one
-/// second has not ended by then.
+/// Time from the deadline of a client that still runs until it is reported. A `preStop` sleep of
+/// one second has not ended by then.
 const REPORT_AFTER: Duration = Duration::from_millis(500);
-/// First and longest pause after a failed attempt.
+/// First and maximum backoff after a failed attempt.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Pause between attempts at a client that has no context, or that is stopped.
+/// Interval between attempts at a client that has no context, or that is stopped.
 const RECHECK: Duration = Duration::from_millis(250);
 
 /// Identifies a client of an MPS server.
@@ -54,7 +54,7 @@ pub struct Client {
 pub enum Outcome {
     /// Its contexts are destroyed.
     Terminated,
-    /// It has no context, so that nothing is in flight. It can still create one.
+    /// It has no context, so no kernel is in flight. It can still create one.
     NoContext,
     /// The attempt failed for this reason.
     Failed(String),
@@ -158,7 +158,7 @@ impl Terminations {
     /// Records the outcome of an attempt.
     pub fn record(&mut self, key: &ClientKey, outcome: &Outcome, now: Instant) {
         self.busy.remove(&key.device);
-        // A client that is not listed any more has ended, whatever the outcome.
+        // A client that is no longer listed has ended, whatever the outcome.
         let Some(attempts) = self.attempts.get_mut(key) else { return };
         match outcome {
             Outcome::Terminated => attempts.terminated = true,

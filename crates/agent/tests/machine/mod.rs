@@ -1,5 +1,5 @@
 //! A node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
-//! processes. Dropping it ends all of them.
+//! processes. Dropping it stops all of them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
@@ -83,8 +83,7 @@ impl Machine {
         self.directory.path().join(name)
     }
 
-    /// Replaces the NVML library of programs that start from now on. Returns the path of the last
-    /// one.
+    /// Replaces the NVML library of programs that start from now on. Returns the previous path.
     pub(crate) fn replace_library(&mut self, path: PathBuf) -> PathBuf {
         std::mem::replace(&mut self.library, path)
     }

@@ -188,7 +188,7 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
     let mut node = Node::new(Enforcement::Report).await;
     let row = held("q", MPS, &[format!("{}::1", node.machine.uuids[0])]);
-    // Pod p has no share any more, and its program uses the door of pod q.
+    // Pod p no longer has a share, and its program uses the door of pod q.
     node.machine.pods.hold(&[row]);
     node.machine.until("the end of its share", || (node.machine.desired()?.allocations.len() == 1).then_some(())).await;
     node.responses[0] = node.responses[1].clone();

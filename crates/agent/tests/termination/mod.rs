@@ -119,7 +119,7 @@ impl Node {
         self.machine.until("its end", || program.child.try_wait().unwrap()).await
     }
 
-    /// Waits until the MPS host does not list a client any more.
+    /// Waits until the MPS host no longer lists a client.
     async fn client_removed(&self, pid: u32) {
         let removed = || {
             let status = self.machine.host_status()?;

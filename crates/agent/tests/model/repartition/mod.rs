@@ -144,7 +144,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         assert!(!node.applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();
         assert_eq!(failures, 4, "the first and the last failure of each: {:?}", node.events);
-        // Somebody changes the GPU by hand.
+        // An administrator changes the GPU by hand.
         node.gpu.lock().failures.clear();
         node.run();
         assert!(node.has_instances(&[]), "{call}: nothing has changed");
@@ -206,7 +206,7 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     assert!(node.messages().contains("next reset") && node.messages().contains("reboot the node"));
     assert!(node.steps().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.steps());
     assert_eq!(node.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
-    // Without the spec the request is withdrawn, even while the GPU is in use.
+    // Without the spec, the request for a change is withdrawn, even while the GPU is in use.
     node.set_spec(vec![]);
     node.gpu.lock().processes.insert(5, None);
     node.run();

@@ -23,7 +23,7 @@ use crate::fixtures::answer;
 /// How long a new agent waits for the kubelet's list before it removes allocations.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
-/// Rounds that are enough for everything to happen.
+/// Number of rounds in which every expected change happens.
 const ROUNDS: usize = 80;
 
 pub(super) struct TestNode {
@@ -39,7 +39,7 @@ pub(super) struct TestNode {
     pub(super) orders: Vec<MigOrder>,
     /// The kubelet's allocations.
     pub(super) allocated: Vec<HeldDevices>,
-    /// What the MPS host runs.
+    /// The daemons and doors that the MPS host runs.
     pub(super) host: Desired,
     /// Reason and note of each Event.
     pub(super) events: Vec<(&'static str, String)>,
