@@ -21,10 +21,10 @@ use crate::mps::link::HostLink;
 
 /// Maximum time that a container's start waits for its door. The kubelet gives up after 30 s and
 /// retries.
-const START: Duration = Duration::from_secs(25);
+const READY_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Interval between checks of the CDI specification.
-const CDI_POLL: Duration = Duration::from_millis(20);
+const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum time that a request waits for the API server to report its pod. The API server reports a
 /// pod to the kubelet and the agent at the same time, so the kubelet's request may arrive before
@@ -134,12 +134,12 @@ impl Allocator {
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(folder) = self.settings.specification() {
             // The specification may not list a new MIG instance yet.
-            let end = Instant::now() + START;
+            let end = Instant::now() + READY_TIMEOUT;
             while !cdi::describes(folder, &allocation.devices) {
                 if Instant::now() > end {
                     return Err(format!("{} are not in the CDI specification yet", allocation.devices.join(", ")));
                 }
-                tokio::time::sleep(CDI_POLL).await;
+                tokio::time::sleep(CDI_POLL_INTERVAL).await;
             }
         }
         if allocation.mps.is_none() {
@@ -150,8 +150,8 @@ impl Allocator {
         self.link
             .create_directory(&id)
             .map_err(|error| format!("cannot create the allocation's directory: {error}"))?;
-        let timeout_ms = u64::try_from(START.as_millis()).unwrap_or(u64::MAX);
-        match self.link.request(&Request::Await { allocation: id, timeout_ms }, START).await? {
+        let timeout_ms = u64::try_from(READY_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
+        match self.link.request(&Request::Await { allocation: id, timeout_ms }, READY_TIMEOUT).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
             Reply::Status(_) | Reply::NoContext => Err("the MPS host sent an unexpected answer".into()),

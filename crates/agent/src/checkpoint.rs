@@ -17,9 +17,9 @@ use crate::gpu::health::Record;
 use crate::gpu::layout::{Layout, Pool};
 
 /// The format version that this agent writes, and the only one that it reads.
-const VERSION: u32 = 1;
+const FORMAT_VERSION: u32 = 1;
 /// Name of the file in the state directory.
-const FILE: &str = "agent.json";
+const CHECKPOINT_FILE: &str = "agent.json";
 
 /// State of the agent at the time of writing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -73,7 +73,7 @@ pub enum DecodeError {
     #[error("it is damaged")]
     Damaged(#[source] serde_json::Error),
     /// Another version of the agent wrote it.
-    #[error("it has version {0}; this agent reads {VERSION}")]
+    #[error("it has version {0}; this agent reads {FORMAT_VERSION}")]
     Version(u32),
     /// Its values are impossible.
     #[error("it is damaged: {0}")]
@@ -92,7 +92,7 @@ impl Checkpoint {
         }
         // Check the version first: the format of other versions is unknown.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
-        if version != VERSION {
+        if version != FORMAT_VERSION {
             return Err(DecodeError::Version(version));
         }
         let checkpoint: Self = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
@@ -135,7 +135,7 @@ impl Checkpoint {
             checkpoint: &'a Checkpoint,
         }
         // Cannot fail: all map keys are strings, and there are no floats.
-        serde_json::to_vec(&Versioned { version: VERSION, checkpoint: self }).unwrap_or_default()
+        serde_json::to_vec(&Versioned { version: FORMAT_VERSION, checkpoint: self }).unwrap_or_default()
     }
 }
 
@@ -154,7 +154,7 @@ pub struct Store {
 impl Store {
     /// Uses the file in this directory. The first write creates it.
     pub fn new(state_dir: &Path) -> Self {
-        Self { path: state_dir.join(FILE) }
+        Self { path: state_dir.join(CHECKPOINT_FILE) }
     }
 
     /// Locks the directory for this process. Returns `None` while another process has the lock. The

@@ -203,8 +203,8 @@ impl Metrics {
 
     /// Counts a request that waited for its pod to be reported. `in_time`: the pod was reported in
     /// time.
-    pub fn waited(&self, came: bool) {
-        self.waits.get_or_create(&WaitLabels { result: if came { "came" } else { "timeout" } }).inc();
+    pub fn waited(&self, in_time: bool) {
+        self.waits.get_or_create(&WaitLabels { result: if in_time { "came" } else { "timeout" } }).inc();
     }
 
     /// Counts an XID.

@@ -20,10 +20,10 @@ use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
 /// Grace period in seconds of a pod whose object has none. The API server uses the same default.
-const USUAL_GRACE: i64 = 30;
+const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.
-const MIRROR: &str = "kubernetes.io/config.mirror";
+const MIRROR_POD_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
 /// A pod as the API server reports it, without the fields that the agent does not read.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -140,17 +140,17 @@ impl PodObject {
     }
 
     /// Records the progress of the pod's termination. Returns whether it changed.
-    pub fn note_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
+    pub fn record_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
         // This is the API server's object for a static pod. Deleting it terminates nothing.
-        let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR));
+        let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR_POD_ANNOTATION));
         let bound = self.bound(node).filter(|_| !is_mirror);
         let now = Instant::now();
         let seen = if self.has_ended() {
             shutdown.remove(uid);
             None
         } else {
-            let grace = self.spec.termination_grace_period_seconds.unwrap_or(USUAL_GRACE);
+            let grace = self.spec.termination_grace_period_seconds.unwrap_or(DEFAULT_GRACE_SECONDS);
             let pod = shutdown::Pod {
                 priority: self.spec.priority,
                 grace: Duration::from_secs(u64::try_from(grace).unwrap_or(0)),

@@ -10,7 +10,7 @@ use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Kind, Pool, parse_id};
 
 /// Maximum number of characters of a caller's text that an error repeats.
-const ECHO: usize = 80;
+const MAX_QUOTED_CHARS: usize = 80;
 
 /// The pools of one resource, and the reservations to respect.
 #[derive(Debug, Clone, Copy)]
@@ -155,7 +155,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
 }
 
 fn echo(text: &str) -> String {
-    text.chars().take(ECHO).collect()
+    text.chars().take(MAX_QUOTED_CHARS).collect()
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::gpu::layout::parse_id;
 const LIST_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of answered `Allocate` calls that are kept while their pods are unknown. A node
 /// admits fewer pods before the watch reports them.
-const MOST_UNMATCHED: usize = 128;
+const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -245,7 +245,7 @@ impl PendingAllocations {
             self.swap_reservations();
             return;
         }
-        if self.unmatched.len() == MOST_UNMATCHED {
+        if self.unmatched.len() == MAX_UNMATCHED_CALLS {
             self.unmatched.remove(0);
         }
         self.unmatched.push(UnmatchedAllocation {

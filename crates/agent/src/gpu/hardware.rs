@@ -16,7 +16,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
 use crate::clock::{Clock, Stamp};
-use crate::gpu::health::{History, QUIET, Record, reason};
+use crate::gpu::health::{DEFAULT_QUIET_PERIOD, History, Record, reason};
 use crate::gpu::xid::Class;
 
 /// The driver and the GPUs.
@@ -167,7 +167,7 @@ impl HardwareTracker {
         let gpus = gpus.into_iter().map(entry).collect();
         Self {
             clock,
-            quiet: QUIET,
+            quiet: DEFAULT_QUIET_PERIOD,
             driver: Driver::Unknown,
             driver_error: None,
             gpus,
@@ -177,7 +177,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Sets the quiet period of suspect GPUs. The default is [`QUIET`].
+    /// Sets the quiet period of suspect GPUs. The default is [`DEFAULT_QUIET_PERIOD`].
     pub fn set_quiet(&mut self, quiet: Duration) {
         self.quiet = quiet;
         self.gpus.values_mut().for_each(|entry| entry.history.quiet = quiet);
@@ -647,7 +647,7 @@ pub(crate) mod tests {
         before.xid("GPU-none", 48, None, &[], now);
         let records = before.records();
         assert_eq!(records.keys().collect::<Vec<_>>(), ["GPU-a"]);
-        let later = now + 100 * QUIET;
+        let later = now + 100 * DEFAULT_QUIET_PERIOD;
         let mut after = two().with_health_records(records.clone(), later);
         after.observe(both(), later);
         assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");

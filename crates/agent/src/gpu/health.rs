@@ -33,7 +33,7 @@ use crate::gpu::xid::{Class, classify, describe};
 ///
 /// Within this time, a GPU that fails under every load fails again. A single error does not cost an
 /// hour of capacity.
-pub const QUIET: Duration = Duration::from_secs(60);
+pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
@@ -135,7 +135,7 @@ impl Default for History {
     /// History of a GPU without recorded faults.
     fn default() -> Self {
         Self {
-            quiet: QUIET,
+            quiet: DEFAULT_QUIET_PERIOD,
             faults: Vec::new(),
             uncorrected: None,
             reset_wanted: None,
@@ -376,19 +376,19 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut history = History::default();
         assert_eq!(history.xid(999, None, &[], stamp(start)), Class::Suspect);
-        history.answered(start + QUIET.saturating_sub(Duration::from_millis(1)), &[]);
+        history.answered(start + DEFAULT_QUIET_PERIOD.saturating_sub(Duration::from_millis(1)), &[]);
         assert_eq!(class(&history), "Suspect", "the answer came too early");
-        history.xid(999, None, &[], stamp(start + QUIET / 2));
-        history.answered(start + QUIET, &[]);
+        history.xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
+        history.answered(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(class(&history), "Suspect", "the second XID restarts the quiet period");
         // Time alone changes nothing: NVML has to answer.
-        history.answered(start + QUIET / 2 + QUIET, &[]);
+        history.answered(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
     }
 
     #[test]
     fn a_gpu_that_needs_a_reset_waits_for_proof_of_one() {
-        let (start, later) = (Instant::now(), Instant::now() + 1000 * QUIET);
+        let (start, later) = (Instant::now(), Instant::now() + 1000 * DEFAULT_QUIET_PERIOD);
         let faulty = || {
             let mut history = History::default();
             history.vitals(counted(3), stamp(start));
@@ -429,9 +429,9 @@ pub(crate) mod tests {
             let mut before = History::default();
             before.xid(xid, None, &[], stamp(start));
             let json = serde_json::to_string(&before.record(false)).unwrap();
-            let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + QUIET);
+            let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
             assert_eq!(after.health(), before.health());
-            after.answered(start + QUIET, &[]);
+            after.answered(start + DEFAULT_QUIET_PERIOD, &[]);
             assert!(!after.health().healthy, "XID {xid}");
         }
     }
@@ -491,7 +491,7 @@ pub(crate) mod tests {
         let start = Instant::now();
         let mut history = History::default();
         history.xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
-        history.xid(79, None, &[], stamp(start + QUIET));
+        history.xid(79, None, &[], stamp(start + DEFAULT_QUIET_PERIOD));
         let health = history.health();
         assert_eq!(health.since, health.last);
         assert!(health.message.contains("79"), "{}", health.message);
@@ -501,7 +501,7 @@ pub(crate) mod tests {
     fn a_clock_converts_instants_to_the_time_of_day() {
         let start = Instant::now();
         let clock = Clock::new(start, Timestamp::UNIX_EPOCH);
-        assert_eq!(clock.stamp(start + QUIET).wall.as_second(), 60);
+        assert_eq!(clock.stamp(start + DEFAULT_QUIET_PERIOD).wall.as_second(), 60);
         assert_eq!(clock.stamp(start).wall.as_second(), 0);
     }
 

@@ -11,13 +11,13 @@ use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
 /// Maximum number of attempts of a failing change. It is retried once the spec or the GPU changes.
-pub const ATTEMPTS: u32 = 5;
+pub const MAX_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles it.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while something is in use.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 /// Maximum number of processes that a message names.
-const MAX_NAMED: usize = 8;
+const MAX_NAMED_PROCESSES: usize = 8;
 
 /// A single change of a GPU's MIG mode or instances.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -187,9 +187,12 @@ fn size(gpu: &Gpu, profile: &str) -> u32 {
 
 /// `in use by processes outside of Kubernetes (pid 12, 13)`.
 pub fn in_use_by(processes: &[&Process]) -> String {
-    let pids: Vec<String> = processes.iter().take(MAX_NAMED).map(|process| process.pid.to_string()).collect();
-    let more =
-        if processes.len() > MAX_NAMED { format!(" and {} more", processes.len() - MAX_NAMED) } else { String::new() };
+    let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
+    let more = if processes.len() > MAX_NAMED_PROCESSES {
+        format!(" and {} more", processes.len() - MAX_NAMED_PROCESSES)
+    } else {
+        String::new()
+    };
     format!("in use by processes outside of Kubernetes (pid {}{more})", pids.join(", "))
 }
 
@@ -342,7 +345,7 @@ impl MigProgress {
                 return None;
             }
             ChangeOutcome::Busy(why) => {
-                let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(LONGEST_PAUSE);
+                let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(MAX_RETRY_DELAY);
                 busy_checks += 1;
                 (STEP_WAITING, why.clone(), Some(pause), busy_checks == 1)
             }
@@ -357,8 +360,8 @@ impl MigProgress {
             }
             ChangeOutcome::Failed(why) => {
                 failures += 1;
-                let last = failures >= ATTEMPTS;
-                let pause = FIRST_PAUSE.saturating_mul(1 << (failures - 1).min(16));
+                let last = failures >= MAX_ATTEMPTS;
+                let pause = FIRST_RETRY_DELAY.saturating_mul(1 << (failures - 1).min(16));
                 let then = match failures {
                     _ if last => format!("failed {failures} times, and will not be tried again until the spec or the GPU changes"),
                     1 => "will be tried again".to_owned(),

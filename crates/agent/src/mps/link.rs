@@ -14,11 +14,11 @@ use super::{HostView, parse_status};
 use crate::files::{watch_directory, write_atomically};
 
 /// Interval between attempts to connect to the MPS host.
-const RECONNECT: Duration = Duration::from_millis(250);
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval between reads of the status file while inotify does not work.
-const POLL: Duration = Duration::from_millis(500);
+const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between attempts of a request.
-const RETRY: Duration = Duration::from_millis(200);
+const REQUEST_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// Maximum bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
 const MAX_BYTES: u64 = 4 << 20;
 
@@ -122,7 +122,7 @@ impl HostLink {
     async fn follow_status(&self, view: &watch::Sender<HostView>) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
         // Any change in the directory causes a read. An unchanged view is not sent.
-        watch_directory(&self.paths.mps(), POLL, || self.refresh(view), unwatched).await;
+        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh(view), unwatched).await;
     }
 
     fn refresh(&self, view: &watch::Sender<HostView>) {
@@ -147,7 +147,7 @@ impl HostLink {
                 }
                 Err(_) => set(false),
             }
-            sleep(RECONNECT).await;
+            sleep(RECONNECT_INTERVAL).await;
         }
     }
 
@@ -164,10 +164,10 @@ impl HostLink {
                 Ok(Err(error)) => error.to_string(),
                 Err(_) => return Err(format!("the MPS host did not answer within {deadline:?}")),
             };
-            if Instant::now() + RETRY >= until {
+            if Instant::now() + REQUEST_RETRY_INTERVAL >= until {
                 return Err(format!("the MPS host of this node does not answer: {why}"));
             }
-            sleep(RETRY).await;
+            sleep(REQUEST_RETRY_INTERVAL).await;
         }
     }
 

@@ -19,7 +19,7 @@ use crate::mps::HostView;
 /// s for a replaced MPS host. It is well below the 25 s that a container's start waits before the
 /// kubelet retries, so a pod that arrived earlier is still waiting when the shares become
 /// Unhealthy. A longer time would only send more pods to a daemon that does not come back.
-pub const TOLERATED: Duration = Duration::from_secs(10);
+pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
 
 /// Daemons whose shares count as Healthy.
 #[derive(Debug, Default)]
@@ -39,7 +39,7 @@ enum Presence {
 impl Absences {
     /// Forgets the devices whose pools or daemon settings changed.
     pub fn layouts_changed(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
-        self.since.retain(|device, _| served(before, device) == served(after, device));
+        self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
     }
 
     /// Updates the daemons of these devices. `knows` returns whether the MPS host has read the
@@ -57,7 +57,7 @@ impl Absences {
                 (Presence::Serves, _) => None,
                 (Presence::Away, Some(since)) => {
                     let since = since.unwrap_or(now);
-                    if now.saturating_duration_since(since) >= TOLERATED {
+                    if now.saturating_duration_since(since) >= MAX_ABSENCE {
                         continue;
                     }
                     Some(since)
@@ -77,7 +77,7 @@ impl Absences {
 
     /// Time until the first tolerated absence expires, if there is one.
     pub fn next_expiry(&self, now: Instant) -> Option<Duration> {
-        let left = |since: &Instant| TOLERATED.saturating_sub(now.saturating_duration_since(*since));
+        let left = |since: &Instant| MAX_ABSENCE.saturating_sub(now.saturating_duration_since(*since));
         self.since.values().flatten().map(left).min()
     }
 }
@@ -91,7 +91,7 @@ fn presence(view: &HostView, device: &str) -> Presence {
 }
 
 /// The daemon settings and pools of a device.
-fn served<'a>(
+fn settings_and_pools<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,
 ) -> Option<(&'a cleave_gpu::mps::wire::Daemon, Vec<&'a Pool>)> {

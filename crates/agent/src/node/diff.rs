@@ -12,7 +12,7 @@ use crate::gpu::layout::{Layout, TargetLayout, parse_id, target_layout};
 use crate::gpu::mig::{Change, in_use_by};
 
 /// Maximum number of pods that a step's message names.
-const MAX_NAMED: usize = 8;
+const MAX_NAMED_PODS: usize = 8;
 
 /// The next layouts, and the steps that lead to the spec.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -207,9 +207,12 @@ fn blocked_by_pods(
             }
         }
         if !pods.is_empty() {
-            let named: Vec<&str> = pods.iter().copied().take(MAX_NAMED).collect();
-            let more =
-                if pods.len() > MAX_NAMED { format!(" and {} more", pods.len() - MAX_NAMED) } else { String::new() };
+            let named: Vec<&str> = pods.iter().copied().take(MAX_NAMED_PODS).collect();
+            let more = if pods.len() > MAX_NAMED_PODS {
+                format!(" and {} more", pods.len() - MAX_NAMED_PODS)
+            } else {
+                String::new()
+            };
             found.insert(device.to_owned(), format!("in use by {}{more}", named.join(", ")));
         }
     }

@@ -42,7 +42,7 @@ use crate::tenants::snapshot::TenantSnapshot;
 
 /// How long slices are listed as Unhealthy before they are removed. The kubelet may be allocating
 /// one at this moment, and a pod that starts with a removed slice would fail permanently.
-pub const WITHDRAW: Duration = Duration::from_millis(300);
+pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
 
 /// The result of a reconciliation: what the tasks have to do.
 #[derive(Debug)]
@@ -194,7 +194,8 @@ impl Node {
         Self { keep_mig_mode, ..self }
     }
 
-    /// Sets the quiet period of suspect GPUs. The default is [`crate::gpu::health::QUIET`].
+    /// Sets the quiet period of suspect GPUs. The default is
+    /// [`DEFAULT_QUIET_PERIOD`](crate::gpu::health::DEFAULT_QUIET_PERIOD).
     pub fn set_quiet(&mut self, quiet: Duration) {
         self.tracker.set_quiet(quiet);
     }

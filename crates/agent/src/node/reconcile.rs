@@ -10,7 +10,7 @@ use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
 use super::diff::{Decision, Rules, decide, keeps};
 use super::status::{self, StatusInput};
-use super::{Actions, Node, WITHDRAW, cordon, faults};
+use super::{Actions, Node, WITHDRAWAL_TIME, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::{Allocations, Usage};
@@ -24,11 +24,12 @@ use crate::tenants::snapshot::{self, TenantSnapshot};
 
 /// Interval between PodResources requests while slices are in use or a change waits for pods to
 /// terminate.
-pub(super) const LIST_IN_USE: Duration = Duration::from_secs(1);
-const LIST_IDLE: Duration = Duration::from_secs(30);
+pub(super) const LIST_INTERVAL_IN_USE: Duration = Duration::from_secs(1);
+/// Interval between PodResources requests at other times.
+const LIST_INTERVAL_IDLE: Duration = Duration::from_secs(30);
 
 /// Interval between polls of processes that block a change.
-const FOREIGN_POLL: Duration = Duration::from_secs(1);
+const FOREIGN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Node {
     /// Decides what to do next, and updates the table.
@@ -70,8 +71,8 @@ impl Node {
         events.extend(faults.events);
         let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
         let idle = !waits && usage.is_some_and(Usage::is_empty);
-        let poll_nvml =
-            foreign && self.last_foreign_poll.is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_POLL);
+        let poll_nvml = foreign
+            && self.last_foreign_poll.is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_POLL_INTERVAL);
         if poll_nvml {
             self.last_foreign_poll = Some(now);
         }
@@ -86,7 +87,7 @@ impl Node {
             desired,
             events,
             faults: faults.faults,
-            list_interval: if idle { LIST_IDLE } else { LIST_IN_USE },
+            list_interval: if idle { LIST_INTERVAL_IDLE } else { LIST_INTERVAL_IN_USE },
             sweep_directories: self.pod_resources.is_some() && self.adopted_allocations.is_empty(),
             orders,
             poll_nvml,
@@ -157,10 +158,10 @@ impl Node {
 
     /// When to reconcile again even without new input, if at all.
     fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
-        let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAW);
+        let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAWAL_TIME);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
         let absent = self.absences.next_expiry(now);
-        [withdrawn, foreign.then_some(FOREIGN_POLL), tried, faults, absent].into_iter().flatten().min()
+        [withdrawn, foreign.then_some(FOREIGN_POLL_INTERVAL), tried, faults, absent].into_iter().flatten().min()
     }
 
     /// Events since the last reconciliation: MIG changes, health of GPUs and of MPS daemons.
@@ -276,9 +277,9 @@ impl Node {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
             let Some(before) = self.layouts.get(uuid) else { continue };
-            let going = going(before, after);
+            let going = removed_or_changed(before, after);
             let since = |slice: &(String, String)| self.withdrawing.get(slice).copied().unwrap_or(now);
-            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAW) {
+            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAWAL_TIME) {
                 after.clone_from(before);
                 decided.steps.retain(|step| step.gpu != *uuid || step.result != STEP_DONE);
                 decided.applied = false;
@@ -394,7 +395,7 @@ impl Node {
 }
 
 /// Served slices that the new layout removes or changes, by resource and id.
-fn going(before: &Layout, after: &Layout) -> Vec<(String, String)> {
+fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !keeps(Some(before), after, resource, id)).collect()
 }

@@ -14,7 +14,7 @@ use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
 /// Delay between attempts to write.
-const RETRY_PAUSE: Duration = Duration::from_secs(1);
+const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Contents of the files.
 #[derive(Clone, Default)]
@@ -46,7 +46,7 @@ pub(super) async fn write(
             Err(error) => {
                 metrics.error("files");
                 tracing::error!(%error, "failed to write files; retrying");
-                tokio::time::sleep(RETRY_PAUSE).await;
+                tokio::time::sleep(WRITE_RETRY_DELAY).await;
                 continue;
             }
         }

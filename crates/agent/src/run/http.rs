@@ -18,7 +18,7 @@ use crate::metrics::Metrics;
 
 /// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
 /// reconciles every few seconds.
-const SILENCE: Duration = Duration::from_secs(60);
+const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
 /// Heartbeat of the main loop.
 #[derive(Debug, Clone)]
@@ -62,7 +62,7 @@ async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
 }
 
 async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str) {
-    if probes.heartbeat.borrow().reconciled.elapsed() < SILENCE {
+    if probes.heartbeat.borrow().reconciled.elapsed() < MAX_HEARTBEAT_AGE {
         (StatusCode::OK, "ok\n")
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, "the main loop is blocked\n")

@@ -27,9 +27,9 @@ use crate::node::{Actions, Node};
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// Maximum delay of files and status after an allocation.
-const SOON: Duration = Duration::from_millis(30);
+const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
 /// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// State of the main loop.
 pub(super) struct Main {
@@ -60,7 +60,7 @@ impl Main {
         let allocator = Arc::clone(&self.pods.allocator);
         let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
         loop {
-            let pause = self.reconcile().unwrap_or(LONGEST_PAUSE);
+            let pause = self.reconcile().unwrap_or(MAX_RECONCILE_INTERVAL);
             tokio::select! {
                 // Cancel-safe: an unreceived message stays in the channel.
                 input = inputs.recv() => match input {
@@ -71,7 +71,7 @@ impl Main {
                 () = allocator.allocated.notified() => {
                     // The kubelet gets its response first, and a burst of allocations is handled at
                     // once. The start of a container ends the delay.
-                    let _ = tokio::time::timeout(SOON, allocator.starting.notified()).await;
+                    let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
                 // Cancel-safe: a missed signal is returned by the next call.

@@ -48,7 +48,7 @@ use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// Interval between attempts to lock the node's checkpoint.
-const LOCK: Duration = Duration::from_millis(50);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Runs the agent until it receives SIGTERM.
 ///
@@ -178,7 +178,7 @@ async fn wait_for_lock(store: &Store) -> Option<Lock> {
                 return None;
             }
         }
-        tokio::time::sleep(LOCK).await;
+        tokio::time::sleep(LOCK_RETRY_INTERVAL).await;
     }
 }
 

@@ -21,7 +21,7 @@ use crate::termination::shutdown::{Periods, Shutdown};
 
 /// Number of pods in one page of a list. A list of all pods of a node takes a megabyte, which this
 /// process would keep allocated.
-const PAGE: u32 = 20;
+const PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
@@ -85,7 +85,7 @@ impl TerminationWatch {
                 if matches!(event, Event::InitApply(_)) {
                     listed.extend(uid(object).cloned());
                 }
-                object.0.as_ref().is_ok_and(|pod| pod.note_termination(node, terminating, shutdown))
+                object.0.as_ref().is_ok_and(|pod| pod.record_termination(node, terminating, shutdown))
             }
         };
         let advanced = shutdown.in_progress() && self.advance(terminating);
@@ -127,7 +127,7 @@ pub(super) async fn follow(
     metrics: Metrics,
 ) {
     let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
-    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE);
+    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE_SIZE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
     let mut listed = BTreeSet::new();
     let mut watch_state = TerminationWatch { shutdown: Shutdown::new(periods), ..TerminationWatch::default() };

@@ -13,10 +13,10 @@ use crate::tenants::snapshot::TenantSnapshot;
 use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
-const DEADLINE: Duration = Duration::from_secs(5);
+const GPU_DEADLINE: Duration = Duration::from_secs(5);
 /// Maximum time that a round waits for the GPUs that it queried. Later answers belong to the next
 /// round.
-const PATIENCE: Duration = Duration::from_millis(500);
+const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Result of a round.
 #[derive(Debug, Default)]
@@ -60,7 +60,7 @@ impl ProcessObserver {
     /// # Errors
     /// A thread could not be started.
     pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + ROUND_TIMEOUT;
         let mut queried = BTreeSet::new();
         for (gpu, devices) in by_gpu(snapshot, devices) {
             if !self.in_progress.contains_key(&gpu) {
@@ -97,7 +97,8 @@ impl ProcessObserver {
         self.in_progress.insert(gpu.clone(), devices.clone());
         let (proc, sender) = (self.proc.clone(), self.sender.clone());
         tokio::spawn(async move {
-            let sample = worker.call(DEADLINE, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
+            let sample =
+                worker.call(GPU_DEADLINE, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
             // The channel is closed only when the agent ends.
             let _ = sender.send(Answer { gpu, sample });
         });
@@ -259,7 +260,7 @@ mod tests {
         let begun = Instant::now();
         let second = observer.round(&snapshot, &devices).await.unwrap();
         assert_eq!(seen(&second), ["GPU-a", "GPU-c"]);
-        assert!(begun.elapsed() < PATIENCE, "the second round does not wait for it");
+        assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for it");
         // After the deadline the call fails. Still only one thread queries the GPU.
         let unreachable = loop {
             let round = observer.round(&snapshot, &devices).await.unwrap();

@@ -22,9 +22,9 @@ pub const MAX_FINDINGS: usize = 32;
 /// How long a former MPS client is exempt from `OutsideMps`. When an MPS server ends, the driver
 /// may list its broken clients as plain processes. The exemption has to end, since a process can
 /// execute another program.
-const FORMER_CLIENT: Duration = Duration::from_secs(10);
+const FORMER_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
 /// Minimum interval between requests to terminate the same client.
-const TERMINATE_AGAIN: Duration = Duration::from_secs(10);
+const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The findings of the node.
 #[derive(Debug, Default)]
@@ -111,8 +111,8 @@ impl Findings {
     /// Adds the MPS clients of a sample and removes old processes.
     fn remember_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
         self.clients.extend(clients.into_iter().map(|process| (process, now)));
-        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER_CLIENT);
-        self.terminated.retain(|_, at| now.saturating_duration_since(*at) < TERMINATE_AGAIN);
+        self.clients.retain(|_, at| now.saturating_duration_since(*at) < FORMER_CLIENT_EXEMPTION);
+        self.terminated.retain(|_, at| now.saturating_duration_since(*at) < MIN_TERMINATION_INTERVAL);
     }
 
     /// Removes former MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are

@@ -15,7 +15,7 @@ use super::pods::{Deletion, PodObservation, TerminatingPods};
 
 /// Maximum time that a shutdown takes beyond the sum of all periods. The kubelet has given up a
 /// shutdown that takes longer.
-const SLACK: Duration = Duration::from_secs(60);
+const MAX_OVERRUN: Duration = Duration::from_secs(60);
 
 /// How long the kubelet waits for pods whose priority is in this period: at least `priority`, and
 /// below that of the next period.
@@ -216,7 +216,7 @@ struct Record {
 pub fn elapsed(record: &[u8], now: Timestamp, up: Duration, periods: &Periods) -> Option<Duration> {
     let Record { start_time, end_time } = serde_json::from_slice(record).ok()?;
     let elapsed = Duration::try_from(now.duration_since(start_time)).ok()?;
-    (end_time < start_time && elapsed < up && elapsed < periods.total() + SLACK).then_some(elapsed)
+    (end_time < start_time && elapsed < up && elapsed < periods.total() + MAX_OVERRUN).then_some(elapsed)
 }
 
 /// A shutdown in progress, and the record that shows it.
@@ -241,7 +241,7 @@ impl ShutdownStart {
     ) -> Option<Self> {
         match previous {
             Some(previous) if previous.record == record => {
-                (now.saturating_duration_since(previous.at) < periods.total() + SLACK).then_some(previous)
+                (now.saturating_duration_since(previous.at) < periods.total() + MAX_OVERRUN).then_some(previous)
             }
             _ => {
                 let at = elapsed(&record, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
@@ -288,7 +288,11 @@ pub(crate) mod tests {
             let ended = br#"{"startTime":"2026-11-22T11:59:55Z","endTime":"2026-11-22T12:00:01Z"}"#;
             assert_eq!(read(ended, Some(&start_of_first), 2, set), None);
             assert_eq!(read(b"", Some(&start_of_first), 2, set), None);
-            assert_eq!(read(&record, Some(&start_of_first), (periods.total() + SLACK).as_secs(), set), None, "too old");
+            assert_eq!(
+                read(&record, Some(&start_of_first), (periods.total() + MAX_OVERRUN).as_secs(), set),
+                None,
+                "too old"
+            );
         }
     }
 

@@ -24,7 +24,7 @@ use crate::fixtures::answer;
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
 /// Number of rounds in which every expected change happens.
-const ROUNDS: usize = 80;
+const MAX_ROUNDS: usize = 80;
 
 pub(super) struct TestNode {
     pub(super) gpu: SharedGpu,
@@ -227,13 +227,13 @@ impl TestNode {
 
     /// Runs rounds in which every component works.
     pub(super) fn run(&mut self) {
-        (0..ROUNDS).for_each(|_| self.run_round());
+        (0..MAX_ROUNDS).for_each(|_| self.run_round());
     }
 
     /// Runs rounds until the spec is applied, or all rounds if it is not.
     pub(super) fn run_until_applied(&mut self) {
         self.reconcile();
-        for _ in 0..ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             self.run_round();
             if self.applied() && self.orders.is_empty() {
                 return;
