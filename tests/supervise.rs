@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time limit of each wait. Longer than any test needs.
+/// Time limit of each wait. It is longer than any test needs.
 const DEADLINE: Duration = Duration::from_secs(60);
 /// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITS: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;

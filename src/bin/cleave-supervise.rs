@@ -1,13 +1,12 @@
 //! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
 //! kills it.
 //!
-//! The agent runs under it. Without it, a killed agent ends its container. The kubelet restarts the
-//! container with a back-off (1 s, 10 s, 20 s and so on). Meanwhile the node's shares are
+//! The agent runs under it. Without it, the container of a killed agent exits. The kubelet restarts
+//! the container with a back-off (1 s, 10 s, 20 s and so on). Meanwhile the node's shares are
 //! unhealthy, and pods that arrive fail.
 //!
-//! It is small because it runs on every node: no threads, no runtime, no state. It forwards
-//! signals, exits with the program's exit code, and takes the program down with it if it is killed
-//! itself.
+//! It is small because it runs on every node: no threads, no runtime, no state. It forwards signals
+//! and exits with the program's exit code. If the supervisor is killed, the program is killed too.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -24,13 +23,13 @@ const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
 const FORWARDED: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// Maximum number of restarts within a time. After that the supervisor exits, and the kubelet
-/// restarts the container with its back-off.
+/// Maximum number of restarts, and the time in which they count. After that the supervisor exits,
+/// and the kubelet restarts the container with its back-off.
 const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
 /// `ListAndWatch` stream would close the new one too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
-/// Added to a signal's number for the exit code, as in a shell.
+/// Added to a signal's number to get the exit code, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {
@@ -110,7 +109,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several ended processes. Process 1 of a container gets it for
+        // One SIGCHLD can stand for several exited processes. Process 1 of a container gets it for
         // orphans too.
         while let Some((pid, status)) = reaped()? {
             let Some(end) = end(status).filter(|_| pid == worker) else { continue };
@@ -134,7 +133,7 @@ fn awaited() -> SigSet {
 /// Starts the program in a new process.
 fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
-    // Not by path: an upgrade may have replaced the file.
+    // Do not start it by path: an upgrade may have replaced the file.
     let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }

@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::gpu::{GpuArgs, Target, annotation, cordons, find, read, reported};
 
-/// Number of attempts to write an object that others change at the same time.
+/// Maximum number of attempts to write an object that others change at the same time.
 const ATTEMPTS: u32 = 5;
 /// The field manager of the annotations.
 const FIELD_MANAGER: &str = "cleave";

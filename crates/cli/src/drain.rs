@@ -14,9 +14,9 @@ use tokio::time::Instant;
 use crate::cordon::cordon;
 use crate::gpu::{GpuArgs, Target, read, reported};
 
-/// Time between two reads of the `GpuNode`.
+/// Interval of reads of the `GpuNode`.
 const POLL: Duration = Duration::from_secs(1);
-/// Time between two evictions of a pod that its disruption budget protects.
+/// Delay before the eviction of a pod that its disruption budget protects is retried.
 const RETRY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
 const EVICTION: Duration = Duration::from_secs(60);

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tower_test::mock;
 
-/// More than any test takes. Tests run with paused time.
+/// Longer than any test takes. Tests run with paused time.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;

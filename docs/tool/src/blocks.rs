@@ -1,4 +1,4 @@
-//! Generated parts of pages that people write.
+//! Replaces the generated parts of pages that people write.
 //!
 //! `<!-- generated: NAME -->` starts such a part, and `<!-- end of generated -->` ends it.
 
@@ -9,8 +9,8 @@ use anyhow::{Context as _, Result, bail};
 const START: &str = "<!-- generated: ";
 const END: &str = "<!-- end of generated -->\n";
 
-/// The page with each generated part replaced by what `content` returns for its name. Fails if the
-/// page lacks one of `required`.
+/// Replaces each generated part of a page by what `content` returns for its name. Fails if the page
+/// lacks one of `required`.
 pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Result<String>) -> Result<String> {
     let mut out = String::with_capacity(page.len());
     let mut rest = page;
@@ -32,7 +32,7 @@ pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Re
     }
 }
 
-/// A Markdown table.
+/// Formats a Markdown table.
 pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
     let mut out = line(head.iter().map(|&cell| cell.to_owned()).collect());

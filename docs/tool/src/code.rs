@@ -1,16 +1,16 @@
-//! References to the code on pages for contributors: each named file exists, and declares the named
-//! item.
+//! Checks references to the code on pages for contributors: each named file exists, and declares
+//! the named item.
 //!
 //! A reference is a code span such as `crates/api/src/sharingpolicy.rs` or, with an item of that
 //! file, `crates/api/src/sharingpolicy.rs::Mode`.
 use std::path::Path;
 
-/// Folders in which references start.
+/// Folders with which references start.
 const FOLDERS: [&str; 7] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "src/", "tests/"];
 /// Keywords that declare an item.
 const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
-/// References of a page that name nothing, each as a sentence without the page.
+/// Returns the references of a page that do not exist, each as a sentence without the page.
 pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
     page.lines()
         .enumerate()
@@ -38,7 +38,7 @@ fn is_pattern(path: &str) -> bool {
     path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
 }
 
-/// The code spans of a line.
+/// Returns the code spans of a line.
 fn spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2)
 }

@@ -1,6 +1,6 @@
-//! Diagrams: SVG from a description in text.
+//! Draws diagrams as SVG from descriptions in text.
 //!
-//! A description has one statement a line. Boxes stand on a grid of columns and rows.
+//! A description has one statement per line. Boxes stand on a grid of columns and rows.
 //!
 //! ```text
 //! title A sentence for readers who cannot see the picture
@@ -15,14 +15,14 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// Size of a box, and the gaps between boxes, in pixels.
+/// Size of a box, and gaps between boxes, in pixels.
 const BOX: (i32, i32) = (190, 54);
 const GAP: (i32, i32) = (140, 66);
 const MARGIN: i32 = 40;
-/// Columns of text that fit into a box, and beside an arrow.
+/// Number of characters that fit into a line of a box, and beside an arrow.
 const BOX_TEXT: usize = 27;
 const ARROW_TEXT: usize = 22;
-/// Pixels from one line of text to the next.
+/// Distance between lines of text, in pixels.
 const LINE: i32 = 15;
 
 const STYLE: &str = "\
@@ -75,7 +75,7 @@ struct Arrow {
     text: Vec<String>,
 }
 
-/// The SVG of a description.
+/// Returns the SVG of a description.
 pub(crate) fn svg(description: &str) -> Result<String> {
     let mut diagram = Diagram::default();
     for (index, line) in description.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -201,12 +201,12 @@ impl Arrow {
     }
 }
 
-/// The left upper corner of a box.
+/// Returns the upper left corner of a box.
 fn position((column, row): (i32, i32)) -> (i32, i32) {
     (MARGIN + column * (BOX.0 + GAP.0), MARGIN + row * (BOX.1 + GAP.1))
 }
 
-/// The lines of a text, none longer than `most`.
+/// Wraps a text to lines of at most `most` characters.
 fn lines(text: &str, most: usize) -> Result<Vec<String>> {
     let lines: Vec<String> =
         text.split('|').map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
@@ -217,7 +217,7 @@ fn lines(text: &str, most: usize) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Writes lines of text around a middle. Lines after the first are small.
+/// Writes lines of text, centred at a point. Lines after the first are small.
 fn write_lines(out: &mut String, class: &str, (x, y): (i32, i32), lines: &[String]) {
     let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE / 2 + 4;
     for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE).unwrap_or(1))) {

@@ -1,6 +1,7 @@
-//! The tables of metrics, from the calls that register them.
+//! Generates the tables of metrics from the calls that register them.
 //!
-//! It reads the sources, because a registry without samples names neither labels nor empty metrics.
+//! It reads the sources, because a registry without samples contains neither labels nor empty
+//! metrics.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -25,7 +26,7 @@ struct Metric {
     help: String,
 }
 
-/// The page with a table for each prefix of metrics.
+/// Returns the page with a table for each prefix of metrics.
 pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
     let mut groups: BTreeMap<String, Vec<Metric>> = BTreeMap::new();
     for source in SOURCES {
@@ -56,7 +57,7 @@ fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
             (item.ident.to_string(), fields.collect())
         })
         .collect();
-    // A struct that another one registers has the prefix of that call.
+    // The metrics of a struct that another struct registers have the prefix of that call.
     let mut prefixes = Prefixes::default();
     prefixes.visit_file(file);
     let mut metrics = Vec::new();
@@ -99,7 +100,7 @@ struct Call {
 #[derive(Debug, Default)]
 struct Calls {
     prefix: String,
-    /// Strings that variables have.
+    /// Values of variables that hold strings.
     strings: BTreeMap<String, String>,
     found: Vec<Call>,
 }

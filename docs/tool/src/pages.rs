@@ -13,7 +13,7 @@ use crate::text::COLUMNS;
 const FOLDERS: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
 /// Folders whose pages state for each block of commands how it is tested.
 const WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
-/// Pages outside of these folders.
+/// Pages outside these folders.
 const PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
 /// Pages outside of docs/contributing that name files and items of the code.

@@ -1,12 +1,12 @@
 //! Finds comments that are too wide.
 use crate::model::{Finding, Sources};
 
-/// The most characters a line of a comment may have, its indentation included.
+/// Maximum number of characters in a line of a comment, including its indentation.
 const WIDTH: usize = 100;
 
-/// Begins the comments of Rust and Go.
+/// Start of a comment in Rust and Go.
 const SLASHES: &str = "//";
-/// Begins the comments of YAML, TOML, make and scripts.
+/// Start of a comment in YAML, TOML, make and scripts.
 const HASH: &str = "#";
 
 /// The files with comments over 100 characters wide, each with the number of such lines.
@@ -28,7 +28,7 @@ fn wide(path: &str, text: &str) -> Option<Finding> {
     (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
 }
 
-/// What begins a comment in the file. `None` if the file has no comments or is generated.
+/// The start of a comment in the file. `None` if the file has no comments or is generated.
 pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
         return None;
@@ -42,8 +42,8 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     }
 }
 
-/// Whether the line is a comment that can be wrapped: no directive, no row of a table and no
-/// address alone.
+/// Whether the line is a comment that can be wrapped. A directive, a row of a table or an address
+/// cannot be.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
     if marker == SLASHES && comment.starts_with("go:") {

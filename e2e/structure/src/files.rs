@@ -11,7 +11,7 @@ use crate::model::{Crate, Sources};
 /// Path of the list of known findings in the repository.
 pub const KNOWN: &str = "e2e/structure/known.txt";
 
-/// Directories of a package that hold Rust code.
+/// Directories of a package that contain Rust code.
 const CODE: [&str; 4] = ["src", "tests", "benches", "examples"];
 
 /// Directories that are not part of the repository.

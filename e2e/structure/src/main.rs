@@ -1,4 +1,4 @@
-//! Prints what is wrong with the structure of the code, and writes the list of what is known.
+//! Prints the findings about the structure of the code, and writes the list of known findings.
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -22,7 +22,7 @@ use crate::nvml;
 
 /// Time limit of the child process.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// Number of bytes of its output that are read.
+/// Maximum number of bytes read from its output.
 const MAX_OUTPUT: u64 = 64 * 1024;
 const EXTENSION: &str = ".compute-mode";
 
@@ -110,14 +110,15 @@ impl Record {
     }
 }
 
-/// Sets a device to `EXCLUSIVE_PROCESS` and records the former mode. The one process that can then
-/// use the device is the MPS server.
+/// Sets a device to `EXCLUSIVE_PROCESS` and records the former mode. Afterwards, only the MPS
+/// server can use the device.
 pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
-    // A record of an earlier MPS host contains the mode to restore.
+    // A record from an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
-        // Before the change, in case this process dies in between. It is nearly always the default.
+        // Record a mode before the change: this process may die in between. The default is nearly
+        // always right.
         record.write(Mode::Default)?;
     }
     match run(context, device, Mode::ExclusiveProcess).await {
@@ -140,7 +141,7 @@ pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), Compu
     record.remove()
 }
 
-/// Devices whose recorded mode has to be restored.
+/// Devices whose recorded mode must be restored.
 pub(crate) fn recorded(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
     let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(EXTENSION).map(str::to_owned);

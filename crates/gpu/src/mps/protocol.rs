@@ -29,7 +29,7 @@ pub(crate) const MAX_PACKET: usize = 8 * 1024;
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
 /// client dies before it has sent them, driver 580's server never accepts a client again. Sending
-/// them in the client's place recovers the server, whichever of them the client had sent.
+/// all of them in the client's place recovers the server, even if the client had sent some.
 pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
 
 /// Who connects to `control`.
@@ -95,7 +95,7 @@ pub enum Command {
     SetMemory {
         /// Pid of the server.
         server: u32,
-        /// MiB. None removes the limit.
+        /// MiB. `None` removes the limit.
         mib: Option<u64>,
     },
     /// Reads what [`Command::SetMemory`] set.
@@ -169,7 +169,7 @@ pub enum Reply {
 }
 
 impl Reply {
-    /// Parses a packet; `None` if it is not of this protocol.
+    /// Parses a packet; `None` if it does not belong to this protocol.
     pub fn parse(packet: &[u8]) -> Option<Self> {
         if packet == END_OF_REPLIES {
             return Some(Self::End);
@@ -186,8 +186,8 @@ impl Reply {
 pub struct Unexpected(String);
 
 impl Unexpected {
-    /// Keeps only the beginning of a long answer: it enters a status that has to fit into an object
-    /// of the API server.
+    /// Keeps only the beginning of a long answer: it becomes part of a status that has to fit into
+    /// an object of the API server.
     pub(crate) fn new(answer: &str) -> Self {
         Self(shorten(answer))
     }
@@ -202,11 +202,11 @@ pub fn pids(output: &str) -> Result<Vec<u32>, Unexpected> {
 /// State of an MPS server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
-    /// It starts.
+    /// The server is starting.
     Initializing,
-    /// It serves.
+    /// The server admits clients.
     Active,
-    /// It admits nobody until the clients that a fatal error broke have exited.
+    /// The server admits no client until the clients that a fatal error broke have exited.
     Fault,
     /// No such server exists.
     Gone,

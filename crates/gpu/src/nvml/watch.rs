@@ -13,11 +13,12 @@ use super::error::NvmlError;
 use super::library::Library;
 use super::model::GpuEvent;
 
-/// Interval at which a pausing thread checks whether it should stop.
+/// Interval at which a waiting thread checks whether it should stop.
 const STOP_CHECK: Duration = Duration::from_secs(2);
-/// First and longest pause after an error. Every read of a lost GPU fails at once.
+/// First and maximum delay after an error. Every read of a lost GPU fails at once.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Queued events. A full channel blocks the threads; NVML then queues further events.
+/// Maximum number of queued events. A full channel blocks the threads; NVML then queues further
+/// events.
 const CAPACITY: usize = 64;
 
 /// The threads that wait for events. They stop some seconds after this value is dropped; a thread

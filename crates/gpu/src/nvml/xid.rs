@@ -10,7 +10,7 @@ use super::error::NvmlError;
 use super::model::GpuEvent;
 use super::sys;
 
-/// Pause after a read that returned no event.
+/// Delay after a read that returned no event.
 const POLL: Duration = Duration::from_millis(500);
 
 /// Registers a GPU in its own event set. Passes each event to `report`, and `None` after each read

@@ -11,7 +11,8 @@ use sim_machine::Effect;
 
 use super::node::{Node, daemon, host_program, until};
 
-/// The command of a doctor for a node. Its temporary files are in the node's directory.
+/// Returns the command that runs a doctor on a node. Its temporary files are in the node's
+/// directory.
 fn command(node: &Node, arguments: &[&str]) -> Command {
     fs::create_dir_all(temporary(node)).unwrap();
     fs::set_permissions(temporary(node), fs::Permissions::from_mode(0o755)).unwrap();

@@ -164,7 +164,7 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     assert_eq!(node.daemon(1).restarts, 0);
 }
 
-/// How often a server was replaced after an unclean exit.
+/// Number of times that a server was replaced after an unclean exit.
 fn replacements(node: &Node) -> usize {
     node.log().matches("replacing MPS server").count()
 }
@@ -218,7 +218,7 @@ fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
         let mut killed = busy(&node, A, "1000");
         killed.signal(Signal::KILL);
         killed.wait();
-        // It connects at once and waits for the new server.
+        // The next client connects at once and waits for the new server.
         let mut later = running(&node, B, &["--busy", "forever", "--kernel-ms", "1", "--handle-sigterm"]);
         assert_eq!(later.line()["launched"], true);
         assert_eq!(replacements(&node), round);

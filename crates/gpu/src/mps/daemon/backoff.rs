@@ -1,4 +1,4 @@
-//! Decides when a daemon that failed is restarted. Pure.
+//! Decides when a failed daemon is restarted. Pure.
 use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
@@ -7,9 +7,9 @@ use crate::mps::wire::DaemonState;
 const STABLE: Duration = Duration::from_secs(60);
 /// Delay after the second failure in a row.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay: the GPU may have been repaired meanwhile.
+/// Maximum delay. It is short because the GPU may have been repaired meanwhile.
 const MAX_DELAY: Duration = Duration::from_secs(30);
-/// From this many failures in a row the state is [`DaemonState::BackOff`].
+/// Number of failures in a row from which the state is [`DaemonState::BackOff`].
 const BACK_OFF_FAILURES: u32 = 4;
 
 /// Counts failures in a row.

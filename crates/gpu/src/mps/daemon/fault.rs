@@ -1,8 +1,8 @@
 //! Fatal GPU errors of one device: which client caused them, and which clients they broke. Pure:
 //! the time is an argument.
 //!
-//! In FAULT all clients have lost their contexts, and the server admits nobody until the last of
-//! them has exited. A client that does not exit blocks the GPU for all other pods, so it is
+//! In FAULT, all clients have lost their contexts, and the server admits no client until the last
+//! of them has exited. A client that does not exit blocks the GPU for all other pods, so it is
 //! signalled regardless of policies.
 //!
 //! A server in which a busy client was killed may look ACTIVE and yet break a later client. It is
@@ -14,13 +14,13 @@ use tokio::time::Instant;
 use super::escalation::{Escalation, Step};
 use crate::mps::wire::{Client, Fault};
 
-/// The log precedes the server's state by at most 0.13 s (measured). For this long it outweighs an
-/// ACTIVE.
+/// Time for which a fault in the log outweighs an ACTIVE server. The log precedes the server's
+/// state by at most 0.13 s (measured).
 const CONFIRMATION: Duration = Duration::from_secs(1);
-/// A client that was killed while its kernels ran causes a fault within 0.1 to 0.23 s (measured).
-/// Within this time it is taken as the cause.
+/// Time for which a killed client is taken as the cause of a fault. A client that was killed while
+/// its kernels ran causes one within 0.1 to 0.23 s (measured).
 const CAUSE_WINDOW: Duration = Duration::from_secs(2);
-/// Log lines of a fault may arrive this long after its end.
+/// Maximum time after a fault's end at which its log lines may still arrive.
 const ECHO_WINDOW: Duration = Duration::from_secs(1);
 
 /// A client that exited with an open context.
@@ -30,12 +30,12 @@ struct Lost {
     at: Instant,
 }
 
-/// A fault that is not over.
+/// A fault in progress.
 #[derive(Debug)]
 struct Current {
     began: Instant,
     escalation: Escalation,
-    /// The server reported FAULT, not only its log.
+    /// Whether the server itself reported FAULT, not only its log.
     confirmed: bool,
     /// Pids that the log names.
     named: Vec<u32>,
@@ -58,7 +58,7 @@ impl FaultTracker {
         self.last.as_ref()
     }
 
-    /// Whether a fault is not over.
+    /// Whether a fault is in progress.
     pub(super) fn is_current(&self) -> bool {
         self.current.is_some()
     }
@@ -73,12 +73,12 @@ impl FaultTracker {
         self.unclean
     }
 
-    /// Records that a new server serves, or the old one with new contexts.
+    /// Records that a new server serves, or that the old one has recreated its contexts.
     pub(super) fn fresh_server(&mut self) {
         self.unclean = false;
     }
 
-    /// Begins a fault that hits `clients`. Returns false if one is under way already.
+    /// Begins a fault that hits `clients`. Returns false if a fault is already in progress.
     pub(super) fn begin(&mut self, clients: Vec<Client>, now: Instant) -> bool {
         if self.current.is_some() {
             return false;
@@ -91,7 +91,7 @@ impl FaultTracker {
             .collect();
         let number = self.last.as_ref().map_or(0, |fault| fault.number) + 1;
         let mut affected = clients;
-        // If several exited, any of them may be the cause.
+        // If several clients exited, any of them may be the cause.
         let culprit = if let [only] = causes.as_slice() { Some(only.clone()) } else { None };
         for client in causes {
             if !affected.iter().any(|known| known.pid == client.pid) {
@@ -112,8 +112,8 @@ impl FaultTracker {
         }
     }
 
-    /// Records that the log names a client. If it names several, it is unknown which error came
-    /// first. If a client was killed while its kernels ran, the log does not count: on an H200
+    /// Records that the log names a client. If the log names several, it is unknown which error
+    /// came first. If a client was killed while its kernels ran, the log is ignored: on an H200
     /// (driver 580) it named a surviving neighbour in 47 of 47 such faults.
     pub(super) fn name(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };
@@ -157,7 +157,7 @@ impl FaultTracker {
         Some(now.saturating_duration_since(current.began))
     }
 
-    /// Records a client that exited with an open context. In a fault all clients do.
+    /// Records a client that exited with an open context. In a fault, all clients exit like this.
     pub(super) fn client_lost(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.lost.retain(|lost| lost.client.pid != client.pid && now.saturating_duration_since(lost.at) < CAUSE_WINDOW);

@@ -22,7 +22,7 @@ pub(super) struct Report {
 /// Widths of the table's columns: check, verdict, expected, observed.
 const WIDTHS: [usize; 4] = [10, 8, 39, 37];
 const COLUMN_GAP: &str = "  ";
-/// Width of a line.
+/// Maximum width of a line.
 const WIDTH: usize = 100;
 
 /// The report as text.

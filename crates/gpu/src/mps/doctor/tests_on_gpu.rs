@@ -20,9 +20,9 @@ use crate::nvml::NvmlError;
 
 /// Percentages whose SMs are compared.
 const PERCENTAGES: [u8; 9] = [1, 10, 14, 20, 33, 50, 75, 90, 100];
-/// The usual thread percentage of programs. Fewer SMs than the whole GPU show that they use MPS.
+/// Thread percentage of most programs. A program that sees fewer SMs than the GPU has uses MPS.
 const PERCENT: u8 = 50;
-/// A percentage below the usual limit.
+/// A percentage below [`USUAL_PERCENT`].
 const LOW_PERCENT: u8 = 20;
 /// An unprivileged user.
 const NOBODY: u32 = 65_534;
@@ -93,7 +93,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
         setup,
         directory: &daemon.directory,
         log: &daemon.log,
-        // Large enough that the context's own part does not matter, and available on every GPU.
+        // Large enough that the context's part of it does not matter, and available on every GPU.
         limit_mib: (setup.memory_mib / 8).clamp(2048, 8192),
         server: Cell::new(None),
         client: Cell::new(None),
@@ -118,7 +118,7 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
     seen.no_control = tests.run(tests.no_control()).await;
     seen.terminated = tests.run(tests.terminate()).await;
     seen.defaults = tests.run(tests.defaults()).await;
-    // Last, because the log follows the clients.
+    // Read the log last: its lines arrive after the clients' actions.
     seen.log = Outcome::Observed(tests.logged().await);
 }
 
@@ -138,7 +138,7 @@ impl Tests<'_> {
         }
     }
 
-    /// Whether another process uses the GPU meanwhile, which must not be disturbed.
+    /// Why the tests must stop: another process uses the GPU. `None` if none does.
     async fn other_user(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -150,7 +150,7 @@ impl Tests<'_> {
                 Err(error) => return Some(format!("NVML no longer reports which processes use the GPU: {error}")),
                 Ok(processes) => {
                     let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
-                    // NVML may still list a process of ours that has just exited.
+                    // NVML may still list a test process that has just exited.
                     if Instant::now() > deadline {
                         return Some(format!("process {} uses the GPU meanwhile", other.pid));
                     }
@@ -204,7 +204,7 @@ impl Tests<'_> {
 
     /// Sets the limits of the next program that connects.
     async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoResult> {
-        // First, because without a program the test is not possible.
+        // Check this first: without a program, the test is not possible.
         self.program()?;
         let server = self.server()?;
         let actual = self.ask(Command::SetThreads { server, percent }).await?;
@@ -266,7 +266,7 @@ impl Tests<'_> {
             Command::SetDefaultMemory(self.limit_mib),
             Command::SetThreads { server, percent: PERCENT },
             Command::SetMemory { server, mib: Some(self.limit_mib) },
-            // No client has the server's pid.
+            // The server's pid does not belong to a client.
             Command::Terminate { server, client: server },
         ] {
             let answer = control::ask_over(&self.pipe().join("control"), &command, ANSWER_DEADLINE).await?;
