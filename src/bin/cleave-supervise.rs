@@ -21,11 +21,11 @@ use rustix::process::{Pid, WaitOptions, WaitStatus};
 /// death signal, which stays in effect after exec.
 const CHILD_FLAG: &str = "--under=";
 /// The signals that are forwarded.
-const FORWARDED: [Signal; 6] =
+const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 /// Maximum number of restarts, and the time in which they count. After that the supervisor exits,
 /// and the kubelet restarts the container with its back-off.
-const RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
+const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still processes the end of the old
 /// `ListAndWatch` stream would close the new one too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
@@ -80,7 +80,7 @@ impl Restarts {
             End::Exit(status) => return code(status),
             End::Signal(signal) => signal,
         };
-        let (most, within) = RESTARTS;
+        let (most, within) = MAX_RESTARTS;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
             return code(SIGNAL_EXIT_CODE + signal);
@@ -127,7 +127,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
 
 /// The signals that the supervisor waits for.
 fn awaited() -> SigSet {
-    FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect()
+    FORWARDED_SIGNALS.into_iter().chain([Signal::SIGCHLD]).collect()
 }
 
 /// Starts the program in a new process.
@@ -190,11 +190,11 @@ mod tests {
         }
         assert_eq!(restarts.next(KILLED, false, start + Duration::from_secs(59)), Next::Exit(137));
         assert_eq!(
-            restarts.next(KILLED, false, start + RESTARTS.1),
+            restarts.next(KILLED, false, start + MAX_RESTARTS.1),
             Next::Restart,
             "the first restart is a minute ago"
         );
-        assert_eq!(restarts.next(KILLED, false, start + RESTARTS.1), Next::Exit(137));
+        assert_eq!(restarts.next(KILLED, false, start + MAX_RESTARTS.1), Next::Exit(137));
     }
 
     #[test]

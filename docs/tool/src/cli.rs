@@ -58,7 +58,7 @@ fn collect(command: &Command, name: &str, commands: &mut Vec<(String, Command)>)
     }
 }
 
-/// Whether only the program itself runs a command, and no user.
+/// Whether a command is only for the program itself, not for users.
 fn is_internal(command: &Command) -> bool {
     command.is_hide_set()
 }

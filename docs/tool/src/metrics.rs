@@ -15,7 +15,7 @@ use crate::file::read;
 /// Where metrics are registered.
 const SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
 /// Prefix of metrics that are registered without one.
-const PROCESS: &str = "process";
+const PROCESS_PREFIX: &str = "process";
 
 /// A registered metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,7 +79,7 @@ fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
             let labels = labels.into_iter().flatten().map(|(label, _)| label.clone()).collect();
             let name = if kind == "counter" { format!("{name}_total") } else { name };
             let name = if prefix.is_empty() { name } else { format!("{prefix}_{name}") };
-            let prefix = if prefix.is_empty() { PROCESS.to_owned() } else { prefix };
+            let prefix = if prefix.is_empty() { PROCESS_PREFIX.to_owned() } else { prefix };
             metrics.push((prefix, Metric { name, kind, labels, help }));
         }
     }

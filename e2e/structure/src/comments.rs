@@ -2,12 +2,12 @@
 use crate::model::{Finding, Sources};
 
 /// Maximum number of characters in a line of a comment, including its indentation.
-const WIDTH: usize = 100;
+const MAX_WIDTH: usize = 100;
 
 /// Start of a comment in Rust and Go.
-const SLASHES: &str = "//";
+const SLASH_MARKER: &str = "//";
 /// Start of a comment in YAML, TOML, make and scripts.
-const HASH: &str = "#";
+const HASH_MARKER: &str = "#";
 
 /// The files with comments over 100 characters wide, each with the number of such lines.
 pub fn findings(sources: &Sources) -> Vec<Finding> {
@@ -22,8 +22,8 @@ fn wide(path: &str, text: &str) -> Option<Finding> {
     let places: Vec<String> = text
         .lines()
         .enumerate()
-        .filter(|(_, line)| line.chars().count() > WIDTH && is_prose(line, marker))
-        .map(|(at, line)| format!("{path}:{}: {} characters, at most {WIDTH}", at + 1, line.chars().count()))
+        .filter(|(_, line)| line.chars().count() > MAX_WIDTH && is_prose(line, marker))
+        .map(|(at, line)| format!("{path}:{}: {} characters, at most {MAX_WIDTH}", at + 1, line.chars().count()))
         .collect();
     (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
 }
@@ -35,9 +35,9 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
     }
     let name = path.rsplit('/').next().unwrap_or(path);
     match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
-        "rs" | "go" => Some(SLASHES),
-        "sh" | "py" | "yaml" | "yml" | "toml" => Some(HASH),
-        "" if matches!(name, "Makefile" | "Containerfile") || text.starts_with("#!") => Some(HASH),
+        "rs" | "go" => Some(SLASH_MARKER),
+        "sh" | "py" | "yaml" | "yml" | "toml" => Some(HASH_MARKER),
+        "" if matches!(name, "Makefile" | "Containerfile") || text.starts_with("#!") => Some(HASH_MARKER),
         _ => None,
     }
 }
@@ -46,7 +46,7 @@ pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
 /// cannot be.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
-    if marker == SLASHES && comment.starts_with("go:") {
+    if marker == SLASH_MARKER && comment.starts_with("go:") {
         return false;
     }
     let content = comment.trim_start_matches(['/', '!', '#']).trim();

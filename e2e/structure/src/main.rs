@@ -38,7 +38,7 @@ fn run(options: &Options) -> Result<()> {
         }
     }
     if options.write {
-        let path = options.root.join(files::KNOWN);
+        let path = options.root.join(files::KNOWN_FINDINGS);
         fs::write(&path, known::list(&findings)).with_context(|| format!("failed to write {}", path.display()))?;
     }
     Ok(())

@@ -12,7 +12,7 @@ use super::report::NodeView;
 use super::view::View;
 
 /// Maximum number of nodes in one sentence.
-const MAX_NAMED: usize = 5;
+const MAX_NAMED_NODES: usize = 5;
 
 impl View<'_> {
     /// The suggestions, one sentence each.
@@ -157,8 +157,8 @@ impl View<'_> {
 
 /// A sentence about the nodes that have room but are not usable for the pod for this reason.
 fn refusal_line(refusal: &str, nodes: &[&str]) -> String {
-    let named = nodes.iter().take(MAX_NAMED).copied().collect::<Vec<_>>().join(", ");
-    let more = nodes.len().saturating_sub(MAX_NAMED);
+    let named = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");
+    let more = nodes.len().saturating_sub(MAX_NAMED_NODES);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     let have = if nodes.len() == 1 { "has" } else { "have" };
     format!("{named}{more} {have} room, but: {refusal}.")

@@ -4,8 +4,8 @@
 //! that takes, so that the daemon never waits for a client. Then, under the device's
 //! [`ControlLock`], it sets the server's limits to the allocation's, introduces the client to the
 //! daemon, and passes the client its connection to the server. It keeps the lock until the server
-//! has accepted the client or certainly will not. Limits bind at that moment, and the daemon and
-//! its server handle one client at a time without a deadline.
+//! has accepted the client or certainly will not. Limits take effect at that moment, and the daemon
+//! and its server handle one client at a time without a deadline.
 //!
 //! The server must not wait for a client either. Driver 580's server waits forever if a client
 //! leaves before it has introduced itself. The door can introduce the client in its place, but not

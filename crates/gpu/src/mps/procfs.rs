@@ -15,8 +15,8 @@ const SEARCH_STACK: usize = 128 * 1024;
 /// Time limit for a killed process to exit.
 const KILL_DEADLINE: Duration = Duration::from_secs(5);
 /// Number and interval of retries to read an empty environment.
-const EMPTY_READS: u32 = 20;
-const EMPTY_READ_PAUSE: Duration = Duration::from_millis(5);
+const MAX_EMPTY_READS: u32 = 20;
+const EMPTY_READ_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
 /// one started them.
@@ -63,7 +63,7 @@ fn is_mps(pid: u32) -> bool {
 
 fn serves(pid: u32, uuid: &str) -> bool {
     // A process briefly has no environment while it starts, and none once it has exited.
-    for _ in 0..EMPTY_READS {
+    for _ in 0..MAX_EMPTY_READS {
         let environment = read(pid, "environ");
         if !environment.is_empty() {
             return may_serve(&environment, uuid);
@@ -71,7 +71,7 @@ fn serves(pid: u32, uuid: &str) -> bool {
         if state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             return false;
         }
-        std::thread::sleep(EMPTY_READ_PAUSE);
+        std::thread::sleep(EMPTY_READ_INTERVAL);
     }
     true
 }

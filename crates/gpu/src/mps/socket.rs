@@ -21,7 +21,7 @@ const MAX_CONNECTIONS: usize = 64;
 /// Maximum size of a request in bytes. A request is one line.
 const MAX_REQUEST: u64 = 64 * 1024;
 /// Time without a request after which a connection is closed.
-const IDLE: Duration = Duration::from_secs(300);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for the peer to accept a reply.
 const REPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// Delay after a failed `accept`.
@@ -69,7 +69,7 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
     loop {
         line.clear();
         let mut limited = (&mut reader).take(MAX_REQUEST);
-        match timeout(IDLE, limited.read_until(b'\n', &mut line)).await {
+        match timeout(IDLE_TIMEOUT, limited.read_until(b'\n', &mut line)).await {
             Ok(Ok(0)) | Err(_) => return Ok(()),
             Ok(read) => read?,
         };

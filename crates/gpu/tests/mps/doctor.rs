@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use sim_machine::Effect;
 
-use super::node::{Node, daemon, host_program, until};
+use super::node::{Node, daemon, host_program, wait_until};
 
 /// Returns the command that runs a doctor on a node. Its temporary files are in the node's
 /// directory.
@@ -205,7 +205,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
     node = Node::without_host(1);
     node.desire_allocation("aa", 0, None, None);
     let plain = node.client("aa", &["--hold", "forever"]);
-    until("it has a context", || !node.machine.processes().unwrap().is_empty());
+    wait_until("it has a context", || !node.machine.processes().unwrap().is_empty());
     let (status, report) = run_with_client(&node);
     assert_eq!((status, report["skipReason"].as_str()), (Some(0), Some("the GPU is in use")));
     drop(plain);
@@ -237,9 +237,9 @@ fn a_doctor_that_receives_a_signal_stops_its_daemon() {
     let node = Node::without_host(1);
     node.inject("mps:command:start_server", None, Effect::Hang(None), None);
     let mut doctor: Child = command(&node, &["--client", &client(&node)]).stdout(Stdio::piped()).spawn().unwrap();
-    until("the daemon runs", || leftovers(&node).len() >= 2);
+    wait_until("the daemon runs", || leftovers(&node).len() >= 2);
     rustix::process::kill_process(Pid::from_child(&doctor), Signal::TERM).unwrap();
-    until("the doctor exits", || doctor.try_wait().unwrap().is_some());
+    wait_until("the doctor exits", || doctor.try_wait().unwrap().is_some());
     assert_eq!(doctor.wait().unwrap().code(), Some(2));
     assert_eq!(leftovers(&node), [] as [&str; 0]);
 }

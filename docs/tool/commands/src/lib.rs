@@ -15,7 +15,7 @@
 /// Words that a reader replaces. A block that a test runs must replace them too.
 const PLACEHOLDERS: [&str; 7] = ["NODE", "GPU", "NAMESPACE", "NAME", "POD", "POLICY", "REGISTRY"];
 /// Minimum number of words of a reason. Fewer explain nothing.
-const REASON_WORDS: usize = 3;
+const MIN_REASON_WORDS: usize = 3;
 
 /// A block of commands on a page.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -129,7 +129,7 @@ fn is_output(comment: &str) -> Option<bool> {
 fn test(comment: &str) -> Result<Test, String> {
     let (word, rest) = comment.split_once(':').unwrap_or((comment, ""));
     match word.trim() {
-        "not run" if rest.split_whitespace().count() >= REASON_WORDS => {
+        "not run" if rest.split_whitespace().count() >= MIN_REASON_WORDS => {
             Ok(Test::NotRun { reason: rest.trim().to_owned() })
         }
         "not run" => Err("the comment above this block does not say why it is not run".to_owned()),

@@ -4,7 +4,7 @@ use std::time::Duration;
 use crate::mps::wire::DaemonState;
 
 /// A daemon that ran for this long resets the counter.
-const STABLE: Duration = Duration::from_secs(60);
+const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// Delay after the second failure in a row.
 const FIRST_DELAY: Duration = Duration::from_millis(250);
 /// Maximum delay. It is short because the GPU may have been repaired meanwhile.
@@ -22,7 +22,7 @@ impl Backoff {
     /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart: none
     /// after the first failure, because tenants wait.
     pub(super) fn failed(&mut self, ran: Duration) -> Duration {
-        if ran >= STABLE {
+        if ran >= STABLE_AFTER {
             self.failures = 0;
         }
         self.failures = self.failures.saturating_add(1);
@@ -59,7 +59,7 @@ mod tests {
         for _ in 0..5 {
             backoff.failed(Duration::ZERO);
         }
-        assert_eq!(backoff.failed(STABLE), Duration::ZERO);
+        assert_eq!(backoff.failed(STABLE_AFTER), Duration::ZERO);
         assert_eq!(backoff.state(), DaemonState::Restarting);
     }
 }

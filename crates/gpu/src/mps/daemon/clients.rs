@@ -8,7 +8,7 @@ use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
 /// Maximum time from a client's exit until MPS logs it. After that, MPS never does.
-const LOG_DELAY: Duration = Duration::from_millis(500);
+const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
 #[derive(Debug)]
@@ -157,7 +157,7 @@ impl Clients {
         self.admitted.retain(|_, admitted| {
             !admitted.has_exited()
                 || (admitted.pidfd.is_some()
-                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < LOG_DELAY)
+                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < MAX_LOG_DELAY)
         });
     }
 

@@ -47,7 +47,7 @@ impl Step {
 
 /// Time for a server without clients to recover. Measured: 0.03 s. Others measured up to 1.4 s
 /// until the server had recreated its contexts.
-const RECOVERY: Duration = Duration::from_secs(3);
+const RECOVERY_TIME: Duration = Duration::from_secs(3);
 
 /// Progress through the steps. Times count from the start of the fault.
 #[derive(Debug)]
@@ -82,7 +82,7 @@ impl Escalation {
             // There is no client to signal. The server has to recover.
             (Step::Wait | Step::SignalTerm | Step::SignalKill, 0) => {
                 let since = *self.without_clients_since.get_or_insert(at);
-                (at.saturating_sub(since) >= RECOVERY).then_some(Step::ShutDownServer)
+                (at.saturating_sub(since) >= RECOVERY_TIME).then_some(Step::ShutDownServer)
             }
             (step, _) => (at.saturating_sub(self.since) >= step.deadline()).then(|| step.next()),
         }?;
@@ -140,7 +140,7 @@ mod tests {
                 let Some(step) = escalation.advance(now, clients) else { continue };
                 prop_assert_eq!(step, escalation.step());
                 prop_assert!(step > last.0, "{:?} after {:?}", step, last.0);
-                let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY) } else { last.0.deadline() };
+                let least = if last.0 < Step::ShutDownServer { last.0.deadline().min(RECOVERY_TIME) } else { last.0.deadline() };
                 let given = now.saturating_sub(last.1);
                 prop_assert!(given >= least, "{:?} lasted {:?}", last.0, given);
                 // Only clients are signalled, and a server with clients is shut down only after
@@ -150,7 +150,7 @@ mod tests {
                 last = (step, now);
             }
             // This holds at any probe times, with clients that connect and exit at any time.
-            let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY).iter().sum::<Duration>();
+            let most = [Step::Wait, Step::SignalTerm, Step::SignalKill].map(|rung| rung.deadline() + RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + Step::ShutDownServer.deadline() + Step::QuitDaemon.deadline() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == Step::KillDaemon || now < most, "{:?} at {:?}", last, now);
         }

@@ -16,12 +16,12 @@ use crate::mps::wire::{Client, Fault};
 
 /// Time for which a fault in the log outweighs an ACTIVE server. The log precedes the server's
 /// state by at most 0.13 s (measured).
-const CONFIRMATION: Duration = Duration::from_secs(1);
+const CONFIRMATION_WINDOW: Duration = Duration::from_secs(1);
 /// Time for which a killed client is taken as the cause of a fault. A client that was killed while
 /// its kernels ran causes one within 0.1 to 0.23 s (measured).
 const CAUSE_WINDOW: Duration = Duration::from_secs(2);
 /// Maximum time after a fault's end at which its log lines may still arrive.
-const ECHO_WINDOW: Duration = Duration::from_secs(1);
+const LATE_LOG_WINDOW: Duration = Duration::from_secs(1);
 
 /// A client that exited with an open context.
 #[derive(Debug)]
@@ -132,15 +132,16 @@ impl FaultTracker {
     }
 
     /// Whether a log line that names no client belongs to a fault that is over.
-    pub(super) fn is_echo(&self, now: Instant) -> bool {
-        self.current.is_none() && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < ECHO_WINDOW)
+    pub(super) fn is_late_log(&self, now: Instant) -> bool {
+        self.current.is_none()
+            && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < LATE_LOG_WINDOW)
     }
 
     /// Whether an ACTIVE server with this number of clients has recovered. It has not if the log
     /// has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &Current| {
-            !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION
+            !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION_WINDOW
         };
         !self.current.as_ref().is_some_and(is_pending)
     }
@@ -204,16 +205,16 @@ mod tests {
         let mut faults = FaultTracker::default();
         assert!(faults.begin(vec![client(1), client(2)], now));
         faults.name(2, None);
-        assert!(!faults.begin(vec![client(1)], now + ECHO_WINDOW));
+        assert!(!faults.begin(vec![client(1)], now + LATE_LOG_WINDOW));
         assert_eq!(culprit(&faults), Some(2));
         assert_eq!(faults.last.as_ref().unwrap().affected, [client(1), client(2)]);
         assert!(!faults.last.as_ref().unwrap().killed);
-        assert_eq!(faults.end(now + ECHO_WINDOW), Some(ECHO_WINDOW));
-        assert!(faults.end(now + ECHO_WINDOW).is_none());
-        assert!(faults.is_echo(now + ECHO_WINDOW * 3 / 2) && !faults.is_echo(now + ECHO_WINDOW * 2));
+        assert_eq!(faults.end(now + LATE_LOG_WINDOW), Some(LATE_LOG_WINDOW));
+        assert!(faults.end(now + LATE_LOG_WINDOW).is_none());
+        assert!(faults.is_late_log(now + LATE_LOG_WINDOW * 3 / 2) && !faults.is_late_log(now + LATE_LOG_WINDOW * 2));
         faults.name(1, None);
         assert_eq!(culprit(&faults), Some(2), "a fault that is over does not change");
-        assert!(faults.begin(vec![], now + ECHO_WINDOW * 2));
+        assert!(faults.begin(vec![], now + LATE_LOG_WINDOW * 2));
         assert_eq!((faults.last.as_ref().unwrap().number, culprit(&faults)), (2, None));
     }
 
@@ -256,9 +257,9 @@ mod tests {
         let mut faults = FaultTracker::default();
         assert!(faults.has_recovered(3, now));
         faults.begin(vec![client(1)], now);
-        assert!(!faults.has_recovered(1, now + CONFIRMATION / 2));
-        assert!(faults.has_recovered(0, now + CONFIRMATION / 2), "all clients have exited");
-        assert!(faults.has_recovered(1, now + CONFIRMATION), "the server did not confirm it");
+        assert!(!faults.has_recovered(1, now + CONFIRMATION_WINDOW / 2));
+        assert!(faults.has_recovered(0, now + CONFIRMATION_WINDOW / 2), "all clients have exited");
+        assert!(faults.has_recovered(1, now + CONFIRMATION_WINDOW), "the server did not confirm it");
         faults.current.as_mut().unwrap().confirmed = true;
         assert!(faults.has_recovered(1, now), "the server confirmed it and has recovered");
     }

@@ -8,7 +8,7 @@ impl Device {
     /// in progress.
     pub(super) fn fault_logged(&self, client: Option<u32>) -> bool {
         let now = Instant::now();
-        if client.is_none() && self.faults.borrow().is_echo(now) {
+        if client.is_none() && self.faults.borrow().is_late_log(now) {
             return false;
         }
         self.begin_fault(now);

@@ -29,7 +29,7 @@ const FAST_PROBES: u32 = 400;
 /// Interval of attempts to reach a starting daemon.
 const START_POLL: Duration = Duration::from_millis(5);
 /// Time limit for the last lines of an exited daemon to arrive.
-const LAST_LINES: Duration = Duration::from_millis(200);
+const LAST_LINES_DEADLINE: Duration = Duration::from_millis(200);
 /// Time limit for a killed daemon to exit. The driver may delay it.
 const KILL_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -144,7 +144,7 @@ impl Device {
         let exited = async {
             let exit = child.exited().await;
             // Its last lines may still be in the pipe.
-            let _ = timeout(LAST_LINES, log).await;
+            let _ = timeout(LAST_LINES_DEADLINE, log).await;
             exit
         };
         tokio::select! {

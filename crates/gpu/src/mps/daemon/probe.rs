@@ -13,7 +13,7 @@ use crate::mps::wire::{Daemon, DaemonState};
 
 /// Time for which a daemon that does not answer `terminate_client` is not treated as hung. A
 /// stopped client delays the answer.
-const TERMINATE_BLOCKS: Duration = Duration::from_secs(30);
+const MAX_TERMINATE_TIME: Duration = Duration::from_secs(30);
 
 /// Why one life of a daemon ends.
 pub(super) enum End {
@@ -153,6 +153,6 @@ impl Device {
     }
 
     fn is_terminating(&self) -> bool {
-        self.terminating_since.get().is_some_and(|since| since.elapsed() < TERMINATE_BLOCKS)
+        self.terminating_since.get().is_some_and(|since| since.elapsed() < MAX_TERMINATE_TIME)
     }
 }

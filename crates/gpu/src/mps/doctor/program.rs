@@ -1,9 +1,9 @@
 //! Runs the CUDA program that shows how the driver behaves. The user of the doctor provides it.
 //!
-//! Once it has a context it prints a line of JSON, `{"sms": 26, "freeMiB": 8069}`, or `{"error":
-//! 2}` with the code of the driver API, and exits. With `--allocate MIB` it then allocates that
-//! much and prints a second line, an error or anything else. With `--read-line` it first waits for
-//! a line on its standard input, or the end of it.
+//! Once the program has a context, it prints a line of JSON, `{"sms": 26, "freeMiB": 8069}`, or
+//! `{"error": 2}` with the code of the driver API, and exits. With `--allocate MIB` it then
+//! allocates that much memory and prints a second line: an error, or any other line on success.
+//! With `--read-line` it first waits for a line on its standard input, or for the end of the input.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

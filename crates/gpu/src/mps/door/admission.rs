@@ -28,7 +28,7 @@ const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum handshake deadline. Each client of the allocation that stalls halves the deadline.
 const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);
 /// Delay before the door retries to admit a client.
-const RETRY: Duration = Duration::from_millis(100);
+const ADMISSION_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Result of one attempt to admit a client.
 #[derive(Debug)]
@@ -177,7 +177,7 @@ impl Door {
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
                         () = client.closed_or_readable() => return None,
-                        () = sleep(RETRY) => {}
+                        () = sleep(ADMISSION_RETRY_DELAY) => {}
                     }
                 }
             }

@@ -10,7 +10,7 @@ use crate::mps::seqpacket::{Packet, Socket};
 
 /// Time without a packet after which a relayed connection to a daemon with an unknown protocol is
 /// closed.
-const IDLE: Duration = Duration::from_secs(600);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Relays between a client and its server until one of them closes. With each packet, the server
 /// receives the credentials that the kernel attests here. It receives neither those of the
@@ -76,7 +76,7 @@ impl Door {
                     },
                     _ => return,
                 },
-                () = sleep(IDLE) => return,
+                () = sleep(IDLE_TIMEOUT) => return,
             };
             if sent.is_err() {
                 return;
