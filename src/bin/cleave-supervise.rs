@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// How the program ended: with an exit status, or by a signal.
+/// How the program exited: with an exit status, or by a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Exit(i32),
@@ -72,7 +72,7 @@ enum Next {
 struct Restarts(VecDeque<Instant>);
 
 impl Restarts {
-    /// Decides what to do after the program has ended. `stopping` is true once a signal asked the
+    /// Decides what to do after the program has exited. `stopping` is true once a signal asked the
     /// supervisor to stop.
     fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
         let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
@@ -105,7 +105,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
         if signal != Signal::SIGCHLD {
             stopping |= matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT);
             let signal = rustix::process::Signal::from_named_raw(signal as i32).context("unknown signal")?;
-            // The program may have ended already. SIGCHLD follows then.
+            // The program may have exited already. SIGCHLD follows then.
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
@@ -138,7 +138,7 @@ fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
-/// Reaps one child that has ended, if there is one.
+/// Reaps one child that has exited, if there is one.
 fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),
@@ -147,7 +147,7 @@ fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     }
 }
 
-/// How a child ended; `None` if it is only stopped.
+/// How a child exited; `None` if it is only stopped.
 fn end(status: WaitStatus) -> Option<End> {
     status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
 }

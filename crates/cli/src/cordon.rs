@@ -62,7 +62,7 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     Ok(())
 }
 
-/// Cordons a GPU and prints what changed.
+/// Cordons a GPU and prints the change.
 ///
 /// # Errors
 /// The reason is not valid, there is no such GPU, or the API server refused the write.

@@ -1,4 +1,4 @@
-//! Resolves imports and paths to the files that define what they name.
+//! Resolves imports and paths to the files that contain the definitions.
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::{Import, Name, Tree};

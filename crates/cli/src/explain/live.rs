@@ -74,7 +74,7 @@ impl Live {
 pub(super) struct Decisions {
     /// The pods that are released, and why.
     pub(super) released: BTreeMap<String, ReleaseReason>,
-    /// What the other pods wait for, as a message to their owners.
+    /// The reasons why the other pods wait, as messages to their owners.
     pub(super) waiting: BTreeMap<String, String>,
 }
 

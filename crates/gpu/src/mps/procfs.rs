@@ -1,4 +1,5 @@
-//! Finds MPS processes in `/proc` and reads their state. Kills what an earlier MPS host left.
+//! Finds MPS processes in `/proc` and reads their state. Kills processes that an earlier MPS host
+//! left.
 use std::path::Path;
 use std::time::Duration;
 

@@ -21,7 +21,7 @@ pub(crate) const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 const END_OF_COMMANDS: [u8; 8] = 0_u64.to_le_bytes();
 /// `CUDA_SUCCESS`: the last packet of a client that has connected to the server.
 pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
-/// The longest packet of the protocol.
+/// Maximum size of a packet of the protocol, in bytes.
 pub(crate) const MAX_PACKET: usize = 8 * 1024;
 
 /// The packets by which a new client introduces itself to the server, on the socket that came with
@@ -98,7 +98,7 @@ pub enum Command {
         /// MiB. `None` removes the limit.
         mib: Option<u64>,
     },
-    /// Reads what [`Command::SetMemory`] set.
+    /// Reads the limit set by [`Command::SetMemory`].
     GetMemory {
         /// Pid of the server.
         server: u32,
@@ -107,9 +107,9 @@ pub enum Command {
     SetDefaultThreads(u8),
     /// Sets the memory limit, in MiB, of servers that start from now on.
     SetDefaultMemory(u64),
-    /// Reads what [`Command::SetDefaultThreads`] set.
+    /// Reads the percentage set by [`Command::SetDefaultThreads`].
     GetDefaultThreads,
-    /// Reads what [`Command::SetDefaultMemory`] set.
+    /// Reads the limit set by [`Command::SetDefaultMemory`].
     GetDefaultMemory,
     /// Lists the pids of a server's clients.
     Clients(u32),
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn limits_match_the_form_in_which_the_daemon_prints_them() {
-        // As measured: the limit that was set, and what the daemon printed.
+        // Measured pairs of a limit and the output of the daemon.
         for (mib, printed) in [(512, "512M"), (100, "100M"), (1024, "1G"), (1536, "1G"), (7678, "7G"), (10239, "9G")] {
             assert!(is_memory(printed, Some(mib)), "{mib} {printed}");
         }

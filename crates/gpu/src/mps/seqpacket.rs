@@ -23,7 +23,7 @@ use super::protocol::MAX_PACKET;
 const CLOSED_POLL: Duration = Duration::from_secs(1);
 /// Retry interval of [`Socket::connect`] while the listener's queue is full.
 const CONNECT_RETRY: Duration = Duration::from_millis(5);
-/// The longest path that a socket address can hold.
+/// Maximum length of a socket's path, in bytes.
 pub(crate) const MAX_PATH: usize = 107;
 
 /// The sender of a packet or the peer of a connection, attested by the kernel and translated into

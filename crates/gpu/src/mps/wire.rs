@@ -277,7 +277,7 @@ pub struct DaemonStatus {
 }
 
 /// A fatal GPU error. It breaks the contexts of all clients of a server (measured on driver 580),
-/// and the server admits nobody until the last of them has exited.
+/// and the server admits no client until the last of them has exited.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {

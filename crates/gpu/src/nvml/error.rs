@@ -1,4 +1,4 @@
-//! Errors of NVML calls, by what a caller can do about them.
+//! Errors of NVML calls, grouped by how a caller can react.
 use nvml_wrapper::error::NvmlError as Code;
 
 /// Why an NVML call failed.

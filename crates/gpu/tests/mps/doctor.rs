@@ -69,7 +69,7 @@ fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
     findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
 }
 
-/// What the doctor observed in a check.
+/// The observation that the doctor reports for a check.
 fn observed<'a>(report: &'a Value, check: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap().iter();
     findings

@@ -72,7 +72,8 @@ impl Device {
             }
             None if clients == 0 => Some(End::NotDesired),
             None => {
-                // Its doors are closed, so no client connects any more. Running clients may finish.
+                // Its doors are closed, so clients can no longer connect. Running clients may
+                // finish.
                 let message = format!("no longer desired, waiting for clients to exit: {clients}");
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None

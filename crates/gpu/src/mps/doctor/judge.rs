@@ -1,4 +1,4 @@
-//! What Cleave expects of a driver, and whether the observations match. Pure.
+//! Defines the driver behaviour that Cleave expects, and compares it with the observations. Pure.
 use cleave_plan::mps;
 use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;

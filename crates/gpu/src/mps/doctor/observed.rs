@@ -1,4 +1,4 @@
-//! What the tests of the doctor observed. Data only.
+//! The observations of the doctor's tests. Data only.
 use crate::mps::protocol::Command;
 use crate::nvml::ComputeMode;
 

@@ -24,7 +24,7 @@ const LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
 const EXIT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// The program, and what every run of it needs.
+/// The CUDA program and the settings of all its runs.
 #[derive(Debug, Clone)]
 pub(super) struct Program {
     /// The program and its first arguments.
@@ -125,7 +125,7 @@ impl Program {
         Ok(running)
     }
 
-    /// Runs the program to its end. Returns what it saw.
+    /// Runs the program until it exits. Returns its view of the GPU.
     pub(super) async fn view(&self, start: &Start) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
